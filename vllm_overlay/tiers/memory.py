@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory cut into equal units: the CPU tier's arena and the disk tier's staging."""
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class HostBuffer:
+    """An object's bytes in host memory: ``num_bytes`` spread over the rows ``units`` of ``array``, in that order.
+
+    Every row but the last is full. ``array`` has shape (units of the pool, bytes a unit) and page-aligned rows when
+    the unit is a multiple of 4 KiB, which is what O_DIRECT asks for.
+    """
+
+    array: Bytes
+    units: tuple[int, ...]
+    num_bytes: int
+
+    def segments(self) -> list[Bytes]:
+        """The object's bytes as views, in order; their sizes add up to ``num_bytes``."""
+        unit_bytes = self.array.shape[1]
+        left = self.num_bytes
+        views = []
+        for unit in self.units:
+            take = min(left, unit_bytes)
+            views.append(self.array[unit, :take])
+            left -= take
+        if left:
+            raise ValueError(f"{len(self.units)} units of {unit_bytes} bytes do not hold {self.num_bytes} bytes")
+        return views
+
+
+def units_needed(num_bytes: int, unit_bytes: int) -> int:
+    """How many units an object of ``num_bytes`` takes."""
+    return -(-num_bytes // unit_bytes)
+
+
+class HostPool:
+    """``num_units`` rows of ``unit_bytes`` in one anonymous mapping. Knows nothing of who uses which row."""
+
+    def __init__(self, num_units: int, unit_bytes: int) -> None:
+        if num_units < 1 or unit_bytes < 1:
+            raise ValueError(f"a pool of {num_units} units of {unit_bytes} bytes is empty")
+        self.num_units = num_units
+        self.unit_bytes = unit_bytes
+        self._mapping = mmap.mmap(-1, num_units * unit_bytes)
+        flat = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.array: Bytes = flat.reshape(num_units, unit_bytes)
+
+    def buffer(self, units: Sequence[int], num_bytes: int) -> HostBuffer:
+        """The host buffer of an object that lies in ``units``."""
+        return HostBuffer(self.array, tuple(units), num_bytes)
+
+
+class UnitAllocator:
+    """Free rows of a pool: last freed, first taken, so that warm memory is used again. Not thread-safe."""
+
+    def __init__(self, num_units: int) -> None:
+        self._free = list(range(num_units - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> tuple[int, ...] | None:
+        """``count`` rows, or None when fewer are free (then nothing is taken)."""
+        if count > len(self._free):
+            return None
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        taken.reverse()
+        return tuple(taken)
+
+    def free(self, units: Sequence[int]) -> None:
+        self._free.extend(reversed(units))
