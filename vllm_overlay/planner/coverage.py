@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier holds of one prompt, group by group, and the largest boundary at which every group can be restored."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from vllm_overlay.planner.geometry import Geometry, Group
+from vllm_overlay.planner.objects import ObjectId
+
+
+class TierView(Protocol):
+    """The questions a lookup asks a tier. Chunks of a full-attention group must be prefix-closed in it."""
+
+    def has(self, object_id: ObjectId) -> bool:
+        """Whether the object can be loaded now."""
+
+    def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
+        """The end, in tokens, of the nearest chunk that has snapshots hanging below it; 0 when there is none.
+
+        Looked for from the full-attention chunk ``object_id``, itself included, up its own chain of parents. The
+        snapshots may belong to other prompts, which left this one after that chunk.
+        """
+
+
+class LimitReason(StrEnum):
+    """What kept a restore point from being higher. A metric label."""
+
+    NONE = "none"
+    """The prompt has no whole match unit below its last token."""
+    PROMPT_END = "prompt_end"
+    """Nothing: it is the last match unit below the prompt's last token."""
+    GRANULARITY = "granularity"
+    """Nothing is missing, but restore points are so coarse that a match unit or more is recomputed."""
+    ATTENTION = "attention"
+    """A full-attention group has no more chunks of this prompt."""
+    STATE = "state"
+    """Attention reaches further, but no snapshot does."""
+    WINDOW = "window"
+    """A snapshot or attention reaches further, but a chunk of a sliding window there is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What a tier holds of one prompt.
+
+    ``tokens`` has for each attention group, by vLLM's id: full attention, the tokens of its leading chunks; sliding
+    window, the tokens of the chunks its window needs at the restore point. ``restore_point`` is 0 when there is none
+    above the local hit. ``reach`` is the last restore point that full attention alone would allow, 0 when there is no
+    such group. ``group_id`` is the group that ``limited_by`` speaks of, if any.
+    """
+
+    tokens: dict[int, int]
+    restore_point: int
+    reach: int
+    limited_by: LimitReason
+    group_id: int | None = None
+
+
+def count_covered(num_chunks: int, has_chunk: Callable[[int], bool]) -> int:
+    """How many leading chunks are there, of a prefix-closed sequence of ``num_chunks``, in O(log n) probes."""
+    low, high = 0, num_chunks
+    while low < high:
+        middle = (low + high + 1) // 2
+        if has_chunk(middle - 1):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class CoverageSearch:
+    """One lookup of one prompt in one tier; made and run by the planner, then thrown away.
+
+    Probes: O(log n) for each full-attention group. For snapshots, a ``nearest_snapshot_chunk`` and at most chunk / U
+    probes for each chunk tried; further chunks are tried only when all snapshots of the last were other prompts'.
+    Without a full-attention group nothing narrows the search, and boundaries are probed downwards one by one. Each
+    window chunk is probed at most once; a missing one rules out every boundary whose window it is in.
+    """
+
+    def __init__(
+        self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int, num_local: int, view: TierView
+    ) -> None:
+        self._geometry = geometry
+        self._keys = keys
+        self._num_local = num_local
+        self._view = view
+        self._limit = max(0, min(num_tokens - 1, len(keys) * geometry.match_unit))
+        self._window_probes: dict[ObjectId, bool] = {}
+
+    def run(self) -> Coverage:
+        geometry = self._geometry
+        tokens = {group.group_id: self._leading_tokens(group) for group in geometry.full}
+        reach = geometry.floor_to_restore_point(min(tokens.values(), default=0))
+        # A snapshot holds the tokens up to one chunk beyond the covered ones.
+        tops = [tokens[group.group_id] + geometry.chunk_size_of(group) - 1 for group in geometry.full]
+        restore_point, gap = self._restore_point(geometry.floor_to_restore_point(min([*tops, self._limit])))
+        reason, group_id = self._limited_by(max(restore_point, self._num_local), tokens, reach, gap)
+        for group in geometry.windows:
+            needed = geometry.window_chunks(group, restore_point)
+            tokens[group.group_id] = len(needed) * geometry.chunk_size_of(group)
+        return Coverage(tokens, restore_point, reach, reason, group_id)
+
+    def _leading_tokens(self, group: Group) -> int:
+        size = self._geometry.chunk_size_of(group)
+        count = count_covered(
+            self._limit // size, lambda index: self._view.has(self._geometry.chunk_id(self._keys, group, index))
+        )
+        return count * size
+
+    def _restore_point(self, top: int) -> tuple[int, Group | None]:
+        """The restore point, and the window group that ruled out the first boundary above it, if one did."""
+        blamed = None
+        boundary = self._candidate(top)
+        while boundary > self._num_local:
+            gap = self._window_gap(boundary)
+            if gap is None:
+                return boundary, blamed
+            group, end = gap
+            blamed = blamed or group
+            boundary = self._candidate(self._geometry.floor_to_restore_point(end - 1))
+        return 0, blamed
+
+    def _candidate(self, top: int) -> int:
+        """The highest boundary up to ``top`` (a multiple of the restore unit) that only windows can still rule out."""
+        if not self._geometry.recurrent:
+            return top
+        if self._geometry.anchor is None:
+            return self._snapshot_between(self._num_local, top)
+        return self._snapshot_below_chunks(self._geometry.anchor, top)
+
+    def _snapshot_below_chunks(self, anchor: Group, top: int) -> int:
+        """The highest snapshot up to ``top``, going from chunk to chunk of ``anchor`` that has snapshots."""
+        size = self._geometry.chunk_size_of(anchor)
+        index = top // size - 1
+        while True:
+            end = self._nearest_snapshot_chunk(anchor, index)
+            last = self._geometry.floor_to_restore_point(min(top, end + size - 1))
+            boundary = self._snapshot_between(max(self._num_local, end - 1), last)
+            if boundary or end <= self._num_local:
+                return boundary
+            index = end // size - 2
+
+    def _nearest_snapshot_chunk(self, anchor: Group, index: int) -> int:
+        if index < 0:
+            return 0
+        return self._view.nearest_snapshot_chunk(self._geometry.chunk_id(self._keys, anchor, index))
+
+    def _snapshot_between(self, low: int, high: int) -> int:
+        """The highest boundary in (``low``, ``high``] with a snapshot, 0 when none; ``high`` is a restore point."""
+        for boundary in range(high, max(low, 0), -self._geometry.restore_unit):
+            if self._view.has(self._geometry.snapshot_id(self._keys, boundary)):
+                return boundary
+        return 0
+
+    def _window_gap(self, boundary: int) -> tuple[Group, int] | None:
+        """The first missing chunk that a window needs at ``boundary``: its group and its end in tokens."""
+        for group in self._geometry.windows:
+            for index in self._geometry.window_chunks(group, boundary, self._num_local):
+                if not self._has_window_chunk(self._geometry.chunk_id(self._keys, group, index)):
+                    return group, (index + 1) * self._geometry.chunk_size_of(group)
+        return None
+
+    def _has_window_chunk(self, object_id: ObjectId) -> bool:
+        if object_id not in self._window_probes:
+            self._window_probes[object_id] = self._view.has(object_id)
+        return self._window_probes[object_id]
+
+    def _limited_by(
+        self, reached: int, tokens: dict[int, int], reach: int, blamed: Group | None
+    ) -> tuple[LimitReason, int | None]:
+        """Why nothing above ``reached`` (the restore point or the local hit) can be restored."""
+        last = self._geometry.floor_to_restore_point(self._limit)
+        if reached >= last:
+            if self._limit < self._geometry.match_unit:
+                return LimitReason.NONE, None
+            whole_units_lost = self._limit - reached >= self._geometry.match_unit
+            return LimitReason.GRANULARITY if whole_units_lost else LimitReason.PROMPT_END, None
+        if blamed is not None:
+            return LimitReason.WINDOW, blamed.group_id
+        if tokens and reached >= reach:
+            return LimitReason.ATTENTION, min(tokens, key=tokens.__getitem__)
+        return LimitReason.STATE, None

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of a model, the size of a chunk, and what can be cut: the arithmetic every other room relies on."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId
+
+EXACT_TOKENS = 64
+"""GDN kernels work in chunks of this many tokens; restores at its multiples are bit-exact."""
+
+AUTO_CHUNK_TOKENS = 64
+"""The largest chunk that ``auto`` picks when no object size is aimed at."""
+
+
+class GeometryError(ValueError):
+    """A model layout or ``hybrid_chunk_size`` that cannot work: one sentence with the setting and what would."""
+
+
+class GroupKind(StrEnum):
+    FULL = "full_attention"
+    WINDOW = "sliding_window"
+    RECURRENT = "recurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One KV cache group of vLLM as one rank sees it.
+
+    ``block_size`` is in tokens. ``token_bytes`` is the attention KV of one token in all layers of the group (0 when
+    recurrent); ``page_bytes`` what moves when a whole block of all its layers moves raw. ``sliceable`` says that a
+    page can be cut by token. ``window`` is the sliding window in tokens, the token being computed included.
+    """
+
+    group_id: int
+    kind: GroupKind
+    block_size: int
+    token_bytes: int
+    page_bytes: int
+    sliceable: bool
+    window: int = 0
+
+    @property
+    def is_attention(self) -> bool:
+        return self.kind is not GroupKind.RECURRENT
+
+    @property
+    def is_full(self) -> bool:
+        return self.kind is GroupKind.FULL
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How prompts of one model are cut for one tier. Made by ``build`` when a connector learns the KV cache layout.
+
+    ``match_unit`` and ``chunk_size`` are in tokens, all sizes in bytes of one rank. ``keys`` are a request's block
+    hashes in every method: ``keys[i]`` names tokens [0, (i + 1) * match_unit).
+    """
+
+    groups: tuple[Group, ...]
+    match_unit: int
+    chunk_size: int
+    attention: tuple[Group, ...] = field(init=False, repr=False, compare=False)
+    full: tuple[Group, ...] = field(init=False, repr=False, compare=False)
+    windows: tuple[Group, ...] = field(init=False, repr=False, compare=False)
+    recurrent: tuple[Group, ...] = field(init=False, repr=False, compare=False)
+    restore_unit: int = field(init=False, repr=False, compare=False)
+    """Every restore point is a multiple of this many tokens."""
+    _tags: dict[int, str] = field(init=False, repr=False, compare=False)
+    _sizes: dict[int, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        attention = tuple(group for group in self.groups if group.is_attention)
+        self._derive("attention", attention)
+        self._derive("full", tuple(group for group in attention if group.is_full))
+        self._derive("windows", tuple(group for group in attention if not group.is_full))
+        self._derive("recurrent", tuple(group for group in self.groups if not group.is_attention))
+        letters = {GroupKind.FULL: "f", GroupKind.WINDOW: "w"}
+        self._derive("_tags", {group.group_id: f"{letters[group.kind]}{n}" for n, group in enumerate(attention)})
+        sizes = {
+            group.group_id: self.chunk_size if self.is_splittable(group) else group.block_size for group in attention
+        }
+        self._derive("_sizes", sizes)
+        self._derive("restore_unit", self._restore_unit())
+
+    def _derive(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _restore_unit(self) -> int:
+        if not self.recurrent:
+            return math.lcm(self.match_unit, *self._sizes.values())
+        whole = (group.block_size for group in self.attention if not self.is_splittable(group))
+        return math.lcm(self.match_unit, *whole)
+
+    @classmethod
+    def build(
+        cls, groups: Sequence[Group], match_unit: int, setting: int | str, target_bytes: int | None = None
+    ) -> "Geometry":
+        """The geometry of ``groups`` under ``hybrid_chunk_size`` = ``setting``; raises GeometryError."""
+        check_groups(groups, match_unit)
+        chunk_size = resolve_chunk_size(groups, match_unit, setting, target_bytes=target_bytes)
+        return cls(tuple(groups), match_unit, chunk_size)
+
+    @property
+    def anchor(self) -> Group | None:
+        """The first full-attention group: windows and snapshots hang below its chunks. None when there is none."""
+        return self.full[0] if self.full else None
+
+    def is_splittable(self, group: Group) -> bool:
+        """Whether one block of ``group`` is cut into chunks of ``chunk_size``; else its chunk is a whole page."""
+        return group.is_attention and group.sliceable and group.block_size % self.chunk_size == 0
+
+    def tag(self, group: Group) -> str:
+        """The kind of the chunks of an attention group: ``f<n>`` or ``w<n>``, n counting attention groups."""
+        return self._tags[group.group_id]
+
+    def chunk_size_of(self, group: Group) -> int:
+        """Tokens in one chunk of an attention group."""
+        return self._sizes[group.group_id]
+
+    def chunk_bytes(self, group: Group) -> int:
+        """Bytes of one chunk of an attention group."""
+        return self.chunk_size * group.token_bytes if self.is_splittable(group) else group.page_bytes
+
+    def tail_tokens(self, boundary: int) -> int:
+        """Tokens between the last chunk end and ``boundary`` in every splittable group: what a snapshot adds."""
+        return boundary % self.chunk_size if any(map(self.is_splittable, self.attention)) else 0
+
+    def snapshot_bytes(self, boundary: int) -> int:
+        """Bytes of the snapshot of ``boundary``: all states, and the tail of every splittable attention group."""
+        return self._snapshot_bytes(self.tail_tokens(boundary))
+
+    @property
+    def max_snapshot_bytes(self) -> int:
+        """Bytes of the largest snapshot that any boundary can have."""
+        splittable = any(map(self.is_splittable, self.attention))
+        return self._snapshot_bytes(self.chunk_size - math.gcd(self.chunk_size, self.restore_unit) if splittable else 0)
+
+    def _snapshot_bytes(self, tail_tokens: int) -> int:
+        states = sum(group.page_bytes for group in self.recurrent)
+        tails = sum(group.token_bytes for group in self.attention if self.is_splittable(group))
+        return states + tail_tokens * tails
+
+    def is_restore_point(self, boundary: int) -> bool:
+        """Whether a request could ever be restored at ``boundary``, and so whether a snapshot of it has any use."""
+        return boundary > 0 and boundary % self.restore_unit == 0
+
+    def floor_to_restore_point(self, num_tokens: int) -> int:
+        return num_tokens - num_tokens % self.restore_unit
+
+    def window_chunks(self, group: Group, boundary: int, num_local: int = 0) -> range:
+        """Indices of the chunks that a window group needs to go on at ``boundary`` beyond ``num_local`` local tokens.
+
+        The next token sees [boundary - window + 1, boundary) and itself. The tail of that range is the snapshot's,
+        what lies below ``num_local`` is in the KV cache already (a local hit holds its own window).
+        """
+        size = self.chunk_size_of(group)
+        return range(max(0, boundary - group.window + 1, num_local) // size, boundary // size)
+
+    def chunk_id(self, keys: Sequence[bytes], group: Group, index: int) -> ObjectId:
+        """Names the ``index``-th chunk of an attention group."""
+        end = (index + 1) * self.chunk_size_of(group)
+        return ObjectId(self.tag(group), keys[end // self.match_unit - 1])
+
+    def snapshot_id(self, keys: Sequence[bytes], boundary: int) -> ObjectId:
+        """Names the snapshot of ``boundary``."""
+        return ObjectId(SNAPSHOT_KIND, keys[boundary // self.match_unit - 1])
+
+    def describe(self) -> str:
+        """One line for the start-up log: what was chosen, what it means, and which flag would refine it."""
+        line = (
+            f"chunks of {self.chunk_size} tokens, match unit {self.match_unit}, "
+            f"restore points at multiples of {self.restore_unit}"
+        )
+        if self.recurrent:
+            verdict = "are" if self.match_unit % EXACT_TOKENS == 0 else "are not"
+            line += f"; restores {verdict} bit-exact with GDN kernels ({EXACT_TOKENS}-token chunks)"
+        finer = finer_match_unit(self.groups)
+        if self.match_unit == common_block_size(self.groups) and finer < self.match_unit:
+            line += f"; --prefix-match-unit {finer} would refine them"
+        return line
+
+
+def common_block_size(groups: Sequence[Group]) -> int:
+    """The greatest common divisor of the groups' block sizes: vLLM's own match unit when none is given."""
+    return math.gcd(*(group.block_size for group in groups))
+
+
+def finer_match_unit(groups: Sequence[Group]) -> int:
+    """The match unit to recommend: the largest divisor of every block size up to 64, a multiple of 8 if one is."""
+    common = common_block_size(groups)
+    divisors = [n for n in range(1, EXACT_TOKENS + 1) if common % n == 0]
+    return max([n for n in divisors if n % 8 == 0] or divisors)
+
+
+def check_groups(groups: Sequence[Group], match_unit: int) -> None:
+    """Raises GeometryError when ``groups`` are no KV cache or ``match_unit`` does not divide their attention blocks."""
+    if not groups or len({group.group_id for group in groups}) != len(groups):
+        raise GeometryError("the KV cache groups of a model must be at least one, each with its own group id")
+    for group in groups:
+        if group.block_size < 1 or group.token_bytes < 0 or group.page_bytes < 0:
+            raise GeometryError(f"KV cache group {group.group_id} has a block of {group.block_size} tokens, no layout")
+        if group.kind is GroupKind.WINDOW and group.window < 1:
+            raise GeometryError(f"sliding-window group {group.group_id} has a window of {group.window} tokens")
+    sizes = sorted({group.block_size for group in groups if group.is_attention})
+    if match_unit < 1 or any(size % match_unit for size in sizes):
+        raise GeometryError(
+            f"--prefix-match-unit {match_unit} must divide every attention block size, here {_join(sizes)}: "
+            f"{finer_match_unit(groups)} does"
+        )
+
+
+def resolve_chunk_size(
+    groups: Sequence[Group], match_unit: int, setting: int | str, *, target_bytes: int | None = None
+) -> int:
+    """Tokens in a chunk, from ``hybrid_chunk_size`` = ``setting``; raises GeometryError.
+
+    ``auto`` without ``target_bytes`` (CPU tier) is the largest valid size up to 64, else the match unit; with it
+    (disk tier) the smallest valid size whose chunk of the largest group has at least that many bytes in a rank, else
+    the common block size. Valid is a multiple of ``match_unit`` that divides every sliceable block size.
+    """
+    check_groups(groups, match_unit)
+    if setting != "auto" and (isinstance(setting, bool) or not isinstance(setting, int)):
+        raise GeometryError(f'hybrid_chunk_size={setting!r} must be "auto" or a number of tokens such as {match_unit}')
+    attention = [group for group in groups if group.is_attention]
+    sliceable = [group for group in attention if group.sliceable]
+    valid = _valid_sizes(sliceable, match_unit)
+    if setting != "auto" and (setting not in valid if sliceable else int(setting) < 1):
+        raise _invalid_chunk_size(int(setting), sliceable, match_unit, valid or [match_unit])
+    if not sliceable:
+        return common_block_size(attention) if attention else match_unit
+    if setting != "auto":
+        return int(setting)
+    if target_bytes is None:
+        return max([size for size in valid if size <= AUTO_CHUNK_TOKENS], default=match_unit)
+    token_bytes = max(group.token_bytes for group in sliceable)
+    return min([size for size in valid if size * token_bytes >= target_bytes], default=valid[-1])
+
+
+def _valid_sizes(sliceable: Sequence[Group], match_unit: int) -> list[int]:
+    common = common_block_size(sliceable)
+    return [size for size in range(match_unit, common + 1, match_unit) if common % size == 0]
+
+
+def _invalid_chunk_size(setting: int, sliceable: Sequence[Group], match_unit: int, valid: list[int]) -> GeometryError:
+    below = [size for size in valid if size < setting][-1:]
+    above = [size for size in valid if size > setting][:1]
+    sizes = sorted({group.block_size for group in sliceable})
+    hint = " (a smaller --prefix-match-unit allows more)" if valid == [match_unit] else ""
+    return GeometryError(
+        f"hybrid_chunk_size={setting} must be a multiple of the match unit {match_unit} that divides every block size, "
+        f"here {_join(sizes)}: the nearest valid values are {_join(below + above)}{hint}"
+    )
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers)) or "none"

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to load for a prompt, what to store of it, and under which names. The same code serves and is simulated."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_overlay.planner.coverage import Coverage, CoverageSearch, LimitReason, TierView
+from vllm_overlay.planner.geometry import Geometry, Group
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """The answer to one lookup.
+
+    ``num_new_tokens`` is what a load would add to the local hit, 0 when nothing. ``junction`` is the boundary at
+    which a prefill should stop so that its state is kept, because attention coverage reaches it and no restore point
+    does; 0 when there is none.
+    """
+
+    num_new_tokens: int
+    junction: int
+    coverage: Coverage
+
+    @property
+    def restore_point(self) -> int:
+        """The boundary to restore at, in tokens of the prompt; 0 when none is above the local hit."""
+        return self.coverage.restore_point
+
+    @property
+    def limited_by(self) -> LimitReason:
+        return self.coverage.limited_by
+
+    @property
+    def limiting_group_id(self) -> int | None:
+        """vLLM's id of the group that ``limited_by`` speaks of, if it is about one group."""
+        return self.coverage.group_id
+
+
+class HybridOffloadPlanner:
+    """Plans loads and stores for one tier. Pure: no state but the geometry. Called by the scheduler's half.
+
+    ``keys`` is ``request.block_hashes`` everywhere: ``keys[i]`` is vLLM's hash of tokens [0, (i + 1) * U), where U is
+    the match unit.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    def lookup(self, keys: Sequence[bytes], num_tokens: int, num_local: int, view: TierView) -> Lookup:
+        """Finds the restore point of a prompt of ``num_tokens``, of which ``num_local`` are in the KV cache already.
+
+        It is the largest boundary above ``num_local`` and at most ``num_tokens - 1`` at which every group can be
+        restored. See ``CoverageSearch`` for what it costs.
+        """
+        coverage = CoverageSearch(self.geometry, keys, num_tokens, num_local, view).run()
+        return Lookup(
+            num_new_tokens=max(0, coverage.restore_point - num_local),
+            junction=self._junction(coverage, num_local),
+            coverage=coverage,
+        )
+
+    def _junction(self, coverage: Coverage, num_local: int) -> int:
+        ahead = coverage.reach > max(coverage.restore_point, num_local)
+        return coverage.reach if self.geometry.recurrent and ahead else 0
+
+    def chunk(self, keys: Sequence[bytes], group: Group, index: int) -> PlannedObject:
+        """The ``index``-th chunk of an attention group; ``keys`` must reach its end."""
+        size = self.geometry.chunk_size_of(group)
+        return PlannedObject(
+            object_id=self.geometry.chunk_id(keys, group, index),
+            parents=self._chunk_parents(keys, group, index),
+            start_tokens=index * size,
+            end_tokens=(index + 1) * size,
+            num_bytes=self.geometry.chunk_bytes(group),
+            group_id=group.group_id,
+        )
+
+    def _chunk_parents(self, keys: Sequence[bytes], group: Group, index: int) -> tuple[ObjectId, ...]:
+        """The chunk before it for full attention; for a window the anchor's last chunk that ends no later."""
+        if group.is_full:
+            return (self.geometry.chunk_id(keys, group, index - 1),) if index else ()
+        if self.geometry.anchor is None:
+            return ()
+        return self._last_chunk(keys, self.geometry.anchor, (index + 1) * self.geometry.chunk_size_of(group))
+
+    def _last_chunk(self, keys: Sequence[bytes], group: Group, end_tokens: int) -> tuple[ObjectId, ...]:
+        """The last chunk of ``group`` that ends at or below ``end_tokens``, if there is one."""
+        count = end_tokens // self.geometry.chunk_size_of(group)
+        return (self.geometry.chunk_id(keys, group, count - 1),) if count else ()
+
+    def snapshot(self, keys: Sequence[bytes], boundary: int) -> PlannedObject:
+        """The snapshot of ``boundary``. Ask ``geometry.is_restore_point`` first: raises ValueError when it is none."""
+        if not self.geometry.is_restore_point(boundary):
+            raise ValueError(f"boundary {boundary} is not a multiple of the restore unit {self.geometry.restore_unit}")
+        parents = (parent for group in self.geometry.full for parent in self._last_chunk(keys, group, boundary))
+        return PlannedObject(
+            object_id=self.geometry.snapshot_id(keys, boundary),
+            parents=tuple(parents),
+            start_tokens=boundary - self.geometry.tail_tokens(boundary),
+            end_tokens=boundary,
+            num_bytes=self.geometry.snapshot_bytes(boundary),
+        )
+
+    def load_plan(self, keys: Sequence[bytes], num_local: int, restore_point: int) -> list[PlannedObject]:
+        """What to load to go on at ``restore_point``, a lookup's answer, beyond ``num_local`` local tokens.
+
+        ``num_local`` is a multiple of every block size. Full-attention chunks come first, then windows', then the
+        snapshot when the model has recurrent groups. Empty when ``restore_point`` is not above ``num_local``.
+        """
+        if restore_point <= num_local:
+            return []
+        geometry = self.geometry
+        planned = []
+        for group in geometry.full:
+            size = geometry.chunk_size_of(group)
+            planned += [self.chunk(keys, group, index) for index in range(num_local // size, restore_point // size)]
+        for group in geometry.windows:
+            needed = geometry.window_chunks(group, restore_point, num_local)
+            planned += [self.chunk(keys, group, index) for index in needed]
+        if geometry.recurrent:
+            planned.append(self.snapshot(keys, restore_point))
+        return planned
+
+    def store_plan(
+        self, keys: Sequence[bytes], cursors: Mapping[int, int], computed_tokens: int
+    ) -> list[PlannedObject]:
+        """The chunks that became complete, parents first: full attention by position, then windows.
+
+        ``cursors`` has for each attention group, by vLLM's id, the tokens considered before (none: 0). The caller
+        advances it, to ``end_tokens`` of each planned chunk. ``computed_tokens`` counts tokens whose KV is in the
+        cache after this step; what ``keys`` do not reach is left for a later step.
+        """
+        computed_tokens = min(computed_tokens, len(keys) * self.geometry.match_unit)
+        full = [
+            chunk for group in self.geometry.full for chunk in self._complete(keys, group, cursors, computed_tokens)
+        ]
+        full.sort(key=lambda chunk: chunk.end_tokens)
+        windows = [
+            chunk for group in self.geometry.windows for chunk in self._complete(keys, group, cursors, computed_tokens)
+        ]
+        return full + windows
+
+    def _complete(
+        self, keys: Sequence[bytes], group: Group, cursors: Mapping[int, int], computed_tokens: int
+    ) -> list[PlannedObject]:
+        size = self.geometry.chunk_size_of(group)
+        first = -(-cursors.get(group.group_id, 0) // size)
+        return [self.chunk(keys, group, index) for index in range(first, computed_tokens // size)]

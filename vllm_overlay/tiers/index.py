@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix-closed index of a tier: what is there, what is on its way, what may go.
+
+Life of an entry: ``reserve`` (a ticket travels to the ranks) - ``commit`` (every rank has its bytes) - visible once its
+parents are - ``evict`` or ``drop``. An object is visible only while everything it depends on is, so coverage of a
+prompt is monotone and a lookup may search it in halves.
+
+Bytes are handed back exactly once, as the entry in some method's list of *released* entries; only then may the caller
+reuse the entry's units or remove its file. An entry that is dropped while a rank writes it or a load reads it becomes
+invisible at once, but keeps its bytes, its place in ``used_bytes`` and its name until the ticket ends or the last pin
+goes: ``commit``, ``abort`` or ``unpin`` then releases it. Its name cannot be reserved before that, so a name never
+stands for two sets of bytes.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId, PlannedObject
+from vllm_overlay.tiers.eviction import EvictionPolicy, LeastRecentlyUsed
+
+
+class EntryState(Enum):
+    RESERVED = auto()
+    """A ticket is out: the ranks are writing it."""
+    STORED = auto()
+    """The bytes are there, but a parent is not committed yet."""
+    COMMITTED = auto()
+    """Visible: it can be found and loaded."""
+    DROPPED = auto()
+    """Invisible for good; in the index only for as long as a ticket or a pin holds its bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One object of the index. Callers read it; only the index changes it."""
+
+    object_id: ObjectId
+    num_bytes: int
+    end_tokens: int
+    ticket: int
+    units: tuple[int, ...]
+    last_use: int
+    parents: "tuple[Entry, ...]" = field(repr=False)
+    children: "set[Entry]" = field(default_factory=set, repr=False)
+    state: EntryState = EntryState.RESERVED
+    pins: int = 0
+    num_snapshots: int = 0
+    """Committed snapshots right below this chunk."""
+    jump: "Entry | None" = field(default=None, repr=False)
+    """A chunk above on the same chain, such that none in between has snapshots; None: none above has."""
+
+
+class Commit(NamedTuple):
+    """What a completed store changed: entries that became visible, and entries whose bytes nobody needs any more."""
+
+    visible: list[Entry]
+    released: list[Entry]
+
+
+class PrefixIndex:
+    """Implements the planner's ``TierView``. Lives in the scheduler process, is called from its thread only.
+
+    Bytes are those of one rank, as the planner counts them; ``capacity_bytes`` likewise (None: no limit). Unknown
+    names and tickets are ignored everywhere: a late report is no error.
+    """
+
+    def __init__(self, capacity_bytes: int | None, policy: EvictionPolicy[Entry] | None = None) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._policy = LeastRecentlyUsed[Entry]() if policy is None else policy
+        self._entries: dict[ObjectId, Entry] = {}
+        self._in_flight: dict[int, Entry] = {}
+        self._used_bytes = 0
+        self._clock = 0
+
+    # Questions.
+
+    def __len__(self) -> int:
+        """Objects that take up bytes, in whatever state."""
+        return len(self._entries)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all entries, in whatever state."""
+        return self._used_bytes
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether ``num_bytes`` more stay within the capacity."""
+        return self.capacity_bytes is None or self._used_bytes + num_bytes <= self.capacity_bytes
+
+    def get(self, object_id: ObjectId) -> Entry | None:
+        """The entry of a visible object."""
+        entry = self._entries.get(object_id)
+        return entry if entry is not None and entry.state is EntryState.COMMITTED else None
+
+    def has(self, object_id: ObjectId) -> bool:
+        """Whether the object is visible."""
+        return self.get(object_id) is not None
+
+    def accepts(self, planned: PlannedObject) -> bool:
+        """Whether ``reserve`` would take the object if there is room: it is new and its parents are here or coming."""
+        return planned.object_id not in self._entries and self._find_parents(planned) is not None
+
+    def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
+        """See ``TierView``. Amortised O(log n): paths once walked are remembered."""
+        found = self.get(object_id)
+        passed = []
+        while found is not None and not found.num_snapshots:
+            passed.append(found)
+            found = found.jump
+        for entry in passed:
+            entry.jump = found
+        return 0 if found is None else found.end_tokens
+
+    # Stores.
+
+    def reserve(self, planned: PlannedObject, ticket: int, units: Sequence[int] = ()) -> Entry | None:
+        """Takes the object's name and bytes before its ticket goes out.
+
+        None, and nothing changed, when the name is taken, a parent is neither here nor on its way, or it does not fit
+        (call ``evict`` first). ``ticket`` must be new: raises ValueError when it is in flight.
+        """
+        if ticket in self._in_flight:
+            raise ValueError(f"ticket {ticket} is in flight already")
+        parents = self._find_parents(planned)
+        if parents is None or planned.object_id in self._entries or not self.fits(planned.num_bytes):
+            return None
+        self._clock += 1
+        entry = self._insert(planned, parents, ticket, tuple(units))
+        self._in_flight[ticket] = entry
+        return entry
+
+    def commit(self, ticket: int) -> Commit:
+        """Every rank has stored the object: it is visible once its parents are, and so may be others on top of it.
+
+        When the object was dropped meanwhile, it is released instead.
+        """
+        entry = self._in_flight.pop(ticket, None)
+        if entry is None:
+            return Commit([], [])
+        if entry.state is EntryState.DROPPED:
+            return Commit([], [self._release(entry)])
+        entry.state = EntryState.STORED
+        return Commit(self._publish(entry), [])
+
+    def abort(self, ticket: int) -> list[Entry]:
+        """The object could not be stored: it goes, with everything on top. Returns the released entries.
+
+        Entries on top of it whose own tickets are out are released when those end.
+        """
+        entry = self._in_flight.pop(ticket, None)
+        if entry is None:
+            return []
+        if entry.state is EntryState.DROPPED:
+            return [self._release(entry)]
+        entry.state = EntryState.STORED
+        return self._drop_tree(entry)
+
+    def restore(self, planned: Iterable[PlannedObject], ticket: int = 0) -> list[PlannedObject]:
+        """Puts back what a tier found after a restart, in any order; returns what cannot be reached, to be removed.
+
+        An object is reachable when its parents are in ``planned`` or in the index. What the index has under its name
+        already is left alone and not returned. Where recency is known, give the longest unused first. Capacity is not
+        looked at: call ``evict(0)`` afterwards.
+        """
+        missing: dict[ObjectId, tuple[int, PlannedObject]] = {}
+        for item in planned:
+            self._clock += 1
+            if item.object_id not in self._entries:
+                missing.setdefault(item.object_id, (self._clock, item))
+        waiting: defaultdict[ObjectId, list[ObjectId]] = defaultdict(list)
+        for object_id, (_, item) in missing.items():
+            for parent in item.parents:
+                waiting[parent].append(object_id)
+        ready = deque(missing)
+        while ready:
+            object_id = ready.popleft()
+            if object_id in missing and self._restore_one(*missing[object_id], ticket):
+                del missing[object_id]
+                ready.extend(waiting[object_id])
+        return [item for _, item in missing.values()]
+
+    def _restore_one(self, last_use: int, item: PlannedObject, ticket: int) -> bool:
+        parents = self._find_parents(item)
+        if parents is None:
+            return False
+        entry = self._insert(item, parents, ticket, ())
+        entry.last_use = last_use
+        entry.state = EntryState.STORED
+        self._publish(entry)
+        return True
+
+    # Loads.
+
+    def pin(self, object_ids: Sequence[ObjectId]) -> list[Entry] | None:
+        """Keeps visible objects for a load, all or none (then None). Counts as a use. Undone by ``unpin``."""
+        entries = [entry for object_id in object_ids if (entry := self.get(object_id)) is not None]
+        if len(entries) != len(object_ids):
+            return None
+        self._clock += 1
+        for entry in entries:
+            entry.last_use = self._clock
+            self._hold(entry)
+        return entries
+
+    def unpin(self, object_ids: Iterable[ObjectId]) -> list[Entry]:
+        """Undoes one ``pin``. Returns the released entries: those dropped meanwhile which nothing else holds."""
+        pinned = (entry for object_id in object_ids if (entry := self._entries.get(object_id)) is not None)
+        return [entry for entry in pinned if entry.pins and self._let_go(entry)]
+
+    def touch(self, object_ids: Iterable[ObjectId]) -> None:
+        """The visible ones of these objects were used now."""
+        self._clock += 1
+        for object_id in object_ids:
+            if (entry := self.get(object_id)) is not None:
+                entry.last_use = self._clock
+                self._offer(entry)
+
+    # Removal.
+
+    def drop(self, object_id: ObjectId) -> list[Entry]:
+        """Forgets an object and everything on top of it at once; returns the released entries.
+
+        Those pinned or in flight follow from ``unpin``, ``commit`` or ``abort``.
+        """
+        entry = self._entries.get(object_id)
+        return [] if entry is None else self._drop_tree(entry)
+
+    def clear(self) -> list[Entry]:
+        """Forgets everything, as ``drop`` does."""
+        roots = [entry for entry in self._entries.values() if not entry.parents]
+        return [entry for root in roots for entry in self._drop_tree(root)]
+
+    def evict(self, num_bytes: int, keep: Sequence[ObjectId] = ()) -> list[Entry]:
+        """Evicts until ``num_bytes`` more fit or nothing may go; returns the released entries. Ask ``fits`` after.
+
+        ``keep`` stay: the parents of the object that the room is for. What could never fit evicts nothing.
+        """
+        if self.capacity_bytes is not None and num_bytes > self.capacity_bytes:
+            return []
+        kept = [entry for object_id in keep if (entry := self.get(object_id)) is not None]
+        for entry in kept:
+            self._hold(entry)
+        released = []
+        while not self.fits(num_bytes) and (leaf := self.evict_one()) is not None:
+            released.append(leaf)
+        for entry in kept:
+            self._let_go(entry)
+        return released
+
+    def evict_one(self) -> Entry | None:
+        """Evicts and releases one visible object that is unpinned and has nothing on top; None when there is none."""
+        leaf = self._policy.pop()
+        if leaf is not None:
+            self._drop_tree(leaf)
+        return leaf
+
+    # How it is done. No recursion anywhere: chains are as deep as prompts are long.
+
+    def _find_parents(self, planned: PlannedObject) -> tuple[Entry, ...] | None:
+        entries = [self._entries.get(object_id) for object_id in planned.parents]
+        live = tuple(entry for entry in entries if entry is not None and entry.state is not EntryState.DROPPED)
+        return live if len(live) == len(entries) else None
+
+    def _insert(self, planned: PlannedObject, parents: tuple[Entry, ...], ticket: int, units: tuple[int, ...]) -> Entry:
+        entry = Entry(
+            planned.object_id, planned.num_bytes, planned.end_tokens, ticket, units, self._clock, parents=parents
+        )
+        self._entries[entry.object_id] = entry
+        self._used_bytes += entry.num_bytes
+        for parent in parents:
+            parent.children.add(entry)
+            self._policy.discard(parent)
+            if parent.object_id.kind == entry.object_id.kind:
+                entry.jump = parent if parent.num_snapshots else parent.jump
+        return entry
+
+    def _publish(self, stored: Entry) -> list[Entry]:
+        """Makes ``stored`` visible if its parents are, and what waited for it; returns what became so."""
+        visible = []
+        waiting = [stored]
+        while waiting:
+            entry = waiting.pop()
+            if entry.state is not EntryState.STORED:
+                continue
+            if any(parent.state is not EntryState.COMMITTED for parent in entry.parents):
+                continue
+            entry.state = EntryState.COMMITTED
+            visible.append(entry)
+            waiting.extend(entry.children)
+            self._offer(entry)
+            if entry.object_id.kind == SNAPSHOT_KIND:
+                for parent in entry.parents:
+                    self._count_snapshot(parent)
+        return visible
+
+    def _count_snapshot(self, chunk: Entry) -> None:
+        """A snapshot below ``chunk`` is visible. The first of a chunk stops the jumps of the chunks below it here.
+
+        That costs a walk over the chunks below, down to the next ones which have snapshots: few for a prompt's last
+        boundary, those of all siblings for a junction.
+        """
+        chunk.num_snapshots += 1
+        below = [chunk] if chunk.num_snapshots == 1 else []
+        while below:
+            for child in below.pop().children:
+                if child.object_id.kind != chunk.object_id.kind:
+                    continue
+                if child.jump is None or child.jump.end_tokens < chunk.end_tokens:
+                    child.jump = chunk
+                if not child.num_snapshots:
+                    below.append(child)
+
+    def _drop_tree(self, root: Entry) -> list[Entry]:
+        """Makes ``root`` and all on top of it invisible; returns those that neither a ticket nor a pin holds."""
+        released = []
+        doomed = [root]
+        while doomed:
+            entry = doomed.pop()
+            if entry.state is EntryState.DROPPED:
+                continue
+            doomed.extend(entry.children)
+            in_flight = entry.state is EntryState.RESERVED
+            self._detach(entry)
+            if not in_flight and not entry.pins:
+                released.append(self._release(entry))
+        return released
+
+    def _detach(self, entry: Entry) -> None:
+        counted = entry.object_id.kind == SNAPSHOT_KIND and entry.state is EntryState.COMMITTED
+        entry.state = EntryState.DROPPED
+        self._policy.discard(entry)
+        for parent in entry.parents:
+            parent.children.discard(entry)
+            parent.num_snapshots -= counted
+            self._offer(parent)
+        entry.parents, entry.jump = (), None
+
+    def _release(self, entry: Entry) -> Entry:
+        del self._entries[entry.object_id]
+        self._used_bytes -= entry.num_bytes
+        return entry
+
+    def _hold(self, entry: Entry) -> None:
+        entry.pins += 1
+        self._policy.discard(entry)
+
+    def _let_go(self, entry: Entry) -> bool:
+        """Takes one pin off; True when that released the entry."""
+        entry.pins -= 1
+        if entry.state is EntryState.DROPPED and not entry.pins:
+            self._release(entry)
+            return True
+        self._offer(entry)
+        return False
+
+    def _offer(self, entry: Entry) -> None:
+        """Tells the policy of an entry that may be evicted."""
+        if entry.state is EntryState.COMMITTED and not entry.children and not entry.pins:
+            self._policy.add(entry, entry.last_use, entry.end_tokens)
