@@ -60,7 +60,7 @@ class LeastRecentlyUsed(EvictionPolicy[T]):
         while self._heap:
             _, _, sequence, item = heapq.heappop(self._heap)
             if self._current.get(item) == sequence:
-                del self._current[item]
+                self.discard(item)
                 return item
         return None
 

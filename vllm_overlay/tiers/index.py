@@ -99,7 +99,7 @@ class PrefixIndex:
         """Whether the object is visible."""
         return self.get(object_id) is not None
 
-    def accepts(self, planned: PlannedObject) -> bool:
+    def may_reserve(self, planned: PlannedObject) -> bool:
         """Whether ``reserve`` would take the object if there is room: it is new and its parents are here or coming."""
         return planned.object_id not in self._entries and self._find_parents(planned) is not None
 
@@ -240,21 +240,24 @@ class PrefixIndex:
         """
         if self.capacity_bytes is not None and num_bytes > self.capacity_bytes:
             return []
+        released = []
+        while not self.fits(num_bytes) and (leaf := self.evict_one(keep)) is not None:
+            released.append(leaf)
+        return released
+
+    def evict_one(self, keep: Sequence[ObjectId] = ()) -> Entry | None:
+        """Evicts and releases one visible object that is unpinned and has nothing on top, but none of ``keep``.
+
+        None when there is none.
+        """
         kept = [entry for object_id in keep if (entry := self.get(object_id)) is not None]
         for entry in kept:
             self._hold(entry)
-        released = []
-        while not self.fits(num_bytes) and (leaf := self.evict_one()) is not None:
-            released.append(leaf)
-        for entry in kept:
-            self._let_go(entry)
-        return released
-
-    def evict_one(self) -> Entry | None:
-        """Evicts and releases one visible object that is unpinned and has nothing on top; None when there is none."""
         leaf = self._policy.pop()
         if leaf is not None:
             self._drop_tree(leaf)
+        for entry in kept:
+            self._let_go(entry)
         return leaf
 
     # How it is done. No recursion anywhere: chains are as deep as prompts are long.
