@@ -54,6 +54,10 @@ class Tier(ABC):
     index: PrefixIndex
 
     @abstractmethod
+    def advance(self) -> None:
+        """Take in what background work has found or freed. Called before lookups and once a scheduler step."""
+
+    @abstractmethod
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
         """Make room for one object and hand out its ticket.
 
@@ -70,8 +74,8 @@ class Tier(ABC):
         """A rank could not store the object of ``ticket``: forget it and what was planned on top of it."""
 
     @abstractmethod
-    def acquire(self, object_ids: Sequence[ObjectId]) -> list[LoadTicket] | None:
-        """Pin objects for a load, all or none; None when one of them is gone."""
+    def acquire(self, planned: Sequence[PlannedObject]) -> list[LoadTicket] | None:
+        """Pin the objects of a load plan, all or none; None when one of them is gone."""
 
     @abstractmethod
     def release(self, object_ids: Sequence[ObjectId]) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory cut into equal units: the CPU tier's arena and the disk tier's staging."""
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 PAGE_BYTES = 4096
+_LARGE_UNIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,26 @@ class HostBuffer:
         if left:
             raise ValueError(f"{len(self.units)} units of {unit_bytes} bytes do not hold {self.num_bytes} bytes")
         return views
+
+
+def unit_size(smallest_object_bytes: int) -> int:
+    """Bytes of a unit for objects of at least that size: the object itself, so that a chunk is one row and runs of
+    chunks are runs of rows; 1 MiB where it is large. Larger objects take several units, any ones: no fragmentation."""
+    return smallest_object_bytes if smallest_object_bytes <= 4 * _LARGE_UNIT_BYTES else _LARGE_UNIT_BYTES
+
+
+def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still take: the machine's, or what its control group leaves when that is less."""
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    for limit_name, usage_name in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((cgroup / limit_name).read_text())
+            available = min(available, max(0, limit - int((cgroup / usage_name).read_text())))
+    return available
 
 
 def units_needed(num_bytes: int, unit_bytes: int) -> int:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the tiny hybrid model of the demo and the tests: Qwen3.5 (three GDN layers, one full attention), random weights.
+
+A plain random model forgets its recurrent state within a few tokens and hardly looks at its attention: a restore of
+zeros would pass unnoticed. The factors below make it remember and look, so that a wrong restore changes its output.
+"""
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+VOCAB_SIZE = 1024
+DEFAULT_CONTEXT_TOKENS = 8192
+
+
+def _config(context_tokens: int) -> dict[str, object]:
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": context_tokens,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def _remember_and_look(model) -> None:
+    """Scales weights in place: slow decay and strong input for the states, sharp attention, no near-ties."""
+    import torch
+
+    factors = {
+        "in_proj_qkv": 4.0,
+        "in_proj_z": 4.0,
+        "in_proj_b": 4.0,
+        "in_proj_a": 4.0,
+        "linear_attn.out_proj": 8.0,
+        "v_proj": 8.0,
+        "o_proj": 16.0,
+        "lm_head": 8.0,
+    }
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-7.0)
+            elif name.endswith("dt_bias"):
+                parameter.zero_()
+            elif "q_norm" in name or "k_norm" in name:
+                parameter.add_(1.0)
+            for part, factor in factors.items():
+                if part in name:
+                    parameter.mul_(factor)
+
+
+def _save_tokenizer(directory: Path) -> None:
+    """A byte-level tokenizer: token b is byte b; the ids above 255, which only a random model says, are named."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = [AddedToken(f"<{index}>", normalized=False) for index in range(len(vocab), VOCAB_SIZE)]
+    tokenizer.add_tokens(names)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False).save_pretrained(directory)
+
+
+def make_tiny_model(
+    directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS, seed: int = 0, nudge: float = 0.0
+) -> Path:
+    """Writes model and tokenizer to ``directory`` unless they are there; atomic. Returns ``directory``.
+
+    ``nudge`` is added to one single weight: two models of one name and shape that must never share a cache.
+    """
+    if (directory / "config.json").exists():
+        return directory
+    import torch
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        torch.manual_seed(seed)
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_config(context_tokens))).to(torch.bfloat16)
+        _remember_and_look(model)
+        if nudge:
+            with torch.no_grad():
+                model.lm_head.weight[0, 0] += nudge
+        model.config.architectures = ["Qwen3_5ForCausalLM"]
+        model.save_pretrained(scratch)
+        _save_tokenizer(scratch)
+        if not directory.exists():
+            scratch.rename(directory)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return directory
+
+
+def main() -> None:
+    """The command line: one directory."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="where to write the model (kept if it is there)")
+    parser.add_argument("--context-tokens", type=int, default=DEFAULT_CONTEXT_TOKENS, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)")
+    arguments = parser.parse_args()
+    print(make_tiny_model(arguments.directory, context_tokens=arguments.context_tokens, seed=arguments.seed))
+
+
+if __name__ == "__main__":
+    main()

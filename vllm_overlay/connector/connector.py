@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HybridOffloadConnector: vLLM's connector interface in front of one tier. No exception leaves it at run time."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from vllm_overlay.config import ConfigError, tier_settings
+from vllm_overlay.connector.build import build_scheduler, build_worker
+from vllm_overlay.connector.metadata import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from vllm_overlay.connector.prometheus import OffloadPromMetrics
+from vllm_overlay.connector.scheduler import OffloadScheduler
+from vllm_overlay.connector.stats import OffloadStats
+from vllm_overlay.connector.support import check_supported
+from vllm_overlay.connector.worker import OffloadWorker
+from vllm_overlay.startup import require_patched_vllm
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_HIT_SOURCES = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+
+
+def _never_fatal(default: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A hook that answers ``default()`` when it fails: the fault is logged and counted, the engine goes on."""
+
+    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(hook)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return hook(*args, **kwargs)
+            except Exception as error:
+                connector = args[0]
+                assert isinstance(connector, HybridOffloadConnector)
+                connector.hook_failed(hook.__name__, error)
+                return default()
+
+        return guarded
+
+    return decorate
+
+
+class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
+    """One tier behind vLLM's interface. Built once in the scheduler and once in every worker; see docs/architecture.md.
+
+    Raises ConfigError (a sentence that names the setting) when it is built with what cannot work, and
+    UnpatchedError when the installed vLLM lacks our patches.
+    """
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        require_patched_vllm()
+        self.settings = tier_settings(self._kv_transfer_config.kv_connector_extra_config)
+        check_supported(vllm_config, kv_cache_config, self.settings)
+        self._cache_hit_source = _HIT_SOURCES[self.settings.tier]
+        self._set_failure_policy()
+        self._stats = OffloadStats.make(self.settings.name)
+        self._scheduler: OffloadScheduler | None = None
+        self._worker: OffloadWorker | None = None
+        self._handshake: OffloadHandshake | None = None
+        self._failures_logged: set[str] = set()
+
+    def _set_failure_policy(self) -> None:
+        """vLLM's default fails the request; a cache should only cost time. Read by the scheduler after us."""
+        if self._kv_transfer_config.kv_load_failure_policy != self.settings.load_failure_policy:
+            logger.info(
+                "%s: a failed load leads to %s (load_failure_policy)",
+                self.settings.name,
+                "recomputation" if self.settings.load_failure_policy == "recompute" else "a failed request",
+            )
+            self._kv_transfer_config.kv_load_failure_policy = self.settings.load_failure_policy
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A lost store is a future miss: nothing has to be delivered."""
+        return False
+
+    def hook_failed(self, hook: str, error: Exception) -> None:
+        """Counts an unexpected error of a hook; the first of a hook is logged with its trace."""
+        self._stats.count("hook_errors", reason=hook)
+        if hook not in self._failures_logged:
+            self._failures_logged.add(hook)
+            logger.error("%s: %s failed; the engine goes on without it", self.settings.name, hook, exc_info=error)
+
+    # Start: workers tell the scheduler what they have learned.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker, self._handshake = build_worker(
+            self._vllm_config, self._kv_cache_config, self.settings, self._stats, kv_caches
+        )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._handshake
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        handshakes = [metadata[rank] for rank in sorted(metadata)]
+        known = [handshake for handshake in handshakes if isinstance(handshake, OffloadHandshake)]
+        if len(known) != len(handshakes):
+            raise ConfigError(f"{self.settings.name}: the workers' handshake is another connector's")
+        self._scheduler = build_scheduler(self._vllm_config, self.settings, self._stats, known)
+
+    # Scheduler side.
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_tokens = self._lookup(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    @_never_fatal(lambda: 0)
+    def _lookup(self, request: "Request", num_computed_tokens: int) -> int:
+        return self._scheduler.lookup(request, num_computed_tokens) if self._scheduler is not None else 0
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        if self._scheduler is None:
+            return
+        try:
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        except Exception as error:
+            self.hook_failed("update_state_after_alloc", error)
+            if num_external_tokens > 0:
+                self._scheduler.plan_failed(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        metadata = self._scheduler.take_loads() if self._scheduler is not None else OffloadMetadata()
+        metadata.stores = self._plan_stores(scheduler_output)
+        return metadata
+
+    @_never_fatal(tuple)
+    def _plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
+        return self._scheduler.plan_stores(scheduler_output) if self._scheduler is not None else ()
+
+    @_never_fatal(lambda: None)
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        if self._scheduler is not None:
+            reported = connector_output.kv_connector_worker_meta
+            metadata = reported if isinstance(reported, OffloadWorkerMetadata) else None
+            self._scheduler.update(connector_output, metadata)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._finished(request)
+        return False, None
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._finished(request)
+        return False, None
+
+    @_never_fatal(lambda: None)
+    def _finished(self, request: "Request") -> None:
+        if self._scheduler is not None:
+            self._scheduler.finished(request.request_id)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pending_work()
+
+    @_never_fatal(lambda: False)
+    def reset_cache(self) -> bool | None:
+        if self._scheduler is not None:
+            self._scheduler.clear()
+        return True
+
+    # Worker side.
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        if self._worker is None or not isinstance(metadata, OffloadMetadata):
+            return
+        try:
+            self._worker.start_loads(metadata.loads, metadata.failed_loads)
+        except Exception as error:
+            self.hook_failed("start_load_kv", error)
+            self._worker.fail_loads(metadata.loads, "hook_error")
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: nothing to wait for."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        """Whole steps are stored, in ``wait_for_save``."""
+
+    def wait_for_save(self) -> None:
+        metadata = self._get_connector_metadata()
+        if self._worker is None or not isinstance(metadata, OffloadMetadata) or not metadata.stores:
+            return
+        try:
+            self._worker.store(metadata.stores)
+        except Exception as error:
+            self.hook_failed("wait_for_save", error)
+            self._worker.fail_stores(metadata.stores, "hook_error")
+
+    @_never_fatal(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        self._worker.advance()
+        finished, failed = self._worker.take_finished()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    @_never_fatal(lambda: None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.take_metadata() if self._worker is not None else None
+
+    # Both sides.
+
+    @_never_fatal(lambda: None)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._scheduler is not None:
+            self._scheduler.record_gauges()
+        return self._stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return OffloadStats(data=data) if data is not None else OffloadStats.make("")
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            given_up = self._worker.close(getattr(self.settings, "shutdown_timeout_s", 0.0))
+            if given_up:
+                logger.warning("%s: %d stores were given up at shutdown", self.settings.name, given_up)
+        if self._scheduler is not None:
+            self._scheduler.close()

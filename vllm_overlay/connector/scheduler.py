@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's half of HybridOffloadConnector: which tokens to restore, which objects to store."""
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_overlay.connector.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from vllm_overlay.connector.stats import OffloadStats
+from vllm_overlay.planner.geometry import Geometry, Group
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.planner.planner import HybridOffloadPlanner, Lookup
+from vllm_overlay.tiers.base import Tier
+from vllm_overlay.transfer.base import Placement, Span
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+BlockIds = Sequence[Sequence[int]]
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """What is remembered of a request between its first lookup and its end."""
+
+    request: "Request"
+    cursors: dict[int, int] = field(default_factory=dict)
+    lookup: Lookup | None = None
+    num_local: int = 0
+    failed_loads: int = 0
+    stalled_at: ObjectId | None = None
+
+
+@dataclass(slots=True)
+class _PendingStore:
+    """A store ticket that is out: reports still to come, one a rank."""
+
+    missing_reports: int
+    failed: bool = False
+
+
+class OffloadScheduler:
+    """Serves one tier. Every method is called from the scheduler's thread, in the order of vLLM's connector hooks."""
+
+    def __init__(
+        self, geometry: Geometry, tier: Tier, world_size: int, *, max_load_attempts: int, stats: OffloadStats
+    ) -> None:
+        self._geometry = geometry
+        self._planner = HybridOffloadPlanner(geometry)
+        self._tier = tier
+        self._world_size = world_size
+        self._max_load_attempts = max_load_attempts
+        self._stats = stats
+        self._tracked: dict[str, _Tracked] = {}
+        self._loads: dict[str, tuple[ObjectId, ...]] = {}
+        self._stores: dict[int, _PendingStore] = {}
+        self._new_loads: list[LoadJob] = []
+        self._unplanned_loads: list[str] = []
+        self._attempts = itertools.count(1)
+
+    # Lookups and loads.
+
+    def lookup(self, request: "Request", num_local: int) -> int:
+        """Tokens that a load would add to ``num_local``; sets the request's junction when attention runs ahead."""
+        tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
+        tracked.request, tracked.num_local, tracked.lookup = request, num_local, None
+        tracked.cursors, tracked.stalled_at = {}, None
+        if tracked.failed_loads >= self._max_load_attempts:
+            return 0
+        self._tier.advance()
+        lookup = self._planner.lookup(request.block_hashes, request.num_tokens, num_local, self._tier.index)
+        self._stats.count("lookups")
+        self._stats.count("queried_tokens", max(0, request.num_tokens - num_local))
+        self._stats.count("lookup_limits", reason=str(lookup.limited_by))
+        if lookup.junction > request.shared_prefix_boundary:
+            request.shared_prefix_boundary = lookup.junction
+        tracked.lookup = lookup
+        return lookup.num_new_tokens
+
+    def allocated(self, request: "Request", block_ids: BlockIds, num_external_tokens: int) -> None:
+        """The scheduler took the offer (or, with 0 tokens, did not): the restore point becomes a load job."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or num_external_tokens <= 0:
+            return
+        restore_point = tracked.num_local + num_external_tokens
+        planned = self._planner.load_plan(request.block_hashes, tracked.num_local, restore_point)
+        tickets = self._tier.acquire(planned)
+        if tickets is None:
+            self._unplanned_loads.append(request.request_id)
+            return
+        object_ids = tuple(item.object_id for item in planned)
+        self._tier.index.touch(object_ids)
+        self._loads[request.request_id] = object_ids
+        self._new_loads.append(
+            LoadJob(
+                load_id=f"{request.request_id}#{next(self._attempts)}",
+                request_id=request.request_id,
+                tickets=tuple(tickets),
+                placements=tuple(self._placement(item, block_ids) for item in planned),
+                zeros=self._spans_beyond(restore_point, block_ids),
+            )
+        )
+        self._stats.count("restored_requests")
+        self._stats.count("restored_tokens", num_external_tokens)
+
+    def plan_failed(self, request_id: str) -> None:
+        """A load was promised and could not be planned: its request must hear of it, or it would wait for ever."""
+        self._unplanned_loads.append(request_id)
+
+    # Stores.
+
+    def take_loads(self) -> OffloadMetadata:
+        """This step's loads, and the requests that were promised one in vain."""
+        metadata = OffloadMetadata(loads=tuple(self._new_loads), failed_loads=tuple(self._unplanned_loads))
+        self._new_loads, self._unplanned_loads = [], []
+        return metadata
+
+    def plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
+        """This step's stores. When it fails, no ticket of this step stays out."""
+        self._tier.advance()
+        block_state = scheduler_output.kv_connector_block_state
+        if block_state is None:
+            return ()
+        before = set(self._stores)
+        try:
+            return tuple(self._stores_of_step(scheduler_output.num_scheduled_tokens, block_state))
+        except Exception:
+            for ticket in set(self._stores) - before:
+                del self._stores[ticket]
+                self._tier.abort(ticket)
+            raise
+
+    def _stores_of_step(self, num_scheduled: dict[str, int], block_state: "KVConnectorBlockState") -> list[StoreJob]:
+        jobs: list[StoreJob] = []
+        for request_id, num_tokens in num_scheduled.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                computed = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
+                jobs += self._store_chunks(tracked, computed, block_state)
+        for request_id, offers in block_state.boundary_state_offloads.items():
+            tracked = self._tracked.get(request_id)
+            block_ids = block_state.get_block_ids(request_id)
+            if tracked is not None and block_ids is not None:
+                jobs += self._store_snapshots(tracked, offers, block_ids)
+        return jobs
+
+    def _store_chunks(
+        self, tracked: _Tracked, computed_tokens: int, block_state: "KVConnectorBlockState"
+    ) -> list[StoreJob]:
+        if not self._has_complete_chunk(tracked, computed_tokens):
+            return []
+        block_ids = block_state.get_block_ids(tracked.request.request_id)
+        if block_ids is None:
+            return []
+        jobs = []
+        stalled: set[int] = set()
+        planned = self._planner.store_plan(tracked.request.block_hashes, tracked.cursors, computed_tokens)
+        for chunk in planned:
+            assert chunk.group_id is not None
+            if chunk.group_id in stalled:
+                continue
+            job = self._reserve(tracked, chunk, block_ids)
+            if job is not None:
+                jobs.append(job)
+            elif self._waits_for_room(chunk):
+                stalled.add(chunk.group_id)
+                continue
+            tracked.cursors[chunk.group_id] = chunk.end_tokens
+        return jobs
+
+    def _has_complete_chunk(self, tracked: _Tracked, computed_tokens: int) -> bool:
+        return any(
+            computed_tokens - tracked.cursors.get(group.group_id, 0) >= self._geometry.chunk_size_of(group)
+            for group in self._geometry.attention
+        )
+
+    def _waits_for_room(self, chunk: PlannedObject) -> bool:
+        """Whether a chunk that got no ticket should be tried again: a later one could never be found without it.
+
+        A window's chunk is not waited for: its block may be gone in the next step, and later chunks do without.
+        """
+        return self._group(chunk.group_id).is_full and not self._tier.index.contains(chunk.object_id)
+
+    def _store_snapshots(
+        self, tracked: _Tracked, offers: Sequence[tuple[int, int, int]], block_ids: BlockIds
+    ) -> list[StoreJob]:
+        pages: dict[int, dict[int, int]] = {}
+        for group_id, block_id, boundary in offers:
+            pages.setdefault(boundary, {})[group_id] = block_id
+        wanted = {group.group_id for group in self._geometry.recurrent}
+        jobs = []
+        for boundary, states in pages.items():
+            known = len(tracked.request.block_hashes) * self._geometry.match_unit
+            if set(states) != wanted or boundary > known or not self._geometry.is_restore_point(boundary):
+                continue
+            snapshot = self._planner.snapshot(tracked.request.block_hashes, boundary)
+            job = self._reserve(tracked, snapshot, block_ids, states)
+            if job is not None:
+                jobs.append(job)
+        return jobs
+
+    def _reserve(
+        self, tracked: _Tracked, planned: PlannedObject, block_ids: BlockIds, states: dict[int, int] | None = None
+    ) -> StoreJob | None:
+        placement = self._placement(planned, block_ids, states)
+        if any(span.block_id == 0 for span in placement.spans) or any(block == 0 for _, block in placement.pages):
+            return None
+        ticket = self._tier.reserve(planned)
+        if ticket is None:
+            if not self._tier.index.contains(planned.object_id) and tracked.stalled_at != planned.object_id:
+                tracked.stalled_at = planned.object_id
+                self._stats.count("dropped_stores", reason="no_room")
+            return None
+        self._stores[ticket.ticket] = _PendingStore(self._world_size)
+        return StoreJob(ticket, placement)
+
+    # Completions.
+
+    def update(self, output: "KVConnectorOutput", metadata: OffloadWorkerMetadata | None) -> None:
+        """Take in what the workers reported after a step."""
+        if metadata is not None:
+            self._update_stores(metadata)
+            for object_id in metadata.bad_objects:
+                self._tier.drop(object_id)
+            for request_id, reason in metadata.failed_loads.items():
+                self._load_failed(request_id, reason)
+        for request_id in output.finished_recving or ():
+            self._tier.release(self._loads.pop(request_id, ()))
+
+    def _update_stores(self, metadata: OffloadWorkerMetadata) -> None:
+        for ticket, reports in metadata.reported.items():
+            pending = self._stores.get(ticket)
+            if pending is None:
+                continue
+            pending.missing_reports -= reports
+            pending.failed |= ticket in metadata.failed_stores
+            if pending.missing_reports > 0:
+                continue
+            del self._stores[ticket]
+            if pending.failed:
+                self._tier.abort(ticket)
+            else:
+                self._tier.commit(ticket)
+
+    def _load_failed(self, request_id: str, reason: str) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.failed_loads += 1
+        self._stats.count("failed_loads", reason=reason)
+        logger.warning("Request %s could not be restored (%s) and is computed instead", request_id, reason)
+
+    def finished(self, request_id: str) -> None:
+        """The request is over; a load of it that is still under way keeps its pins until it is reported."""
+        self._tracked.pop(request_id, None)
+
+    def has_pending_work(self) -> bool:
+        """Whether workers still owe reports, for which an idle engine must go on stepping."""
+        return bool(self._stores or self._loads)
+
+    def clear(self) -> None:
+        """Forget what the tier holds."""
+        self._tier.clear()
+
+    def close(self) -> None:
+        self._tier.close()
+
+    def record_gauges(self) -> None:
+        """Puts the tier's usage into the stats."""
+        usage = self._tier.usage()
+        self._stats.gauge("objects", usage.num_objects)
+        self._stats.gauge("used_bytes", usage.used_bytes)
+        self._stats.gauge("capacity_bytes", usage.capacity_bytes)
+        self._stats.gauge("evicted_objects", usage.evicted_objects)
+        self._stats.gauge("pending_stores", len(self._stores))
+        self._stats.gauge("pending_loads", len(self._loads))
+
+    # Where objects lie.
+
+    def _group(self, group_id: int | None) -> Group:
+        return next(group for group in self._geometry.groups if group.group_id == group_id)
+
+    def _placement(
+        self, planned: PlannedObject, block_ids: BlockIds, states: dict[int, int] | None = None
+    ) -> Placement:
+        """Where an object is (store) or goes (load). ``states`` are the offered blocks of a snapshot to store; a
+        snapshot to load goes to the block that vLLM allocated for the boundary."""
+        if planned.group_id is None:
+            return self._snapshot_placement(planned, block_ids, states)
+        group = self._group(planned.group_id)
+        index, offset = divmod(planned.start_tokens, group.block_size)
+        block_id = _block_at(block_ids, group, index)
+        if not self._geometry.is_splittable(group):
+            return Placement(pages=((group.group_id, block_id),))
+        return Placement(spans=(Span(group.group_id, block_id, offset, planned.end_tokens - planned.start_tokens),))
+
+    def _snapshot_placement(
+        self, planned: PlannedObject, block_ids: BlockIds, states: dict[int, int] | None
+    ) -> Placement:
+        boundary, tail = planned.end_tokens, planned.end_tokens - planned.start_tokens
+        pages = []
+        for group in self._geometry.recurrent:
+            block_id = (
+                states[group.group_id]
+                if states is not None
+                else _block_at(block_ids, group, (boundary - 1) // group.block_size)
+            )
+            pages.append((group.group_id, block_id))
+        spans = []
+        for group in self._geometry.attention if tail else ():
+            if self._geometry.is_splittable(group):
+                index, offset = divmod(planned.start_tokens, group.block_size)
+                spans.append(Span(group.group_id, _block_at(block_ids, group, index), offset, tail))
+        return Placement(tuple(pages), tuple(spans))
+
+    def _spans_beyond(self, restore_point: int, block_ids: BlockIds) -> tuple[Span, ...]:
+        """The rest of the last attention block of each group: vLLM does not clear what a connector says it loads."""
+        spans = []
+        for group in self._geometry.attention:
+            index, offset = divmod(restore_point, group.block_size)
+            if offset and self._geometry.is_splittable(group):
+                block_id = _block_at(block_ids, group, index)
+                spans.append(Span(group.group_id, block_id, offset, group.block_size - offset))
+        return tuple(spans)
+
+
+def _block_at(block_ids: BlockIds, group: Group, index: int) -> int:
+    """The block with that index in the request's table; 0, vLLM's null block, when the table does not reach it."""
+    blocks = block_ids[group.group_id]
+    return blocks[index] if index < len(blocks) else 0

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused at start, one sentence each, before it can go wrong."""
+
+import os
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
+
+from vllm_overlay.config import ConfigError, CpuTierSettings, DiskTierSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def check_supported(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: CpuTierSettings | DiskTierSettings
+) -> None:
+    """Called when a HybridOffloadConnector is built, in every process; raises ConfigError."""
+    _check_engine(vllm_config)
+    _check_groups(kv_cache_config)
+    if isinstance(settings, DiskTierSettings):
+        _check_keys_survive_restart(vllm_config)
+
+
+def _check_engine(vllm_config: "VllmConfig") -> None:
+    parallel = vllm_config.parallel_config
+    if vllm_config.speculative_config is not None:
+        raise ConfigError(
+            "HybridOffloadConnector does not support speculative decoding yet: remove --speculative-config"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "HybridOffloadConnector does not support pipeline parallelism yet: set --pipeline-parallel-size 1"
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ConfigError(
+            "HybridOffloadConnector does not support context parallelism yet: "
+            "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1"
+        )
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError("HybridOffloadConnector needs the prefix cache: set --enable-prefix-caching")
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        raise ConfigError(
+            f"HybridOffloadConnector copies on vLLM's CPU platform only until its CUDA copy engine is there, "
+            f"and this engine runs on {device!r}: use the CPU build of vLLM"
+        )
+
+
+def _check_groups(kv_cache_config: "KVCacheConfig") -> None:
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in iter_layer_specs(group.kv_cache_spec):
+            if isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align":
+                raise ConfigError(
+                    f"mamba_cache_mode={spec.mamba_cache_mode!r} keeps no reusable states: set --mamba-cache-mode align"
+                )
+            if not spec.prefix_cacheable:
+                raise ConfigError(
+                    f"layers {group.layer_names[0]}... have a {type(spec).__name__}, which has no reusable prefix: "
+                    "HybridOffloadConnector cannot serve this model"
+                )
+
+
+def _check_keys_survive_restart(vllm_config: "VllmConfig") -> None:
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if not algorithm.startswith("sha256") and os.getenv("PYTHONHASHSEED") is None:
+        raise ConfigError(
+            f"--prefix-caching-hash-algo {algorithm} is seeded at random in every process, so nothing on disk could "
+            "be found again: set PYTHONHASHSEED to a fixed number or use --prefix-caching-hash-algo sha256"
+        )
+    if vllm_config.lora_config is not None:
+        raise ConfigError(
+            "the disk tier cannot tell two adapters of one name and path apart yet: remove --enable-lora or "
+            'use tier="cpu"'
+        )

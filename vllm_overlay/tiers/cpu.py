@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU tier: the scheduler owns the index and says which units of the arena; every worker owns an arena's bytes."""
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from vllm_overlay.config import ConfigError
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, Tier, TierUsage, TierWorker
+from vllm_overlay.tiers.index import Entry, PrefixIndex
+from vllm_overlay.tiers.memory import HostBuffer, HostPool, UnitAllocator, units_needed
+
+def arena_units(capacity_bytes: int, world_size: int, unit_bytes: int, largest_object_bytes: int) -> int:
+    """Units of one rank's arena; raises ConfigError when not even the largest object would fit."""
+    num_units = capacity_bytes // world_size // unit_bytes
+    needed = units_needed(largest_object_bytes, unit_bytes)
+    if num_units < needed:
+        raise ConfigError(
+            f"capacity_bytes={capacity_bytes} of the CPU tier is smaller than one snapshot and its attention: "
+            f"set it to at least {needed * unit_bytes * world_size} bytes"
+        )
+    return num_units
+
+
+def check_free_memory(capacity_bytes: int, available_bytes: int) -> None:
+    """Raises ConfigError when the arena could not be filled without swapping or being killed."""
+    if capacity_bytes > available_bytes:
+        raise ConfigError(
+            f"capacity_bytes={capacity_bytes} of the CPU tier is more than the {available_bytes} bytes of memory that "
+            f"are free: set it to at most {available_bytes}"
+        )
+
+
+class CpuTier(Tier):
+    """Index half. Sizes are counted in units of one rank; every rank's arena looks alike."""
+
+    def __init__(self, num_units: int, unit_bytes: int, world_size: int) -> None:
+        self.index = PrefixIndex(capacity_bytes=num_units * unit_bytes)
+        self._num_units = num_units
+        self._unit_bytes = unit_bytes
+        self._world_size = world_size
+        self._units = UnitAllocator(num_units)
+        self._tickets = itertools.count(1)
+        self._evicted = 0
+        self._dropped = 0
+
+    def advance(self) -> None:
+        """Nothing happens behind the scheduler's back here."""
+
+    def reserve(self, planned: PlannedObject) -> StoreTicket | None:
+        needed = units_needed(planned.num_bytes, self._unit_bytes)
+        rounded = replace(planned, num_bytes=needed * self._unit_bytes)
+        if not self.index.accepts(rounded):
+            return None
+        evicted = self.index.evict(rounded.num_bytes, keep=planned.parents)
+        self._evicted += len(evicted)
+        self._reclaim(evicted)
+        units = self._units.allocate(needed)
+        if units is None:
+            self._dropped += 1
+            return None
+        ticket = next(self._tickets)
+        self.index.reserve(rounded, ticket, units)
+        return StoreTicket(
+            ticket,
+            planned.object_id,
+            planned.parents,
+            planned.start_tokens,
+            planned.end_tokens,
+            planned.num_bytes,
+            units,
+        )
+
+    def commit(self, ticket: int) -> None:
+        self._reclaim(self.index.commit(ticket).released)
+
+    def abort(self, ticket: int) -> None:
+        self._reclaim(self.index.abort(ticket))
+
+    def acquire(self, planned: Sequence[PlannedObject]) -> list[LoadTicket] | None:
+        entries = self.index.pin([item.object_id for item in planned])
+        if entries is None:
+            return None
+        return [
+            LoadTicket(entry.ticket, item.object_id, item.num_bytes, entry.units)
+            for entry, item in zip(entries, planned, strict=True)
+        ]
+
+    def release(self, object_ids: Sequence[ObjectId]) -> None:
+        self._reclaim(self.index.unpin(object_ids))
+
+    def drop(self, object_id: ObjectId) -> None:
+        self._reclaim(self.index.drop(object_id))
+
+    def _reclaim(self, released: Iterable[Entry]) -> None:
+        for entry in released:
+            self._units.free(entry.units)
+
+    def usage(self) -> TierUsage:
+        used_units = self._num_units - self._units.num_free
+        return TierUsage(
+            num_objects=len(self.index),
+            used_bytes=used_units * self._unit_bytes * self._world_size,
+            capacity_bytes=self._num_units * self._unit_bytes * self._world_size,
+            evicted_objects=self._evicted,
+            dropped_objects=self._dropped,
+        )
+
+    def clear(self) -> None:
+        self._reclaim(self.index.clear())
+
+    def close(self) -> None:
+        """No background work."""
+
+
+class CpuTierWorker(TierWorker):
+    """Byte half: the arena and a generation tag a unit. Everything happens at once, on the caller's thread."""
+
+    def __init__(self, num_units: int, unit_bytes: int) -> None:
+        self._pool = HostPool(num_units, unit_bytes)
+        self._tags = np.zeros(num_units, dtype=np.int64)
+        self._stored: list[StoreResult] = []
+        self._fetched: list[FetchResult] = []
+        self._started: dict[int, float] = {}
+
+    def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
+        self._tags[list(ticket.units)] = 0
+        self._started[ticket.ticket] = time.perf_counter()
+        return self._pool.buffer(ticket.units, ticket.num_bytes)
+
+    def submit_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
+        self._tags[list(buffer.units)] = ticket.ticket
+        seconds = time.perf_counter() - self._started.pop(ticket.ticket)
+        self._stored.append(StoreResult(ticket.ticket, ticket.num_bytes, seconds))
+
+    def cancel_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
+        self._started.pop(ticket.ticket, None)
+
+    def begin_load(self, load_id: str, tickets: Sequence[LoadTicket]) -> None:
+        for position, ticket in enumerate(tickets):
+            whole = bool((self._tags[list(ticket.units)] == ticket.ticket).all())
+            self._fetched.append(
+                FetchResult(
+                    load_id,
+                    position,
+                    ticket.object_id,
+                    ticket.num_bytes,
+                    0.0,
+                    self._pool.buffer(ticket.units, ticket.num_bytes) if whole else None,
+                    "" if whole else "generation",
+                    not whole,
+                )
+            )
+
+    def end_fetch(self, load_id: str, position: int) -> None:
+        """The units stay the tier's."""
+
+    def cancel_load(self, load_id: str) -> None:
+        self._fetched = [result for result in self._fetched if result.load_id != load_id]
+
+    def poll(self) -> tuple[list[StoreResult], list[FetchResult]]:
+        stored, self._stored = self._stored, []
+        fetched, self._fetched = self._fetched, []
+        return stored, fetched
+
+    def pending_stores(self) -> int:
+        return len(self._stored)
+
+    def close(self, timeout_s: float) -> int:
+        return 0
