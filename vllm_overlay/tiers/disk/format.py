@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of an object's file: one page of header, then the payload padded with zeros (docs/disk-format.md)."""
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.namespace import check_object_id
+from vllm_overlay.tiers.memory import PAGE_BYTES
+
+MAGIC = b"HKVOBJ\r\n"
+VERSION = 1
+HEADER_BYTES = PAGE_BYTES
+MAX_PARENTS = 8
+XXH3_128 = 1
+
+_FIXED = struct.Struct("<8sIIQQQQIIBB6x32s32s")
+_NAME = struct.Struct("<BB6x8s64s")
+_NAMES_OFFSET = 128
+_CHECKSUM_OFFSET = HEADER_BYTES - 32
+
+
+class FormatError(ValueError):
+    """The bytes are not a header of this version, or not one that a writer of ours could have written."""
+
+
+def padded_bytes(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def file_bytes(payload_bytes: int) -> int:
+    """The exact size of the file of an object of ``payload_bytes``."""
+    return HEADER_BYTES + padded_bytes(payload_bytes)
+
+
+def checksum_of(segments: Iterable[memoryview | bytes]) -> bytes:
+    """XXH3-128 of the segments one after the other, big-endian as XXH prints it."""
+    digest = xxhash.xxh3_128()
+    for segment in segments:
+        digest.update(segment)
+    return digest.digest()
+
+
+class Identity(NamedTuple):
+    """What a reader knows of a file before it opens it; all of it must be what the header says."""
+
+    fingerprint: bytes
+    object_id: ObjectId
+    rank: int
+    world_size: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectHeader:
+    """What a file says of itself. ``ticket`` is the writer's; ``payload_checksum`` leaves the padding out."""
+
+    fingerprint: bytes
+    object_id: ObjectId
+    parents: tuple[ObjectId, ...]
+    start_tokens: int
+    end_tokens: int
+    payload_bytes: int
+    rank: int
+    world_size: int
+    ticket: int
+    payload_checksum: bytes
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.fingerprint, self.object_id, self.rank, self.world_size, self.payload_bytes)
+
+    def encode(self) -> bytes:
+        """The header page. Raises FormatError when a field is out of its range."""
+        try:
+            return self._encode()
+        except (ValueError, struct.error) as error:
+            raise FormatError(str(error)) from error
+
+    def _encode(self) -> bytes:
+        if len(self.fingerprint) != 32 or len(self.payload_checksum) != 16:
+            raise ValueError("a fingerprint has 32 bytes and a checksum 16")
+        if len(self.parents) > MAX_PARENTS:
+            raise ValueError(f"an object has at most {MAX_PARENTS} parents")
+        if not (self.start_tokens <= self.end_tokens and self.rank < self.world_size and self.payload_bytes > 0):
+            raise ValueError("token range, rank or size is impossible")
+        page = bytearray(HEADER_BYTES)
+        _FIXED.pack_into(
+            page, 0, MAGIC, VERSION, HEADER_BYTES, self.payload_bytes, self.start_tokens, self.end_tokens, self.ticket,
+            self.rank, self.world_size, XXH3_128, len(self.parents), self.fingerprint, self.payload_checksum,
+        )  # fmt: skip
+        for place, object_id in enumerate((self.object_id, *self.parents)):
+            check_object_id(object_id)
+            kind = object_id.kind.encode()
+            offset = _NAMES_OFFSET + place * _NAME.size
+            _NAME.pack_into(page, offset, len(kind), len(object_id.key), kind, object_id.key)
+        page[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + 16] = checksum_of([bytes(page[:_CHECKSUM_OFFSET])])
+        return bytes(page)
+
+    @classmethod
+    def decode(cls, page: bytes) -> "ObjectHeader":
+        """The header in ``page``; raises FormatError. Reads a fixed number of fields, whatever the bytes say."""
+        if len(page) != HEADER_BYTES:
+            raise FormatError(f"a header has {HEADER_BYTES} bytes, not {len(page)}")
+        if page[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + 16] != checksum_of([page[:_CHECKSUM_OFFSET]]):
+            raise FormatError("the header's checksum is wrong")
+        (
+            magic, version, header_bytes, payload_bytes, start_tokens, end_tokens, ticket,
+            rank, world_size, algorithm, num_parents, fingerprint, checksum,
+        ) = _FIXED.unpack_from(page)  # fmt: skip
+        if (magic, version, header_bytes, algorithm) != (MAGIC, VERSION, HEADER_BYTES, XXH3_128):
+            raise FormatError(f"magic {magic!r}, version {version} or checksum algorithm {algorithm} is not ours")
+        if num_parents > MAX_PARENTS:
+            raise FormatError(f"an object has at most {MAX_PARENTS} parents")
+        object_id, *parents = (_decode_name(page, place) for place in range(1 + num_parents))
+        header = cls(
+            fingerprint, object_id, tuple(parents), start_tokens, end_tokens, payload_bytes,
+            rank, world_size, ticket, checksum[:16],
+        )  # fmt: skip
+        if header.encode() != page:
+            raise FormatError("bytes that must be zero are not")
+        return header
+
+
+def _decode_name(page: bytes, place: int) -> ObjectId:
+    kind_bytes, key_bytes, kind, key = _NAME.unpack_from(page, _NAMES_OFFSET + place * _NAME.size)
+    try:
+        object_id = ObjectId(kind[:kind_bytes].decode("ascii"), key[:key_bytes])
+        check_object_id(object_id)
+    except ValueError as error:
+        raise FormatError(str(error)) from error
+    return object_id

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls on files that the disk tier makes, all of them through one Device."""
+
+import contextlib
+import errno
+import itertools
+import logging
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+
+from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.memory import PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_SEGMENTS = 512
+_TEMPORARY = ".tmp."
+_count = itertools.count()
+
+
+class Device:
+    """The operating system's calls, one method each; a test substitutes a device that fails. Thread-safe."""
+
+    def open(self, path: str, flags: int) -> int:
+        return os.open(path, flags | _SAFE, FILE_MODE)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def preadv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, segments, offset)
+
+    def pwritev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, segments, offset)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
+
+    def lstat(self, path: str) -> os.stat_result:
+        return os.lstat(path)
+
+    def rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path, DIRECTORY_MODE)
+
+    def free_bytes(self, path: str) -> int:
+        """What the file system of ``path`` still has for this user."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+
+def _advance(segments: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of ``segments`` once ``num_bytes`` of them are done."""
+    for place, segment in enumerate(segments):
+        if num_bytes < len(segment):
+            return [segment[num_bytes:], *segments[place + 1 :]]
+        num_bytes -= len(segment)
+    return []
+
+
+def write_all(device: Device, fd: int, segments: Sequence[memoryview]) -> None:
+    """Write the segments from the file's start on. Raises OSError."""
+    left = list(segments)
+    offset = 0
+    while left:
+        done = device.pwritev(fd, left[:_MAX_SEGMENTS], offset)
+        if done <= 0:
+            raise OSError(errno.EIO, "the file takes no more bytes")
+        offset += done
+        left = _advance(left, done)
+
+
+def read_all(device: Device, fd: int, segments: Sequence[memoryview]) -> bool:
+    """Fill the segments from the file's start; False when the file ends before they are full. Raises OSError."""
+    left = list(segments)
+    offset = 0
+    while left:
+        done = device.preadv(fd, left[:_MAX_SEGMENTS], offset)
+        if done <= 0:
+            return False
+        offset += done
+        left = _advance(left, done)
+    return True
+
+
+def _start_time(pid: int) -> str:
+    """When the process started, in clock ticks since boot; empty when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def temporary_name() -> str:
+    """A file name that no other writer uses: process, its start, a count."""
+    pid = os.getpid()
+    return f"{_TEMPORARY}{pid}.{_start_time(pid)}.{next(_count)}"
+
+
+def is_temporary(name: str) -> bool:
+    return name.startswith(_TEMPORARY)
+
+
+def writer_is_alive(name: str) -> bool:
+    """Whether the process that named this temporary still runs on this machine."""
+    pid, _, rest = name.removeprefix(_TEMPORARY).partition(".")
+    started = rest.partition(".")[0]
+    return pid.isascii() and pid.isdigit() and bool(started) and _start_time(int(pid)) == started
+
+
+def make_directory(device: Device, path: str) -> None:
+    """Create ``path`` and what lies above it; there already is fine. Raises OSError."""
+    try:
+        device.mkdir(path)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        make_directory(device, os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            device.mkdir(path)
+
+
+def remove_quietly(device: Device, path: str) -> None:
+    with contextlib.suppress(OSError):
+        device.unlink(path)
+
+
+def open_root(device: Device, root: str) -> None:
+    """Create or check the root directory. Called at start by both halves; raises ConfigError."""
+    try:
+        make_directory(device, root)
+        found = os.stat(root)
+    except OSError as error:
+        raise ConfigError(
+            f"root={root!r} cannot be created ({error.strerror}): set it to a writable directory"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"root={root!r} is not a directory: set it to one that this user owns")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(f"root={root!r} belongs to user {found.st_uid}: set it to a directory that this user owns")
+    if found.st_mode & 0o002:
+        raise ConfigError(f"root={root!r} is writable by everyone: set its mode to 0700")
+    _check_writable(device, root)
+
+
+def _check_writable(device: Device, root: str) -> None:
+    path = os.path.join(root, temporary_name())
+    try:
+        device.close(device.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ConfigError(f"root={root!r} is not writable: set it to a directory of mode 0700 that is") from error
+        logger.warning("disk tier: %s takes no file now: %s", root, error)
+    finally:
+        remove_quietly(device, path)
+
+
+def takes_direct_io(device: Device, root: str) -> bool:
+    """Whether the file system of ``root`` takes O_DIRECT; tries a page once, and logs one line when it does not."""
+    path = os.path.join(root, temporary_name())
+    page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+    try:
+        fd = device.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+        try:
+            write_all(device, fd, [page])
+            return read_all(device, fd, [page])
+        finally:
+            device.close(fd)
+    except OSError as error:
+        logger.info("disk tier: no O_DIRECT under %s (%s); going through the page cache", root, error.strerror)
+        return False
+    finally:
+        remove_quietly(device, path)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes lie under a root, and who may still add some: one small file that all processes lock.
+
+Bytes are granted to a process's *lease* before it writes, move from the lease to ``file_bytes`` in the same locked step
+that gives a file its name, and leave ``file_bytes`` in the same locked step that unlinks it. So ``file_bytes`` plus
+all leases never exceeds the capacity, whichever process dies when; temporaries are covered by their writer's lease.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.disk.format import checksum_of
+from vllm_overlay.tiers.disk.io import FILE_MODE, Device, make_directory, remove_quietly
+
+logger = logging.getLogger(__name__)
+
+NUM_SLOTS = 256
+_MAGIC = b"HKVLEDG1"
+_STATE = struct.Struct(f"<8sq{NUM_SLOTS}Q")
+_CHECKSUM_BYTES = 16
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def slot_of(ticket: int) -> int:
+    """The lease that a store ticket draws on: a worker knows its scheduler's lease by it."""
+    return ticket % NUM_SLOTS
+
+
+@dataclass(slots=True)
+class LedgerState:
+    """The ledger's content. ``file_bytes`` is None until someone has counted the files."""
+
+    file_bytes: int | None = None
+    leases: list[int] = field(default_factory=lambda: [0] * NUM_SLOTS)
+
+    def encode(self) -> bytes:
+        body = _STATE.pack(_MAGIC, -1 if self.file_bytes is None else self.file_bytes, *self.leases)
+        return body + checksum_of([body])
+
+    @classmethod
+    def decode(cls, raw: bytes) -> "LedgerState":
+        """The state in ``raw``; an uncounted one when the bytes are not whole."""
+        body, checksum = raw[: _STATE.size], raw[_STATE.size :]
+        if len(body) != _STATE.size or checksum != checksum_of([body]):
+            return cls()
+        magic, file_bytes, *leases = _STATE.unpack(body)
+        return cls(None if file_bytes < 0 else file_bytes, leases) if magic == _MAGIC else cls()
+
+    def forget_file(self, num_bytes: int) -> None:
+        if self.file_bytes is not None:
+            self.file_bytes = max(0, self.file_bytes - num_bytes)
+
+
+class Ledger:
+    """The ledger file of one root. Safe to use from several threads and processes.
+
+    Every method takes the lock and may wait for it, so none is called from the scheduler's thread; all raise OSError.
+    """
+
+    def __init__(self, root: str, device: Device) -> None:
+        self._path = os.path.join(root, "ledger")
+        self._leases = os.path.join(root, "leases")
+        self._device = device
+
+    def check(self) -> None:
+        """Lock once. Called at start; raises ConfigError where the file system has no locks."""
+        try:
+            with self.locked():
+                pass
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise ConfigError(
+                    f"root={os.path.dirname(self._path)!r} takes no file locks ({error.strerror}): "
+                    "set it to a directory of a local file system"
+                ) from error
+            logger.warning("disk tier: %s cannot be written now: %s", self._path, error)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[LedgerState]:
+        """The state, written back when it has changed, even when the body raises: what was done was done."""
+        fd = self._open_locked()
+        try:
+            before = os.pread(fd, _STATE.size + _CHECKSUM_BYTES, 0)
+            state = LedgerState.decode(before)
+            try:
+                yield state
+            finally:
+                after = state.encode()
+                if after != before:
+                    os.pwrite(fd, after, 0)
+        finally:
+            os.close(fd)
+
+    def _open_locked(self) -> int:
+        while True:
+            fd = os.open(self._path, _OPEN, FILE_MODE)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if os.fstat(fd).st_nlink:
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # the file was removed while we waited: lock the new one
+
+    def claim_slot(self) -> tuple[int, int]:
+        """A lease of this process: its slot and the descriptor that holds it until closed (or the process ends)."""
+        make_directory(self._device, self._leases)
+        with self.locked() as state:
+            for slot in sorted(range(NUM_SLOTS), key=lambda slot: state.leases[slot] > 0):
+                if (fd := self._lock_slot(slot)) is not None:
+                    state.leases[slot] = 0
+                    return slot, fd
+        raise OSError(f"{NUM_SLOTS} processes share {self._path} already")
+
+    def _lock_slot(self, slot: int) -> int | None:
+        fd = os.open(os.path.join(self._leases, str(slot)), _OPEN, FILE_MODE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def dead_slots(self, state: LedgerState) -> list[int]:
+        """Slots with bytes that no living process holds. Call with the lock held."""
+        dead = []
+        for slot, num_bytes in enumerate(state.leases):
+            if num_bytes and (fd := self._lock_slot(slot)) is not None:
+                os.close(fd)
+                dead.append(slot)
+        return dead
+
+    def is_alone(self) -> bool:
+        """Whether no other process holds a lease of this root now."""
+        with self.locked():
+            held = 0
+            for name in filter(str.isdecimal, os.listdir(self._leases)):
+                if (fd := self._lock_slot(int(name))) is None:
+                    held += 1
+                else:
+                    os.close(fd)
+        return held <= 1
+
+    def reconcile(self, count_files: Callable[[], int]) -> None:
+        """Count the files anew and free the leases of the dead. Writers and removers wait meanwhile."""
+        with self.locked() as state:
+            state.file_bytes = count_files()
+            for slot in self.dead_slots(state):
+                state.leases[slot] = 0
+
+    def publish(self, slot: int, temporary: str, target: str) -> bool:
+        """Give a finished temporary its name and take its bytes from the lease of ``slot``.
+
+        Called by a worker's write thread. False when the lease does not cover it (the temporary is removed). An object
+        that is there already stays, and the lease keeps the bytes.
+        """
+        with self.locked() as state:
+            num_bytes = self._device.lstat(temporary).st_size
+            if self._has_size(target, num_bytes):
+                remove_quietly(self._device, temporary)
+                return True
+            if state.file_bytes is None or state.leases[slot] < num_bytes:
+                remove_quietly(self._device, temporary)
+                return False
+            self._unlink(state, target)
+            self._device.rename(temporary, target)
+            state.leases[slot] -= num_bytes
+            state.file_bytes += num_bytes
+            return True
+
+    def _has_size(self, path: str, num_bytes: int) -> bool:
+        with contextlib.suppress(OSError):
+            return self._device.lstat(path).st_size == num_bytes
+        return False
+
+    def remove_files(self, paths: Sequence[str]) -> int:
+        """Unlink files and take their bytes off the ledger; returns the bytes. Missing files count nothing."""
+        with self.locked() as state:
+            return sum(self._unlink(state, path) for path in paths)
+
+    def _unlink(self, state: LedgerState, path: str) -> int:
+        try:
+            num_bytes = self._device.lstat(path).st_size
+            self._device.unlink(path)
+        except OSError:
+            return 0
+        state.forget_file(num_bytes)
+        return num_bytes

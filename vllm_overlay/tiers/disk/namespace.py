@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose objects a directory holds, and where each object's file lies in it."""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId
+
+MAX_KEY_BYTES = 64
+MAX_RANKS = 10_000
+FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_KIND = re.compile(r"s|[fw][0-9]{1,3}")
+_FILE_NAME = re.compile(r"((?:[0-9a-f]{2}){1,64})\.(s|[fw][0-9]{1,3})\.r(0|[1-9][0-9]{0,3})")
+
+
+def check_object_id(object_id: ObjectId) -> None:
+    """Raise ValueError unless a file name and a header can carry ``object_id``."""
+    if not _KIND.fullmatch(object_id.kind):
+        raise ValueError(f"{object_id.kind!r} is not a kind of object")
+    if not 1 <= len(object_id.key) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(object_id.key)}")
+
+
+def parse_file_name(name: str) -> tuple[ObjectId, int] | None:
+    """The object and rank that a file's name stands for; None when it is no object's."""
+    match = _FILE_NAME.fullmatch(name)
+    return (ObjectId(match[2], bytes.fromhex(match[1])), int(match[3])) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class DiskNamespace:
+    """The two fingerprints, 64 hex digits each, that name one engine's objects, and what they mean in words.
+
+    ``attention`` names chunks, ``snapshot`` snapshots; ``description`` goes into ``namespace.json`` for people.
+    """
+
+    attention: str
+    snapshot: str
+    description: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for fingerprint in self.fingerprints:
+            if not FINGERPRINT.fullmatch(fingerprint):
+                raise ValueError(f"fingerprint {fingerprint!r} must be 64 lower-case hex digits")
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """The names of this engine's directories under the root."""
+        return tuple(dict.fromkeys((self.attention, self.snapshot)))
+
+    def fingerprint_of(self, kind: str) -> str:
+        return self.snapshot if kind == SNAPSHOT_KIND else self.attention
+
+    def path_of(self, root: str, object_id: ObjectId, rank: int) -> str:
+        """The file of one rank of one object; raises ValueError when the name could not be read back."""
+        check_object_id(object_id)
+        if not 0 <= rank < MAX_RANKS:
+            raise ValueError(f"rank {rank} is not below {MAX_RANKS}")
+        key = object_id.key.hex()
+        name = f"{key}.{object_id.kind}.r{rank}"
+        return os.path.join(root, self.fingerprint_of(object_id.kind), key[:2], name)

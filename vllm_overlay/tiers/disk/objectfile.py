@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One object's file: written beside its place, read and verified whole."""
+
+import errno
+import mmap
+import os
+import stat
+
+import numpy as np
+
+from vllm_overlay.tiers.disk.format import (
+    HEADER_BYTES,
+    FormatError,
+    Identity,
+    ObjectHeader,
+    checksum_of,
+    file_bytes,
+    padded_bytes,
+)
+from vllm_overlay.tiers.disk.io import Device, make_directory, read_all, remove_quietly, write_all
+from vllm_overlay.tiers.memory import Bytes, HostBuffer
+
+_OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
+
+
+def _page() -> memoryview:
+    """An aligned header page."""
+    return memoryview(mmap.mmap(-1, HEADER_BYTES))
+
+
+class BadObject(Exception):
+    """The object cannot be loaded. ``reason`` is a metric label; ``is_bad`` says whether the file is to blame."""
+
+    def __init__(self, reason: str, is_bad: bool = True) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.is_bad = is_bad
+
+
+def _views(buffer: HostBuffer) -> list[memoryview]:
+    return [segment.data for segment in buffer.segments()]
+
+
+def payload_checksum(buffer: HostBuffer) -> bytes:
+    """The checksum of the object's bytes, wherever they lie."""
+    return checksum_of(_views(buffer))
+
+
+def _with_padding(buffer: HostBuffer) -> tuple[list[memoryview], Bytes]:
+    """The payload's views, the last one grown to whole pages, and the view of the padding alone.
+
+    The padding lies in the last unit when that has room, else in memory of its own.
+    """
+    segments = _views(buffer)
+    padding_bytes = padded_bytes(buffer.num_bytes) - buffer.num_bytes
+    last = len(segments[-1])
+    row = buffer.array[buffer.units[-1]]
+    if last + padding_bytes <= row.size:
+        return [*segments[:-1], row[: last + padding_bytes].data], row[last : last + padding_bytes]
+    padding: Bytes = np.zeros(padding_bytes, dtype=np.uint8)
+    return [*segments, padding.data], padding
+
+
+def write_object(device: Device, path: str, header: ObjectHeader, buffer: HostBuffer, direct: bool) -> None:
+    """Write the object to the new file ``path``, a temporary. Creates directories as needed.
+
+    Called by a write thread. Raises OSError, and leaves no file then.
+    """
+    segments, padding = _with_padding(buffer)
+    padding[:] = 0
+    page = _page()
+    page[:] = header.encode()
+    fd = _create(device, path, os.O_DIRECT if direct else 0)
+    try:
+        try:
+            write_all(device, fd, [page, *segments])
+        finally:
+            device.close(fd)
+    except BaseException:
+        remove_quietly(device, path)
+        raise
+
+
+def _create(device: Device, path: str, flags: int) -> int:
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return device.open(path, flags)
+    except FileNotFoundError:
+        make_directory(device, os.path.dirname(path))
+        return device.open(path, flags)
+
+
+def _open_checked(device: Device, path: str, flags: int) -> tuple[int, int]:
+    """The descriptor and size of a regular file. O_NONBLOCK: a pipe in its place must not hold the thread."""
+    try:
+        fd = device.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    except FileNotFoundError as error:
+        raise BadObject("missing") from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BadObject("header") from error
+        raise
+    try:
+        found = device.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise BadObject("header")
+    except BaseException:
+        device.close(fd)
+        raise
+    return fd, found.st_size
+
+
+def _io_error(error: OSError) -> BadObject:
+    return BadObject("io_error", is_bad=error.errno not in _OWN_TROUBLE)
+
+
+def read_header(device: Device, path: str) -> ObjectHeader:
+    """The verified header of a file of the size it says. Called by the recovery thread; raises BadObject."""
+    page = _page()
+    try:
+        fd, size = _open_checked(device, path, 0)
+        try:
+            if not read_all(device, fd, [page]):
+                raise BadObject("size")
+        finally:
+            device.close(fd)
+    except OSError as error:
+        raise _io_error(error) from error
+    header = _decode(page)
+    if size != file_bytes(header.payload_bytes):
+        raise BadObject("size")
+    return header
+
+
+def _decode(page: memoryview) -> ObjectHeader:
+    try:
+        return ObjectHeader.decode(bytes(page))
+    except FormatError as error:
+        raise BadObject("header") from error
+
+
+def read_object(device: Device, path: str, identity: Identity, buffer: HostBuffer, direct: bool) -> None:
+    """Fill ``buffer`` with the object of ``identity`` and verify every byte of its file.
+
+    Called by a read thread. Raises BadObject, and the buffer's bytes mean nothing then.
+    """
+    segments, padding = _with_padding(buffer)
+    page = _page()
+    try:
+        fd, size = _open_checked(device, path, os.O_DIRECT if direct else 0)
+        try:
+            if size != file_bytes(identity.payload_bytes) or not read_all(device, fd, [page, *segments]):
+                raise BadObject("size")
+        finally:
+            device.close(fd)
+    except OSError as error:
+        raise _io_error(error) from error
+    header = _decode(page)
+    if header.identity != identity:
+        raise BadObject("header")
+    if header.payload_checksum != payload_checksum(buffer) or padding.any():
+        raise BadObject("checksum")

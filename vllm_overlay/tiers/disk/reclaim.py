@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Room: a lease kept filled ahead of the stores, and the thread that unlinks what was evicted."""
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.io import Device, is_temporary
+from vllm_overlay.tiers.disk.ledger import Ledger, LedgerState
+from vllm_overlay.tiers.disk.log import RateLimitedLog
+from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.scan import FoundFile, count_files, namespaces_under, scan_namespace, sweep_temporaries
+
+TICK_S = 1.0
+_FILES_A_LOCK = 64
+_READY_S = 60.0
+logger = logging.getLogger(__name__)
+_log = RateLimitedLog(logger)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """In bytes. ``batch_bytes`` is what a process leases ahead."""
+
+    capacity_bytes: int
+    min_free_bytes: int
+    batch_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Doomed:
+    """What to unlink: the files of all ranks of ``object_ids``, of ``num_bytes`` together, and ``paths``."""
+
+    object_ids: tuple[ObjectId, ...]
+    paths: tuple[str, ...]
+    num_bytes: int
+
+
+class Allowance:
+    """This process's lease as its scheduler sees it. Thread-safe, and never waits for more than arithmetic."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._available = 0
+        self._in_flight = 0
+
+    @property
+    def available(self) -> int:
+        return self._available
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    def take(self, num_bytes: int) -> bool:
+        """Set bytes aside for a store. Called from the scheduler's thread."""
+        with self._lock:
+            if num_bytes > self._available:
+                return False
+            self._available -= num_bytes
+            self._in_flight += num_bytes
+            return True
+
+    def settle(self, num_bytes: int) -> None:
+        """A store that took bytes has ended: whatever it left in the lease comes back with the next ``refill``."""
+        with self._lock:
+            self._in_flight -= num_bytes
+
+    def refill(self, leased_bytes: int, batch_bytes: int, room: int) -> tuple[int, int]:
+        """The new lease and how many bytes short of a batch it is. Called with the ledger locked.
+
+        ``room`` may be added to all leases; when it is negative, what no store has taken is given back.
+        """
+        with self._lock:
+            idle = leased_bytes - self._in_flight
+            wanted = batch_bytes - idle
+            granted = max(min(wanted, room), -max(idle, 0))
+            self._available = max(0, idle + granted)
+            return leased_bytes + granted, max(0, wanted - room)
+
+
+class Janitor:
+    """Owns this process's lease and all unlinking on behalf of its scheduler. One a DiskTier, with one thread.
+
+    The public methods are called from the scheduler's thread and never wait for the disk; the work is done in the
+    janitor's thread, where every OSError is logged and tried again a second later.
+    """
+
+    def __init__(
+        self, root: str, namespace: DiskNamespace, world_size: int, limits: Limits, ledger: Ledger, device: Device
+    ) -> None:
+        self._root = root
+        self._namespace = namespace
+        self._world_size = world_size
+        self._limits = limits
+        self._ledger = ledger
+        self._device = device
+        self._allowance = Allowance()
+        self._slot: int | None = None
+        self._lease_fd = -1
+        self._must_count = True
+        self._is_ready = threading.Event()
+        self._changed = threading.Condition()
+        self._is_woken = True
+        self._is_closing = False
+        self._doomed: deque[_Doomed] = deque()
+        self._doomed_bytes = 0
+        self._removing: set[ObjectId] = set()
+        self._short_bytes = 0
+        self._foreign_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="disk-janitor", daemon=True)
+        self._thread.start()
+
+    # From the scheduler's thread.
+
+    def take(self, num_bytes: int) -> int | None:
+        """Set bytes aside for a store and return the slot of the lease they are in; None when there is no room now."""
+        taken = self._allowance.take(num_bytes)
+        if self._allowance.available < self._limits.batch_bytes // 2:
+            self._wake()
+        return self._slot if taken else None
+
+    def settle(self, num_bytes: int) -> None:
+        """A store that took bytes has ended, well or not."""
+        self._allowance.settle(num_bytes)
+
+    def remove(self, object_ids: Sequence[ObjectId], num_bytes: int) -> None:
+        """Unlink all ranks' files of these objects, which are of ``num_bytes`` together."""
+        if object_ids:
+            self._doom(_Doomed(tuple(object_ids), (), num_bytes))
+
+    def remove_paths(self, paths: Sequence[str]) -> None:
+        """Unlink files that recovery cannot use. Called from the recovery thread."""
+        self._doom(_Doomed((), tuple(paths), 0))
+
+    def _doom(self, doomed: "_Doomed") -> None:
+        with self._changed:
+            self._doomed.append(doomed)
+            self._doomed_bytes += doomed.num_bytes
+            self._short_bytes = max(0, self._short_bytes - doomed.num_bytes)
+            self._removing.update(doomed.object_ids)
+            self._is_woken = True
+            self._changed.notify()
+
+    def is_removing(self, object_id: ObjectId) -> bool:
+        """Whether files of this name are about to be unlinked, so that a new store would be lost with them."""
+        return object_id in self._removing
+
+    def is_alone(self) -> bool:
+        """Whether no other process uses this root. Called from the recovery thread, waits for the lease."""
+        if not self._is_ready.wait(_READY_S):
+            return False
+        try:
+            return self._ledger.is_alone()
+        except OSError:
+            return False
+
+    @property
+    def short_bytes(self) -> int:
+        """How much the scheduler should evict for the lease to be a full batch again."""
+        return self._short_bytes
+
+    def remove_foreign(self, num_bytes: int) -> None:
+        """Nothing of our own can go: make room by removing the oldest files of other namespaces."""
+        if not self._foreign_bytes:
+            self._foreign_bytes = num_bytes
+            self._wake()
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what is queued, give the lease back but for stores still under way, and end the thread."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify()
+
+    # In the janitor's thread.
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            self._try(self._work)
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_woken or self._is_closing, TICK_S)
+                self._is_woken = False
+        self._try(self._remove_doomed)
+        self._try(self._give_lease_back)
+
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:
+            _log.warning("janitor", "disk tier: cannot make room under %s: %r", self._root, error)
+
+    def _work(self) -> None:
+        if self._slot is None:
+            self._slot, self._lease_fd = self._ledger.claim_slot()
+            self._is_ready.set()
+        if self._must_count:
+            sweep_temporaries(self._root, self._device)
+            self._ledger.reconcile(lambda: count_files(self._root, self._device))
+            self._must_count = False
+        self._remove_doomed()
+        self._remove_oldest_foreign()
+        self._refill(self._slot)
+
+    def _refill(self, slot: int) -> None:
+        free_bytes = self._device.free_bytes(self._root) - self._limits.min_free_bytes
+        with self._ledger.locked() as state:
+            room = self._room(state, free_bytes)
+            state.leases[slot], short = self._allowance.refill(state.leases[slot], self._limits.batch_bytes, room)
+            if state.file_bytes is None or (short and self._ledger.dead_slots(state)):
+                self._must_count = True
+        with self._changed:
+            self._short_bytes = max(0, min(short, self._limits.batch_bytes) - self._doomed_bytes)
+            self._is_woken |= self._must_count
+
+    def _room(self, state: LedgerState, free_bytes: int) -> int:
+        """What all leases together may still grow by; negative when there is too much already."""
+        if state.file_bytes is None:
+            return 0
+        return min(self._limits.capacity_bytes - state.file_bytes, free_bytes) - sum(state.leases)
+
+    def _remove_doomed(self) -> None:
+        while self._doomed:
+            doomed = self._doomed.popleft()
+            try:
+                self._remove_files([*doomed.paths, *self._paths_of(doomed.object_ids)])
+            finally:
+                with self._changed:
+                    self._removing.difference_update(doomed.object_ids)
+                    self._doomed_bytes -= doomed.num_bytes
+
+    def _paths_of(self, object_ids: Iterable[ObjectId]) -> Iterator[str]:
+        for object_id in object_ids:
+            for rank in range(self._world_size):
+                yield self._namespace.path_of(self._root, object_id, rank)
+
+    def _remove_files(self, paths: Sequence[str]) -> int:
+        """Locks anew for every few files, so that writers get a turn."""
+        starts = range(0, len(paths), _FILES_A_LOCK)
+        return sum(self._ledger.remove_files(paths[start : start + _FILES_A_LOCK]) for start in starts)
+
+    def _remove_oldest_foreign(self) -> None:
+        wanted, self._foreign_bytes = self._foreign_bytes, 0
+        if not wanted:
+            return
+        paths = []
+        for file in sorted(self._foreign_files(), key=lambda file: file.mtime):
+            if wanted <= 0:
+                break
+            paths.append(file.path)
+            wanted -= file.num_bytes
+        if removed := self._remove_files(paths):
+            logger.info("disk tier: removed the oldest %d bytes of other namespaces to make room", removed)
+
+    def _foreign_files(self) -> Iterator[FoundFile]:
+        for fingerprint in namespaces_under(self._root):
+            if fingerprint not in self._namespace.fingerprints:
+                files = scan_namespace(self._root, fingerprint)
+                yield from (file for file in files if not is_temporary(file.name))
+
+    def _give_lease_back(self) -> None:
+        if self._slot is None:
+            return
+        with self._ledger.locked() as state:
+            lease = state.leases[self._slot]
+            state.leases[self._slot] = min(lease, max(0, self._allowance.in_flight))
+        os.close(self._lease_fd)

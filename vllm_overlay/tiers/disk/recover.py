@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scan at start: which objects of a namespace are whole and can be reached."""
+
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.format import Identity
+from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.log import RateLimitedLog
+from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
+from vllm_overlay.tiers.disk.objectfile import BadObject, read_header
+from vllm_overlay.tiers.disk.reclaim import Janitor
+from vllm_overlay.tiers.disk.scan import ORPHAN_AGE_S, FoundFile, scan_namespace
+
+_PROGRESS_S = 10.0
+_CLOCK_TICK_S = 0.05
+logger = logging.getLogger(__name__)
+_log = RateLimitedLog(logger)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundObject:
+    """An object whose ranks' files all say the same. ``mtime`` is the youngest file's."""
+
+    planned: PlannedObject
+    mtime: float
+    files: tuple[FoundFile, ...]
+
+
+def parents_first(found: Iterable[FoundObject]) -> tuple[list[FoundObject], list[FoundObject]]:
+    """The objects that can be reached, each after its parents and else the oldest first; and those that cannot."""
+    by_id = {item.planned.object_id: item for item in found}
+    is_reachable: dict[ObjectId, bool] = {}
+    opened: set[ObjectId] = set()
+    order: list[FoundObject] = []
+    for first in sorted(by_id.values(), key=lambda item: item.mtime):
+        path = [first]
+        while path:
+            item = path[-1]
+            object_id, parents = item.planned.object_id, item.planned.parents
+            if object_id not in opened:
+                opened.add(object_id)
+                path += [by_id[parent] for parent in parents if parent in by_id and parent not in opened]
+                continue
+            path.pop()
+            if object_id not in is_reachable:
+                is_reachable[object_id] = all(is_reachable.get(parent, False) for parent in parents)
+                order.append(item)
+    return (
+        [item for item in order if is_reachable[item.planned.object_id]],
+        [item for item in order if not is_reachable[item.planned.object_id]],
+    )
+
+
+class Recovery:
+    """Scans in a thread of its own while the tier already serves; the scheduler takes what it found in slices.
+
+    Files that no object needs are handed to the janitor, but not those that may be on their way: files younger than
+    this scan, and those younger than an hour while other processes use the root.
+    """
+
+    def __init__(self, root: str, namespace: DiskNamespace, world_size: int, janitor: Janitor, device: Device) -> None:
+        self._root = root
+        self._namespace = namespace
+        self._world_size = world_size
+        self._janitor = janitor
+        self._device = device
+        self._started = time.time()
+        self._lock = threading.Lock()
+        self._found: deque[PlannedObject] = deque()
+        self._is_scanning = True
+        self._is_forgotten = False
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="disk-recovery", daemon=True)
+        self._thread.start()
+
+    # From the scheduler's thread.
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything found has been taken."""
+        return not self._is_scanning and not self._found
+
+    def take(self, count: int) -> list[PlannedObject]:
+        """At most ``count`` found objects, each after its parents."""
+        return [self._found.popleft() for _ in range(min(count, len(self._found)))]
+
+    def forget(self) -> list[PlannedObject]:
+        """What was found and not taken, to be removed; what is found from now on is removed without a word."""
+        with self._lock:
+            self._is_forgotten = True
+            found, self._found = self._found, deque()
+        return list(found)
+
+    def close(self, timeout_s: float) -> None:
+        """End the scan."""
+        self._is_closing = True
+        self._thread.join(timeout_s)
+
+    # In the recovery thread.
+
+    def _run(self) -> None:
+        try:
+            self._recover()
+        except Exception as error:
+            logger.warning("disk tier: recovery of %s stopped: %r", self._root, error)
+        finally:
+            self._is_scanning = False
+
+    def _recover(self) -> None:
+        found, useless = self._scan()
+        reachable, unreachable = parents_first(found)
+        useless += [file for item in unreachable for file in item.files]
+        with self._lock:
+            if self._is_forgotten:
+                useless += [file for item in reachable for file in item.files]
+                reachable = []
+            self._found.extend(item.planned for item in reachable)
+        num_bytes = sum(file.num_bytes for item in reachable for file in item.files)
+        seconds = time.time() - self._started
+        logger.info(
+            "disk tier: recovered %d objects (%d bytes) under %s in %.1f s; %d files belong to none",
+            len(reachable), num_bytes, self._root, seconds, len(useless),
+        )  # fmt: skip
+        self._discard(useless)
+
+    def _discard(self, files: list[FoundFile]) -> None:
+        if files and not self._is_closing:
+            youngest = self._started - (_CLOCK_TICK_S if self._janitor.is_alone() else ORPHAN_AGE_S)
+            self._janitor.remove_paths([file.path for file in files if file.mtime < youngest])
+
+    def _scan(self) -> tuple[list[FoundObject], list[FoundFile]]:
+        """Whole objects, and the files of those that are not."""
+        objects: list[FoundObject] = []
+        useless: list[FoundFile] = []
+        logged = time.monotonic()
+        for object_id, files in self._files_by_object().items():
+            if self._is_closing:
+                return [], []
+            try:
+                objects.append(self._read(object_id, files))
+            except BadObject as bad:
+                _log.warning(bad.reason, "disk tier: not recovered (%s): %s", bad.reason, files[0].path)
+                useless += files if bad.is_bad else ()
+            if time.monotonic() - logged > _PROGRESS_S:
+                logged = time.monotonic()
+                logger.info("disk tier: recovering, %d objects so far", len(objects))
+        return objects, useless
+
+    def _files_by_object(self) -> dict[ObjectId, list[FoundFile]]:
+        files: defaultdict[ObjectId, list[FoundFile]] = defaultdict(list)
+        for fingerprint in self._namespace.fingerprints:
+            for file in scan_namespace(self._root, fingerprint):
+                parsed = parse_file_name(file.name)
+                if parsed and not self._is_closing:
+                    files[parsed[0]].append(file)
+        return files
+
+    def _read(self, object_id: ObjectId, files: list[FoundFile]) -> FoundObject:
+        """Raises BadObject unless there is exactly one sound file a rank, and all say the same."""
+        paths = [self._namespace.path_of(self._root, object_id, rank) for rank in range(self._world_size)]
+        if sorted(file.path for file in files) != sorted(paths):
+            raise BadObject("incomplete")
+        planned = [self._planned(object_id, rank, path) for rank, path in enumerate(paths)]
+        if any(other != planned[0] for other in planned):
+            raise BadObject("header")
+        return FoundObject(planned[0], max(file.mtime for file in files), tuple(files))
+
+    def _planned(self, object_id: ObjectId, rank: int, path: str) -> PlannedObject:
+        header = read_header(self._device, path)
+        fingerprint = bytes.fromhex(self._namespace.fingerprint_of(object_id.kind))
+        if header.identity != Identity(fingerprint, object_id, rank, self._world_size, header.payload_bytes):
+            raise BadObject("header")
+        return PlannedObject(object_id, header.parents, header.start_tokens, header.end_tokens, header.payload_bytes)

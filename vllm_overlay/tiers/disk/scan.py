@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies under a root, without opening any file."""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vllm_overlay.tiers.disk.io import Device, is_temporary, remove_quietly, writer_is_alive
+from vllm_overlay.tiers.disk.namespace import FINGERPRINT
+
+ORPHAN_AGE_S = 3600.0
+_FAN_OUT = re.compile(r"[0-9a-f]{2}")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file in a namespace's directories. ``mtime`` is in seconds since the epoch."""
+
+    path: str
+    name: str
+    num_bytes: int
+    mtime: float
+
+
+def namespaces_under(root: str) -> list[str]:
+    """The fingerprints that have a directory."""
+    with contextlib.suppress(OSError):
+        return sorted(name for name in os.listdir(root) if FINGERPRINT.fullmatch(name))
+    return []
+
+
+def scan_namespace(root: str, fingerprint: str) -> Iterator[FoundFile]:
+    """Everything but directories in ``<root>/<fingerprint>/<aa>``. What vanishes or cannot be read is left out."""
+    top = os.path.join(root, fingerprint)
+    for fan_out in _entries(top):
+        if _FAN_OUT.fullmatch(fan_out.name) and fan_out.is_dir(follow_symlinks=False):
+            yield from scan_directory(fan_out.path)
+
+
+def scan_directory(path: str) -> Iterator[FoundFile]:
+    for entry in _entries(path):
+        with contextlib.suppress(OSError):
+            if not entry.is_dir(follow_symlinks=False):
+                found = entry.stat(follow_symlinks=False)
+                yield FoundFile(entry.path, entry.name, found.st_size, found.st_mtime)
+
+
+def _entries(path: str) -> Iterator[os.DirEntry[str]]:
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        yield from entries
+
+
+def _is_orphan(file: FoundFile) -> bool:
+    """A temporary that nobody will rename any more."""
+    return time.time() - file.mtime > ORPHAN_AGE_S or not writer_is_alive(file.name)
+
+
+def count_files(root: str, device: Device) -> int:
+    """Bytes of all namespaces' files; removes orphan temporaries and counts no others, a lease covers those."""
+    num_bytes = 0
+    for fingerprint in namespaces_under(root):
+        for file in scan_namespace(root, fingerprint):
+            if not is_temporary(file.name):
+                num_bytes += file.num_bytes
+            elif _is_orphan(file):
+                remove_quietly(device, file.path)
+    return num_bytes
+
+
+def sweep_temporaries(root: str, device: Device) -> None:
+    """Remove orphan temporaries of the root and of the namespaces' own directories."""
+    for directory in (root, *(os.path.join(root, name) for name in namespaces_under(root))):
+        for file in scan_directory(directory):
+            if is_temporary(file.name) and _is_orphan(file):
+                remove_quietly(device, file.path)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host memory between the KV cache and the disk, shared by stores and loads so that neither locks the other out."""
+
+from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.memory import HostBuffer, HostPool, UnitAllocator, units_needed
+
+
+class Staging:
+    """Buffers of a worker. Not thread-safe: the worker calls it under its lock.
+
+    A quarter of the units, and at least the largest object's, is never given to stores. So a load waits only for
+    stores and loads that end by themselves. Raises ConfigError when one store and one load do not fit together.
+    """
+
+    def __init__(self, staging_bytes: int, unit_bytes: int, max_object_bytes: int) -> None:
+        needed = units_needed(max_object_bytes, unit_bytes)
+        num_units = staging_bytes // unit_bytes
+        if num_units < 2 * needed:
+            raise ConfigError(
+                f"staging_bytes={staging_bytes} cannot hold a store and a load of the largest object "
+                f"({max_object_bytes} bytes): set it to at least {2 * needed * unit_bytes}"
+            )
+        self.max_object_bytes = max_object_bytes
+        self._pool = HostPool(num_units, unit_bytes)
+        self._free = UnitAllocator(num_units)
+        self._left_for_stores = num_units - max(num_units // 4, needed)
+
+    def for_store(self, num_bytes: int) -> HostBuffer | None:
+        if units_needed(num_bytes, self._pool.unit_bytes) > self._left_for_stores:
+            return None
+        buffer = self.for_load(num_bytes)
+        if buffer is not None:
+            self._left_for_stores -= len(buffer.units)
+        return buffer
+
+    def for_load(self, num_bytes: int) -> HostBuffer | None:
+        units = self._free.allocate(units_needed(num_bytes, self._pool.unit_bytes))
+        return None if units is None else self._pool.buffer(units, num_bytes)
+
+    def end_store(self, buffer: HostBuffer) -> None:
+        self._left_for_stores += len(buffer.units)
+        self.end_load(buffer)
+
+    def end_load(self, buffer: HostBuffer) -> None:
+        self._free.free(buffer.units)

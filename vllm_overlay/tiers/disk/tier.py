@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index half of the disk tier."""
+
+import itertools
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vllm_overlay.config import ConfigError, DiskTierSettings, parse_bytes
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.base import LoadTicket, StoreTicket, Tier, TierUsage
+from vllm_overlay.tiers.disk.format import MAX_PARENTS, file_bytes
+from vllm_overlay.tiers.disk.io import (
+    Device,
+    make_directory,
+    open_root,
+    remove_quietly,
+    temporary_name,
+    write_all,
+)
+from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger
+from vllm_overlay.tiers.disk.namespace import DiskNamespace, check_object_id
+from vllm_overlay.tiers.disk.reclaim import Janitor, Limits
+from vllm_overlay.tiers.disk.recover import Recovery
+from vllm_overlay.tiers.index import Entry, PrefixIndex
+
+_OBJECTS_A_SLICE = 256
+_JOIN_S = 2.0
+logger = logging.getLogger(__name__)
+
+
+class DiskTier(Tier):
+    """See ``Tier``. Works from a lease of bytes and leaves everything that touches the disk to two threads.
+
+    ``max_object_bytes`` is the largest object in one rank. Raises ConfigError when the root or ``capacity_bytes``
+    cannot work; construction is the only call that may wait for the disk.
+    """
+
+    def __init__(
+        self,
+        settings: DiskTierSettings,
+        namespace: DiskNamespace,
+        world_size: int,
+        max_object_bytes: int,
+        device: Device | None = None,
+    ) -> None:
+        device = device or Device()
+        self.index = PrefixIndex(capacity_bytes=None)
+        self._world_size = world_size
+        self._limits = self._limits_of(settings, max_object_bytes)
+        root = os.path.abspath(settings.root)
+        open_root(device, root)
+        ledger = Ledger(root, device)
+        ledger.check()
+        for fingerprint in namespace.fingerprints:
+            _describe(device, root, namespace, fingerprint)
+        self._tickets = itertools.count(1)
+        self._in_flight: dict[int, int] = {}
+        self._evicted = 0
+        self._dropped = 0
+        self._janitor = Janitor(root, namespace, world_size, self._limits, ledger, device)
+        self._recovery = Recovery(root, namespace, world_size, self._janitor, device)
+
+    def _limits_of(self, settings: DiskTierSettings, max_object_bytes: int) -> Limits:
+        capacity = parse_bytes(settings.capacity_bytes, "capacity_bytes")
+        two_objects = 2 * self._bytes_on_disk(max_object_bytes)
+        if capacity < two_objects:
+            raise ConfigError(
+                f"capacity_bytes={capacity} of the disk tier cannot hold two of the largest objects: "
+                f"set it to at least {two_objects}"
+            )
+        min_free = parse_bytes(settings.min_free_bytes, "min_free_bytes")
+        return Limits(capacity, min_free, batch_bytes=max(capacity // 32, two_objects))
+
+    def _bytes_on_disk(self, num_bytes: int) -> int:
+        """What all ranks' files of an object of ``num_bytes`` a rank take."""
+        return file_bytes(num_bytes) * self._world_size
+
+    def _charged(self, planned: PlannedObject) -> PlannedObject:
+        """As the index counts it: with the bytes of all ranks' files."""
+        return replace(planned, num_bytes=self._bytes_on_disk(planned.num_bytes))
+
+    # Background work's results.
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether objects of an earlier life may still turn up."""
+        return not self._recovery.is_done
+
+    def advance(self) -> None:
+        found = self._recovery.take(_OBJECTS_A_SLICE)
+        if found:
+            self._forget(self.index.restore([self._charged(item) for item in found]))
+        if short_bytes := self._janitor.short_bytes:
+            self._make_room(short_bytes)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Evict so much, least recently used leaves first; the bytes come into the lease once they are unlinked."""
+        evicted: list[Entry] = []
+        freed = 0
+        while freed < num_bytes and (leaf := self.index.evict_one()) is not None:
+            evicted.append(leaf)
+            freed += leaf.num_bytes
+        self._evicted += len(evicted)
+        self._forget(evicted)
+        if freed < num_bytes and not self.is_recovering:
+            self._janitor.remove_foreign(num_bytes - freed)
+
+    def _forget(self, released: Sequence[Entry | PlannedObject]) -> None:
+        """Nobody needs these objects' bytes any more."""
+        num_bytes = sum(item.num_bytes for item in released)
+        self._janitor.remove([item.object_id for item in released], num_bytes)
+
+    # Stores.
+
+    def reserve(self, planned: PlannedObject) -> StoreTicket | None:
+        if not _has_a_name(planned) or self._janitor.is_removing(planned.object_id):
+            return None
+        charged = self._charged(planned)
+        if not self.index.may_reserve(charged):
+            return None
+        slot = self._janitor.take(charged.num_bytes)
+        if slot is None:
+            self._dropped += 1
+            return None
+        ticket = next(self._tickets) * NUM_SLOTS + slot
+        self.index.reserve(charged, ticket)
+        self._in_flight[ticket] = charged.num_bytes
+        return StoreTicket(
+            ticket, planned.object_id, planned.parents, planned.start_tokens, planned.end_tokens, planned.num_bytes
+        )
+
+    def commit(self, ticket: int) -> None:
+        self._janitor.settle(self._in_flight.pop(ticket, 0))
+        self._forget(self.index.commit(ticket).released)
+
+    def abort(self, ticket: int) -> None:
+        self._janitor.settle(self._in_flight.pop(ticket, 0))
+        self._forget(self.index.abort(ticket))
+
+    # Loads.
+
+    def acquire(self, planned: Sequence[PlannedObject]) -> list[LoadTicket] | None:
+        entries = self.index.pin([item.object_id for item in planned])
+        if entries is None:
+            return None
+        return [
+            LoadTicket(entry.ticket, item.object_id, item.num_bytes)
+            for entry, item in zip(entries, planned, strict=True)
+        ]
+
+    def release(self, object_ids: Sequence[ObjectId]) -> None:
+        self._forget(self.index.unpin(object_ids))
+
+    # Removal.
+
+    def drop(self, object_id: ObjectId) -> None:
+        self._forget(self.index.drop(object_id))
+
+    def clear(self) -> None:
+        self._forget([self._charged(item) for item in self._recovery.forget()])
+        self._forget(self.index.clear())
+
+    def usage(self) -> TierUsage:
+        return TierUsage(
+            num_objects=len(self.index),
+            used_bytes=self.index.used_bytes,
+            capacity_bytes=self._limits.capacity_bytes,
+            evicted_objects=self._evicted,
+            dropped_objects=self._dropped,
+        )
+
+    def close(self) -> None:
+        self._recovery.close(_JOIN_S)
+        self._janitor.close(_JOIN_S)
+
+
+def _has_a_name(planned: PlannedObject) -> bool:
+    """Whether a file name and a header can carry the object."""
+    try:
+        for object_id in (planned.object_id, *planned.parents):
+            check_object_id(object_id)
+    except ValueError:
+        return False
+    return len(planned.parents) <= MAX_PARENTS and planned.num_bytes > 0
+
+
+def _describe(device: Device, root: str, namespace: DiskNamespace, fingerprint: str) -> None:
+    """Write ``namespace.json``: for people only, nothing reads it."""
+    directory = os.path.join(root, fingerprint)
+    temporary = os.path.join(directory, temporary_name())
+    words = {"fingerprint": fingerprint, "description": namespace.description}
+    try:
+        make_directory(device, directory)
+        fd = device.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            write_all(device, fd, [memoryview(json.dumps(words, indent=2, default=str).encode())])
+        finally:
+            device.close(fd)
+        device.rename(temporary, os.path.join(directory, "namespace.json"))
+    except OSError as error:
+        remove_quietly(device, temporary)
+        logger.warning("disk tier: %s has no namespace.json: %s", directory, error)
