@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+# make setup, demo, test, lint, format, clean. Another Python: make setup PYTHON=python3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CODE := vllm_overlay tools tests bench hatch_build.py
+
+.PHONY: setup demo test lint format clean
+.DEFAULT_GOAL := setup
+
+setup:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) tools/setup_cpu.py --venv $(VENV) --dev
+
+demo: setup
+	@$(BIN)/python tools/demo.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff format --check $(wildcard $(CODE))
+	$(BIN)/ruff check $(wildcard $(CODE))
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format $(wildcard $(CODE))
+	$(BIN)/ruff check --fix $(wildcard $(CODE))
+
+clean:
+	rm -rf build dist .demo .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
