@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the patch series, for tools/apply_patches.py and ``python -m vllm_overlay.patch_series``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_overlay import VLLM_VERSION, patch_series
+from vllm_overlay.patching.diff import PatchError
+from vllm_overlay.patching.series import load
+
+DONE, REFUSED, USAGE = 0, 1, 2
+
+
+def _parser(program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=f"Applies this overlay's patch series to vLLM {VLLM_VERSION}, all of it or nothing. Files are "
+        "written anew and renamed into place; a run that was interrupted is rolled back by the next one.",
+        epilog=f"""examples:
+  {program} --installed                     patch the vLLM of this environment
+  {program} --installed --status            which patches are in it
+  {program} --installed --reverse           back to vLLM's own files
+  {program} --target ~/src/vllm             patch a checkout or an unpacked source
+  {program} --target ~/src/vllm --check     would it apply? touches nothing; also for other versions
+
+exit status:
+  0  done; with --check: it would apply, or is applied; with --status: it is applied
+  1  refused, nothing was changed; with --check: it would be refused; with --status: it is not applied
+  2  wrong usage
+""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--installed", action="store_true", help="the vLLM that this Python would import")
+    where.add_argument("--target", type=Path, metavar="DIR", help="the directory that holds vllm/, or vllm/ itself")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="say what each patch would do; touch nothing")
+    what.add_argument("--status", action="store_true", help="say which patches are in; touch nothing")
+    what.add_argument("--reverse", action="store_true", help="take the patches out again")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, program: str = "tools/apply_patches.py") -> int:
+    """Runs the command; returns its exit status."""
+    arguments = _parser(program).parse_args(argv)
+    try:
+        return _run(arguments)
+    except PatchError as error:
+        print(f"refused: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print("interrupted: the tree is as it was", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.installed:
+        root = patch_series.installed_root()
+        if root is None:
+            raise PatchError(f"{sys.executable} finds no vLLM: install vLLM {VLLM_VERSION}, or use --target DIR")
+    else:
+        root = patch_series.find_root(arguments.target)
+    if arguments.check:
+        return _check(root)
+    if arguments.status:
+        return _status(root)
+    series = load()
+    before = patch_series.status(root, series)
+    if before.interrupted:
+        print("an earlier run was interrupted: rolling it back first")
+    if arguments.reverse:
+        patch_series.reverse(root, series)
+        print(f"{root / 'vllm'}: {'as it was, no patch was in it' if before.is_original else 'vLLM is its own again'}")
+    else:
+        patch_series.apply(root, series)
+        said = "has them already" if before.is_applied else "done"
+        print(f"{root / 'vllm'}: {len(series.patches)} patches, series {series.id}: {said}")
+    return DONE
+
+
+def _status(root: Path) -> int:
+    found = patch_series.status(root)
+    print(f"{root / 'vllm'}: vLLM {found.vllm_version or '(does not say its version)'}, series {found.series}\n")
+    print(_table([("patch", "state"), *((name, str(state)) for name, state in found.patches.items())]))
+    print()
+    print(_table([("file", "state"), *((path, str(state)) for path, state in found.files.items())]))
+    if found.interrupted:
+        print("\nA run was interrupted: the next one, without --status, rolls it back.")
+    return DONE if found.is_applied else REFUSED
+
+
+def _check(root: Path) -> int:
+    report = patch_series.check(root)
+    print(f"{root / 'vllm'}: vLLM {report.vllm_version or '(does not say its version)'}\n")
+    rows = [(name, str(outcome), report.reasons[name]) for name, outcome in report.outcomes.items()]
+    print(_table([("patch", "outcome", "why"), *rows]))
+    if report.would_apply:
+        print("\nThe series would apply." if not report.is_applied else "\nThe series is applied.")
+        return DONE
+    print(f"\nThe series would be refused: {report.refusal}")
+    return REFUSED
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
