@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every patch is needed: its reproduction shows the symptom on a vLLM without it, and none on the patched one.
+
+A reproduction is ``reproductions/<name of the patch with underscores>.py``: a script that ends by printing a JSON
+object with ``symptom`` and ``healthy``, and has a constant SYMPTOM in words. It runs in a process of its own with a
+hard-linked copy of the installed vLLM first on its path.
+"""
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patches.trees import linked_vllm_without
+from vllm_overlay.patching.series import load
+
+REPO = Path(__file__).resolve().parents[2]
+REPRODUCTIONS = Path(__file__).parent / "reproductions"
+NAMES = [patch.name for patch in load().patches]
+
+
+def reproduction_of(name: str) -> Path:
+    return REPRODUCTIONS / (name.removesuffix(".patch").replace("-", "_") + ".py")
+
+
+def run(reproduction: Path, root: Path, home: Path) -> dict[str, object]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(root), str(REPO)]),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_PLUGINS": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    check = f"import vllm, sys; sys.exit(not vllm.__file__.startswith({str(root)!r}))"
+    assert subprocess.run([sys.executable, "-c", check], env=environment, cwd=home).returncode == 0
+    done = subprocess.run(
+        [sys.executable, str(reproduction)], env=environment, cwd=home, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    last: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    return last
+
+
+def test_every_patch_has_a_reproduction():
+    assert [name for name in NAMES if not reproduction_of(name).is_file()] == []
+
+
+def test_every_reproduction_has_a_patch():
+    expected = {reproduction_of(name) for name in NAMES}
+    assert [path.name for path in REPRODUCTIONS.glob("[0-9]*.py") if path not in expected] == []
+
+
+@pytest.fixture
+def scratch(tmp_path):
+    """A directory that does not outlive the test: a copy of vLLM holds some 6,000 files."""
+    yield tmp_path
+    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory):
+    """A copy of vLLM with the whole series, shared by all reproductions."""
+    directory = tmp_path_factory.mktemp("patched")
+    yield linked_vllm_without("", directory)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", NAMES)
+def test_the_symptom_is_there_without_the_patch_and_gone_with_it(name, patched, scratch):
+    reproduction = reproduction_of(name)
+    symptom = runpy.run_path(str(reproduction), run_name="description")["SYMPTOM"]
+    without = run(reproduction, linked_vllm_without(name, scratch / "without"), scratch)
+    assert without["symptom"], f"not seen without {name}: {symptom}; {without}"
+    with_it = run(reproduction, patched, scratch)
+    assert with_it["healthy"], f"still seen with {name}: {symptom}; {with_it}"

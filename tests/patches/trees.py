@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small trees and series to patch, and copies of the installed vLLM."""
+
+import difflib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from tools.validate_patches import validate
+from vllm_overlay import VLLM_VERSION, patch_series
+from vllm_overlay.patching.replace import replace_files
+from vllm_overlay.patching.series import Series, load
+
+HEADER = """\
+Description: a change for the tests
+ Symptom: none
+Why-Patch: it is a test
+Origin: own work
+Forwarded: not-needed
+Last-Update: 2026-01-31
+Drop-When: never
+
+"""
+
+A, B, C = "vllm/a.py", "vllm/sub/b.py", "vllm/sub/c.py"
+ORIGINALS = {
+    A: "".join(f"a = {n}\n" for n in range(40)),
+    B: "".join(f"b = {n}\n" for n in range(40)),
+    C: "c = 1\nc = 2\nc = 3",  # no line end at its end
+}
+
+
+def make_tree(root: Path, version: str | None = VLLM_VERSION, files: Mapping[str, str] = ORIGINALS) -> Path:
+    """A source tree with a package vllm; ``version`` goes into its PKG-INFO."""
+    for path, text in {"vllm/__init__.py": "", **files}.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    if version is not None:
+        (root / "PKG-INFO").write_text(f"Metadata-Version: 2.4\nName: vllm\nVersion: {version}\n")
+    return root
+
+
+def diff_of(path: str, old: str, new: str) -> str:
+    """A git-style diff of one file."""
+    lines = [f"diff --git a/{path} b/{path}\n"]
+    for line in difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{path}", f"b/{path}"):
+        lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
+    return "".join(lines)
+
+
+def write_series(directory: Path, patches: Mapping[str, str]) -> Path:
+    """patches/ with everything but the checksums."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "vllm_version.txt").write_text(f"{VLLM_VERSION}\n")
+    (directory / "series").write_text("# a comment\n" + "".join(f"{name}\n" for name in patches))
+    for name, text in patches.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+def make_series(directory: Path, source: Path, steps: Mapping[str, Mapping[str, tuple[str, str]]]) -> Series:
+    """A series whose patches each replace (old, new) in files of ``source``, with its checksums."""
+    now = dict(ORIGINALS)
+    patches = {}
+    for name, changes in steps.items():
+        text = HEADER
+        for path, (old, new) in changes.items():
+            assert old in now[path]
+            fresh = now[path].replace(old, new, 1)
+            text += diff_of(path, now[path], fresh)
+            now[path] = fresh
+        patches[name] = text
+    write_series(directory, patches)
+    assert validate(source, update=True, directory=directory) == []
+    return load(directory)
+
+
+THREE_STEPS = {
+    "0001-first.patch": {A: ("a = 5\n", "a = 'five'\na = 'and a line'\n"), B: ("b = 7\n", "b = 'seven'\n")},
+    "0002-second.patch": {B: ("b = 30\n", "")},
+    "0003-third.patch": {A: ("a = 20\n", "a = 'twenty'\n"), C: ("c = 3", "c = 'three'")},
+}
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file of the package, without bytecode."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted((root / "vllm").rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def installed_originals(series: Series) -> dict[str, bytes]:
+    """vLLM's own contents of the touched files, from the installed vLLM, patched or not."""
+    root = patch_series.installed_root()
+    assert root is not None
+    originals = {}
+    for path in series.chains:
+        original = series.original_of(path, (root / path).read_bytes())
+        assert original is not None, f"{path} of the installed vLLM is not known"
+        originals[path] = original
+    return originals
+
+
+def _link(source: str, destination: str) -> str:
+    try:
+        os.link(source, destination)
+    except OSError:  # another file system
+        shutil.copy2(source, destination)
+    return destination
+
+
+def linked_vllm(destination: Path) -> Path:
+    """A hard-linked copy of the installed vLLM, without its bytecode. Returns the directory that holds vllm/."""
+    root = patch_series.installed_root()
+    assert root is not None
+    shutil.copytree(
+        root / "vllm", destination / "vllm", copy_function=_link, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    return destination
+
+
+def linked_vllm_without(left_out: str, destination: Path) -> Path:
+    """A copy of the installed vLLM with the series of this repository, but for one patch and what builds on it."""
+    series = load()
+    now = installed_originals(series)
+    for patch in series.patches:
+        if patch.name == left_out:
+            continue
+        try:
+            now.update({diff.path: diff.apply(now[diff.path]) for diff in patch.files})
+        except patch_series.PatchError:
+            continue
+    root = linked_vllm(destination)
+    replace_files(root, now)
+    return root

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of the series, as users call it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patches.trees import contents, installed_originals, make_tree
+from vllm_overlay.patching.cli import main
+from vllm_overlay.patching.series import load
+
+REPO = Path(__file__).resolve().parents[2]
+TOOL = REPO / "tools" / "apply_patches.py"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    files = {path: content.decode() for path, content in installed_originals(load()).items()}
+    return make_tree(tmp_path / "checkout", files=files)
+
+
+def run(*arguments, cwd=None):
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=cwd)
+
+
+def test_a_checkout_is_checked_patched_and_put_back(checkout, tmp_path):
+    before = contents(checkout)
+    checked = run(TOOL, "--target", checkout, "--check", cwd=tmp_path)
+    assert checked.returncode == 0 and "The series would apply." in checked.stdout, checked
+    assert run(TOOL, "--target", checkout, "--status").returncode == 1
+    assert contents(checkout) == before
+    applied = run(TOOL, "--target", checkout)
+    assert applied.returncode == 0 and "done" in applied.stdout, applied
+    assert run(TOOL, "--target", checkout / "vllm", "--status").returncode == 0
+    again = run(TOOL, "--target", checkout)
+    assert again.returncode == 0 and "has them already" in again.stdout
+    assert run(TOOL, "--target", checkout, "--check").stdout.endswith("The series is applied.\n")
+    assert run(TOOL, "--target", checkout, "--reverse").returncode == 0
+    assert contents(checkout) == before
+
+
+def test_check_of_another_version_is_a_table_and_a_refusal(checkout, capsys):
+    make_tree(checkout, version="0.33.0", files={})
+    assert main(["--target", str(checkout), "--check"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    names = [patch.name for patch in load().patches]
+    assert lines[2].split() == ["patch", "outcome", "why"]
+    assert [line.split()[:2] for line in lines[4 : 4 + len(names)]] == [[name, "applies"] for name in names]
+    assert "would be refused" in lines[-1] and "0.33.0" in lines[-1]
+
+
+def test_the_real_cure_of_upstream_is_known_by_its_sign(checkout, capsys):
+    patch = load().patches[0]
+    path, text = patch.drop_sign
+    make_tree(checkout, version="0.33.0", files={path: f"    {text}\n"})
+    assert main(["--target", str(checkout), "--check"]) == 1
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(patch.name))
+    assert "no longer needed" in row
+
+
+def test_a_refusal_goes_to_stderr_with_status_1(tmp_path, capsys):
+    assert main(["--target", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("refused: ")
+
+
+def test_the_module_does_the_same_without_tools(checkout):
+    done = run("-m", "vllm_overlay.patch_series", "--target", checkout, "--check", cwd=REPO)
+    assert done.returncode == 0, done.stderr
+
+
+def test_installed_is_the_vllm_that_this_python_would_import(checkout):
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    command = [sys.executable, str(TOOL), "--installed", "--status"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stdout.startswith(f"{checkout / 'vllm'}: vLLM 0.32.0"), done
+
+
+@pytest.mark.parametrize("arguments", [[], ["--installed", "--target", "x"], ["--installed", "--check", "--reverse"]])
+def test_wrong_usage_is_status_2(arguments):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+
+
+def test_help_teaches_by_example(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert "--installed --reverse" in said and "exit status" in said
