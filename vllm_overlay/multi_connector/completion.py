@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who still owes a report on which request. Sets per (request, child), never counts.
+
+``Completions`` is the worker's: each rank reports a request upward once all of its children have. vLLM then counts
+ranks. ``Ledger`` is the scheduler's: it knows what was handed out, so it stops a report that vLLM would assert on.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+
+class UnreportableLoad(RuntimeError):
+    """A synchronous load failed where vLLM has no way to be told: serving on would serve wrong bytes."""
+
+
+@dataclass(slots=True, frozen=True)
+class Load:
+    """One load handed to a child. Crosses from scheduler to workers."""
+
+    child: int
+    synchronous_blocks: tuple[int, ...] | None = None
+    """None for an asynchronous load; else the blocks to declare invalid if it fails, empty if that cannot be said."""
+
+
+@dataclass(slots=True)
+class Completed:
+    """What one rank reports for one step."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    invalid_blocks: set[int] = field(default_factory=set)
+
+
+class Completions:
+    """One rank's open loads and saves. All ids are request ids, all children indexes."""
+
+    def __init__(self, block_errors_name_requests: bool) -> None:
+        """``block_errors_name_requests``: the model has one KV cache group, so a block id says whose load failed."""
+        self._block_errors_name_requests = block_errors_name_requests
+        self._loads: dict[str, int] = {}
+        self._saves: dict[str, set[int]] = {}
+        self._synchronous: dict[str, Load] = {}
+        self._doomed: set[str] = set()
+        self._done = Completed()
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._loads.keys() | self._saves.keys() | self._synchronous.keys())
+
+    def expect_load(self, request_id: str, load: Load) -> None:
+        """A load was handed to its child with this step's metadata."""
+        if load.synchronous_blocks is None:
+            self._loads[request_id] = load.child
+            self._doomed.discard(request_id)
+        else:
+            self._synchronous[request_id] = load
+
+    def refuse_load(self, request_id: str, load: Load) -> None:
+        """A load whose child never saw it, so that nothing writes: failed at once."""
+        self.expect_load(request_id, load)
+        self._fail(request_id, load)
+
+    def expect_saves(self, request_id: str, children: Collection[int]) -> None:
+        """A finished request whose blocks these children still read."""
+        if children:
+            self._saves.setdefault(request_id, set()).update(children)
+        else:
+            self._done.sent.add(request_id)
+
+    def received(self, child: int, finished: Collection[str], failed: Collection[str]) -> int:
+        """One child's finished and failed loads; returns how many reports were not the child's to make."""
+        ignored = 0
+        for request_id in failed:
+            if self._loads.get(request_id) == child:
+                self._doomed.add(request_id)
+        for request_id in finished:
+            if self._loads.get(request_id) != child:
+                ignored += 1
+                continue
+            del self._loads[request_id]
+            self._done.received.add(request_id)
+            if request_id in self._doomed:
+                self._doomed.discard(request_id)
+                self._done.failed.add(request_id)
+        return ignored
+
+    def sent(self, child: int, finished: Collection[str]) -> int:
+        """One child's finished saves; returns how many reports were not the child's to make."""
+        ignored = 0
+        for request_id in finished:
+            owed = self._saves.get(request_id, set())
+            if child not in owed:
+                ignored += 1
+                continue
+            owed.discard(child)
+            if not owed:
+                del self._saves[request_id]
+                self._done.sent.add(request_id)
+        return ignored
+
+    def load_errors(self, child: int, blocks: Collection[int], finished: Collection[str]) -> None:
+        """Blocks a child could not load, and the loads it reported finished in the same step.
+
+        With one KV cache group the scheduler maps the blocks to requests. With several it raises, because the ids are
+        not unique; then every load of this child that is open or just finished fails, since it may be any of them.
+        """
+        if not blocks:
+            return
+        if self._block_errors_name_requests:
+            self._done.invalid_blocks.update(blocks)
+            return
+        self._doomed.update(request_id for request_id, owner in self._loads.items() if owner == child)
+        self._done.failed.update(self._done.received.intersection(finished))
+        for request_id, load in list(self._synchronous.items()):
+            if load.child == child:
+                self._fail(request_id, load)
+
+    def abandon(self, child: int) -> None:
+        """Ends all that ``child`` owes. Only once nothing of it touches a block any more."""
+        for request_id in [request_id for request_id, owner in self._loads.items() if owner == child]:
+            self._fail(request_id, Load(child))
+        for request_id, load in [item for item in self._synchronous.items() if item[1].child == child]:
+            self._fail(request_id, load)
+        self.sent(child, [request_id for request_id, owed in self._saves.items() if child in owed])
+
+    def _fail(self, request_id: str, load: Load) -> None:
+        if load.synchronous_blocks is None:
+            del self._loads[request_id]
+            self._doomed.discard(request_id)
+            self._done.received.add(request_id)
+            self._done.failed.add(request_id)
+            return
+        del self._synchronous[request_id]
+        if not self._block_errors_name_requests or not load.synchronous_blocks:
+            raise UnreportableLoad(
+                f"a synchronous load of request {request_id} failed, and vLLM cannot be told so on a model with "
+                "several KV cache groups: use a connector that loads asynchronously"
+            )
+        self._done.invalid_blocks.update(load.synchronous_blocks)
+
+    def take(self) -> Completed:
+        """This step's reports. Synchronous loads end here: the forward pass has used them."""
+        done, self._done = self._done, Completed()
+        self._synchronous.clear()
+        return done
+
+
+@dataclass(slots=True)
+class _OpenLoad:
+    child: int
+    tokens: int
+    started: float
+
+
+@dataclass(slots=True, frozen=True)
+class EndedLoad:
+    """A load the workers have reported: whose, how much, how long it took, and whether it failed."""
+
+    request_id: str
+    child: int
+    tokens: int
+    seconds: float
+    failed: bool
+
+
+class Ledger:
+    """The scheduler's view: asynchronous loads handed out, and finished requests whose blocks children hold."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, _OpenLoad] = {}
+        self._held: dict[str, frozenset[int]] = {}
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._loads.keys() | self._held.keys())
+
+    def load_started(self, request_id: str, child: int, tokens: int, now: float) -> None:
+        self._loads[request_id] = _OpenLoad(child, tokens, now)
+
+    def hold(self, request_id: str, children: frozenset[int]) -> None:
+        self._held[request_id] = children
+
+    def loader_of(self, request_id: str) -> int | None:
+        load = self._loads.get(request_id)
+        return None if load is None else load.child
+
+    def holders_of(self, request_id: str) -> frozenset[int]:
+        return self._held.get(request_id, frozenset())
+
+    def settle(
+        self, received: Collection[str], sent: Collection[str], failed: Collection[str], now: float
+    ) -> tuple[set[str], set[str], list[EndedLoad]]:
+        """What of the workers' reports vLLM may see, and the loads that ended.
+
+        vLLM frees a finished request's blocks on the first report of either kind and asserts on a second. So while a
+        load of an aborted request and saves of it are both open, only the later report passes.
+        """
+        may_receive: set[str] = set()
+        may_send: set[str] = set()
+        ended: list[EndedLoad] = []
+        for request_id in received:
+            if (load := self._loads.pop(request_id, None)) is None:
+                continue
+            ended.append(EndedLoad(request_id, load.child, load.tokens, now - load.started, request_id in failed))
+            if request_id not in self._held:
+                may_receive.add(request_id)
+        for request_id in sent:
+            if self._held.pop(request_id, None) is not None and request_id not in self._loads:
+                may_send.add(request_id)
+        return may_receive, may_send, ended
+
+
+def saves_of(promises: Mapping[str, Collection[int]]) -> dict[str, tuple[int, ...]]:
+    """Promises as they cross to the workers: hashable, ordered."""
+    return {request_id: tuple(sorted(children)) for request_id, children in promises.items()}

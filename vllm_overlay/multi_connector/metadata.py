@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses between the scheduler's MultiConnector and the workers': one part per child, in configured order."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_events import KVConnectorKVEvents
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from vllm_overlay.multi_connector.completion import Load
+
+
+@dataclass(slots=True)
+class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
+    """Scheduler to workers, once a step."""
+
+    children: tuple[KVConnectorMetadata | None, ...]
+    loads: dict[str, Load] = field(default_factory=dict)
+    """Request -> the load its chosen child was handed since the last step."""
+    saves: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Request finished since the last step -> the children that hold its blocks."""
+    isolated: tuple[int, ...] = ()
+    """Children the scheduler has taken out of service; they have no part in ``children``."""
+    preempted: frozenset[str] = frozenset()
+    """For children whose handle_preemptions is the older one that takes request ids."""
+
+
+@dataclass(slots=True)
+class MultiWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unused-ignore]
+    """Workers to scheduler, once a step. vLLM adds the ranks' up with ``aggregate``."""
+
+    children: tuple[KVConnectorWorkerMetadata | None, ...]
+    isolated: frozenset[int] = frozenset()
+    """Children some rank has taken out of service."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "MultiWorkerMetadata":
+        """A child whose own ``aggregate`` raises has lost a rank's news, so its books are broken: isolated."""
+        assert isinstance(other, MultiWorkerMetadata)
+        broken: set[int] = set()
+        children: list[KVConnectorWorkerMetadata | None] = []
+        for index, (mine, theirs) in enumerate(zip(self.children, other.children, strict=True)):
+            try:
+                children.append(theirs if mine is None else mine if theirs is None else mine.aggregate(theirs))
+            except Exception:
+                broken.add(index)
+                children.append(None)
+        return MultiWorkerMetadata(tuple(children), self.isolated | other.isolated | broken)
+
+
+@dataclass(slots=True, frozen=True)
+class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc, unused-ignore]
+    """Each child's own handshake metadata, None where it has none."""
+
+    children: tuple[KVConnectorHandshakeMetadata | None, ...]
+
+
+class MultiKVEvents(KVConnectorKVEvents):  # type: ignore[misc, unused-ignore]
+    """Each child's own container of KV cache events.
+
+    vLLM adds ranks up by feeding one rank's ``get_all_events`` to another's ``add_events`` and never looks inside, so
+    here an "event" is a child's index with its whole container, and each child's containers are added up by its rules.
+    """
+
+    def __init__(self, children: dict[int, KVConnectorKVEvents]) -> None:
+        self.children = children
+        self._num_workers = 1
+
+    def add_events(self, events: Iterable[Any]) -> None:
+        for index, theirs in events:
+            if (mine := self.children.get(index)) is None:
+                self.children[index] = theirs
+            else:
+                mine.add_events(theirs.get_all_events())
+                mine.increment_workers(theirs.get_number_of_workers())
+
+    def get_all_events(self) -> list[Any]:
+        return list(self.children.items())
+
+    def aggregate(self) -> "MultiKVEvents":
+        return MultiKVEvents({index: events.aggregate() for index, events in self.children.items()})
+
+    def increment_workers(self, count: int = 1) -> None:
+        """``add_events`` has counted each child's workers, so a rank where a child had none does not count for it."""
+        self._num_workers += count
+
+    def get_number_of_workers(self) -> int:
+        return self._num_workers
+
+    def clear_events(self) -> None:
+        for events in self.children.values():
+            events.clear_events()

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers for each child under its configured name, from any process to the log line and to Prometheus.
+
+Two children of one class stay apart, a child loaded by module path works, and nothing here raises into the engine or
+into the loop that serves metrics: what cannot be added up or exported is dropped and logged once.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
+
+from vllm_overlay.metrics import CONNECTOR, MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    logger.exception(message)
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the MultiConnector itself counts about one child since the last report; named as metrics.py's fields."""
+
+    queries: int = 0
+    asked_tokens: int = 0
+    offered_tokens: int = 0
+    chosen: int = 0
+    outbid: int = 0
+    loaded_tokens: int = 0
+    failed_loads: int = 0
+    load_seconds: float = 0.0
+    lookup_wait_seconds: float = 0.0
+    invalid_answers: int = 0
+    ignored_reports: int = 0
+    isolations: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    """Exceptions by hook."""
+
+    def count_error(self, hook: str) -> None:
+        self.errors[hook] = self.errors.get(hook, 0) + 1
+
+    def add(self, other: "Counters") -> None:
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for hook, count in other.errors.items():
+            self.errors[hook] = self.errors.get(hook, 0) + count
+
+    def is_empty(self) -> bool:
+        return self == Counters()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Only what is not zero."""
+        numbers = {name: value for name in _NUMBERS if (value := getattr(self, name))}
+        return {**numbers, "errors": dict(self.errors)} if self.errors else numbers
+
+    @classmethod
+    def from_dict(cls, data: object) -> "Counters":
+        counters = cls()
+        if isinstance(data, Mapping):
+            for name in _NUMBERS:
+                if _is_amount(value := data.get(name, 0)):
+                    setattr(counters, name, value)
+            errors = data.get("errors")
+            if isinstance(errors, Mapping):
+                counters.errors = {str(hook): count for hook, count in errors.items() if _is_amount(count)}
+        return counters
+
+
+_NUMBERS = tuple(field.name for field in dataclasses.fields(Counters) if field.name != "errors")
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+@dataclass(slots=True)
+class ChildStats:
+    """One child's part: our counters, and the child's own stats with the class that can rebuild them."""
+
+    counters: Counters = field(default_factory=Counters)
+    stats: KVConnectorStats | None = None
+    module: str = ""
+    cls: str = ""
+
+    def add(self, name: str, other: "ChildStats") -> None:
+        self.counters.add(other.counters)
+        if other.stats is None:
+            return
+        if self.stats is None:
+            self.stats, self.module, self.cls = other.stats, other.module, other.cls
+            return
+        try:
+            self.stats = self.stats.aggregate(other.stats)
+        except Exception:
+            log_once(f"Stats of connector {name!r} could not be added up; some are lost.")
+
+    def is_empty(self) -> bool:
+        return self.counters.is_empty() and (self.stats is None or self.stats.is_empty())
+
+
+class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
+    """``data``: {child name: ChildStats}. On the wire, {name: {"counters", "module", "cls", "data"}}."""
+
+    data: dict[str, ChildStats]
+
+    @classmethod
+    def of(cls, name: str, counters: Counters, stats: KVConnectorStats | None, connector: object) -> "MultiStats":
+        """One child's part, as its process sees it."""
+        connector_cls = type(connector)
+        part = ChildStats(counters, stats, connector_cls.__module__, connector_cls.__qualname__)
+        return cls(data={name: part})
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any]) -> "MultiStats":
+        """From what ``to_dict`` wrote in another process. A child that cannot be rebuilt keeps our counters."""
+        return cls(data={name: _child_from_wire(name, part) for name, part in data.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        wire: dict[str, Any] = {}
+        for name, part in self.data.items():
+            child: dict[str, Any] = {"counters": part.counters.to_dict()}
+            try:
+                if part.stats is not None and not part.stats.is_empty():
+                    child |= {"module": part.module, "cls": part.cls, "data": part.stats.to_dict()}
+            except Exception:
+                log_once(f"Stats of connector {name!r} could not be written; they are lost.")
+            wire[name] = child
+        return wire
+
+    def aggregate(self, other: KVConnectorStats) -> "MultiStats":
+        for name, part in other.data.items():
+            if name in self.data:
+                self.data[name].add(name, part)
+            else:
+                self.data[name] = part
+        return self
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def reduce(self) -> dict[str, Any]:
+        reduced: dict[str, Any] = {}
+        for name, part in self.data.items():
+            reduced[name] = part.counters.to_dict()
+            try:
+                if part.stats is not None:
+                    reduced[name] |= part.stats.reduce()
+            except Exception:
+                log_once(f"Stats of connector {name!r} could not be reduced; they are not logged.")
+        return reduced
+
+    def is_empty(self) -> bool:
+        try:
+            return all(part.is_empty() for part in self.data.values())
+        except Exception:
+            log_once("Stats of a connector could not be asked whether they are empty; taken as not empty.")
+            return False
+
+
+def _child_from_wire(name: str, part: object) -> ChildStats:
+    if isinstance(part, ChildStats):
+        return part
+    if not isinstance(part, Mapping):
+        return ChildStats()
+    child = ChildStats(Counters.from_dict(part.get("counters")))
+    if "data" in part:
+        try:
+            cls = connector_class(str(part.get("module")), str(part.get("cls")))
+            child.stats = cls.build_kv_connector_stats(data=part["data"])
+            child.module, child.cls = cls.__module__, cls.__qualname__
+        except Exception:
+            log_once(f"Stats of connector {name!r} could not be rebuilt; they are not logged.")
+    return child
+
+
+@functools.cache
+def connector_class(module: str, qualname: str) -> type[Any]:
+    """A connector class by where it is defined; raises TypeError for anything else.
+
+    The names come from our own engine process, which got the class from the configuration.
+    """
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    if not (isinstance(found, type) and issubclass(found, KVConnectorBase_V1)):
+        raise TypeError(f"{module}.{qualname} is not a KV connector")
+    return found
+
+
+class _ChildMetric:
+    """A metric as one child sees it: the label ``connector`` is filled in behind its back."""
+
+    def __init__(self, metric: Any, child: str) -> None:
+        self._metric, self._child = metric, child
+
+    def labels(self, *values: Any, **named: Any) -> Any:
+        if named:
+            return self._metric.labels(*values, **named, **{CONNECTOR: self._child})
+        return self._metric.labels(*values, self._child)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._metric, name)
+
+
+class _Registry:
+    """Makes each metric once however many children ask for it, and gives each child its own label value.
+
+    A class that has a label ``connector`` of its own gets the shared metric as it is.
+    """
+
+    def __init__(self, metric_types: Mapping[Any, Any]) -> None:
+        self._metric_types = metric_types
+        self._metrics: dict[str, tuple[Any, tuple[str, ...]]] = {}
+
+    def types_for(self, child: str) -> dict[Any, Any]:
+        return {kind: functools.partial(self._make, factory, child) for kind, factory in self._metric_types.items()}
+
+    def _make(
+        self,
+        factory: Callable[..., Any],
+        child: str,
+        name: str,
+        documentation: str = "",
+        labelnames: Iterable[str] | None = None,
+        **options: Any,
+    ) -> Any:
+        wanted = tuple(labelnames or ())
+        labels = wanted if CONNECTOR in wanted else (*wanted, CONNECTOR)
+        if name not in self._metrics:
+            made = factory(name=name, documentation=documentation, labelnames=list(labels), **options)
+            self._metrics[name] = made, labels
+        metric, existing = self._metrics[name]
+        if existing != labels:
+            raise ValueError(f"metric {name} has the labels {existing} of another connector, not {labels}")
+        return metric if CONNECTOR in wanted else _ChildMetric(metric, child)
+
+
+class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ignore]
+    """Our counters for each child, and each child's own metrics under its name. Lives in the API server's process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+        children: Iterable[tuple[str, type[Any], Any]],
+    ) -> None:
+        """``children``: name, class and configuration of each."""
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            counter.field: self._counter_cls(
+                name=counter.name, documentation=counter.documentation, labelnames=[*labelnames, *counter.labels]
+            )
+            for counter in (*MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS)
+        }
+        registry = _Registry({kind: metric_types[kind] for kind in (Gauge, Counter, Histogram)})
+        self._children: dict[str, KVConnectorPromMetrics] = {}
+        for name, cls, config in children:
+            try:
+                made = cls.build_prom_metrics(config, registry.types_for(name), labelnames, per_engine_labelvalues)
+            except Exception:
+                log_once(f"Metrics of connector {name!r} could not be built; its own are not exported.")
+                continue
+            if made is not None:
+                self._children[name] = made
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Called by vLLM with what ``MultiStats.to_dict`` wrote. Never raises."""
+        try:
+            for name, part in transfer_stats_data.items():
+                self._observe_child(name, part, engine_idx)
+        except Exception:
+            log_once("Statistics of the MultiConnector could not be exported.")
+
+    def _observe_child(self, name: str, part: Mapping[str, Any], engine_idx: int) -> None:
+        engine = self.per_engine_labelvalues[engine_idx]
+        counters = Counters.from_dict(part.get("counters"))
+        for counter in MULTI_CONNECTOR:
+            if amount := getattr(counters, counter.field):
+                self._counters[counter.field].labels(*engine, name).inc(amount)
+        for hook, amount in counters.errors.items():
+            self._counters[MULTI_CONNECTOR_ERRORS.field].labels(*engine, name, hook).inc(amount)
+        if name in self._children and "data" in part:
+            try:
+                self._children[name].observe(part["data"], engine_idx)
+            except Exception:
+                log_once(f"Statistics of connector {name!r} could not be exported.")
