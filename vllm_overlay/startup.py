@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check that every process makes before one of our connectors is built in it."""
+"""What every process does before one of our connectors is built in it: the patch check, and a voice in vLLM's log."""
 
 import functools
-
-from vllm.logger import init_logger
+import logging
 
 from vllm_overlay import patch_series
 
-logger = init_logger("vllm." + __name__)
+logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def require_patched_vllm() -> None:
+def prepare_process() -> None:
     """Logs vLLM's version and what is applied; raises UnpatchedError, whose sentence names the command to run."""
+    _log_like_vllm()
     logger.info("vllm-hybrid-offload: %s", patch_series.require())
+
+
+def _log_like_vllm() -> None:
+    """vLLM sets up the logger ``vllm`` only; ours gets the same handlers and level."""
+    ours, theirs = logging.getLogger("vllm_overlay"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False

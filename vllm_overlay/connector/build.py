@@ -109,7 +109,7 @@ def build_scheduler(
         tier = CpuTier(first.num_units, first.unit_bytes, world_size)
     else:
         assert first.namespace is not None
-        tier = DiskTier(settings, first.namespace, world_size)
+        tier = DiskTier(settings, first.namespace, world_size, _largest_object(first.geometry))
     return OffloadScheduler(
         first.geometry, tier, world_size, max_load_attempts=settings.max_load_attempts, stats=stats
     )

@@ -27,7 +27,7 @@ from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.stats import OffloadStats
 from vllm_overlay.connector.support import check_supported
 from vllm_overlay.connector.worker import OffloadWorker
-from vllm_overlay.startup import require_patched_vllm
+from vllm_overlay.startup import prepare_process
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,7 +75,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        require_patched_vllm()
+        prepare_process()
         self.settings = tier_settings(self._kv_transfer_config.kv_connector_extra_config)
         check_supported(vllm_config, kv_cache_config, self.settings)
         self._cache_hit_source = _HIT_SOURCES[self.settings.tier]

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures that tests of several rooms share."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny hybrid model: Qwen3.5 with three GDN layers and one full attention, N = 1152."""
+    from tools.tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

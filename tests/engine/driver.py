@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's side of tests/engine/client.py: ``python -m tests.engine.driver '{"model": ...}'``."""
+
+import json
+import sys
+import time
+import traceback
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from tests.engine import faults
+
+
+class Driver:
+    """Operations on one LLM; every public method can be called by name."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.llm = LLM(**arguments)
+
+    @property
+    def engine_core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, salts: list[str] | None = None, **sampling: Any
+    ) -> list[dict[str, Any]]:
+        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, **sampling)
+        inputs = [{"prompt_token_ids": tokens} for tokens in prompts]
+        for item, salt in zip(inputs, salts or []):
+            item["cache_salt"] = salt
+        answers = []
+        for output in self.llm.generate(inputs, parameters, use_tqdm=False):
+            completion = output.outputs[0]
+            chosen = zip(completion.token_ids, completion.logprobs, strict=True)
+            answers.append(
+                {
+                    "token_ids": list(completion.token_ids),
+                    "logprobs": [candidates[token].logprob for token, candidates in chosen],
+                    "num_cached_tokens": output.num_cached_tokens,
+                }
+            )
+        return answers
+
+    def prompt_logprobs(self, prompt: list[int], start: int) -> list[list[float]]:
+        """For each token from ``start`` on: its logprob, and the best one at its place (teacher forcing)."""
+        parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        output = self.llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0]
+        pairs = []
+        for token, candidates in zip(prompt[start:], output.prompt_logprobs[start:], strict=True):
+            pairs.append([candidates[token].logprob, max(item.logprob for item in candidates.values())])
+        return pairs
+
+    def reset(self) -> bool:
+        deadline = time.monotonic() + 30
+        while not self.llm.reset_prefix_cache():
+            self._step()
+            if time.monotonic() > deadline:
+                raise TimeoutError("the device prefix cache could not be reset: blocks are still held")
+        return True
+
+    def wait_for_stores(self) -> bool:
+        deadline = time.monotonic() + 60
+        while self.engine_core.scheduler.connector.has_pending_push_work():
+            self._step()
+            if time.monotonic() > deadline:
+                raise TimeoutError("stores are still pending")
+        return True
+
+    def _step(self) -> None:
+        self.llm.llm_engine.step()
+        time.sleep(0.001)
+
+    def metric(self, name: str, labels: dict[str, str]) -> float:
+        self._step()
+        total = 0.0
+        for metric in self.llm.get_metrics():
+            if metric.name == name and labels.items() <= metric.labels.items():
+                total += metric.value
+        return total
+
+    def fault(self, name: str, **arguments: Any) -> Any:
+        return getattr(faults, name)(self, **arguments)
+
+
+def _serve(driver: Driver) -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        operation = request.pop("operation")
+        try:
+            answer = {"result": getattr(driver, operation)(**request)}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        print("ANSWER " + json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    """Build the engine, say so, serve until standard input ends."""
+    driver = Driver(json.loads(sys.argv[1]))
+    print("ANSWER " + json.dumps({"result": "ready"}), flush=True)
+    _serve(driver)
+    driver.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

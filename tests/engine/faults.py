@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults put into a running engine, to prove that the comparisons would see them. Run inside the driver's process."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from vllm_overlay.connector.connector import HybridOffloadConnector
+from vllm_overlay.planner.objects import SNAPSHOT_KIND
+
+if TYPE_CHECKING:
+    from tests.engine.driver import Driver
+
+
+def _offload_connectors(connector: Any) -> list[HybridOffloadConnector]:
+    if isinstance(connector, HybridOffloadConnector):
+        return [connector]
+    return [found for child in getattr(connector, "sub_connectors", []) for found in _offload_connectors(child)]
+
+
+def _scheduler_half(driver: "Driver", tier: str) -> Any:
+    found = _offload_connectors(driver.engine_core.scheduler.connector)
+    return next(connector for connector in found if connector.settings.tier == tier)._scheduler
+
+
+def _worker_half(tier: str) -> Any:
+    found = _offload_connectors(get_kv_transfer_group())
+    return next(connector for connector in found if connector.settings.tier == tier)._worker
+
+
+def _entries(driver: "Driver", kind: str) -> list[Any]:
+    """The CPU tier's visible objects of a kind, by the end of their tokens."""
+    index = _scheduler_half(driver, "cpu")._tier.index
+    found = [entry for entry in index._entries.values() if entry.object_id.kind == kind]
+    return sorted(found, key=lambda entry: entry.end_tokens)
+
+
+def _rows(entry: Any) -> Any:
+    return _worker_half("cpu")._tier._pool.array, list(entry.units)
+
+
+def zero_snapshot(driver: "Driver") -> int:
+    """The last snapshot's bytes become zeros."""
+    array, units = _rows(_entries(driver, SNAPSHOT_KIND)[-1])
+    array[units] = 0
+    return len(units)
+
+
+def zero_chunk(driver: "Driver", position: int) -> int:
+    """One attention chunk's bytes become zeros."""
+    array, units = _rows(_entries(driver, "f0")[position])
+    array[units] = 0
+    return len(units)
+
+
+def swap_chunks(driver: "Driver", first: int, second: int) -> int:
+    """Two attention chunks of one prompt change places."""
+    array, one = _rows(_entries(driver, "f0")[first])
+    _, other = _rows(_entries(driver, "f0")[second])
+    array[one], array[other] = array[other].copy(), array[one].copy()
+    return len(one)
+
+
+def copy_snapshot(driver: "Driver", source: int, target: int) -> int:
+    """The snapshot that ends at ``target`` tokens gets the bytes of the one that ends at ``source``."""
+    by_end = {entry.end_tokens: entry for entry in _entries(driver, SNAPSHOT_KIND)}
+    array, units = _rows(by_end[target])
+    array[units] = array[list(by_end[source].units)]
+    return len(units)
+
+
+def retag(driver: "Driver") -> int:
+    """The arena's units of the last snapshot carry another generation: what a lost race would look like."""
+    entry = _entries(driver, SNAPSHOT_KIND)[-1]
+    _worker_half("cpu")._tier._tags[list(entry.units)] += 1_000_000
+    return len(entry.units)
+
+
+def garbage_in_free_blocks(driver: "Driver") -> int:
+    """Every byte of every free device block becomes 0xFF, which is NaN in all floating-point types."""
+    runner = driver.engine_core.model_executor.driver_worker.worker.model_runner
+    pool = driver.engine_core.scheduler.kv_cache_manager.block_pool
+    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    tensors = {tensor.data_ptr(): tensor for tensor in runner.kv_caches}
+    for tensor in tensors.values():
+        page = torch.full_like(tensor[0], 0).view(torch.uint8)
+        page.fill_(0xFF)
+        for block_id in free:
+            tensor[block_id].view(torch.uint8).copy_(page)
+    return len(free)
+
+
+def keep_garbage(driver: "Driver") -> bool:
+    """Loads no longer clear the rest of the pages they touch."""
+    _worker_half("cpu")._transfer.zero = lambda spans: None
+    return True
