@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_overlay.multi_connector.completion import Completions, Ledger, Load, UnreportableLoad
+
+
+def completions(one_group=True):
+    return Completions(block_errors_name_requests=one_group)
+
+
+def test_a_request_is_sent_when_every_holder_has_reported():
+    open_ = completions()
+    open_.expect_saves("r", [0, 2])
+    assert open_.sent(2, {"r"}) == 0
+    assert open_.take().sent == set()
+    assert open_.sent(0, {"r"}) == 0
+    assert open_.take().sent == {"r"}
+    assert open_.open_requests == 0
+
+
+def test_a_repeated_or_foreign_report_of_a_save_frees_nothing():
+    open_ = completions()
+    open_.expect_saves("r", [0, 1])
+    assert open_.sent(0, {"r"}) == 0
+    assert open_.sent(0, {"r"}) == 1
+    assert open_.sent(2, {"r"}) == 1
+    assert open_.sent(0, {"unknown"}) == 1
+    assert open_.take().sent == set()
+
+
+def test_only_the_chosen_child_ends_a_load_and_only_once():
+    open_ = completions()
+    open_.expect_load("r", Load(1))
+    assert open_.received(0, {"r"}, ()) == 1
+    assert open_.take().received == set()
+    assert open_.received(1, {"r"}, ()) == 0
+    assert open_.received(1, {"r"}, ()) == 1
+    done = open_.take()
+    assert (done.received, done.failed) == ({"r"}, set())
+    assert open_.take().received == set()
+
+
+def test_a_failure_told_early_is_reported_with_the_end_of_the_load():
+    open_ = completions()
+    open_.expect_load("r", Load(1))
+    open_.received(1, (), {"r"})
+    assert open_.take() == completions().take()
+    open_.received(1, {"r"}, ())
+    done = open_.take()
+    assert (done.received, done.failed) == ({"r"}, {"r"})
+
+
+def test_a_failure_of_another_childs_load_is_not_believed():
+    open_ = completions()
+    open_.expect_load("r", Load(1))
+    open_.received(0, (), {"r"})
+    open_.received(1, {"r"}, ())
+    assert open_.take().failed == set()
+
+
+def test_a_second_load_of_a_request_does_not_inherit_the_first_ones_failure():
+    open_ = completions()
+    open_.expect_load("r", Load(1))
+    open_.received(1, (), {"r"})
+    open_.expect_load("r", Load(0))
+    open_.received(0, {"r"}, ())
+    assert open_.take().failed == set()
+
+
+def test_abandoning_a_child_fails_its_loads_and_releases_its_saves():
+    open_ = completions()
+    open_.expect_load("mine", Load(0))
+    open_.expect_load("other", Load(1))
+    open_.expect_saves("both", [0, 1])
+    open_.expect_saves("only", [0])
+    open_.abandon(0)
+    done = open_.take()
+    assert (done.received, done.failed, done.sent) == ({"mine"}, {"mine"}, {"only"})
+    assert open_.sent(1, {"both"}) == 0
+    assert open_.take().sent == {"both"}
+
+
+def test_a_refused_load_fails_at_once():
+    open_ = completions()
+    open_.refuse_load("r", Load(0))
+    done = open_.take()
+    assert (done.received, done.failed) == ({"r"}, {"r"})
+    assert open_.open_requests == 0
+
+
+def test_a_request_nobody_holds_any_more_is_sent_at_once():
+    open_ = completions()
+    open_.expect_saves("r", [])
+    assert open_.take().sent == {"r"}
+
+
+def test_a_failed_synchronous_load_invalidates_its_blocks_and_is_not_received():
+    open_ = completions()
+    open_.expect_load("r", Load(0, (4, 5)))
+    open_.abandon(0)
+    done = open_.take()
+    assert (done.invalid_blocks, done.received, done.failed) == ({4, 5}, set(), set())
+
+
+def test_a_synchronous_load_ends_with_its_step():
+    open_ = completions()
+    open_.expect_load("r", Load(0, (4, 5)))
+    open_.take()
+    open_.abandon(0)
+    assert open_.take().invalid_blocks == set()
+
+
+@pytest.mark.parametrize("one_group, block_ids", [(False, (4,)), (True, ())])
+def test_a_synchronous_load_that_cannot_be_told_failed_stops_the_engine(one_group, block_ids):
+    open_ = completions(one_group)
+    open_.expect_load("r", Load(0, block_ids))
+    with pytest.raises(UnreportableLoad, match="loads asynchronously"):
+        open_.abandon(0)
+
+
+def test_block_errors_are_passed_on_where_they_name_a_request():
+    open_ = completions()
+    open_.expect_load("r", Load(0))
+    open_.load_errors(0, {9}, ())
+    open_.received(0, {"r"}, ())
+    done = open_.take()
+    assert (done.invalid_blocks, done.failed) == ({9}, set())
+
+
+def test_block_errors_fail_the_childs_loads_where_blocks_are_ambiguous():
+    open_ = completions(one_group=False)
+    for request, owner in {"ends_now": 0, "ends_later": 0, "others": 1}.items():
+        open_.expect_load(request, Load(owner))
+    open_.received(0, {"ends_now"}, ())
+    open_.received(1, {"others"}, ())
+    open_.load_errors(0, {9}, {"ends_now"})
+    done = open_.take()
+    assert (done.invalid_blocks, done.failed) == (set(), {"ends_now"})
+    open_.received(0, {"ends_later"}, ())
+    assert open_.take().failed == {"ends_later"}
+
+
+def test_ledger_passes_a_report_once():
+    ledger = Ledger()
+    ledger.load_started("r", child=1, tokens=64, now=1.0)
+    assert ledger.loader_of("r") == 1
+    may_receive, may_send, (ended,) = ledger.settle({"r"}, (), {"r"}, now=1.5)
+    assert (may_receive, may_send) == ({"r"}, set())
+    assert (ended.child, ended.tokens, ended.seconds, ended.failed) == (1, 64, 0.5, True)
+    assert ledger.settle({"r"}, {"r"}, (), now=2.0) == (set(), set(), [])
+
+
+@pytest.mark.parametrize("load_first", [True, False])
+def test_ledger_passes_only_the_later_report_of_an_aborted_request(load_first):
+    ledger = Ledger()
+    ledger.load_started("r", child=0, tokens=64, now=0.0)
+    ledger.hold("r", frozenset({1}))
+    first, second = ((("r",), ()), ((), ("r",))) if load_first else (((), ("r",)), (("r",), ()))
+    assert ledger.settle(*first, (), now=1.0)[:2] == (set(), set())
+    assert ledger.settle(*second, (), now=1.0)[:2] == tuple(set(ids) for ids in second)
+    assert ledger.open_requests == 0
+
+
+def test_ledger_passes_one_report_when_both_come_together():
+    ledger = Ledger()
+    ledger.load_started("r", child=0, tokens=64, now=0.0)
+    ledger.hold("r", frozenset({1}))
+    may_receive, may_send, _ = ledger.settle({"r"}, {"r"}, (), now=1.0)
+    assert len(may_receive) + len(may_send) == 1
+
+
+reports = st.tuples(st.sampled_from(["sent", "received"]), st.integers(0, 2), st.sampled_from("pqr"))
+
+
+@given(st.dictionaries(st.sampled_from("pqr"), st.frozensets(st.integers(0, 2), min_size=1)), st.lists(reports))
+def test_any_order_of_reports_sends_each_request_once_and_only_when_due(promised, stream):
+    """Against a naive twin: the set of (request, child) reports seen so far."""
+    open_ = completions()
+    for request, holders in promised.items():
+        open_.expect_saves(request, holders)
+    seen, sent_so_far = set(), set()
+    for kind, child, request in stream:
+        getattr(open_, kind)(child, {request}, *(((),) if kind == "received" else ()))
+        if kind == "sent":
+            seen.add((request, child))
+        due = {r for r, holders in promised.items() if all((r, holder) in seen for holder in holders)}
+        assert open_.take().sent == due - sent_so_far
+        sent_so_far |= due
+    assert open_.open_requests == len(promised) - len(sent_so_far)

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated from vLLM's connector interface by introspection: a hook that a later vLLM adds fails here first."""
+
+import contextlib
+import inspect
+from types import SimpleNamespace
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
+
+from tests.multi_connector.fakes import (
+    Boom,
+    FakeBase,
+    blocks,
+    child,
+    multi,
+    public_hooks,
+    request,
+    scheduler_output,
+    worker,
+)
+from vllm_overlay.multi_connector import MultiConnector
+from vllm_overlay.multi_connector.isolation import TOLERATED
+from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiMetadata
+
+INHERITED = {
+    "role": "our own, the same as every child's",
+    "has_connector_metadata": "says whether ours is bound, and ours holds the children's",
+}
+CLASS_LEVEL = {name for name, member in public_hooks().items() if isinstance(member, classmethod)}
+STARTUP = {
+    "bind_gpu_block_pool",
+    "bind_kv_cache_manager",
+    "get_finished_count",
+    "get_handshake_metadata",
+    "get_mem_pool_context",
+    "register_kv_caches",
+    "requires_kv_delivery",
+    "set_host_xfer_buffer_ops",
+    "set_xfer_handshake_metadata",
+    "set_xfer_handshake_metadata_pp_aware",
+}
+RUNTIME = sorted(set(public_hooks()) - set(INHERITED) - CLASS_LEVEL - STARTUP)
+METADATA = MultiMetadata((None, None))
+HANDSHAKE = MultiHandshakeMetadata(("a", "b"))
+
+ARGUMENTS = {
+    "bind_connector_metadata": lambda: (METADATA,),
+    "bind_gpu_block_pool": lambda: ("pool",),
+    "bind_kv_cache_manager": lambda: (SimpleNamespace(block_pool="pool"),),
+    "build_connector_meta": lambda: (scheduler_output(),),
+    "get_external_cache_hit_sources": lambda: (request(), 16),
+    "get_finished": lambda: (set(),),
+    "get_loaded_kv_cache_group_ids": lambda: (request(),),
+    "get_num_new_matched_tokens": lambda: (request(), 0),
+    "get_transfer_results": lambda: (set(),),
+    "handle_preemptions": lambda: (METADATA,),
+    "on_new_request": lambda: (request(),),
+    "register_finished_partial_tail": lambda: (request(), ([1],), [(0, 1, 12)]),
+    "register_kv_caches": lambda: ({},),
+    "request_finished": lambda: (request(), [1]),
+    "request_finished_all_groups": lambda: (request(), ([1],)),
+    "save_kv_layer": lambda: ("layer", None, None),
+    "set_host_xfer_buffer_ops": lambda: (None,),
+    "set_xfer_handshake_metadata": lambda: ({0: HANDSHAKE},),
+    "set_xfer_handshake_metadata_pp_aware": lambda: ({(0, 0): HANDSHAKE},),
+    "start_load_kv": lambda: ("context",),
+    "update_connector_output": lambda: (KVConnectorOutput(),),
+    "update_state_after_alloc": lambda: (request(), blocks(1), 0),
+    "wait_for_layer_load": lambda: ("layer",),
+}
+"""What each hook that takes something is called with."""
+
+CHILDS_NAME = {"request_finished": "request_finished_all_groups", "get_finished": "get_transfer_results"}
+"""Hooks of ours that reach the children under another name."""
+CHOSEN_ONLY = {"get_external_cache_hit_sources", "get_loaded_kv_cache_group_ids"}
+
+
+def ours():
+    connector = multi()
+    for index, fake in enumerate(connector.sub_connectors):
+        fake.answers["get_num_new_matched_tokens"] = (16 if index == 0 else 0, True)
+    connector.get_num_new_matched_tokens(request(), 0)  # so that the first child is chosen
+    for fake in connector.sub_connectors:
+        fake.calls.clear()
+    return connector
+
+
+def use(connector, hook):
+    if isinstance(inspect.getattr_static(MultiConnector, hook), property):
+        return getattr(connector, hook)
+    if hook == "get_block_ids_with_load_errors":
+        connector.get_transfer_results(set())  # as vLLM does, and where the children are asked
+    answer = getattr(connector, hook)(*ARGUMENTS.get(hook, tuple)())
+    return list(answer) if hook == "take_events" else answer
+
+
+@pytest.mark.parametrize("hook", sorted(public_hooks()))
+def test_every_hook_of_the_interface_is_overridden_or_excused(hook):
+    assert hook in MultiConnector.__dict__ or hook in INHERITED
+
+
+@pytest.mark.parametrize("hook", [*RUNTIME, *STARTUP])
+def test_every_hook_has_arguments_to_be_tested_with(hook):
+    member = public_hooks()[hook]
+    if not isinstance(member, property):
+        needed = [
+            p
+            for p in list(inspect.signature(member).parameters.values())[1:]
+            if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        ]
+        assert len(ARGUMENTS.get(hook, tuple)()) == len(needed)
+
+
+@pytest.mark.parametrize("hook", [*RUNTIME, *sorted(STARTUP)])
+def test_every_hook_reaches_every_child(hook):
+    connector = ours()
+    if isinstance(public_hooks()[hook], property):
+        reached = []
+        for fake in connector.sub_connectors:
+            cls = type(fake)
+            fake.__class__ = type(
+                "Spy", (cls,), {hook: property(lambda self: reached.append(self) or hook.startswith("supports"))}
+            )
+        use(connector, hook)
+        assert reached == connector.sub_connectors
+        return
+    use(connector, hook)
+    reached = [bool(fake.called(CHILDS_NAME.get(hook, hook))) for fake in connector.sub_connectors]
+    assert reached == ([True, False] if hook in CHOSEN_ONLY else [True, True])
+
+
+@pytest.mark.parametrize("hook", RUNTIME)
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_childs_exception_stops_neither_the_engine_nor_the_other_child(hook, faulty):
+    connector = ours()
+    bad, good = connector.sub_connectors[faulty], connector.sub_connectors[1 - faulty]
+    name = CHILDS_NAME.get(hook, hook)
+    bad.raising = {name}
+    use(connector, hook)
+    if not isinstance(public_hooks()[hook], property) and not (hook in CHOSEN_ONLY and faulty == 0):
+        assert good.called(name) or (hook in CHOSEN_ONLY and faulty == 1)
+    use(connector, hook)  # and again, now that it has been seen
+
+
+@pytest.mark.parametrize("hook", RUNTIME)
+def test_a_childs_exception_is_counted_and_isolates_unless_tolerated(hook):
+    connector = ours()
+    name = CHILDS_NAME.get(hook, hook)
+    connector.sub_connectors[0].raising = {name}
+    told = use(connector, hook)
+    (first, second) = connector._children
+    # shutdown ends an instance's life: there is nothing left to isolate.
+    counted = connector.get_kv_connector_stats() if hook != "get_kv_connector_stats" else told
+    assert counted.data["a"].counters.errors == {name: 1}
+    assert "b" not in counted.data or not counted.data["b"].counters.errors
+    assert first.isolated == (name not in TOLERATED and name != "shutdown")
+    assert not second.isolated
+
+
+@pytest.mark.parametrize("hook", RUNTIME)
+def test_a_childs_garbage_is_answered_like_an_exception_or_harmless(hook):
+    connector = ours()
+    garbage = object()
+    for fake in connector.sub_connectors[:1]:
+        fake.answers[CHILDS_NAME.get(hook, hook)] = lambda *args: garbage
+    use(connector, hook)
+    connector.build_connector_meta(scheduler_output())
+    connector.get_transfer_results(set())
+
+
+@pytest.mark.parametrize("hook", sorted(STARTUP))
+def test_a_childs_exception_at_start_is_a_refusal_that_names_child_and_hook(hook):
+    connector = ours()
+    connector.sub_connectors[1].raising = {hook}
+    with pytest.raises(RuntimeError, match=f"connector 'b' of the MultiConnector failed in {hook}: ") as caught:
+        use(connector, hook)
+    assert isinstance(caught.value.__cause__, Boom)
+
+
+def test_tolerated_hooks_exist():
+    assert set(public_hooks()) >= TOLERATED
+
+
+def test_bound_metadata_shows_on_the_multi_connector_itself():
+    connector = worker()
+    assert not connector.has_connector_metadata()
+    connector.bind_connector_metadata(METADATA)
+    assert connector.has_connector_metadata()
+    connector.clear_connector_metadata()
+    assert not connector.has_connector_metadata()
+    assert connector.role == KVConnectorRole.WORKER
+
+
+def test_keyword_arguments_of_layer_hooks_are_passed_on():
+    connector = worker()
+    seen = []
+    for fake in connector.sub_connectors:
+        fake.start_load_kv = lambda *args, **kwargs: seen.append((args, kwargs))
+        fake.save_kv_layer = lambda *args, **kwargs: seen.append((args, kwargs))
+    connector.start_load_kv("context", extra=1)
+    connector.save_kv_layer("layer", None, None, extra=2)
+    assert seen == [(("context",), {"extra": 1})] * 2 + [(("layer", None, None), {"extra": 2})] * 2
+
+
+ANY = ["has_pending_block_frees", "has_pending_push_work", "requires_kv_delivery", "register_finished_partial_tail"]
+
+
+@pytest.mark.parametrize("hook", [*ANY, "supports_divergent_local_hybrid_hits", "reset_cache"])
+@pytest.mark.parametrize("answers", [(False, False), (False, True), (True, False), (True, True)])
+def test_yes_or_no_is_merged_by_the_stated_rule(hook, answers):
+    connector = ours()
+    for fake, answer in zip(connector.sub_connectors, answers, strict=True):
+        fake.answers[hook] = answer
+    assert use(connector, hook) == (any(answers) if hook in ANY else all(answers))
+
+
+def test_a_child_that_cannot_reset_does_not_fail_the_others_reset():
+    assert multi().reset_cache() is True  # both answer None: nothing to reset
+
+
+def test_a_child_that_raises_in_reset_fails_it():
+    connector = multi()
+    connector.sub_connectors[0].raising = {"reset_cache"}
+    assert connector.reset_cache() is False
+
+
+def test_memory_pool_of_the_one_child_that_has_one():
+    connector = worker()
+    assert connector.get_mem_pool_context() is None
+    pool = contextlib.nullcontext()
+    connector.sub_connectors[1].answers["get_mem_pool_context"] = pool
+    assert connector.get_mem_pool_context() is pool
+
+
+def test_two_memory_pools_are_refused_by_name():
+    connector = worker()
+    for fake in connector.sub_connectors:
+        fake.answers["get_mem_pool_context"] = contextlib.nullcontext()
+    with pytest.raises(ValueError, match="connectors a, b of the MultiConnector each bring a memory pool"):
+        connector.get_mem_pool_context()
+
+
+@pytest.mark.parametrize("counts, merged", [((None, None), None), ((2, None), None), ((2, 2), 2)])
+def test_finished_counts_that_agree(counts, merged):
+    connector = multi()
+    for fake, count in zip(connector.sub_connectors, counts, strict=True):
+        fake.answers["get_finished_count"] = count
+    assert connector.get_finished_count() == merged
+
+
+def test_finished_counts_that_disagree_are_refused_by_name():
+    connector = multi()
+    for fake, count in zip(connector.sub_connectors, (1, 2), strict=True):
+        fake.answers["get_finished_count"] = count
+    with pytest.raises(ValueError, match=r"different numbers of completion reports: a \(1\), b \(2\)"):
+        connector.get_finished_count()
+
+
+@pytest.mark.parametrize("layouts, merged", [(("", ""), None), (("NHD", ""), "NHD"), (("HND", "HND"), "HND")])
+def test_layouts_that_agree(layouts, merged):
+    assert layout_of(*layouts) == merged
+
+
+def test_layouts_that_disagree_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"different KV cache layouts: a \(NHD\), b \(HND\)"):
+        layout_of("NHD", "HND")
+
+
+def layout_of(first, second):
+    from tests.multi_connector.fakes import vllm_config
+
+    return MultiConnector.get_required_kvcache_layout(
+        vllm_config(child("a", layout=first or None), child("b", layout=second or None))
+    )
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+def test_piecewise_graphs_if_any_child_needs_them(first, second):
+    extra = {"connectors": [child("a", piecewise=first), child("b", piecewise=second)]}
+    assert MultiConnector.requires_piecewise_for_cudagraph(extra) == (first or second)
+
+
+@pytest.mark.parametrize("cls, supported", [("FakeChild", True), ("PlainChild", False)])
+def test_hybrid_support_is_what_every_child_has(cls, supported):
+    from tests.multi_connector.fakes import vllm_config
+
+    config = vllm_config(child("a"), child("b", cls)).kv_transfer_config
+    assert MultiConnector.all_children_support_hma(config) == supported
+
+
+def test_the_fake_children_implement_every_hook_too():
+    assert all(hook in dir(FakeBase) or hook in ("request_finished_all_groups",) for hook in public_hooks())

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_overlay.multi_connector.selection import Offer, decide, merge_junctions, valid_tokens
+
+CEILING = 100
+tokens = st.none() | st.integers(0, CEILING)
+weights = st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e308]) | st.floats(0, 1e6)
+offers = st.lists(st.builds(Offer, tokens, weights), max_size=6)
+
+
+def ready_winner(found):
+    """The naive rule: walk in order, keep what is strictly better than all before."""
+    best, best_score = None, 0.0
+    for index, offer in enumerate(found):
+        score = 0.0 if offer.tokens is None else offer.tokens * offer.weight
+        if score > best_score:
+            best, best_score = index, score
+    return best
+
+
+def outcomes(found):
+    """Every child still looking, answered with nothing and with everything: the extremes of what can come."""
+    if not any(offer.tokens is None for offer in found):
+        yield found
+        return
+    pending = next(i for i, offer in enumerate(found) if offer.tokens is None)
+    for answer in (0, CEILING):
+        yield from outcomes([*found[:pending], Offer(answer, found[pending].weight), *found[pending + 1 :]])
+
+
+@given(offers)
+def test_without_time_the_best_ready_offer_wins(found):
+    verdict = decide(found, CEILING, may_wait=False)
+    assert not verdict.wait
+    assert verdict.chosen == ready_winner(found)
+
+
+@given(offers)
+def test_with_time_it_waits_exactly_when_the_winner_is_open(found):
+    verdict = decide(found, CEILING, may_wait=True)
+    winners = {ready_winner(outcome) for outcome in outcomes(found)}
+    assert verdict.wait == (len(winners) > 1)
+    if not verdict.wait:
+        assert winners == {verdict.chosen}
+
+
+@given(offers)
+def test_weight_zero_and_zero_tokens_never_load(found):
+    chosen = decide(found, CEILING, may_wait=False).chosen
+    if chosen is not None:
+        assert found[chosen].tokens and found[chosen].weight > 0
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        ([], None),
+        ([Offer(0, 1.0), Offer(0, 1.0)], None),
+        ([Offer(16, 1.0), Offer(5000, 1.0)], 1),
+        ([Offer(1000, 10.0), Offer(5000, 1.0)], 0),
+        ([Offer(64, 1.0), Offer(64, 1.0)], 0),
+        ([Offer(64, 1.0), Offer(32, 2.0)], 0),
+        ([Offer(5000, 0.0), Offer(16, 1.0)], 1),
+        ([Offer(5000, 1e308), Offer(16, 1.0)], 0),
+    ],
+)
+def test_decisions_a_user_would_expect(found, chosen):
+    assert decide(found, 10_000, may_wait=True).chosen == chosen
+
+
+@pytest.mark.parametrize("answer", [-1, 101, 10**30, 1.0, math.nan, "16", True, [16], object()])
+def test_impossible_answers_are_not_tokens(answer):
+    assert valid_tokens(answer, CEILING) is None
+
+
+def test_possible_answers_are_tokens():
+    numpy = pytest.importorskip("numpy")
+    assert [valid_tokens(answer, CEILING) for answer in (0, 100, numpy.int64(16))] == [0, 100, 16]
+
+
+def test_junction_is_the_furthest_useful_one():
+    assert merge_junctions(0, [128, 512, 256], resume_tokens=100, num_tokens=1000) == 512
+
+
+def test_junction_behind_the_resume_point_or_beyond_the_request_does_not_count():
+    assert merge_junctions(64, [100, 1000, 5000], resume_tokens=100, num_tokens=1000) == 64
+
+
+def test_junction_that_is_not_a_number_does_not_count():
+    assert merge_junctions(64, [None, "512", True, 512.0], resume_tokens=0, num_tokens=1000) == 64
+
+
+@given(st.integers(0, 1200), st.lists(st.integers(-10, 1200), max_size=5), st.integers(0, 1000))
+def test_a_childs_junction_is_taken_only_when_it_helps(schedulers, childrens, resume):
+    merged = merge_junctions(schedulers, childrens, resume, 1000)
+    useful = sorted(value for value in childrens if resume < value < 1000)
+    assert merged == (useful[-1] if useful else schedulers)

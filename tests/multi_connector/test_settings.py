@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from tests.multi_connector.fakes import FakeChild, child, multi, vllm_config
+from vllm_overlay.config import ConfigError
+from vllm_overlay.multi_connector.settings import child_specs
+
+
+def specs(*children, **settings):
+    return child_specs({"connectors": list(children), **settings}, kv_role="kv_both", engine_id="engine")
+
+
+def refusal(*children, **settings):
+    with pytest.raises(ConfigError) as caught:
+        specs(*children, **settings)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_names_default_to_the_class_and_are_made_unique():
+    assert [spec.name for spec in specs(child(), child("cpu"), child(), child())] == [
+        "FakeChild",
+        "cpu",
+        "FakeChild#2",
+        "FakeChild#3",
+    ]
+
+
+def test_a_default_name_avoids_the_given_ones():
+    assert [spec.name for spec in specs(child(), child("FakeChild"))] == ["FakeChild#2", "FakeChild"]
+
+
+def test_weights_default_to_one_and_are_read_per_child():
+    assert [spec.weight for spec in specs(child(), child(weight=0), child(weight=2.5))] == [1.0, 0.0, 2.5]
+
+
+def test_a_child_inherits_what_it_does_not_give():
+    inherited, own = specs(child(), {**child(), "kv_role": "kv_consumer", "engine_id": "own"})
+    assert (inherited.kv_transfer_config.kv_role, inherited.kv_transfer_config.engine_id) == ("kv_both", "engine")
+    assert (own.kv_transfer_config.kv_role, own.kv_transfer_config.engine_id) == ("kv_consumer", "own")
+    assert inherited.cls is FakeChild
+
+
+def test_a_child_has_its_own_copy_of_its_settings():
+    entry = child("a", nested={"key": 1})
+    (spec,) = specs(entry)
+    spec.kv_transfer_config.kv_connector_extra_config["nested"]["key"] = 2
+    assert entry["kv_connector_extra_config"]["nested"] == {"key": 1}
+    assert spec.kv_transfer_config.kv_connector_extra_config["name"] == "a"
+
+
+@pytest.mark.parametrize("settings", [{}, {"connectors": []}, {"connectors": None}])
+def test_no_children_is_refused(settings):
+    with pytest.raises(ConfigError, match=r"has no children: set kv_connector_extra_config\.connectors to a list"):
+        child_specs(settings, kv_role="kv_both", engine_id=None)
+
+
+def test_two_children_of_one_name_are_refused():
+    assert refusal(child("cpu"), child("cpu")) == (
+        "two connectors of the MultiConnector have the name 'cpu': give each its own"
+    )
+
+
+@pytest.mark.parametrize("weight", [-1, "2", True, float("nan"), float("inf"), []])
+def test_a_weight_that_is_none_is_refused_by_child(weight):
+    assert "of connector 'cpu' must be a number of at least 0" in refusal(child("cpu", weight=weight))
+
+
+def test_an_unknown_key_of_a_child_is_refused_by_child():
+    assert "unknown key 'kv_conector' of connector 'cpu': it takes " in refusal({**child("cpu"), "kv_conector": "x"})
+
+
+def test_a_setting_of_the_child_in_the_wrong_place_is_refused_with_the_place():
+    sentence = refusal({**child("cpu"), "load_weight": 2.0})
+    assert sentence == (
+        "unknown key 'load_weight' of connector 'cpu': it belongs in this connector's kv_connector_extra_config"
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({**child("cpu"), "kv_role": "kv_all"}, "kv_role"),
+        ({**child("cpu"), "engine_id": 5}, "engine_id"),
+        ({**child("cpu"), "kv_connector": "NoSuchClass"}, "NoSuchClass not found in"),
+        ({**child("cpu"), "kv_connector_module_path": "no.such.module"}, "No module named 'no'"),
+        ({**child("cpu"), "kv_connector": None}, "must be a class name"),
+    ],
+)
+def test_a_child_that_cannot_be_configured_is_refused_by_child(entry, words):
+    sentence = refusal(entry)
+    assert "connector 'cpu'" in sentence
+    assert words in sentence
+
+
+@pytest.mark.parametrize("name", ["", 5, ["cpu"]])
+def test_a_name_that_is_none_is_refused(name):
+    assert 'must be a word such as "cpu"' in refusal(child(name))
+
+
+def test_extra_config_that_is_no_mapping_is_refused():
+    assert "must be a mapping" in refusal({**child(), "kv_connector_extra_config": ["name"]})
+
+
+def test_an_unknown_setting_is_refused():
+    assert refusal(child(), lookup_timeout=1) == (
+        "unknown setting 'lookup_timeout' of the MultiConnector: it takes connectors, lookup_timeout_ms, "
+        "max_load_attempts"
+    )
+
+
+@pytest.mark.parametrize("settings", [{"lookup_timeout_ms": -1}, {"lookup_timeout_ms": "5"}, {"max_load_attempts": 0}])
+def test_a_setting_out_of_range_is_refused(settings):
+    (name,) = settings
+    assert name in refusal(child(), **settings)
+
+
+def test_a_child_without_hybrid_support_is_refused_by_name_while_the_hybrid_manager_is_on():
+    with pytest.raises(ConfigError, match=r"connector 'old' .* set --disable-hybrid-kv-cache-manager"):
+        multi(child("a"), child("old", "PlainChild"))
+
+
+def test_a_child_without_hybrid_support_is_taken_while_the_hybrid_manager_is_off():
+    assert len(multi(child("a"), child("old", "PlainChild"), hybrid=False).sub_connectors) == 2
+
+
+def test_a_child_that_cannot_be_built_is_named_and_the_built_ones_are_shut_down():
+    built = []
+    original = FakeChild.__init__
+
+    def spy(self, *args):
+        original(self, *args)
+        built.append(self)
+
+    FakeChild.__init__ = spy
+    try:
+        with pytest.raises(RuntimeError, match="connector 'b' of the MultiConnector failed in __init__"):
+            multi(child("a"), child("b", boom=True))
+    finally:
+        FakeChild.__init__ = original
+    assert built[0].called("shutdown") == [[]]
+
+
+def test_recompute_wanted_by_a_child_becomes_the_engines_policy():
+    config = vllm_config(child("a"), child("b", wants_recompute=True))
+    from tests.multi_connector.fakes import cache_config
+    from vllm_overlay.multi_connector import MultiConnector
+
+    MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+def test_the_policy_stays_where_no_child_asks():
+    connector = multi(child("a"), child("b"))
+    assert connector._kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+def test_children_get_configurations_of_their_own():
+    a, b = multi(child("a"), child("b")).sub_connectors
+    assert a._vllm_config is not b._vllm_config
+    assert a._kv_transfer_config.kv_connector_extra_config["name"] == "a"
+    assert b._kv_transfer_config.kv_connector_extra_config["name"] == "b"
