@@ -59,6 +59,11 @@ class Driver:
                 raise TimeoutError("the device prefix cache could not be reset: blocks are still held")
         return True
 
+    def reset_everything(self) -> bool:
+        """Empties the device prefix cache and the external tiers."""
+        self.wait_for_stores()
+        return self.reset() and bool(self.llm.reset_prefix_cache(reset_connector=True))
+
     def wait_for_stores(self) -> bool:
         deadline = time.monotonic() + 60
         while self.engine_core.scheduler.connector.has_pending_push_work():

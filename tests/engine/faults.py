@@ -54,10 +54,15 @@ def zero_chunk(driver: "Driver", position: int) -> int:
     return len(units)
 
 
-def swap_chunks(driver: "Driver", first: int, second: int) -> int:
-    """Two attention chunks of one prompt change places."""
-    array, one = _rows(_entries(driver, "f0")[first])
-    _, other = _rows(_entries(driver, "f0")[second])
+def swap_chunks(driver: "Driver", position: int) -> int:
+    """The chunks at one position of the two stored prompts change places.
+
+    Two chunks of *one* prompt would not do: keys carry their positions, and attention does not care for their order.
+    """
+    ends = sorted({entry.end_tokens for entry in _entries(driver, "f0")})
+    first, second = [entry for entry in _entries(driver, "f0") if entry.end_tokens == ends[position]]
+    array, one = _rows(first)
+    _, other = _rows(second)
     array[one], array[other] = array[other].copy(), array[one].copy()
     return len(one)
 
@@ -91,7 +96,11 @@ def garbage_in_free_blocks(driver: "Driver") -> int:
     return len(free)
 
 
-def keep_garbage(driver: "Driver") -> bool:
-    """Loads no longer clear the rest of the pages they touch."""
-    _worker_half("cpu")._transfer.zero = lambda spans: None
-    return True
+def set_clearing(driver: "Driver", on: bool) -> bool:
+    """Whether loads clear the rest of the pages they touch, as they must."""
+    transfer = _worker_half("cpu")._transfer
+    if on:
+        del transfer.zero
+    else:
+        transfer.zero = lambda spans: None
+    return on

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which prompts restore what: extensions, conversations, strangers, tenants."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
+from tests.engine.test_restore import N, assert_restored, restorable
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """One engine with both tiers."""
+    config = multi(cpu_child(), disk_child(tmp_path_factory.mktemp("disk") / "root"))
+    with Engine(tiny_model, kv_transfer_config=config) as running:
+        yield running
+
+
+@pytest.mark.parametrize("extension", [1, 10, 1000])
+@pytest.mark.parametrize("length", [640, N + 1, 3000])
+def test_a_longer_prompt_restores_at_least_what_it_extends(engine: Engine, length: int, extension: int) -> None:
+    stored = prompt(length, seed=1000 * length + extension)
+    engine.generate(stored)
+    longer = stored + prompt(extension, seed=extension)
+    engine.reset_device_cache()
+    restored = engine.generate(longer)
+    assert restored.num_cached_tokens >= restorable(length)
+    engine.reset_device_cache()
+    assert_restored(restored, engine.generate(longer), length + extension)
+
+
+def test_each_turn_of_a_conversation_restores_the_turn_before(engine: Engine) -> None:
+    history = prompt(700, seed=11)
+    for turn in range(3):
+        if turn:
+            engine.reset_device_cache()
+        output = engine.generate(history, max_tokens=40)
+        if turn:
+            assert output.num_cached_tokens >= restorable(previous)
+        previous = len(history)
+        history = history + output.token_ids + prompt(333, seed=12 + turn)
+
+
+def test_a_prompt_that_differs_in_its_first_token_restores_nothing(engine: Engine) -> None:
+    tokens = prompt(2000, seed=21)
+    engine.generate(tokens)
+    engine.reset_device_cache()
+    other = [(tokens[0] + 1) % 256, *tokens[1:]]
+    assert engine.generate(other).num_cached_tokens == 0
+
+
+def test_cache_salts_keep_tenants_apart(engine: Engine) -> None:
+    tokens = prompt(2000, seed=31)
+    first = engine.generate(tokens, salts=["one"])
+    engine.reset_device_cache()
+    assert engine.generate(tokens, salts=["two"]).num_cached_tokens == 0
+    assert engine.generate(tokens).num_cached_tokens == 0
+    engine.reset_device_cache()
+    assert_restored(first, engine.generate(tokens, salts=["one"]), len(tokens))
+
+
+def test_the_second_sibling_leaves_a_state_at_the_shared_prefix_for_the_third(engine: Engine) -> None:
+    shared = prompt(2400, seed=41)
+    cached = []
+    for sibling in range(4):
+        engine.reset_device_cache()
+        cached.append(engine.generate(shared + prompt(300, seed=42 + sibling)).num_cached_tokens)
+    assert cached[0] == 0
+    assert min(cached[2:]) >= 2 * N
