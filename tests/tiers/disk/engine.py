@@ -160,10 +160,20 @@ class Engine:
         (self.tier.abort if failed else self.tier.commit)(ticket.ticket)
         return failed[0] if failed else ""
 
+    def outcome(self, planned: PlannedObject) -> str:
+        """Empty when stored, else why not; waits for room."""
+        reasons = ["no_room"]
+        until(lambda: reasons.append(self.try_store(planned)) or reasons[-1] != "no_room", "room")
+        return reasons[-1]
+
     def store(self, objects: list[PlannedObject]) -> None:
         """Store all; waits for room."""
         for planned in objects:
-            until(lambda planned=planned: self.try_store(planned) == "", "room")
+            assert self.outcome(planned) == ""
+
+    def store_at_last(self, planned: PlannedObject) -> None:
+        """Store it however often that fails before."""
+        until(lambda: self.try_store(planned) == "", "a store that succeeds")
 
     def fetch(self, objects: list[PlannedObject], rank: int = 0) -> list[FetchResult]:
         """Ask a worker for objects, whatever the index says, and end each fetch. Checks the bytes."""

@@ -8,7 +8,6 @@ all leases never exceeds the capacity, whichever process dies when; temporaries 
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import struct
@@ -17,7 +16,8 @@ from dataclasses import dataclass, field
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.format import checksum_of
-from vllm_overlay.tiers.disk.io import FILE_MODE, Device, make_directory, remove_quietly
+from vllm_overlay.tiers.disk.io import Device, make_directory, remove_quietly
+from vllm_overlay.tiers.disk.locks import lock, try_lock
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ NUM_SLOTS = 256
 _MAGIC = b"HKVLEDG1"
 _STATE = struct.Struct(f"<8sq{NUM_SLOTS}Q")
 _CHECKSUM_BYTES = 16
-_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILES_A_LOCK = 64
 
 
 def slot_of(ticket: int) -> int:
@@ -85,7 +85,7 @@ class Ledger:
     @contextlib.contextmanager
     def locked(self) -> Iterator[LedgerState]:
         """The state, written back when it has changed, even when the body raises: what was done was done."""
-        fd = self._open_locked()
+        fd = lock(self._path)
         try:
             before = os.pread(fd, _STATE.size + _CHECKSUM_BYTES, 0)
             state = LedgerState.decode(before)
@@ -98,18 +98,6 @@ class Ledger:
         finally:
             os.close(fd)
 
-    def _open_locked(self) -> int:
-        while True:
-            fd = os.open(self._path, _OPEN, FILE_MODE)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                if os.fstat(fd).st_nlink:
-                    return fd
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)  # the file was removed while we waited: lock the new one
-
     def claim_slot(self) -> tuple[int, int]:
         """A lease of this process: its slot and the descriptor that holds it until closed (or the process ends)."""
         make_directory(self._device, self._leases)
@@ -121,13 +109,7 @@ class Ledger:
         raise OSError(f"{NUM_SLOTS} processes share {self._path} already")
 
     def _lock_slot(self, slot: int) -> int | None:
-        fd = os.open(os.path.join(self._leases, str(slot)), _OPEN, FILE_MODE)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        return fd
+        return try_lock(os.path.join(self._leases, str(slot)))
 
     def dead_slots(self, state: LedgerState) -> list[int]:
         """Slots with bytes that no living process holds. Call with the lock held."""
@@ -138,8 +120,8 @@ class Ledger:
                 dead.append(slot)
         return dead
 
-    def is_alone(self) -> bool:
-        """Whether no other process holds a lease of this root now."""
+    def count_processes(self) -> int:
+        """How many leases of this root are held now."""
         with self.locked():
             held = 0
             for name in filter(str.isdecimal, os.listdir(self._leases)):
@@ -147,7 +129,7 @@ class Ledger:
                     held += 1
                 else:
                     os.close(fd)
-        return held <= 1
+        return held
 
     def reconcile(self, count_files: Callable[[], int]) -> None:
         """Count the files anew and free the leases of the dead. Writers and removers wait meanwhile."""
@@ -182,9 +164,15 @@ class Ledger:
         return False
 
     def remove_files(self, paths: Sequence[str]) -> int:
-        """Unlink files and take their bytes off the ledger; returns the bytes. Missing files count nothing."""
-        with self.locked() as state:
-            return sum(self._unlink(state, path) for path in paths)
+        """Unlink files and take their bytes off the ledger; returns the bytes. Missing files count nothing.
+
+        Locks anew for every few files, so that writers get a turn.
+        """
+        removed = 0
+        for start in range(0, len(paths), _FILES_A_LOCK):
+            with self.locked() as state:
+                removed += sum(self._unlink(state, path) for path in paths[start : start + _FILES_A_LOCK])
+        return removed
 
     def _unlink(self, state: LedgerState, path: str) -> int:
         try:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.io import Device, is_temporary
+from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.ledger import Ledger, LedgerState
 from vllm_overlay.tiers.disk.log import RateLimitedLog
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.scan import FoundFile, count_files, namespaces_under, scan_namespace, sweep_temporaries
+from vllm_overlay.tiers.disk.neighbours import Neighbours
+from vllm_overlay.tiers.disk.scan import count_files, sweep_temporaries
 
 TICK_S = 1.0
-_FILES_A_LOCK = 64
 _READY_S = 60.0
 logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
@@ -99,6 +99,7 @@ class Janitor:
         self._limits = limits
         self._ledger = ledger
         self._device = device
+        self._neighbours = Neighbours(root, namespace, ledger, device)
         self._allowance = Allowance()
         self._slot: int | None = None
         self._lease_fd = -1
@@ -111,7 +112,7 @@ class Janitor:
         self._doomed_bytes = 0
         self._removing: set[ObjectId] = set()
         self._short_bytes = 0
-        self._foreign_bytes = 0
+        self._own_bytes: int | None = None
         self._thread = threading.Thread(target=self._run, name="disk-janitor", daemon=True)
         self._thread.start()
 
@@ -137,7 +138,7 @@ class Janitor:
         """Unlink files that recovery cannot use. Called from the recovery thread."""
         self._doom(_Doomed((), tuple(paths), 0))
 
-    def _doom(self, doomed: "_Doomed") -> None:
+    def _doom(self, doomed: _Doomed) -> None:
         with self._changed:
             self._doomed.append(doomed)
             self._doomed_bytes += doomed.num_bytes
@@ -155,20 +156,18 @@ class Janitor:
         if not self._is_ready.wait(_READY_S):
             return False
         try:
-            return self._ledger.is_alone()
+            return self._ledger.count_processes() == 1
         except OSError:
             return False
 
     @property
     def short_bytes(self) -> int:
-        """How much the scheduler should evict for the lease to be a full batch again."""
+        """How much the scheduler should evict, for the lease to be a full batch again; others' objects cannot help."""
         return self._short_bytes
 
-    def remove_foreign(self, num_bytes: int) -> None:
-        """Nothing of our own can go: make room by removing the oldest files of other namespaces."""
-        if not self._foreign_bytes:
-            self._foreign_bytes = num_bytes
-            self._wake()
+    def report_own_bytes(self, num_bytes: int) -> None:
+        """What this process's index holds, once recovery is over."""
+        self._own_bytes = num_bytes
 
     def close(self, timeout_s: float) -> None:
         """Finish what is queued, give the lease back but for stores still under way, and end the thread."""
@@ -201,6 +200,7 @@ class Janitor:
 
     def _work(self) -> None:
         if self._slot is None:
+            self._neighbours.hold_own()
             self._slot, self._lease_fd = self._ledger.claim_slot()
             self._is_ready.set()
         if self._must_count:
@@ -208,19 +208,23 @@ class Janitor:
             self._ledger.reconcile(lambda: count_files(self._root, self._device))
             self._must_count = False
         self._remove_doomed()
-        self._remove_oldest_foreign()
-        self._refill(self._slot)
+        short = self._refill(self._slot)
+        while short and self._remove_others(short):
+            short = self._refill(self._slot)
+        with self._changed:
+            self._short_bytes = max(0, short - self._doomed_bytes)
 
-    def _refill(self, slot: int) -> None:
+    def _refill(self, slot: int) -> int:
+        """Bring the lease to a full batch; returns how many bytes it is short of that, once counting cannot help."""
+        batch_bytes = self._limits.batch_bytes
         free_bytes = self._device.free_bytes(self._root) - self._limits.min_free_bytes
         with self._ledger.locked() as state:
             room = self._room(state, free_bytes)
-            state.leases[slot], short = self._allowance.refill(state.leases[slot], self._limits.batch_bytes, room)
+            state.leases[slot], short = self._allowance.refill(state.leases[slot], batch_bytes, room)
             if state.file_bytes is None or (short and self._ledger.dead_slots(state)):
-                self._must_count = True
-        with self._changed:
-            self._short_bytes = max(0, min(short, self._limits.batch_bytes) - self._doomed_bytes)
-            self._is_woken |= self._must_count
+                self._must_count = self._is_woken = True
+                return 0
+        return min(short, batch_bytes)
 
     def _room(self, state: LedgerState, free_bytes: int) -> int:
         """What all leases together may still grow by; negative when there is too much already."""
@@ -230,42 +234,26 @@ class Janitor:
 
     def _remove_doomed(self) -> None:
         while self._doomed:
-            doomed = self._doomed.popleft()
-            try:
-                self._remove_files([*doomed.paths, *self._paths_of(doomed.object_ids)])
-            finally:
-                with self._changed:
-                    self._removing.difference_update(doomed.object_ids)
-                    self._doomed_bytes -= doomed.num_bytes
+            doomed = self._doomed[0]
+            self._ledger.remove_files([*doomed.paths, *self._paths_of(doomed.object_ids)])
+            with self._changed:
+                self._doomed.popleft()
+                self._doomed_bytes -= doomed.num_bytes
+                self._removing.difference_update(doomed.object_ids)
 
     def _paths_of(self, object_ids: Iterable[ObjectId]) -> Iterator[str]:
         for object_id in object_ids:
             for rank in range(self._world_size):
                 yield self._namespace.path_of(self._root, object_id, rank)
 
-    def _remove_files(self, paths: Sequence[str]) -> int:
-        """Locks anew for every few files, so that writers get a turn."""
-        starts = range(0, len(paths), _FILES_A_LOCK)
-        return sum(self._ledger.remove_files(paths[start : start + _FILES_A_LOCK]) for start in starts)
-
-    def _remove_oldest_foreign(self) -> None:
-        wanted, self._foreign_bytes = self._foreign_bytes, 0
-        if not wanted:
-            return
-        paths = []
-        for file in sorted(self._foreign_files(), key=lambda file: file.mtime):
-            if wanted <= 0:
-                break
-            paths.append(file.path)
-            wanted -= file.num_bytes
-        if removed := self._remove_files(paths):
-            logger.info("disk tier: removed the oldest %d bytes of other namespaces to make room", removed)
-
-    def _foreign_files(self) -> Iterator[FoundFile]:
-        for fingerprint in namespaces_under(self._root):
-            if fingerprint not in self._namespace.fingerprints:
-                files = scan_namespace(self._root, fingerprint)
-                yield from (file for file in files if not is_temporary(file.name))
+    def _remove_others(self, num_bytes: int) -> int:
+        """Remove what nobody serves; and while we have less than an equal share, what others serve."""
+        removed = self._neighbours.remove_idle(num_bytes)
+        if not removed and self._own_bytes is not None:
+            fair_share = self._limits.capacity_bytes // max(1, self._ledger.count_processes())
+            if self._own_bytes < fair_share:
+                removed = self._neighbours.remove_used(num_bytes)
+        return removed
 
     def _give_lease_back(self) -> None:
         if self._slot is None:
@@ -274,3 +262,4 @@ class Janitor:
             lease = state.leases[self._slot]
             state.leases[self._slot] = min(lease, max(0, self._allowance.in_flight))
         os.close(self._lease_fd)
+        self._neighbours.release_own()

@@ -93,6 +93,8 @@ class DiskTier(Tier):
         found = self._recovery.take(_OBJECTS_A_SLICE)
         if found:
             self._forget(self.index.restore([self._charged(item) for item in found]))
+        if not self.is_recovering:
+            self._janitor.report_own_bytes(self.index.used_bytes)
         if short_bytes := self._janitor.short_bytes:
             self._make_room(short_bytes)
 
@@ -105,8 +107,6 @@ class DiskTier(Tier):
             freed += leaf.num_bytes
         self._evicted += len(evicted)
         self._forget(evicted)
-        if freed < num_bytes and not self.is_recovering:
-            self._janitor.remove_foreign(num_bytes - freed)
 
     def _forget(self, released: Sequence[Entry | PlannedObject]) -> None:
         """Nobody needs these objects' bytes any more."""

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locks between processes, each on a file of its own; the end of a process frees them."""
+
+import fcntl
+import os
+
+from vllm_overlay.tiers.disk.io import FILE_MODE
+
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def lock(path: str, shared: bool = False) -> int:
+    """The descriptor that holds the lock on ``path`` until it is closed. Waits; raises OSError."""
+    while True:
+        fd = os.open(path, _OPEN, FILE_MODE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # the file was removed while we waited: lock the new one
+
+
+def try_lock(path: str) -> int | None:
+    """As ``lock``, but None at once when anybody holds it, in whatever way."""
+    fd = os.open(path, _OPEN, FILE_MODE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other namespaces under the same root, and what of theirs may go when there is no room."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable
+
+from vllm_overlay.tiers.disk.io import Device, is_temporary, make_directory, remove_quietly
+from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.locks import lock, try_lock
+from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.scan import FoundFile, namespaces_under, scan_namespace
+
+_LOCK = "in-use"
+logger = logging.getLogger(__name__)
+
+
+class Neighbours:
+    """Called in the janitor's thread; every method may wait for the disk and raises OSError.
+
+    A namespace is *idle* while no process holds the shared lock in it: its model is not served, perhaps never again,
+    so its objects go before any that somebody uses.
+    """
+
+    def __init__(self, root: str, namespace: DiskNamespace, ledger: Ledger, device: Device) -> None:
+        self._root = root
+        self._own = namespace.fingerprints
+        self._ledger = ledger
+        self._device = device
+        self._held: list[int] = []
+
+    def hold_own(self) -> None:
+        """Tell the others that this process's namespaces are in use, until ``release_own``."""
+        self.release_own()
+        for fingerprint in self._own:
+            directory = os.path.join(self._root, fingerprint)
+            make_directory(self._device, directory)
+            self._held.append(lock(os.path.join(directory, _LOCK), shared=True))
+
+    def release_own(self) -> None:
+        while self._held:
+            os.close(self._held.pop())
+
+    def _others(self) -> list[str]:
+        return [fingerprint for fingerprint in namespaces_under(self._root) if fingerprint not in self._own]
+
+    def remove_idle(self, num_bytes: int) -> int:
+        """Remove the oldest objects of idle namespaces, ``num_bytes`` of them or all there are; returns the bytes."""
+        with contextlib.ExitStack() as locks:
+            idle = []
+            for fingerprint in self._others():
+                if (fd := try_lock(os.path.join(self._root, fingerprint, _LOCK))) is not None:
+                    locks.callback(os.close, fd)
+                    idle.append(fingerprint)
+            removed = self._remove_oldest(idle, num_bytes)
+            if removed < num_bytes:
+                for fingerprint in idle:
+                    self._remove_directory(fingerprint)
+        return removed
+
+    def remove_used(self, num_bytes: int) -> int:
+        """The same of all other namespaces. Their processes will find these objects missing."""
+        return self._remove_oldest(self._others(), num_bytes)
+
+    def _remove_oldest(self, fingerprints: Iterable[str], num_bytes: int) -> int:
+        files = [file for fingerprint in fingerprints for file in self._objects(fingerprint)]
+        paths: list[str] = []
+        for file in sorted(files, key=lambda file: file.mtime):
+            if num_bytes <= 0:
+                break
+            paths.append(file.path)
+            num_bytes -= file.num_bytes
+        removed = self._ledger.remove_files(paths)
+        if removed:
+            logger.info("disk tier: removed %d bytes of other namespaces under %s", removed, self._root)
+        return removed
+
+    def _objects(self, fingerprint: str) -> list[FoundFile]:
+        return [file for file in scan_namespace(self._root, fingerprint) if not is_temporary(file.name)]
+
+    def _remove_directory(self, fingerprint: str) -> None:
+        """Called when it holds no object and its lock is ours; stays when a file of somebody's is in it."""
+        top = os.path.join(self._root, fingerprint)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(top):
+                with contextlib.suppress(OSError):
+                    os.rmdir(os.path.join(top, name))
+            if set(os.listdir(top)) <= {_LOCK, "namespace.json"}:
+                remove_quietly(self._device, os.path.join(top, "namespace.json"))
+                remove_quietly(self._device, os.path.join(top, _LOCK))
+                os.rmdir(top)
