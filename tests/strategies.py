@@ -12,12 +12,12 @@ from vllm_overlay.planner.planner import HybridOffloadPlanner
 
 
 @st.composite
-def geometries(draw, max_groups=8):
-    """One to eight groups of every kind, whose block sizes need not divide each other."""
+def geometries(draw, max_groups=8, hybrid=False):
+    """Groups of every kind, whose block sizes need not divide each other; ``hybrid``: states and full attention."""
     unit = draw(st.sampled_from([1, 2, 4]))
+    kinds = draw(st.lists(st.sampled_from(GroupKind), min_size=0 if hybrid else 1, max_size=max_groups - 2 * hybrid))
     groups = []
-    for group_id in range(draw(st.integers(1, max_groups))):
-        kind = draw(st.sampled_from(GroupKind))
+    for group_id, kind in enumerate([GroupKind.FULL, GroupKind.RECURRENT, *kinds] if hybrid else kinds):
         block_size = unit * draw(st.sampled_from([1, 2, 3, 4, 6, 12]))
         token_bytes = 0 if kind is GroupKind.RECURRENT else draw(st.integers(1, 5))
         page_bytes = block_size * token_bytes + draw(st.integers(1, 9))

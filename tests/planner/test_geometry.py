@@ -41,6 +41,8 @@ def test_auto_is_the_match_unit_when_that_is_coarser_than_64(match_unit):
 
 def test_auto_on_disk_is_the_smallest_size_whose_largest_groups_object_reaches_the_target():
     groups = [full(token_bytes=20_000), window(token_bytes=100)]
+    assert resolve_chunk_size(groups, 64, "auto", target_bytes=384 * 20_000) == 384
+    assert resolve_chunk_size(groups, 64, "auto", target_bytes=384 * 20_000 + 1) == 576
     assert resolve_chunk_size(groups, 64, "auto", target_bytes=4 * MIB) == 384  # 192 * 20_000 < 4 MiB <= 384 * 20_000
 
 

@@ -223,19 +223,21 @@ class CountingView:
 
 
 def long_keys(num_units: int, name: str = "a", shared: int = 0) -> list[bytes]:
-    return [f"{'' if i < shared else name}{i}".encode() for i in range(num_units)]
+    return [f"{'a' if i < shared else name}{i}".encode() for i in range(num_units)]
 
 
 @pytest.mark.parametrize("chunk_size", [64, 1152])
 def test_a_lookup_of_a_hundred_thousand_chunks_probes_a_few_dozen_objects(chunk_size):
     geometry = Geometry.build([FULL, STATE], 64, chunk_size)
     keys = long_keys(100_000)
-    cases = {64: 0, 64 * 5_001: 64 * 4_444, 64 * 100_000: 64 * 99_990}
-    for boundary, num_local in cases.items():
-        view = CountingView(stored(geometry, keys, [boundary]))
-        found = HybridOffloadPlanner(geometry).lookup(keys, 64 * 100_000 + 1, num_local // 1152 * 1152, view)
-        assert found.restore_point == boundary
+    planner = HybridOffloadPlanner(geometry)
+    index = stored(geometry, keys, [])
+    for boundary, num_local in {64: 0, 64 * 5_001: 1152 * 246, 64 * 100_000: 1152 * 5_555}.items():
+        add(index, [planner.snapshot(keys, boundary)])
+        view = CountingView(index)
+        assert planner.lookup(keys, 64 * 100_000 + 1, num_local, view).restore_point == boundary
         assert view.probes <= math.log2(100_000) + chunk_size // 64 + 4
+        index.drop(geometry.snapshot_id(keys, boundary))
 
 
 @settings(max_examples=200, deadline=None)
@@ -252,17 +254,30 @@ def test_probes_of_a_prompts_own_snapshots_are_bounded(chunk_size, num_units, da
     assert view.probes <= 2 * (math.log2(num_units) + 1) + 3 * (chunk_size // 64) + 4
 
 
-def test_snapshots_of_siblings_cost_one_chunk_of_probes_each():
-    geometry = Geometry.build([FULL, STATE], 64, 1152)
-    keys = long_keys(18 * 50)
-    index = stored(geometry, keys, [1152 * 3])
-    planner = HybridOffloadPlanner(geometry)
+def with_siblings(geometry: Geometry, keys: list[bytes], own_boundary: int) -> CountingView:
+    """An index of ``keys`` of which siblings that left it after each of the chunks 10 to 19 kept snapshots too."""
+    index = stored(geometry, keys, [own_boundary])
     for level in range(10, 20):
         sibling = long_keys(18 * level + 5, "b", shared=18 * level)
-        add(index, [planner.snapshot(sibling, 64 * (18 * level + 5))])
-    view = CountingView(index)
-    assert planner.lookup(keys, 64 * 18 * 50, 0, view).restore_point == 1152 * 3
+        add(index, [HybridOffloadPlanner(geometry).snapshot(sibling, 64 * (18 * level + 5))])
+    return CountingView(index)
+
+
+@pytest.mark.parametrize("own_boundary", [1152 * 3, 1152 * 9, 1152 * 10, 1152 * 14 + 64])
+def test_snapshots_of_siblings_cost_one_chunk_of_probes_each(own_boundary):
+    geometry = Geometry.build([FULL, STATE], 64, 1152)
+    keys = long_keys(18 * 50)
+    view = with_siblings(geometry, keys, own_boundary)
+    assert HybridOffloadPlanner(geometry).lookup(keys, 64 * 18 * 50, 0, view).restore_point == own_boundary
     assert view.probes <= math.log2(50) + (10 + 2) * (18 + 1)
+
+
+def test_nothing_is_probed_below_the_local_hit():
+    geometry = Geometry.build([FULL, STATE], 64, 1152)
+    keys = long_keys(18 * 50)
+    view = with_siblings(geometry, keys, 1152)
+    assert HybridOffloadPlanner(geometry).lookup(keys, 64 * 18 * 50, 1152 * 20, view).num_new_tokens == 0
+    assert view.probes <= math.log2(50) + 2
 
 
 def test_a_missing_window_rules_out_every_boundary_it_is_needed_at():
@@ -278,11 +293,32 @@ def test_a_missing_window_rules_out_every_boundary_it_is_needed_at():
     assert view.probes <= math.log2(1000) + 900 / 15 + 16 + 4
 
 
+def test_the_window_that_rules_out_the_highest_boundary_is_named():
+    other = Group(4, GroupKind.WINDOW, 1152, 10, 11520, True, window=65)
+    geometry = Geometry.build([FULL, WINDOW, other], 64, 64)
+    keys = long_keys(100)
+    index = stored(geometry, keys, [])
+    index.drop(geometry.chunk_id(keys, other, 99))
+    index.drop(geometry.chunk_id(keys, WINDOW, 98))
+    found = HybridOffloadPlanner(geometry).lookup(keys, 6401, 0, index)
+    assert (found.restore_point, found.limiting_group_id) == (6272, 1)
+    index = stored(geometry, keys, [])
+    index.drop(geometry.chunk_id(keys, other, 99))
+    index.drop(geometry.chunk_id(keys, WINDOW, 40))
+    found = HybridOffloadPlanner(geometry).lookup(keys, 6401, 0, index)
+    assert (found.restore_point, found.limiting_group_id) == (6336, 4)
+    index.drop(geometry.chunk_id(keys, WINDOW, 98))
+    index.drop(geometry.chunk_id(keys, other, 96))
+    index.drop(geometry.chunk_id(keys, other, 97))
+    found = HybridOffloadPlanner(geometry).lookup(keys, 6337, 0, index)
+    assert (found.restore_point, found.limiting_group_id) == (6144, 1)
+
+
 def test_attention_ahead_of_the_state_is_a_junction():
     geometry = Geometry.build([FULL, STATE], 64, 64)
     keys = long_keys(100)
     planner = HybridOffloadPlanner(geometry)
-    found = planner.lookup(keys, 6400, 0, stored(geometry, keys, [640, 6400], covered=2400))
+    found = planner.lookup(keys, 6400, 0, stored(geometry, keys, [640], covered=2400))
     assert (found.restore_point, found.junction, found.limited_by) == (640, 2368, LimitReason.STATE)
     found = planner.lookup(keys, 6400, 3456, stored(geometry, keys, [640], covered=2400))
     assert (found.num_new_tokens, found.junction, found.limited_by) == (0, 0, LimitReason.ATTENTION)
