@@ -530,7 +530,7 @@ def test_each_child_gets_back_its_own_handshake_metadata_of_every_rank():
     assert a.called("set_xfer_handshake_metadata_pp_aware") == [
         [{(0, 0): FakeHandshake("0@0"), (0, 1): FakeHandshake("0@1")}]
     ]
-    assert b.called("set_xfer_handshake_metadata_pp_aware") == []
+    assert b.called("set_xfer_handshake_metadata_pp_aware") == [[{}]]
     assert c.called("set_xfer_handshake_metadata") == [[{0: FakeHandshake("2@0"), 1: FakeHandshake("2@1")}]]
 
 
@@ -538,12 +538,15 @@ def test_handshake_metadata_keyed_by_rank_is_split_too():
     connector = multi()
     connector.set_xfer_handshake_metadata({3: MultiHandshakeMetadata((None, FakeHandshake("b")))})
     a, b = connector.sub_connectors
-    assert a.called("set_xfer_handshake_metadata") == []
+    assert a.called("set_xfer_handshake_metadata") == [[{}]]
     assert b.called("set_xfer_handshake_metadata") == [[{3: FakeHandshake("b")}]]
 
 
 def test_no_handshake_metadata_anywhere_is_none():
     assert worker().get_handshake_metadata() is None
+    connector = multi()
+    connector.set_xfer_handshake_metadata_pp_aware({})  # what vLLM then calls
+    assert [fake.called("set_xfer_handshake_metadata") for fake in connector.sub_connectors] == [[[{}]]] * 2
 
 
 def test_preemptions_reach_old_and_new_children_in_their_own_form():

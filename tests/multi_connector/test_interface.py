@@ -238,7 +238,7 @@ def test_two_memory_pools_are_refused_by_name():
     connector = worker()
     for fake in connector.sub_connectors:
         fake.answers["get_mem_pool_context"] = contextlib.nullcontext()
-    with pytest.raises(ValueError, match="connectors a, b of the MultiConnector each bring a memory pool"):
+    with pytest.raises(ValueError, match=r"Multiple connectors provide a KV cache memory pool \(a, b\)"):
         connector.get_mem_pool_context()
 
 

@@ -225,8 +225,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         found = {name: context for name, context in contexts.items() if context is not None}
         if len(found) > 1:
             raise ConfigError(
-                f"connectors {_words(found)} of the MultiConnector each bring a memory pool for the KV cache, "
-                "which can live in one only: configure it on one of them"
+                f"Multiple connectors provide a KV cache memory pool ({_words(found)}), and the cache can live in one "
+                "only: configure it on one of them"
             )
         return next(iter(found.values()), None)
 
@@ -366,15 +366,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         for child in self._children:
-            if own := _own_handshake(metadata, child.index):
-                child.start("set_xfer_handshake_metadata", own)
+            child.start("set_xfer_handshake_metadata", _own_handshake(metadata, child.index))
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         for child in self._children:
-            if own := _own_handshake(metadata, child.index):
-                child.start("set_xfer_handshake_metadata_pp_aware", own)
+            child.start("set_xfer_handshake_metadata_pp_aware", _own_handshake(metadata, child.index))
 
     def on_new_request(self, request: "Request") -> None:
         self._call_all("on_new_request", request)
@@ -676,7 +674,7 @@ def _listed(events: "Iterable[KVCacheEvent] | None") -> "list[KVCacheEvent]":
 
 
 def _own_handshake(metadata: Mapping[Any, KVConnectorHandshakeMetadata], index: int) -> dict[Any, Any]:
-    """One child's part of every rank's handshake metadata."""
+    """One child's part of every rank's handshake metadata; empty, as vLLM gives it to a child alone, if it has none."""
     return {rank: part.children[index] for rank, part in metadata.items() if part.children[index] is not None}
 
 
