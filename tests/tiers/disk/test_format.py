@@ -90,6 +90,15 @@ def test_a_hostile_header_with_a_fitting_checksum_is_refused(offset, value):
         ObjectHeader.decode(sealed(page))
 
 
+def test_a_header_with_names_up_to_its_end_is_refused():
+    page = bytearray(HEADER.encode())
+    for place in range(1, 49):
+        page[128 + place * 80 : 208 + place * 80] = page[128:208]
+    page[57] = 255
+    with pytest.raises(FormatError):
+        ObjectHeader.decode(sealed(page[:HEADER_BYTES]))
+
+
 def test_a_header_of_another_length_is_refused():
     for page in (b"", HEADER.encode()[:-1], HEADER.encode() + b"\0"):
         with pytest.raises(FormatError):

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -203,6 +204,53 @@ def test_clear_right_after_start_removes_what_was_not_yet_recovered(tmp_path):
         until(lambda: object_files(again.root) == [])
 
 
+class SlowHeaders(Device):
+    """Recovery's reads wait for the test."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    def preadv(self, fd, segments, offset):
+        assert self.go_on.wait(20)
+        return super().preadv(fd, segments, offset)
+
+
+def test_clear_removes_what_recovery_finds_afterwards(tmp_path):
+    with engine(tmp_path / "root") as made:
+        made.store(chain("p", 3))
+    time.sleep(0.1)
+    device = SlowHeaders()
+    tier = DiskTier(settings(tmp_path / "root"), NAMESPACE, 1, OBJECT, device)
+    tier.clear()
+    device.go_on.set()
+    until(lambda: tier.advance() or not tier.is_recovering)
+    assert len(tier.index) == 0
+    until(lambda: object_files(made.root) == [])
+    tier.close()
+
+
+def test_no_call_of_the_scheduler_waits_for_the_disk(tmp_path):
+    with engine(tmp_path / "root", capacity_bytes=12 * on_disk()) as made:
+        objects = chain("p", 5)
+        made.store(objects)
+        with Ledger(str(made.root), Device()).locked():  # as a process that was stopped holds it
+            tickets = made.tier.acquire(objects)
+            assert tickets is not None
+            made.tier.release([planned.object_id for planned in objects])
+            made.tier.drop(objects[4].object_id)
+            assert made.tier.reserve(objects[4]) is None  # its old file is yet to be unlinked
+            reserved = [made.tier.reserve(chain(name, 1)[0]) for name in "abcdefgh"]
+            for ticket in filter(None, reserved[::2]):
+                made.tier.commit(ticket.ticket)
+            for ticket in filter(None, reserved[1::2]):
+                made.tier.abort(ticket.ticket)
+            made.tier.advance()
+            made.tier.usage()
+            assert made.path(objects[4]).exists()
+        made.store(objects[4:])
+        assert made.reasons(objects) == [""] * 6
+
+
 def test_usage_counts_whole_files_of_all_ranks(tmp_path):
     with engine(tmp_path / "root", world_size=2) as made:
         made.store(chain("p", 2))
@@ -287,6 +335,24 @@ def test_recovery_does_not_take_a_damaged_file(tmp_path, damage):
         again.recovered()
         assert again.coverage(objects) == [True, True, False, False]
         until(lambda: not os.path.lexists(path))
+
+
+def test_a_file_in_a_wrong_place_goes_and_the_object_in_the_right_one_stays(tmp_path):
+    objects = chain("p", 1)
+    with engine(tmp_path / "root") as made:
+        made.store(objects)
+    right = made.path(objects[0])
+    elsewhere = right.parent.parent / ("00" if right.parent.name != "00" else "01")
+    wrong = [elsewhere / right.name, right.with_name(right.name.replace(".r0", ".r1"))]
+    for path in wrong:
+        path.parent.mkdir(exist_ok=True)
+        shutil.copy(right, path)
+    time.sleep(0.1)
+    with engine(tmp_path / "root") as again:
+        again.recovered()
+        assert again.coverage(objects) == [True, True]
+        until(lambda: not any(path.exists() for path in wrong))
+        assert again.reasons(objects) == ["", ""]
 
 
 def test_files_of_no_object_are_left_alone(tmp_path):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.format import checksum_of
-from vllm_overlay.tiers.disk.io import Device, make_directory, remove_quietly
+from vllm_overlay.tiers.disk.io import Device, make_directory
 from vllm_overlay.tiers.disk.locks import lock, try_lock
 
 logger = logging.getLogger(__name__)
@@ -141,27 +141,25 @@ class Ledger:
     def publish(self, slot: int, temporary: str, target: str) -> bool:
         """Give a finished temporary its name and take its bytes from the lease of ``slot``.
 
-        Called by a worker's write thread. False when the lease does not cover it (the temporary is removed). An object
-        that is there already stays, and the lease keeps the bytes.
+        Called by a worker's write thread. False, and nothing changed, when the lease does not cover it. What had the
+        name before, say another process's file of the same object, is replaced and comes off the ledger.
         """
         with self.locked() as state:
             num_bytes = self._device.lstat(temporary).st_size
-            if self._has_size(target, num_bytes):
-                remove_quietly(self._device, temporary)
-                return True
             if state.file_bytes is None or state.leases[slot] < num_bytes:
-                remove_quietly(self._device, temporary)
                 return False
-            self._unlink(state, target)
+            replaced = self._size_of(target)
             self._device.rename(temporary, target)
             state.leases[slot] -= num_bytes
             state.file_bytes += num_bytes
+            state.forget_file(replaced)
             return True
 
-    def _has_size(self, path: str, num_bytes: int) -> bool:
-        with contextlib.suppress(OSError):
-            return self._device.lstat(path).st_size == num_bytes
-        return False
+    def _size_of(self, path: str) -> int:
+        try:
+            return self._device.lstat(path).st_size
+        except FileNotFoundError:
+            return 0
 
     def remove_files(self, paths: Sequence[str]) -> int:
         """Unlink files and take their bytes off the ledger; returns the bytes. Missing files count nothing.

@@ -17,7 +17,7 @@ from vllm_overlay.tiers.disk.format import (
     file_bytes,
     padded_bytes,
 )
-from vllm_overlay.tiers.disk.io import Device, make_directory, read_all, remove_quietly, write_all
+from vllm_overlay.tiers.disk.io import Device, make_directory, read_all, write_all
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
 _OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
@@ -64,7 +64,7 @@ def _with_padding(buffer: HostBuffer) -> tuple[list[memoryview], Bytes]:
 def write_object(device: Device, path: str, header: ObjectHeader, buffer: HostBuffer, direct: bool) -> None:
     """Write the object to the new file ``path``, a temporary. Creates directories as needed.
 
-    Called by a write thread. Raises OSError, and leaves no file then.
+    Called by a write thread. Raises OSError; removing what was written is the caller's.
     """
     segments, padding = _with_padding(buffer)
     padding[:] = 0
@@ -72,13 +72,9 @@ def write_object(device: Device, path: str, header: ObjectHeader, buffer: HostBu
     page[:] = header.encode()
     fd = _create(device, path, os.O_DIRECT if direct else 0)
     try:
-        try:
-            write_all(device, fd, [page, *segments])
-        finally:
-            device.close(fd)
-    except BaseException:
-        remove_quietly(device, path)
-        raise
+        write_all(device, fd, [page, *segments])
+    finally:
+        device.close(fd)
 
 
 def _create(device: Device, path: str, flags: int) -> int:

@@ -136,10 +136,10 @@ class Recovery:
 
     def _scan(self) -> tuple[list[FoundObject], list[FoundFile]]:
         """Whole objects, and the files of those that are not."""
+        by_object, useless = self._sort_files()
         objects: list[FoundObject] = []
-        useless: list[FoundFile] = []
         logged = time.monotonic()
-        for object_id, files in self._files_by_object().items():
+        for object_id, files in by_object.items():
             if self._is_closing:
                 return [], []
             try:
@@ -149,23 +149,27 @@ class Recovery:
                 useless += files if bad.is_bad else ()
             if time.monotonic() - logged > _PROGRESS_S:
                 logged = time.monotonic()
-                logger.info("disk tier: recovering, %d objects so far", len(objects))
+                logger.info("disk tier: recovering, %d of %d objects so far", len(objects), len(by_object))
         return objects, useless
 
-    def _files_by_object(self) -> dict[ObjectId, list[FoundFile]]:
-        files: defaultdict[ObjectId, list[FoundFile]] = defaultdict(list)
+    def _sort_files(self) -> tuple[dict[ObjectId, list[FoundFile]], list[FoundFile]]:
+        """The files in their places, by object, and those that have an object's name in another place."""
+        by_object: defaultdict[ObjectId, list[FoundFile]] = defaultdict(list)
+        useless = []
         for fingerprint in self._namespace.fingerprints:
             for file in scan_namespace(self._root, fingerprint):
-                parsed = parse_file_name(file.name)
-                if parsed and not self._is_closing:
-                    files[parsed[0]].append(file)
-        return files
+                if self._is_closing or (parsed := parse_file_name(file.name)) is None:
+                    continue
+                object_id, rank = parsed
+                if rank < self._world_size and file.path == self._namespace.path_of(self._root, object_id, rank):
+                    by_object[object_id].append(file)
+                else:
+                    useless.append(file)
+        return by_object, useless
 
     def _read(self, object_id: ObjectId, files: list[FoundFile]) -> FoundObject:
-        """Raises BadObject unless there is exactly one sound file a rank, and all say the same."""
+        """Raises BadObject unless every rank has a sound file and all say the same."""
         paths = [self._namespace.path_of(self._root, object_id, rank) for rank in range(self._world_size)]
-        if sorted(file.path for file in files) != sorted(paths):
-            raise BadObject("incomplete")
         planned = [self._planned(object_id, rank, path) for rank, path in enumerate(paths)]
         if any(other != planned[0] for other in planned):
             raise BadObject("header")

@@ -130,10 +130,8 @@ class DiskTierWorker(TierWorker):
         try:
             write_object(self._device, temporary, self._header(ticket, buffer), buffer, self._direct)
             return "" if self._ledger.publish(slot_of(ticket.ticket), temporary, path) else "no_lease"
-        except BaseException:
-            remove_quietly(self._device, temporary)
-            raise
         finally:
+            remove_quietly(self._device, temporary)  # there is none when it got its name
             self._temporaries.discard(temporary)
 
     def _header(self, ticket: StoreTicket, buffer: HostBuffer) -> ObjectHeader:

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger and what it stands on: bytes move between lease and files, and the locks hold."""
+
+import errno
+import logging
+import os
+import threading
+
+import pytest
+
+from tests.tiers.disk.engine import FailingDevice, until
+from vllm_overlay.tiers.disk.io import Device, temporary_name, writer_is_alive
+from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger, LedgerState, slot_of
+from vllm_overlay.tiers.disk.locks import lock, try_lock
+from vllm_overlay.tiers.disk.log import RateLimitedLog
+from vllm_overlay.tiers.disk.reclaim import Allowance
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    ledger = Ledger(str(tmp_path), Device())
+    ledger.reconcile(lambda: 0)
+    return ledger
+
+
+def grant(ledger, slot, num_bytes):
+    with ledger.locked() as state:
+        state.leases[slot] = num_bytes
+
+
+def read(ledger, slot):
+    with ledger.locked() as state:
+        return state.file_bytes, state.leases[slot]
+
+
+def write(path, num_bytes):
+    path.write_bytes(bytes(num_bytes))
+    return str(path)
+
+
+def test_publishing_moves_bytes_from_the_lease_to_the_files(ledger, tmp_path):
+    slot, fd = ledger.claim_slot()
+    grant(ledger, slot, 1000)
+    assert ledger.publish(slot, write(tmp_path / "t", 300), str(tmp_path / "f"))
+    assert read(ledger, slot) == (300, 700)
+    assert ledger.remove_files([str(tmp_path / "f"), str(tmp_path / "gone")]) == 300
+    assert read(ledger, slot) == (0, 700)
+    os.close(fd)
+
+
+def test_publishing_over_a_file_takes_the_old_one_off(ledger, tmp_path):
+    grant(ledger, 3, 1000)
+    assert ledger.publish(3, write(tmp_path / "t", 300), str(tmp_path / "f"))
+    assert ledger.publish(3, write(tmp_path / "t", 200), str(tmp_path / "f"))
+    assert read(ledger, 3) == (200, 500)
+
+
+def test_a_lease_that_does_not_cover_it_publishes_nothing(ledger, tmp_path):
+    grant(ledger, 3, 299)
+    assert not ledger.publish(3, write(tmp_path / "t", 300), str(tmp_path / "f"))
+    assert read(ledger, 3) == (0, 299)
+    assert not (tmp_path / "f").exists()
+
+
+def test_what_was_done_before_an_error_is_kept(tmp_path):
+    device = FailingDevice()
+    ledger = Ledger(str(tmp_path), device)
+    ledger.reconcile(lambda: 700)
+    device.faults["unlink"] = errno.EIO
+    assert ledger.remove_files([write(tmp_path / "a", 300)]) == 0
+    assert read(ledger, 0) == (700, 0)
+    with pytest.raises(RuntimeError), ledger.locked() as state:
+        state.forget_file(300)
+        raise RuntimeError
+    assert read(ledger, 0) == (400, 0)
+
+
+def test_each_living_process_has_its_own_slot_and_the_dead_ones_bytes_come_back(ledger):
+    claimed = [ledger.claim_slot() for _ in range(3)]
+    assert len({slot for slot, _ in claimed}) == 3
+    assert ledger.count_processes() == 3
+    for slot, _ in claimed:
+        grant(ledger, slot, 100)
+    os.close(claimed[1][1])
+    assert ledger.count_processes() == 2
+    with ledger.locked() as state:
+        assert ledger.dead_slots(state) == [claimed[1][0]]
+    ledger.reconcile(lambda: 5)
+    assert [read(ledger, slot) for slot, _ in claimed] == [(5, 100), (5, 0), (5, 100)]
+    for _, fd in (claimed[0], claimed[2]):
+        os.close(fd)
+
+
+def test_a_state_that_is_not_whole_is_an_uncounted_one():
+    state = LedgerState(7, list(range(NUM_SLOTS)))
+    raw = state.encode()
+    assert LedgerState.decode(raw) == state
+    for damaged in (b"", raw[:-1], raw + b"x", b"\xff" + raw[1:], bytes(len(raw))):
+        assert LedgerState.decode(damaged) == LedgerState(None)
+
+
+def test_tickets_name_their_lease():
+    assert slot_of(77 * NUM_SLOTS + 13) == 13
+
+
+def test_a_lock_on_a_removed_file_is_taken_on_the_new_one(tmp_path):
+    path = str(tmp_path / "lock")
+    first = lock(path)
+    taken = []
+    waiter = threading.Thread(target=lambda: taken.append(lock(path)))
+    waiter.start()
+    until(lambda: "FLOCK" in waiters(os.fstat(first).st_ino))
+    os.unlink(path)
+    os.close(first)
+    waiter.join(20)
+    assert try_lock(path) is None
+    os.close(taken[0])
+    os.close(try_lock(path))
+
+
+def waiters(inode):
+    """The kernel's lines on who waits for a lock on this file."""
+    with open("/proc/locks") as file:
+        return "".join(line for line in file if "->" in line and f":{inode} " in line)
+
+
+def test_the_allowance_gives_what_was_leased_and_no_more():
+    allowance = Allowance()
+    assert not allowance.take(1)
+    assert allowance.refill(0, 100, 1000) == (100, 0)
+    assert allowance.take(60)
+    assert not allowance.take(60)
+    assert allowance.refill(100, 100, 40) == (140, 20)
+    allowance.settle(60)  # it was written: the lease is 60 smaller
+    assert allowance.refill(80, 100, -500) == (0, 520)
+    assert allowance.available == 0
+
+
+def test_a_name_tells_whether_its_writer_lives():
+    name = temporary_name()
+    assert writer_is_alive(name)
+    assert temporary_name() != name
+    pid = str(os.getpid())
+    for other in (".tmp.1x.2.3", ".tmp.", ".tmp.99999999.1.2", f".tmp.{pid}.1.2", f".tmp.{pid}..2", ".tmp.²..1"):
+        assert not writer_is_alive(other)
+
+
+def test_warnings_of_one_topic_are_counted_and_not_repeated(caplog, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    log = RateLimitedLog(logging.getLogger("test"))
+    for _ in range(5):
+        log.warning("a", "it failed: %s", "x")
+    log.warning("b", "other")
+    now[0] += 61
+    log.warning("a", "it failed: %s", "y")
+    assert caplog.messages == ["it failed: x", "other", "it failed: y (4 more like this since)"]
