@@ -92,6 +92,7 @@ class Engine:
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "PYTHONPATH": str(REPOSITORY),
             **self._environment,
         }

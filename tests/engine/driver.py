@@ -17,6 +17,7 @@ class Driver:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.llm = LLM(**arguments)
+        faults.wait_for_recovery(self)
 
     @property
     def engine_core(self) -> Any:
@@ -27,8 +28,9 @@ class Driver:
     ) -> list[dict[str, Any]]:
         parameters = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, **sampling)
         inputs = [{"prompt_token_ids": tokens} for tokens in prompts]
-        for item, salt in zip(inputs, salts or []):
-            item["cache_salt"] = salt
+        if salts is not None:
+            for item, salt in zip(inputs, salts, strict=True):
+                item["cache_salt"] = salt
         answers = []
         for output in self.llm.generate(inputs, parameters, use_tqdm=False):
             completion = output.outputs[0]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults put into a running engine, to prove that the comparisons would see them. Run inside the driver's process."""
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,18 @@ def _scheduler_half(driver: "Driver", tier: str) -> Any:
 def _worker_half(tier: str) -> Any:
     found = _offload_connectors(get_kv_transfer_group())
     return next(connector for connector in found if connector.settings.tier == tier)._worker
+
+
+def wait_for_recovery(driver: "Driver") -> None:
+    """Disk tiers serve while they still scan their root; tests want to see all of it."""
+    deadline = time.monotonic() + 60
+    for connector in _offload_connectors(driver.engine_core.scheduler.connector):
+        tier = connector._scheduler._tier
+        while getattr(tier, "is_recovering", False):
+            tier.advance()
+            time.sleep(0.01)
+            if time.monotonic() > deadline:
+                raise TimeoutError("the disk tier is still recovering")
 
 
 def _entries(driver: "Driver", kind: str) -> list[Any]:

@@ -35,12 +35,11 @@ def test_a_longer_prompt_restores_at_least_what_it_extends(engine: Engine, lengt
 
 def test_each_turn_of_a_conversation_restores_the_turn_before(engine: Engine) -> None:
     history = prompt(700, seed=11)
+    previous = 1
     for turn in range(3):
-        if turn:
-            engine.reset_device_cache()
+        engine.reset_device_cache()
         output = engine.generate(history, max_tokens=40)
-        if turn:
-            assert output.num_cached_tokens >= restorable(previous)
+        assert output.num_cached_tokens >= restorable(previous)
         previous = len(history)
         history = history + output.token_ids + prompt(333, seed=12 + turn)
 

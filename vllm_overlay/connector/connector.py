@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_overlay.config import ConfigError, tier_settings
-from vllm_overlay.connector.build import build_scheduler, build_worker
 from vllm_overlay.connector.metadata import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.prometheus import OffloadPromMetrics
 from vllm_overlay.connector.scheduler import OffloadScheduler
@@ -111,6 +110,9 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     # Start: workers tell the scheduler what they have learned.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        # Not at the top: it imports numba, which vLLM's rebinding of Triton kernels at worker start trips over.
+        from vllm_overlay.connector.build import build_worker
+
         self._worker, self._handshake = build_worker(
             self._vllm_config, self._kv_cache_config, self.settings, self._stats, kv_caches
         )
@@ -123,6 +125,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         known = [handshake for handshake in handshakes if isinstance(handshake, OffloadHandshake)]
         if len(known) != len(handshakes):
             raise ConfigError(f"{self.settings.name}: the workers' handshake is another connector's")
+        from vllm_overlay.connector.build import build_scheduler
+
         self._scheduler = build_scheduler(self._vllm_config, self.settings, self._stats, known)
 
     # Scheduler side.
