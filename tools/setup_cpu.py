@@ -94,6 +94,7 @@ class Environment:
         self.verbose = verbose
         self.python = path / "bin" / "python"
         self.log_path = path / LOG
+        self.inherited: tuple[int, ...] = ()
         self._stamp_path = path / STAMP
 
     @property
@@ -141,6 +142,7 @@ class Environment:
                 cwd=REPO,
                 env=environment,
                 start_new_session=True,
+                pass_fds=self.inherited,
             )
             try:
                 assert process.stdout is not None
@@ -361,7 +363,8 @@ def set_up(arguments: argparse.Namespace) -> None:
     env = Environment(Path(os.path.abspath(arguments.venv)), arguments.verbose)
     progress = Progress()
     env.path.mkdir(parents=True, exist_ok=True)
-    with one_at_a_time(env.path):
+    with one_at_a_time(env.path) as lock:
+        env.inherited = (lock,)
         make_environment(env, progress)
         gpu_vllm = env.version_of("vllm")
         if gpu_vllm is not None:
@@ -382,8 +385,11 @@ def set_up(arguments: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def one_at_a_time(directory: Path) -> Iterator[None]:
-    """Two set-ups of one environment wait for each other (``make -j``)."""
+def one_at_a_time(directory: Path) -> Iterator[int]:
+    """Two set-ups of one environment wait for each other (``make -j``).
+
+    Yields the lock's descriptor. pip inherits it, so that the next run also waits for a pip whose set-up was killed.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         try:
@@ -391,7 +397,7 @@ def one_at_a_time(directory: Path) -> Iterator[None]:
         except BlockingIOError:
             print(f"  another set-up of {directory} is running: waiting for it", flush=True)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 

