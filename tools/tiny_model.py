@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the tiny hybrid model of the demo and the tests: Qwen3.5 (three GDN layers, one full attention), random weights.
+"""Makes the tiny hybrid model of the demo and the tests: Qwen3.5 (three GDN layers, one full attention), random.
 
 A plain random model forgets its recurrent state within a few tokens and hardly looks at its attention: a restore of
 zeros would pass unnoticed. The factors below make it remember and look, so that a wrong restore changes its output.
@@ -88,7 +88,9 @@ def make_tiny_model(
         return directory
     import torch
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
