@@ -54,7 +54,7 @@ class CpuTier(Tier):
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
         needed = units_needed(planned.num_bytes, self._unit_bytes)
         rounded = replace(planned, num_bytes=needed * self._unit_bytes)
-        if not self.index.accepts(rounded):
+        if not self.index.may_reserve(rounded):
             return None
         evicted = self.index.evict(rounded.num_bytes, keep=planned.parents)
         self._evicted += len(evicted)

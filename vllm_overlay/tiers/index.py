@@ -99,6 +99,10 @@ class PrefixIndex:
         """Whether the object is visible."""
         return self.get(object_id) is not None
 
+    def contains(self, object_id: ObjectId) -> bool:
+        """Whether the name is taken: the object is visible, on its way, or dropped but still held."""
+        return object_id in self._entries
+
     def may_reserve(self, planned: PlannedObject) -> bool:
         """Whether ``reserve`` would take the object if there is room: it is new and its parents are here or coming."""
         return planned.object_id not in self._entries and self._find_parents(planned) is not None
