@@ -48,9 +48,6 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     load_timeout_s: Annotated[
         float, Meta(description="seconds after which a load is given up and its request computed", gt=0)
     ] = 30.0
-    capacity_bytes: Annotated[
-        int | str, Meta(description='limit of this engine\'s objects, all ranks together; bytes or `"4 GiB"`')
-    ]
 
 
 class CpuTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):

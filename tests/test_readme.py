@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's settings tables are what the code says."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from vllm_overlay.config import CpuTierSettings, DiskTierSettings, TierSettings
+from vllm_overlay.multi_connector.settings import MultiSettings
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- settings:begin", "<!-- settings:end -->"
+
+
+def _descriptions(settings: type[msgspec.Struct]) -> dict[str, str]:
+    """The description of each field, from the class that says it."""
+    found: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        for name, annotation in getattr(cls, "__annotations__", {}).items():
+            for part in get_args(annotation)[1:]:
+                if isinstance(part, msgspec.Meta) and part.description:
+                    found[name] = part.description
+    return found
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    value: Any = field.default
+    if value is msgspec.NODEFAULT:
+        return "required"
+    return f"`{msgspec.json.encode(value).decode()}`"
+
+
+def _table(title: str, settings: type[msgspec.Struct], common: type[msgspec.Struct] | None = None) -> str:
+    """The settings of one class, without those it has from ``common``."""
+    shown = {field.name for field in msgspec.structs.fields(common)} if common else set()
+    descriptions = _descriptions(settings)
+    rows = [
+        f"| `{field.name}` | {_default(field)} | {descriptions[field.name]} |"
+        for field in msgspec.structs.fields(settings)
+        if field.name not in shown
+    ]
+    return "\n".join([f"**{title}**", "", "| key | default | meaning |", "| --- | --- | --- |", *rows])
+
+
+def settings_section() -> str:
+    """What belongs between the README's markers."""
+    return "\n\n".join(
+        [
+            _table("MultiConnector", MultiSettings),
+            _table("HybridOffloadConnector, every tier", TierSettings),
+            _table('HybridOffloadConnector, `"tier": "cpu"`', CpuTierSettings, TierSettings),
+            _table('HybridOffloadConnector, `"tier": "disk"`', DiskTierSettings, TierSettings),
+        ]
+    )
+
+
+def test_the_readme_lists_every_setting_with_its_default_and_meaning() -> None:
+    text = README.read_text()
+    begin = text.index("\n", text.index(BEGIN)) + 1
+    assert text[begin : text.index(END)].strip() == settings_section()
