@@ -2,7 +2,6 @@
 """The prefix-closed index: every order of stores, loads, evictions and drops, held to its naive twin."""
 
 import random
-import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -279,6 +278,21 @@ def test_a_ticket_in_flight_cannot_be_used_again():
         index.reserve(chunk(1), 1)
 
 
+def test_only_snapshots_that_can_be_loaded_are_found_from_above():
+    index = filled(5)
+    other = PlannedObject(ObjectId("s", b"other"), snapshot_on(1).parents, 128, 160, 10)
+    for ticket, item in enumerate([snapshot_on(1), other, snapshot_on(3)], start=10):
+        index.reserve(item, ticket)
+    assert index.nearest_snapshot_chunk(chunk(4).object_id) == 0
+    index.commit(10)
+    assert index.nearest_snapshot_chunk(chunk(4).object_id) == 128
+    index.abort(11)
+    index.abort(12)
+    assert index.nearest_snapshot_chunk(chunk(4).object_id) == 128
+    index.drop(snapshot_on(1).object_id)
+    assert index.nearest_snapshot_chunk(chunk(4).object_id) == 0
+
+
 def test_reports_nobody_waits_for_change_nothing():
     index = filled(2)
     assert index.commit(1) == index.commit(99) == ([], [])
@@ -343,6 +357,15 @@ def test_nothing_pinned_is_evicted():
     assert names([index.evict_one()]) == [b"a1"]
 
 
+def test_a_load_counts_as_a_use():
+    index = PrefixIndex(None)
+    index.restore([chunk(0, name="a"), chunk(0, name="b")])
+    load = [chunk(0, name="a").object_id]
+    index.pin(load)
+    index.unpin(load)
+    assert names([index.evict_one(), index.evict_one()]) == [b"b0", b"a0"]
+
+
 def test_recovery_takes_any_order_and_returns_what_cannot_be_reached():
     index = PrefixIndex(None)
     found = [chunk(2), snapshot_on(1), chunk(0), chunk(1), chunk(4), snapshot_on(4), chunk(2)]
@@ -388,10 +411,10 @@ def test_the_policy_pops_the_longest_unused_and_deepest(steps):
 NUM_DEEP = 100_000
 
 
-def test_a_chain_of_a_hundred_thousand_chunks_is_handled_without_recursion_in_linear_time():
+def test_a_chain_of_a_hundred_thousand_chunks_is_handled_without_recursion():
+    """Anything quadratic would take hours."""
     chunks = [chunk(position) for position in range(NUM_DEEP)]
     tickets = list(range(1, NUM_DEEP + 1))
-    start = time.perf_counter()
     index = PrefixIndex(None)
     for ticket, item in zip(tickets, chunks, strict=True):
         index.reserve(item, ticket)
@@ -410,7 +433,6 @@ def test_a_chain_of_a_hundred_thousand_chunks_is_handled_without_recursion_in_li
     assert index.restore(shuffled) == []
     assert index.has(chunks[-1].object_id)
     assert len(index.clear()) == NUM_DEEP + 2
-    assert time.perf_counter() - start < 60
 
 
 @pytest.mark.parametrize("length", [1_000, 32_000])
