@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +24,8 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KILL_TIMEOUT_S = 10.0
 """For the kernel to end killed processes; more means that one hangs in a system call."""
 _POLL_S = 0.05
+_LONGEST_SCRATCH = 107 - len("/" + str(uuid.uuid4()))
+"""A socket's path has at most 107 characters, and vLLM names its sockets so."""
 
 
 @contextlib.contextmanager
@@ -79,7 +82,7 @@ class ProcessGroup:
         self._is_over = False
         self.log_path = log_path
         with uninterrupted(), log_path.open("ab") as log:
-            self.scratch = Path(tempfile.mkdtemp(prefix="vllm-"))
+            self.scratch = _make_scratch()
             try:
                 self._process = subprocess.Popen(
                     command,
@@ -129,6 +132,12 @@ class ProcessGroup:
             shutil.rmtree(self.scratch, ignore_errors=True)
             self._is_over = True
             atexit.unregister(self.kill)
+
+
+def _make_scratch() -> Path:
+    """In TMPDIR, or in /tmp when that is too deep for a socket."""
+    is_deep = len(os.path.join(tempfile.gettempdir(), "vllm-" + "x" * 8)) > _LONGEST_SCRATCH
+    return Path(tempfile.mkdtemp(prefix="vllm-", dir="/tmp" if is_deep else None))
 
 
 def _wait_for(condition: Callable[[], bool], timeout_s: float) -> bool:

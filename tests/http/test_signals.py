@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C in any phase of the demo leaves nothing; SIGTERM to the server lets pending stores finish."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.engine.client import disk_child, multi, prompt
+from tests.http.demo_process import DemoProcess
+from tests.http.slow_disk import slow_disk
+from tools.server import Server
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("start the first server", signal.SIGINT),
+        ("start the first server", signal.SIGHUP),
+        ("warm it up", signal.SIGINT),
+        ("stop the first server", signal.SIGINT),
+        ("start the second server", signal.SIGTERM),
+    ],
+)
+def test_an_interrupted_demo_leaves_nothing(demo_directory: Path, phase: str, number: signal.Signals) -> None:
+    with DemoProcess(demo_directory) as process:
+        process.wait_for(phase)
+        process.wait_for_server_process()
+        process.send(number)
+        assert process.finish() == 130, process.output
+        assert "interrupted: nothing is left running" in process.output
+        assert "Traceback" not in process.output
+        process.assert_nothing_left()
+
+
+def test_ctrl_c_twice_while_the_server_stops_leaves_nothing(demo_directory: Path) -> None:
+    with DemoProcess(demo_directory) as process:
+        process.wait_for("stop the first server")
+        process.send(signal.SIGINT)
+        process.send(signal.SIGINT)
+        assert process.finish() == 130, process.output
+        process.assert_nothing_left()
+
+
+def test_sigterm_gives_pending_stores_the_time_they_need(tiny_model: Path, compiled: Path, tmp_path: Path) -> None:
+    """A slow disk makes sure that they are pending; without the drain the new server would find next to nothing."""
+    tokens = prompt(6000, seed=1)
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+    config = multi(disk_child(tmp_path / "root", write_threads=1))
+
+    slow = slow_disk(tmp_path / "plugin", seconds_a_write=0.02)
+    first = Server(tiny_model, config, log_path=tmp_path / "first.log", environment={**environment, **slow})
+    with first as api:
+        cold = api.complete(tokens)
+        pending = api.settled_metrics().value("vllm:hybrid_offload_pending_stores")
+        first.stop()
+    assert pending > 10
+
+    with Server(tiny_model, config, log_path=tmp_path / "second.log", environment=environment) as api:
+        restored = api.complete(tokens)
+    assert restored.num_cached_tokens == 5952
+    assert restored.same_as(cold)
