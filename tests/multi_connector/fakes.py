@@ -85,7 +85,7 @@ class FakeStats(KVConnectorStats):
 
     def reduce(self) -> dict[str, int | float]:
         self._maybe_raise("reduce")
-        return {"own_loads": self.data["loads"]}
+        return {"loads": self.data["loads"]}
 
     def reset(self) -> None:
         self.data["loads"] = 0
@@ -231,6 +231,12 @@ class UnfitPromChild(FakeChild):
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> KVConnectorPromMetrics | None:
         raise Boom("build_prom_metrics")
+
+
+class Impostor:
+    """Rebuilds stats as a connector would, but is none."""
+
+    build_kv_connector_stats = FakeChild.build_kv_connector_stats
 
 
 class PlainChild(FakeBase):

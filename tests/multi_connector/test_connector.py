@@ -136,6 +136,15 @@ def test_a_request_that_found_no_blocks_does_not_wait_again():
     assert [connector.get_num_new_matched_tokens(request(), 0)[0] for _ in range(2)] == [16, 16]
 
 
+def test_a_request_that_was_admitted_may_wait_again():
+    connector = answering(16, None)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector._clock.now += 1
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.update_state_after_alloc(request(), blocks(1), 16)
+    assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)  # after a preemption, say
+
+
 def test_an_answer_after_waiting_counts():
     connector = answering(16, None)
     connector.get_num_new_matched_tokens(request(), 0)
@@ -638,6 +647,51 @@ def test_what_a_child_that_cannot_be_shut_down_holds_stays_held():
         told = engine.step()
         assert (told.finished_recving, told.finished_sending) == (None, None)
     assert len(engine.workers[0].sub_connectors[0].called("shutdown")) == 1
+
+
+def test_a_load_that_a_child_out_of_service_never_saw_is_told_failed_even_if_it_cannot_be_shut_down():
+    engine = Engine()
+    engine.workers[0].sub_connectors[0].raising = {"start_load_kv", "shutdown"}
+    metadata = engine.scheduler.build_connector_meta(scheduler_output())
+    engine.workers[0].bind_connector_metadata(metadata)
+    engine.workers[0].start_load_kv(None)
+    engine.admit("r", 0)
+    assert engine.step().failed_recving == {"r"}
+
+
+def test_loads_reported_good_while_their_errors_could_not_be_asked_for_are_told_failed():
+    engine = Engine()
+    engine.admit("r", 0)
+    engine.workers[0].sub_connectors[0].raising = {"get_block_ids_with_load_errors"}
+    engine.report(0, recving={"r"})
+    assert engine.step().failed_recving == {"r"}
+
+
+def test_a_child_the_scheduler_took_out_of_service_gets_no_hook_of_that_step():
+    engine = Engine()
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    (fake, other) = engine.workers[0].sub_connectors
+    assert [name for name, *_ in fake.calls if name != "get_kv_connector_stats"] == ["shutdown"]
+    assert len(other.called("handle_preemptions")) == 1
+
+
+def test_a_worker_tells_of_an_isolation_until_the_scheduler_has_heard():
+    engine = Engine()
+    engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
+    assert engine.step().kv_connector_worker_meta.isolated == {0}
+    assert engine.step().kv_connector_worker_meta is None
+    assert counters(engine.scheduler).isolations == 1
+
+
+def test_a_load_that_fails_after_its_request_is_gone_leaves_nothing():
+    engine = Engine()
+    engine.admit("r", 0)
+    engine.step()
+    engine.finish("r")
+    engine.report(0, recving={"r"}, failed={"r"})
+    engine.step()
+    assert engine.tables_are_empty()
 
 
 def test_a_save_promised_by_a_child_that_raises_in_finishing_is_held_until_the_workers_stop_it():

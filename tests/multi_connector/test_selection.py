@@ -73,6 +73,12 @@ def test_decisions_a_user_would_expect(found, chosen):
     assert decide(found, 10_000, may_wait=True).chosen == chosen
 
 
+@pytest.mark.parametrize(("pending_first", "waits"), [(True, True), (False, False)])
+def test_a_tie_is_waited_for_only_where_order_would_decide_for_the_pending_one(pending_first, waits):
+    found = [Offer(None, 1.0), Offer(CEILING, 1.0)]
+    assert decide(found if pending_first else found[::-1], CEILING, may_wait=True).wait == waits
+
+
 @pytest.mark.parametrize("answer", [-1, 101, 10**30, 1.0, math.nan, "16", True, [16], object()])
 def test_impossible_answers_are_not_tokens(answer):
     assert valid_tokens(answer, CEILING) is None

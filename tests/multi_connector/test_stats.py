@@ -48,8 +48,8 @@ def test_stats_survive_the_way_to_the_front_end():
     assert isinstance(received.data["a"].stats, FakeStats)
     assert received.to_dict() == sent.to_dict()
     assert received.reduce() == {
-        "a": {"chosen": 3, "load_seconds": 0.5, "errors": {"take_events": 2}, "own_loads": 1},
-        "b": {"own_loads": 2},
+        "a": {"chosen": 3, "load_seconds": 0.5, "errors": {"take_events": 2}, "own": {"loads": 1}},
+        "b": {"own": {"loads": 2}},
     }
 
 
@@ -94,14 +94,14 @@ def test_a_childs_stats_that_raise_harm_nobody(what):
     found = connector.get_kv_connector_stats()
     found = found.aggregate(connector_with_stats(1, 2).get_kv_connector_stats())
     found.is_empty()
-    assert found.reduce()["b"] == {"own_loads": 4}
+    assert found.reduce()["b"] == {"own": {"loads": 4}}
     assert wire(found)["b"]["data"] == {"loads": 4}
 
 
 @pytest.mark.parametrize(
     "part",
     [
-        {"data": {"loads": 1}, "module": "os", "cls": "PathLike"},
+        {"data": {"loads": 1}, "module": "tests.multi_connector.fakes", "cls": "Impostor"},
         {"data": {"loads": 1}, "module": "no.such.module", "cls": "X"},
         {"data": {"loads": 1}, "module": "tests.multi_connector.fakes", "cls": "NoSuchClass"},
         {"data": {"loads": 1}},
@@ -127,7 +127,7 @@ def test_vllms_log_line_shows_each_child():
         logging.observe(wire(connector_with_stats(1, 2).get_kv_connector_stats()))
     lines = []
     logging.log(log_fn=lambda *args: lines.append(args))
-    assert lines == [("KV Transfer metrics: %s", "a={'own_loads': 2}, b={'own_loads': 4}")]
+    assert lines == [("KV Transfer metrics: %s", "a={'own': {'loads': 2}}, b={'own': {'loads': 4}}")]
 
 
 # ---- Prometheus.
@@ -213,6 +213,12 @@ def test_no_payload_can_raise_into_the_metrics_loop(payload):
     front = Front(child("a"))
     front.metrics.observe(payload)
     front.metrics.observe({"a": {"counters": {"queries": 1}}}, engine_idx=99)
+
+
+def test_an_amount_that_cannot_be_counted_does_not_hide_the_others():
+    front = Front(child("a"))
+    front.metrics.observe({"a": {"counters": {"queries": -5, "asked_tokens": "x", "chosen": 1, "errors": {"x": -1}}}})
+    assert front.value("vllm:kv_connector_chosen_total", connector="a") == 1
 
 
 def test_one_childs_bad_payload_does_not_hide_another_childs():

@@ -19,7 +19,7 @@ class Load:
 
     child: int
     synchronous_blocks: tuple[int, ...] | None = None
-    """None for an asynchronous load; else the blocks to declare invalid if it fails, empty if that cannot be said."""
+    """None for an asynchronous load; else the first group's blocks, which are declared invalid if it fails."""
 
 
 @dataclass(slots=True)
@@ -63,10 +63,7 @@ class Completions:
 
     def expect_saves(self, request_id: str, children: Collection[int]) -> None:
         """A finished request whose blocks these children still read."""
-        if children:
-            self._saves.setdefault(request_id, set()).update(children)
-        else:
-            self._done.sent.add(request_id)
+        self._saves.setdefault(request_id, set()).update(children)
 
     def received(self, child: int, finished: Collection[str], failed: Collection[str]) -> int:
         """One child's finished and failed loads; returns how many reports were not the child's to make."""
@@ -132,7 +129,7 @@ class Completions:
             self._done.failed.add(request_id)
             return
         del self._synchronous[request_id]
-        if not self._block_errors_name_requests or not load.synchronous_blocks:
+        if not self._block_errors_name_requests:
             raise UnreportableLoad(
                 f"a synchronous load of request {request_id} failed, and vLLM cannot be told so on a model with "
                 "several KV cache groups: use a connector that loads asynchronously"

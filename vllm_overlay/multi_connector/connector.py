@@ -114,7 +114,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         self._children = _build_children(specs, vllm_config, role, kv_cache_config)
         self._adopt_load_failure_policy(specs)
         groups = kv_cache_config.kv_cache_groups
-        self._num_groups = len(groups)
         # vLLM rewinds a hit of the whole prompt by one token, which a recurrent state cannot follow.
         self._has_recurrent_groups = any(
             isinstance(spec, MambaSpec) for group in groups for spec in iter_layer_specs(group.kv_cache_spec)
@@ -132,7 +131,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         self._announced: frozenset[int] = frozenset()
 
         # Worker side.
-        self._completions = Completions(block_errors_name_requests=self._num_groups <= 1)
+        self._completions = Completions(block_errors_name_requests=len(groups) <= 1)
         self._scheduler_isolated: frozenset[int] = frozenset()
         self._load_errors: set[int] = set()
 
@@ -261,7 +260,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
             else:
                 self._completions.expect_load(request_id, load)
         for request_id, holders in connector_metadata.saves.items():
-            self._completions.expect_saves(request_id, [i for i in holders if not self._children[i].stopped])
+            self._completions.expect_saves(request_id, holders)
         for child, part in self._parts(connector_metadata):
             child.call("bind_connector_metadata", None, part)
 
@@ -398,7 +397,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
             junction, [answer.junction for answer in answers], num_computed_tokens + tokens, request.num_tokens
         )
         self._lookups[request.request_id] = _Lookup(answers, verdict.chosen, asked)
-        return tokens, chosen.asynchronous and tokens > 0
+        return tokens, chosen.asynchronous
 
     def _ask(self, child: Child, request: "Request", num_computed_tokens: int, ceiling: int) -> _Answer:
         def parse(answer: Any) -> tuple[object, bool]:
@@ -461,8 +460,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
             self._new_loads[request.request_id] = Load(chosen.index)
             self._ledger.load_started(request.request_id, chosen.index, num_external_tokens, self._clock())
         else:
-            block_ids = blocks.get_block_ids() if self._num_groups == 1 else ((),)
-            self._new_loads[request.request_id] = Load(chosen.index, tuple(block_ids[0]))
+            self._new_loads[request.request_id] = Load(chosen.index, tuple(blocks.get_block_ids()[0]))
             chosen.counters.loaded_tokens += num_external_tokens
 
     def _count_lookup(self, request_id: str, num_external_tokens: int) -> None:

@@ -154,7 +154,8 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
             reduced[name] = part.counters.to_dict()
             try:
                 if part.stats is not None:
-                    reduced[name] |= part.stats.reduce()
+                    # Apart, because a child may count something under a name of ours.
+                    reduced[name]["own"] = part.stats.reduce()
             except Exception:
                 log_once(f"Stats of connector {name!r} could not be reduced; they are not logged.")
         return reduced
