@@ -48,6 +48,9 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     load_timeout_s: Annotated[
         float, Meta(description="seconds after which a load is given up and its request computed", gt=0)
     ] = 30.0
+    report_timeout_s: Annotated[
+        float, Meta(description="seconds after which a store or load that no worker reported is written off", gt=0)
+    ] = 120.0
 
 
 class CpuTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults put into a running engine, to prove that the comparisons would see them. Run inside the driver's process."""
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -116,4 +117,60 @@ def set_clearing(driver: "Driver", on: bool) -> bool:
         del transfer.zero
     else:
         transfer.zero = lambda spans: None
+    return on
+
+
+def set_loads_broken(driver: "Driver", on: bool) -> bool:
+    """Every fetch of the CPU tier fails, without a fault of the object."""
+    tier = _worker_half("cpu")._tier
+    if not on:
+        del tier.poll
+        return on
+
+    def poll() -> Any:
+        stored, fetched = type(tier).poll(tier)
+        broken = [dataclasses.replace(result, buffer=None, reason="injected", is_bad=False) for result in fetched]
+        return stored, broken
+
+    tier.poll = poll
+    return on
+
+
+def set_loads_silent(driver: "Driver", on: bool) -> bool:
+    """Fetches of the CPU tier never end, and the patience with them is short."""
+    worker = _worker_half("cpu")
+    if not on:
+        del worker._tier.poll
+        worker._load_timeout_s = 30.0
+        return on
+    worker._tier.poll = lambda: (type(worker._tier).poll(worker._tier)[0], [])
+    worker._load_timeout_s = 0.05
+    return on
+
+
+def set_hook_broken(driver: "Driver", half: str, hook: str, on: bool) -> bool:
+    """A method of the scheduler's or the worker's half raises."""
+    target = _scheduler_half(driver, "cpu") if half == "scheduler" else _worker_half("cpu")
+    if not on:
+        delattr(target, hook)
+        return on
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"injected into {hook}")
+
+    setattr(target, hook, broken)
+    return on
+
+
+def set_gather_broken(driver: "Driver", on: bool) -> bool:
+    """Copies out of the KV cache raise."""
+    transfer = _worker_half("cpu")._transfer
+    if not on:
+        del transfer.gather
+        return on
+
+    def gather(*_: Any) -> None:
+        raise RuntimeError("injected into gather")
+
+    transfer.gather = gather
     return on

@@ -111,7 +111,12 @@ def build_scheduler(
         assert first.namespace is not None
         tier = DiskTier(settings, first.namespace, world_size, _largest_object(first.geometry))
     return OffloadScheduler(
-        first.geometry, tier, world_size, max_load_attempts=settings.max_load_attempts, stats=stats
+        first.geometry,
+        tier,
+        world_size,
+        max_load_attempts=settings.max_load_attempts,
+        report_timeout_s=settings.report_timeout_s,
+        stats=stats,
     )
 
 

@@ -3,6 +3,7 @@
 
 import itertools
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -41,24 +42,41 @@ class _Tracked:
 class _PendingStore:
     """A store ticket that is out: reports still to come, one a rank."""
 
+    deadline: float
     missing_reports: int
     failed: bool = False
+
+
+@dataclass(slots=True)
+class _PendingLoad:
+    """A load that workers still have to report: what it keeps pinned."""
+
+    deadline: float
+    object_ids: tuple[ObjectId, ...]
 
 
 class OffloadScheduler:
     """Serves one tier. Every method is called from the scheduler's thread, in the order of vLLM's connector hooks."""
 
     def __init__(
-        self, geometry: Geometry, tier: Tier, world_size: int, *, max_load_attempts: int, stats: OffloadStats
+        self,
+        geometry: Geometry,
+        tier: Tier,
+        world_size: int,
+        *,
+        max_load_attempts: int,
+        report_timeout_s: float,
+        stats: OffloadStats,
     ) -> None:
         self._geometry = geometry
         self._planner = HybridOffloadPlanner(geometry)
         self._tier = tier
         self._world_size = world_size
         self._max_load_attempts = max_load_attempts
+        self._report_timeout_s = report_timeout_s
         self._stats = stats
         self._tracked: dict[str, _Tracked] = {}
-        self._loads: dict[str, tuple[ObjectId, ...]] = {}
+        self._loads: dict[str, _PendingLoad] = {}
         self._stores: dict[int, _PendingStore] = {}
         self._new_loads: list[LoadJob] = []
         self._unplanned_loads: list[str] = []
@@ -95,8 +113,7 @@ class OffloadScheduler:
             self._unplanned_loads.append(request.request_id)
             return
         object_ids = tuple(item.object_id for item in planned)
-        self._tier.index.touch(object_ids)
-        self._loads[request.request_id] = object_ids
+        self._loads[request.request_id] = _PendingLoad(self._deadline(), object_ids)
         self._new_loads.append(
             LoadJob(
                 load_id=f"{request.request_id}#{next(self._attempts)}",
@@ -124,6 +141,7 @@ class OffloadScheduler:
     def plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
         """This step's stores. When it fails, no ticket of this step stays out."""
         self._tier.advance()
+        self._write_off()
         block_state = scheduler_output.kv_connector_block_state
         if block_state is None:
             return ()
@@ -217,7 +235,7 @@ class OffloadScheduler:
                 tracked.stalled_at = planned.object_id
                 self._stats.count("dropped_stores", reason="no_room")
             return None
-        self._stores[ticket.ticket] = _PendingStore(self._world_size)
+        self._stores[ticket.ticket] = _PendingStore(self._deadline(), self._world_size)
         return StoreJob(ticket, placement)
 
     # Completions.
@@ -231,7 +249,12 @@ class OffloadScheduler:
             for request_id, reason in metadata.failed_loads.items():
                 self._load_failed(request_id, reason)
         for request_id in output.finished_recving or ():
-            self._tier.release(self._loads.pop(request_id, ()))
+            self._end_load(request_id)
+
+    def _end_load(self, request_id: str) -> None:
+        load = self._loads.pop(request_id, None)
+        if load is not None:
+            self._tier.release(load.object_ids)
 
     def _update_stores(self, metadata: OffloadWorkerMetadata) -> None:
         for ticket, reports in metadata.reported.items():
@@ -261,7 +284,22 @@ class OffloadScheduler:
 
     def has_pending_work(self) -> bool:
         """Whether workers still owe reports, for which an idle engine must go on stepping."""
+        self._write_off()
         return bool(self._stores or self._loads)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._report_timeout_s
+
+    def _write_off(self) -> None:
+        """Stop waiting for reports that are overdue: a hung disk or a lost report must not keep anything for ever."""
+        now = time.monotonic()
+        for ticket in list(itertools.takewhile(lambda item: self._stores[item].deadline < now, self._stores)):
+            del self._stores[ticket]
+            self._tier.abort(ticket)
+            self._stats.count("dropped_stores", reason="not_reported")
+        for request_id in list(itertools.takewhile(lambda item: self._loads[item].deadline < now, self._loads)):
+            self._end_load(request_id)
+            self._stats.count("failed_loads", reason="not_reported")
 
     def clear(self) -> None:
         """Forget what the tier holds."""

@@ -134,7 +134,12 @@ class OffloadWorker:
                 self._end_store(job.ticket.ticket, "staging_full")
             else:
                 accepted.append((job, buffer))
-        self._transfer.gather([job.placement for job, _ in accepted], [buffer for _, buffer in accepted])
+        try:
+            self._transfer.gather([job.placement for job, _ in accepted], [buffer for _, buffer in accepted])
+        except Exception:
+            for job, buffer in accepted:
+                self._tier.cancel_store(job.ticket, buffer)
+            raise
         for job, buffer in accepted:
             self._tier.submit_store(job.ticket, buffer)
         self.advance()
