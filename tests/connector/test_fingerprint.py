@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the numbers depend on is in the fingerprint; what they do not depend on is not."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_overlay.config import ConfigError, DiskTierSettings
+from vllm_overlay.connector import fingerprint
+from vllm_overlay.connector.fingerprint import compute_namespace, weights_digest
+from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
+from vllm_overlay.tiers.disk.namespace import DiskNamespace
+
+
+class HfConfig:
+    """Stands for a transformers config: only ``to_dict`` is used."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory with two weight files."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "a.safetensors").write_bytes(b"first weights")
+    (directory / "b.safetensors").write_bytes(b"second weights")
+    return directory
+
+
+def namespace(model: Path, root: Path, **changes: Any) -> DiskNamespace:
+    """The namespace of one engine; ``changes`` are what differs from the plain one."""
+    given = {
+        "dtype": "bfloat16",
+        "quantization": None,
+        "cache_dtype": "auto",
+        "tensor_parallel_size": 1,
+        "hash": "sha256",
+        "chunk_size": 64,
+        "block_size": 1152,
+        "layer": "layers.3",
+        "page_facts": ("layout=LBHNC",),
+        "hidden_size": 128,
+        "name": "",
+        **changes,
+    }
+    root.mkdir(exist_ok=True)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=str(model),
+            revision=None,
+            dtype=given["dtype"],
+            quantization=given["quantization"],
+            hf_config=HfConfig(hidden_size=given["hidden_size"], _name_or_path=given["name"]),
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
+        cache_config=SimpleNamespace(cache_dtype=given["cache_dtype"], prefix_caching_hash_algo=given["hash"]),
+        parallel_config=SimpleNamespace(tensor_parallel_size=given["tensor_parallel_size"]),
+    )
+    groups = [
+        Group(0, GroupKind.RECURRENT, given["block_size"], 0, 1000, False),
+        Group(1, GroupKind.FULL, given["block_size"], 256, 256 * given["block_size"], True),
+    ]
+    geometry = Geometry.build(groups, 64, given["chunk_size"])
+    kv_cache_config = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(layer_names=["layers.0"]), SimpleNamespace(layer_names=[given["layer"]])]
+    )
+    settings = DiskTierSettings(root=str(root), namespace=given.get("namespace", ""))
+    return compute_namespace(config, kv_cache_config, settings, geometry, given["page_facts"])
+
+
+def test_the_same_engine_has_the_same_namespace_again(model: Path, tmp_path: Path) -> None:
+    first = namespace(model, tmp_path / "root")
+    assert namespace(model, tmp_path / "root", name="elsewhere") == first
+    assert first.attention != first.snapshot
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+        {"cache_dtype": "fp8"},
+        {"tensor_parallel_size": 2},
+        {"hash": "sha256_cbor"},
+        {"chunk_size": 128},
+        {"layer": "layers.7"},
+        {"hidden_size": 256},
+        {"namespace": "mine"},
+    ],
+)
+def test_what_changes_the_numbers_changes_both_fingerprints(
+    model: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    plain, other = namespace(model, tmp_path / "root"), namespace(model, tmp_path / "root", **change)
+    assert other.attention != plain.attention
+    assert other.snapshot != plain.snapshot
+
+
+@pytest.mark.parametrize("change", [{"page_facts": ("layout=LBNHC",)}])
+def test_how_pages_lie_concerns_snapshots_only(model: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    plain, other = namespace(model, tmp_path / "root"), namespace(model, tmp_path / "root", **change)
+    assert other.attention == plain.attention
+    assert other.snapshot != plain.snapshot
+
+
+def test_attention_chunks_are_shared_across_block_sizes(model: Path, tmp_path: Path) -> None:
+    plain, other = namespace(model, tmp_path / "root"), namespace(model, tmp_path / "root", block_size=640)
+    assert other.attention == plain.attention
+
+
+def test_one_changed_byte_of_the_weights_changes_both_fingerprints(model: Path, tmp_path: Path) -> None:
+    plain = namespace(model, tmp_path / "root")
+    (model / "b.safetensors").write_bytes(b"second weightz")
+    other = namespace(model, tmp_path / "root")
+    assert other.attention != plain.attention
+    assert other.snapshot != plain.snapshot
+
+
+def test_weights_are_read_once_until_their_file_changes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    digest_of = fingerprint._file_digest
+
+    def counting(path: Path, num_bytes: int) -> str:
+        read.append(path.name)
+        return digest_of(path, num_bytes)
+
+    monkeypatch.setattr(fingerprint, "_file_digest", counting)
+    files = sorted(model.glob("*.safetensors"))
+    cache = tmp_path / "weights.json"
+    first = weights_digest(files, cache)
+    assert weights_digest(files, cache) == first
+    assert read == ["a.safetensors", "b.safetensors"]
+    assert cache.stat().st_mode & 0o077 == 0
+
+    os.utime(files[0], ns=(1, 1))
+    assert weights_digest(files, cache) == first
+    assert read[2:] == ["a.safetensors"]
+
+    cache.write_bytes(b"not json")
+    assert weights_digest(files, cache) == first
+
+
+def test_weights_without_safetensors_need_a_namespace(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ConfigError, match="set namespace to a name for exactly these weights"):
+        namespace(empty, tmp_path / "root")
+    namespace(empty, tmp_path / "root", namespace="mine")
