@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the tiny hybrid model of the demo and the tests: Qwen3.5 (three GDN layers, one full attention), random.
+"""Makes the tiny hybrid model of demo and tests: Qwen3.5 (three GDN layers, one full attention), random weights.
 
 A plain random model forgets its recurrent state within a few tokens and hardly looks at its attention: a restore of
 zeros would pass unnoticed. The factors below make it remember and look, so that a wrong restore changes its output.

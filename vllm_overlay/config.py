@@ -35,9 +35,7 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     load_weight: Annotated[
         float, Meta(description="weight of this child in a MultiConnector: `matched_tokens x load_weight`")
     ] = 1.0
-    hybrid_chunk_size: Annotated[
-        int | str, Meta(description='tokens in a chunk of attention KV, or `"auto"`')
-    ] = "auto"
+    hybrid_chunk_size: Annotated[int | str, Meta(description='tokens in a chunk of attention KV, or `"auto"`')] = "auto"
     load_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(description="what a failed load does to its request (vLLM's own default is `fail`)"),
@@ -73,9 +71,9 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
     min_free_bytes: Annotated[
         int | str, Meta(description="free space of the file system below which nothing is written")
     ] = "1 GiB"
-    staging_bytes: Annotated[
-        int | str, Meta(description="host memory a rank between the KV cache and the disk")
-    ] = "256 MiB"
+    staging_bytes: Annotated[int | str, Meta(description="host memory a rank between the KV cache and the disk")] = (
+        "256 MiB"
+    )
     read_threads: Annotated[int, Meta(description="threads a rank that read", ge=1, le=64)] = 4
     write_threads: Annotated[int, Meta(description="threads a rank that write", ge=1, le=64)] = 2
     direct_io: Annotated[

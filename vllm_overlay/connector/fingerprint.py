@@ -106,7 +106,7 @@ def _weights_identity(vllm_config: "VllmConfig", settings: DiskTierSettings) -> 
     if not files:
         raise ConfigError(
             f"the weights of {model.model} (load format {load.load_format}) are not safetensors files on this machine, "
-            'so the disk tier cannot tell them from others: set namespace to a name for exactly these weights, '
+            "so the disk tier cannot tell them from others: set namespace to a name for exactly these weights, "
             'such as "my-model-2026-11"'
         )
     return weights_digest(files, Path(settings.root) / "weights.json")

@@ -14,6 +14,7 @@ from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreT
 from vllm_overlay.tiers.index import Entry, PrefixIndex
 from vllm_overlay.tiers.memory import HostBuffer, HostPool, UnitAllocator, units_needed
 
+
 def arena_units(capacity_bytes: int, world_size: int, unit_bytes: int, largest_object_bytes: int) -> int:
     """Units of one rank's arena; raises ConfigError when not even the largest object would fit."""
     num_units = capacity_bytes // world_size // unit_bytes
