@@ -67,6 +67,7 @@ from vllm_overlay.multi_connector.metadata import (
 from vllm_overlay.multi_connector.selection import Offer, decide, merge_junctions, valid_tokens
 from vllm_overlay.multi_connector.settings import ChildSpec, child_specs, multi_settings
 from vllm_overlay.multi_connector.stats import Counters, MultiPromMetrics, MultiStats
+from vllm_overlay.startup import prepare_process
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +109,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         """Builds every child in every process. Raises ConfigError, or RuntimeError naming the child that failed."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        prepare_process()
         self._settings = multi_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         specs = _specs_of(vllm_config)
         _check_hybrid_support(vllm_config, specs)

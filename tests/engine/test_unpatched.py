@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our connectors do not start on a vLLM that lacks a patch; the refusal names the command that applies it."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.client import REPOSITORY, Engine, EngineError, cpu_child, multi
+from tests.patches.trees import installed_originals, linked_vllm
+from vllm_overlay.patching.replace import replace_files
+from vllm_overlay.patching.series import load
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a process that imports a copy of vLLM with every touched file as it came."""
+    directory = tmp_path_factory.mktemp("unpatched")
+    replace_files(linked_vllm(directory), installed_originals(load()))
+    yield {"PYTHONPATH": os.pathsep.join([str(directory), str(REPOSITORY)])}
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.mark.parametrize("config", [cpu_child(), multi(cpu_child())], ids=["alone", "in a MultiConnector"])
+def test_an_unpatched_vllm_is_refused_with_the_command_that_helps(
+    tiny_model: Path, unpatched: dict[str, str], config: dict[str, Any]
+) -> None:
+    with (
+        pytest.raises(
+            EngineError, match=r"UnpatchedError.*lacks 0001-.*run `python tools/apply_patches.py --installed`"
+        ),
+        Engine(tiny_model, unpatched, kv_transfer_config=config),
+    ):
+        pass
