@@ -2,13 +2,18 @@
 """Transfers for KV tensors in host memory (vLLM's CPU platform)."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
+from vllm_overlay.transfer import kernels
 from vllm_overlay.transfer.base import KVTransfer, Placement, Span
-from vllm_overlay.transfer.layout import PageMap
+from vllm_overlay.transfer.layout import Packing, PageMap
+
+_Addresses = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +36,24 @@ class GroupTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Spans that follow each other in one block, and host units that follow each other: one copy a layer."""
+    """Chunks that follow each other in one block, ``span`` the first, and the rows of ``array`` they lie in."""
 
     span: Span
-    num_chunks: int
     array: Bytes
-    first_unit: int
+    units: list[int]
 
 
 class CpuTransfer(KVTransfer):
-    """Copies with torch on the calling thread; chunks in runs, so that whole blocks move in one call a layer."""
+    """Copies on the calling thread; chunks in runs, so that whole blocks move in one call."""
 
     def __init__(self, groups: Mapping[int, GroupTensors]) -> None:
+        kernels.prepare()
         self._groups = groups
-        self._views: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for group_id, group in groups.items():
-            if (page_map := group.page_map) is not None:
-                self._views[group_id] = [
-                    (page_map.keys.view(layer, layer.shape[3] // 2), page_map.values.view(layer, layer.shape[3] // 2))
-                    for layer in group.layers
-                ]
+        self._halves = {
+            group_id: (_Half(group.layers, group.page_map.keys, 0), _Half(group.layers, group.page_map.values, 1))
+            for group_id, group in groups.items()
+            if group.page_map is not None
+        }
 
     def gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> None:
         for item in _plan(placements, buffers):
@@ -68,64 +71,149 @@ class CpuTransfer(KVTransfer):
 
     def zero(self, spans: Sequence[Span]) -> None:
         for span in spans:
-            for keys, values in self._span_views(span):
-                keys.zero_()
-                values.zero_()
-
-    def _span_views(self, span: Span) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(token groups, tokens a group, heads, dimension groups, dimensions a group), keys and values, by layer."""
-        for keys, values in self._views[span.group_id]:
-            yield _token_range(keys, span), _token_range(values, span)
+            for half in self._halves[span.group_id]:
+                for tokens in half.views(span):
+                    tokens.zero_()
 
     def _copy_run(self, run: _Run, *, to_host: bool) -> None:
-        span, count = run.span, run.num_chunks
-        whole = Span(span.group_id, span.block_id, span.offset, span.num_tokens * count)
-        host = self._host_chunks(run)
-        for layer, views in enumerate(self._span_views(whole)):
-            for half, view in enumerate(views):
-                _copy(view.unflatten(0, (count, -1)), host[:, layer, half], to_host=to_host)
-
-    def _host_chunks(self, run: _Run) -> torch.Tensor:
-        """The run's host units as (chunks, layers, key/value, tokens, heads x dimensions) of the cache's dtype."""
-        group = self._groups[run.span.group_id]
-        num_bytes = run.span.num_tokens * group.token_bytes
-        rows = torch.from_numpy(run.array[run.first_unit : run.first_unit + run.num_chunks, :num_bytes])
-        sample = group.layers[0]
-        shape = (run.num_chunks, len(group.layers), 2, run.span.num_tokens, sample.shape[1] * sample.shape[3] // 2)
-        return rows.view(sample.dtype).view(shape)
+        for half in self._halves[run.span.group_id]:
+            half.copy(run, range(len(self._groups[run.span.group_id].layers)), to_host=to_host)
 
     def _gather_object(self, placement: Placement, buffer: HostBuffer) -> None:
-        stream = _Segments(buffer)
-        for group_id, block_id in placement.pages:
-            for layer in self._groups[group_id].layers:
-                stream.write(_raw_row(layer, block_id))
-        for span in placement.spans:
-            host = self._empty_span(span)
-            for layer_index, views in enumerate(self._span_views(span)):
-                for half, view in enumerate(views):
-                    _copy(view, host[layer_index, half], to_host=True)
-            stream.write(host.view(torch.uint8).flatten())
+        stream = _Stream(buffer)
+        for row in self._raw_rows(placement):
+            stream.write(row)
+        for span, layer, num_bytes in self._span_layers(placement):
+            in_place = stream.take(num_bytes)
+            data = np.empty(num_bytes, dtype=np.uint8) if in_place is None else in_place
+            for half in self._halves[span.group_id]:
+                half.copy(_Run(span, data[None], [0]), range(layer, layer + 1), to_host=True)
+            if in_place is None:
+                stream.write(data)
         stream.check_end()
 
     def _scatter_object(self, placement: Placement, buffer: HostBuffer) -> None:
-        stream = _Segments(buffer)
-        for group_id, block_id in placement.pages:
-            for layer in self._groups[group_id].layers:
-                stream.read(_raw_row(layer, block_id))
-        for span in placement.spans:
-            host = self._empty_span(span)
-            stream.read(host.view(torch.uint8).flatten())
-            for layer_index, views in enumerate(self._span_views(span)):
-                for half, view in enumerate(views):
-                    _copy(view, host[layer_index, half], to_host=False)
+        stream = _Stream(buffer)
+        for row in self._raw_rows(placement):
+            stream.read(row)
+        for span, layer, num_bytes in self._span_layers(placement):
+            data = stream.take(num_bytes)
+            if data is None:
+                data = np.empty(num_bytes, dtype=np.uint8)
+                stream.read(data)
+            for half in self._halves[span.group_id]:
+                half.copy(_Run(span, data[None], [0]), range(layer, layer + 1), to_host=False)
         stream.check_end()
 
-    def _empty_span(self, span: Span) -> torch.Tensor:
-        group = self._groups[span.group_id]
-        sample = group.layers[0]
-        return torch.empty(
-            (len(group.layers), 2, span.num_tokens, sample.shape[1] * sample.shape[3] // 2), dtype=sample.dtype
+    def _raw_rows(self, placement: Placement) -> Iterator[Bytes]:
+        """The placement's pages as bytes, layer by layer; padding between pages is left out."""
+        for group_id, block_id in placement.pages:
+            for layer in self._groups[group_id].layers:
+                yield layer[block_id].view(-1).view(torch.uint8).numpy()
+
+    def _span_layers(self, placement: Placement) -> Iterator[tuple[Span, int, int]]:
+        """The placement's spans layer by layer, with each layer's bytes."""
+        for span in placement.spans:
+            group = self._groups[span.group_id]
+            for layer in range(len(group.layers)):
+                yield span, layer, span.num_tokens * group.token_bytes // len(group.layers)
+
+
+class _Half:
+    """The keys (``place`` 0) or the values (1) in a group's pages, and copies between them and the canonical order."""
+
+    def __init__(self, layers: Sequence[torch.Tensor], packing: Packing, place: int) -> None:
+        sample = layers[0]
+        self._place = place
+        self._num_heads, self._head_size = sample.shape[1], sample.shape[3] // 2
+        self._dtype, element_bytes = sample.dtype, sample.element_size()
+        self._head_bytes = self._head_size * element_bytes
+        self._views = [packing.view(layer, self._head_size) for layer in layers]
+        self._pages = np.array([view.data_ptr() for view in self._views], dtype=np.int64)
+        steps = [stride * element_bytes for stride in self._views[0].stride()]
+        self._block_step, self._token_step, _, self._head_step, self._dim_step, _ = steps
+        alike = all(view.stride() == self._views[0].stride() for view in self._views)
+        plain = alike and element_bytes == 2 and packing.token_inner == packing.dim_inner == 1
+        self._has_rows = plain and packing.dim_stride == 1 and kernels.can_copy_rows(self._head_size)
+        self._has_columns = plain and packing.token_stride == 1
+
+    def views(self, span: Span) -> list[torch.Tensor]:
+        """The span in each layer: (token groups, tokens a group, heads, dimension groups, dimensions a group)."""
+        unit = self._views[0].shape[2]
+        tokens = slice(span.offset // unit, (span.offset + span.num_tokens) // unit)
+        return [view[span.block_id, tokens] for view in self._views]
+
+    def copy(self, run: _Run, layers: range, *, to_host: bool) -> None:
+        """Between these layers' pages and the run's rows, which have these layers alone."""
+        span = run.span
+        if self._has_rows:
+            self._copy_rows(run, layers, to_host)
+        elif self._has_columns and kernels.can_transpose(self._head_size, span.offset, span.num_tokens):
+            self._copy_columns(run, layers, to_host)
+        else:
+            self._copy_strided(run, layers, to_host)
+
+    def _copy_rows(self, run: _Run, layers: range, to_host: bool) -> None:
+        pages, rows, row_chunks, row_steps = self._addresses(run, layers)
+        page_chunks = np.arange(len(run.units), dtype=np.int64) * (run.span.num_tokens * self._token_step)
+        page_steps = (self._token_step, self._head_step)
+        page_side, row_side = (pages, page_chunks, page_steps), (rows, row_chunks, row_steps)
+        source, target = (page_side, row_side) if to_host else (row_side, page_side)
+        stream = _at_lines(*target[0], *target[1], *target[2])
+        kernels.copy_rows(*source, *target, self._counts(run), self._head_bytes, stream)
+
+    def _copy_columns(self, run: _Run, layers: range, to_host: bool) -> None:
+        pages, rows, row_chunks, row_steps = self._addresses(run, layers)
+        page_steps = (self._dim_step, self._head_step)
+        if to_host:
+            stream = _at_lines(*rows, *row_chunks, *row_steps)
+            kernels.gather_columns(
+                pages, page_steps, rows, row_chunks, row_steps, self._counts(run), self._head_bytes, stream
+            )
+        else:
+            first = run.span.offset * self._token_step
+            place = run.span.offset if _at_lines(*(pages - first), *page_steps) else -1
+            kernels.scatter_columns(
+                rows, row_chunks, row_steps, pages, page_steps, self._counts(run), self._head_bytes, place
+            )
+
+    def _counts(self, run: _Run) -> tuple[int, int]:
+        return run.span.num_tokens, self._num_heads
+
+    def _addresses(self, run: _Run, layers: range) -> tuple[_Addresses, _Addresses, _Addresses, tuple[int, int]]:
+        """Each layer's first token in the page and in the host's first unit, the way to each unit, and the rows' steps
+        from token to token and head to head."""
+        span = run.span
+        pages = self._pages[layers.start : layers.stop]
+        row_bytes = self._num_heads * self._head_bytes
+        slabs = np.arange(len(layers), dtype=np.int64) * 2 + self._place
+        return (
+            pages + (span.block_id * self._block_step + span.offset * self._token_step),
+            slabs * (span.num_tokens * row_bytes) + run.array.ctypes.data,
+            np.array(run.units, dtype=np.int64) * run.array.strides[0],
+            (row_bytes, self._head_bytes),
         )
+
+    def _copy_strided(self, run: _Run, layers: range, to_host: bool) -> None:
+        """With torch, for what the kernels do not know."""
+        first = run.span
+        width = self._num_heads * self._head_size
+        num_bytes = len(layers) * 2 * first.num_tokens * self._num_heads * self._head_bytes
+        for chunk, unit in enumerate(run.units):
+            span = replace(first, offset=first.offset + chunk * first.num_tokens)
+            data = torch.from_numpy(run.array[unit, :num_bytes]).view(self._dtype)
+            slabs = data.view(len(layers), 2, span.num_tokens, width)[:, self._place]
+            for slab, pages in zip(slabs, self.views(span)[layers.start : layers.stop], strict=True):
+                rows = slab.view(pages.shape)
+                if to_host:
+                    rows.copy_(pages)
+                else:
+                    pages.copy_(rows)
+
+
+def _at_lines(*numbers: int) -> bool:
+    """Whether all of these addresses and steps are multiples of a cache line."""
+    return all(number % kernels.LINE == 0 for number in numbers)
 
 
 def _plan(
@@ -136,13 +224,13 @@ def _plan(
     for placement, buffer in zip(placements, buffers, strict=True):
         is_chunk = not placement.pages and len(placement.spans) == 1 and len(buffer.units) == 1
         if run is not None and is_chunk and _continues(run, placement.spans[0], buffer):
-            run = _Run(run.span, run.num_chunks + 1, run.array, run.first_unit)
+            run.units.append(buffer.units[0])
             continue
         if run is not None:
             yield run
             run = None
         if is_chunk:
-            run = _Run(placement.spans[0], 1, buffer.array, buffer.units[0])
+            run = _Run(placement.spans[0], buffer.array, [buffer.units[0]])
         else:
             yield placement, buffer
     if run is not None:
@@ -150,62 +238,72 @@ def _plan(
 
 
 def _continues(run: _Run, span: Span, buffer: HostBuffer) -> bool:
-    first = run.span
-    return (
-        (span.group_id, span.block_id, span.num_tokens) == (first.group_id, first.block_id, first.num_tokens)
-        and span.offset == first.offset + run.num_chunks * first.num_tokens
-        and buffer.array is run.array
-        and buffer.units[0] == run.first_unit + run.num_chunks
-    )
+    following = replace(run.span, offset=run.span.offset + len(run.units) * run.span.num_tokens)
+    return span == following and buffer.array is run.array
 
 
-def _token_range(view: torch.Tensor, span: Span) -> torch.Tensor:
-    unit = view.shape[2]
-    return view[span.block_id, span.offset // unit : (span.offset + span.num_tokens) // unit]
-
-
-def _copy(pages: torch.Tensor, host: torch.Tensor, *, to_host: bool) -> None:
-    """``pages`` is (..., token groups, inner, heads, dimension groups, inner); ``host`` (..., tokens, heads x dim)."""
-    host = host.unflatten(-2, pages.shape[-5:-3]).unflatten(-1, pages.shape[-3:])
-    if to_host:
-        host.copy_(pages)
-    else:
-        pages.copy_(host)
-
-
-def _raw_row(layer: torch.Tensor, block_id: int) -> torch.Tensor:
-    """One block's page of one layer as bytes; pages are contiguous inside, padding between them is left out."""
-    return layer[block_id].view(-1).view(torch.uint8)
-
-
-class _Segments:
-    """Reads or writes an object's buffer from its first byte to its last, across unit borders."""
+class _Stream:
+    """An object's buffer from its first byte to its last, across unit borders. Units that follow each other are one."""
 
     def __init__(self, buffer: HostBuffer) -> None:
-        self._segments = [torch.from_numpy(segment) for segment in buffer.segments()]
+        flat = buffer.array.view()
+        flat.shape = (-1,)  # raises where a reshape would copy
+        self._segments: list[Bytes] = [flat[start:end] for start, end in _ranges(buffer)]
         self._index = 0
         self._offset = 0
 
-    def write(self, data: torch.Tensor) -> None:
-        for part, piece in self._pieces(data):
-            piece.copy_(part)
+    def take(self, num_bytes: int) -> Bytes | None:
+        """The next bytes where they lie, when they lie in one piece."""
+        if self._index == len(self._segments) or self._segments[self._index].size - self._offset < num_bytes:
+            return None
+        return self._next(num_bytes)
 
-    def read(self, into: torch.Tensor) -> None:
+    def write(self, data: Bytes) -> None:
+        for part, piece in self._pieces(data):
+            _copy_bytes(part, piece)
+
+    def read(self, into: Bytes) -> None:
         for part, piece in self._pieces(into):
-            part.copy_(piece)
+            _copy_bytes(piece, part)
 
     def check_end(self) -> None:
         if self._index != len(self._segments):
             raise ValueError("the object's placement is shorter than its buffer")
 
-    def _pieces(self, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _pieces(self, data: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
         start = 0
-        while start < data.numel():
-            segment = self._segments[self._index]
-            count = min(data.numel() - start, segment.numel() - self._offset)
-            yield data[start : start + count], segment[self._offset : self._offset + count]
-            start += count
-            self._offset += count
-            if self._offset == segment.numel():
-                self._index += 1
-                self._offset = 0
+        while start < data.size:
+            piece = self._next(min(data.size - start, self._segments[self._index].size - self._offset))
+            yield data[start : start + piece.size], piece
+            start += piece.size
+
+    def _next(self, count: int) -> Bytes:
+        segment = self._segments[self._index]
+        piece = segment[self._offset : self._offset + count]
+        self._offset += count
+        if self._offset == segment.size:
+            self._index += 1
+            self._offset = 0
+        return piece
+
+
+def _ranges(buffer: HostBuffer) -> list[tuple[int, int]]:
+    """Where the object's bytes lie in the pool, in order."""
+    unit_bytes = buffer.array.shape[1]
+    ranges: list[tuple[int, int]] = []
+    left = buffer.num_bytes
+    for unit in buffer.units:
+        start, left = unit * unit_bytes, left - (take := min(left, unit_bytes))
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], start + take)
+        else:
+            ranges.append((start, start + take))
+    if left:
+        raise ValueError(f"{len(buffer.units)} units of {unit_bytes} bytes do not hold {buffer.num_bytes} bytes")
+    return ranges
+
+
+def _copy_bytes(source: Bytes, target: Bytes) -> None:
+    whole = source.size - source.size % kernels.LINE if _at_lines(target.ctypes.data) else 0
+    kernels.copy_bytes(source.ctypes.data, target.ctypes.data, whole)
+    target[whole:] = source[whole:]

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing side by side, and tables."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class Subject:
+    """What is timed: ``run`` moves ``num_bytes``. ``prepare`` and ``clean_up`` come around it, untimed."""
+
+    name: str
+    num_bytes: int
+    run: Callable[[], None]
+    prepare: Callable[[], None] = lambda: None
+    clean_up: Callable[[], None] = lambda: None
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def gb_per_s(self) -> float:
+        """The median."""
+        return self.num_bytes / statistics.median(self.seconds) / 1e9
+
+    def share_of(self, reference: "Subject") -> float:
+        """This bandwidth over the reference's, the median of the shares of each round."""
+        rate = self.num_bytes / reference.num_bytes
+        pairs = zip(self.seconds, reference.seconds, strict=True)
+        return statistics.median(rate * theirs / own for own, theirs in pairs)
+
+
+def take_turns(subjects: Sequence[Subject], rounds: int, clock: Clock = time.perf_counter) -> None:
+    """Times every subject once a round, after one round that does not count: whatever else the machine does in a
+    round hits all of them."""
+    for number in range(rounds + 1):
+        for subject in subjects:
+            subject.prepare()
+            start = clock()
+            subject.run()
+            seconds = clock() - start
+            subject.clean_up()
+            if number:
+                subject.seconds.append(seconds)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table, padded so that it reads well in a terminal."""
+    cells = [list(columns), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
+    lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
+    return "\n".join(lines)

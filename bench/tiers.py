@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bandwidth of the tiers beside what memory and disk give, and the cost of a lookup (docs/benchmarks.md)."""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import model
+from bench.measure import Subject, table, take_turns
+from bench.rawdisk import RawFiles
+from vllm_overlay.config import GIB, MIB, DiskTierSettings
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.planner.planner import HybridOffloadPlanner
+from vllm_overlay.tiers.base import LoadTicket, StoreTicket, Tier, TierWorker
+from vllm_overlay.tiers.cpu import CpuTier, CpuTierWorker
+from vllm_overlay.tiers.disk.io import Device, takes_direct_io
+from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.store import DiskTierWorker
+from vllm_overlay.tiers.disk.tier import DiskTier
+from vllm_overlay.tiers.index import PrefixIndex
+from vllm_overlay.tiers.memory import unit_size, units_needed
+from vllm_overlay.transfer.base import KVTransfer, Placement
+from vllm_overlay.transfer.cpu import CpuTransfer
+
+_DISK_TARGET_BYTES = 4 * MIB
+_POLL_S = 0.0002
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a bandwidth table."""
+
+    what: str
+    store_gb_per_s: float
+    store_share: float
+    load_gb_per_s: float
+    load_share: float
+
+    @classmethod
+    def of(cls, what: str, subjects: Sequence[Subject], references: Sequence[Subject]) -> "Row":
+        """From the store and the load, and what each is compared with."""
+        (store, load), (store_reference, load_reference) = subjects, references
+        return cls(what, store.gb_per_s, store.share_of(store_reference), load.gb_per_s, load.share_of(load_reference))
+
+
+class Driver:
+    """Stores and loads as the connector's worker does, and waits where that would drop a store."""
+
+    def __init__(self, transfer: KVTransfer, worker: TierWorker) -> None:
+        self._transfer = transfer
+        self._worker = worker
+        self._num_loads = 0
+
+    def store(self, tickets: Sequence[StoreTicket], placements: Sequence[Placement]) -> None:
+        """Returns when all are stored."""
+        left = list(zip(tickets, placements, strict=True))
+        num_stored = 0
+        while num_stored < len(tickets):
+            accepted = []
+            while left and (buffer := self._worker.begin_store(left[0][0])) is not None:
+                accepted.append((*left.pop(0), buffer))
+            self._transfer.gather([placement for _, placement, _ in accepted], [buffer for *_, buffer in accepted])
+            for ticket, _, buffer in accepted:
+                self._worker.submit_store(ticket, buffer)
+            stored, _ = self._worker.poll()
+            for result in stored:
+                if result.reason:
+                    raise RuntimeError(f"a store failed: {result.reason}")
+            num_stored += len(stored)
+            if not stored:
+                time.sleep(_POLL_S)
+
+    def load(self, tickets: Sequence[LoadTicket], placements: Sequence[Placement]) -> None:
+        """Returns when all are in the KV cache."""
+        self._num_loads += 1
+        load_id = str(self._num_loads)
+        self._worker.begin_load(load_id, tickets)
+        num_loaded = 0
+        while num_loaded < len(tickets):
+            _, fetched = self._worker.poll()
+            fetched.sort(key=lambda result: result.position)
+            buffers = []
+            for result in fetched:
+                if result.buffer is None:
+                    raise RuntimeError(f"a load failed: {result.reason}")
+                buffers.append(result.buffer)
+            self._transfer.scatter([placements[result.position] for result in fetched], buffers)
+            for result in fetched:
+                self._worker.end_fetch(load_id, result.position)
+            num_loaded += len(fetched)
+            if not fetched:
+                time.sleep(_POLL_S)
+
+
+def bench_cpu(blocks: int, rounds: int) -> list[Row]:
+    """Times are the copying thread's own, so other programs on the machine do not count."""
+    geometry = model.geometry()
+    planner = HybridOffloadPlanner(geometry)
+    keys = model.keys(blocks * model.BLOCK_TOKENS, "cpu")
+    chunks = planner.store_plan(keys, {}, blocks * model.BLOCK_TOKENS)
+    snapshots = _snapshots(planner, keys, -(-blocks // 4))
+    unit_bytes = unit_size(chunks[0].num_bytes)
+    num_units = sum(units_needed(planned.num_bytes, unit_bytes) for planned in chunks + snapshots)
+    tier = CpuTier(num_units, unit_bytes, world_size=1)
+    num_blocks = max(blocks, model.STATE_GROUPS)
+    driver = Driver(CpuTransfer(model.kv_cache(num_blocks)), CpuTierWorker(num_units, unit_bytes))
+    kinds = (
+        (f"chunks of {geometry.chunk_size} tokens, {blocks} whole blocks at once", chunks, len(chunks)),
+        (f"chunks of {geometry.chunk_size} tokens, one at a time", chunks, 1),
+        (f"snapshots of {snapshots[0].num_bytes / 1e6:.0f} MB, one at a time", snapshots, 1),
+    )
+    return [_cpu_row(what, objects, at_once, tier, driver, num_blocks, rounds) for what, objects, at_once in kinds]
+
+
+def _cpu_row(
+    what: str, objects: list[PlannedObject], at_once: int, tier: Tier, driver: Driver, num_blocks: int, rounds: int
+) -> Row:
+    stores = _reserve(tier, objects)
+    loads = _acquire(tier, stores)
+    places = model.placements(objects, num_blocks)
+    steps = [slice(start, start + at_once) for start in range(0, len(objects), at_once)]
+    num_bytes = sum(planned.num_bytes for planned in objects)
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+    pieces = list(zip(target.chunk(len(steps)), source.chunk(len(steps)), strict=True))
+
+    def memcpy() -> None:
+        for to, come_from in pieces:
+            to.copy_(come_from)
+
+    def store() -> None:
+        for step in steps:
+            driver.store(stores[step], places[step])
+
+    def load() -> None:
+        for step in steps:
+            driver.load(loads[step], places[step])
+
+    reference = Subject("memcpy", num_bytes, memcpy)
+    subjects = [Subject("store", num_bytes, store), Subject("load", num_bytes, load)]
+    take_turns([reference, *subjects], rounds, time.thread_time)
+    tier.release([planned.object_id for planned in objects])
+    for planned in objects:
+        tier.drop(planned.object_id)
+    return Row.of(what, subjects, [reference, reference])
+
+
+def bench_disk(directory: Path, total_bytes: int, rounds: int) -> tuple[list[Row], bool]:
+    """Both rows, and whether the directory takes O_DIRECT. Every round stores under new names."""
+    geometry = model.geometry(_DISK_TARGET_BYTES)
+    planner = HybridOffloadPlanner(geometry)
+    num_blocks = max(model.STATE_GROUPS, -(-total_bytes // (model.BLOCK_TOKENS * model.TOKEN_BYTES)))
+    transfer = CpuTransfer(model.kv_cache(num_blocks))
+    settings = DiskTierSettings(root=str(directory / "tier"), capacity_bytes=64 * GIB, min_free_bytes=0)
+    namespace = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
+    largest = max(geometry.max_snapshot_bytes, geometry.chunk_bytes(geometry.full[0]))
+    unit_bytes = unit_size(geometry.chunk_bytes(geometry.full[0]))
+    tier = DiskTier(settings, namespace, 1, largest)
+    worker = DiskTierWorker(settings, namespace, 0, 1, unit_bytes, largest)
+    driver = Driver(transfer, worker)
+    direct = takes_direct_io(Device(), str(directory))
+
+    def chunks(name: str) -> list[PlannedObject]:
+        keys = model.keys(num_blocks * model.BLOCK_TOKENS, name)
+        return planner.store_plan(keys, {}, num_blocks * model.BLOCK_TOKENS)
+
+    def snapshots(name: str) -> list[PlannedObject]:
+        keys = model.keys(num_blocks * model.BLOCK_TOKENS, name)
+        count = -(-total_bytes // geometry.snapshot_bytes(model.BLOCK_TOKENS))
+        return _snapshots(planner, keys, count)
+
+    try:
+        rows = []
+        for what, make in (
+            (f"chunks of {geometry.chunk_size} tokens, {geometry.chunk_bytes(geometry.full[0]) / 1e6:.1f} MB", chunks),
+            (f"snapshots of {geometry.snapshot_bytes(model.BLOCK_TOKENS) / 1e6:.0f} MB", snapshots),
+        ):
+            raw = RawFiles(directory, settings.write_threads, settings.read_threads, direct)
+            rows.append(_disk_row(what, make, tier, driver, num_blocks, raw, rounds))
+        return rows, direct
+    finally:
+        worker.close(settings.shutdown_timeout_s)
+        tier.close()
+
+
+def _disk_row(
+    what: str,
+    make: Callable[[str], list[PlannedObject]],
+    tier: Tier,
+    driver: Driver,
+    num_blocks: int,
+    raw: RawFiles,
+    rounds: int,
+) -> Row:
+    names = (f"{what} {number}" for number in itertools.count())
+    objects = make("")
+    places = model.placements(objects, num_blocks)
+    num_bytes = sum(planned.num_bytes for planned in objects)
+    stores: list[StoreTicket] = []
+    loads: list[LoadTicket] = []
+
+    def reserve() -> None:
+        objects[:] = make(next(names))
+        stores[:] = _reserve(tier, objects)
+
+    def acquire() -> None:
+        loads[:] = _acquire(tier, stores)
+
+    def remove() -> None:
+        tier.release([planned.object_id for planned in objects])
+        for planned in objects:
+            tier.drop(planned.object_id)
+
+    raw_write = Subject("raw write", num_bytes, lambda: raw.write(num_bytes))
+    raw_read = Subject("raw read", num_bytes, raw.read, clean_up=raw.remove)
+    store = Subject("store", num_bytes, lambda: driver.store(stores, places), prepare=reserve, clean_up=acquire)
+    load = Subject("load", num_bytes, lambda: driver.load(loads, places), clean_up=remove)
+    take_turns([raw_write, store, raw_read, load], rounds)
+    return Row.of(what, [store, load], [raw_write, raw_read])
+
+
+def _snapshots(planner: HybridOffloadPlanner, keys: list[bytes], count: int) -> list[PlannedObject]:
+    """At the ends of blocks, and without the chunks below them."""
+    boundaries = [(turn + 1) * model.BLOCK_TOKENS for turn in range(count)]
+    return [replace(planner.snapshot(keys, boundary), parents=()) for boundary in boundaries]
+
+
+def _reserve(tier: Tier, objects: Sequence[PlannedObject]) -> list[StoreTicket]:
+    """Tickets for all; waits until the tier has room. The CPU tier's may be used again and again."""
+    tickets = []
+    for planned in objects:
+        while (ticket := tier.reserve(planned)) is None:
+            tier.advance()
+            time.sleep(_POLL_S)
+        tickets.append(ticket)
+    return tickets
+
+
+def _acquire(tier: Tier, stores: Sequence[StoreTicket]) -> list[LoadTicket]:
+    """What a scheduler does once the objects are stored and a request wants them."""
+    for ticket in stores:
+        tier.commit(ticket.ticket)
+    planned = [
+        PlannedObject(ticket.object_id, ticket.parents, ticket.start_tokens, ticket.end_tokens, ticket.num_bytes)
+        for ticket in stores
+    ]
+    tickets = tier.acquire(planned)
+    if tickets is None:
+        raise RuntimeError("an object that was stored is gone")
+    return tickets
+
+
+class CountingView:
+    """Counts the planner's probes of an index."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self.num_probes = 0
+
+    def has(self, object_id: ObjectId) -> bool:
+        self.num_probes += 1
+        return self._index.has(object_id)
+
+    def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
+        self.num_probes += 1
+        return self._index.nearest_snapshot_chunk(object_id)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupRow:
+    """One line of the planner's table."""
+
+    num_chunks: int
+    snapshot: str
+    num_probes: int
+    microseconds: float
+    first_microseconds: float
+
+
+def bench_lookup(num_chunks: int, rounds: int) -> list[LookupRow]:
+    """A prompt of which a tier has every chunk; its snapshot is at the end, near the start, or was never stored."""
+    geometry = model.geometry()
+    planner = HybridOffloadPlanner(geometry)
+    num_tokens = num_chunks * geometry.chunk_size
+    keys = model.keys(num_tokens, "lookup")
+    chunks = planner.store_plan(keys, {}, num_tokens)
+    rows = []
+    for where, boundary in (("at the end", num_tokens), ("near the start", geometry.chunk_size), ("nowhere", 0)):
+        index = PrefixIndex(capacity_bytes=None)
+        for ticket, planned in enumerate(chunks):
+            index.reserve(planned, ticket)
+            index.commit(ticket)
+            if planned.end_tokens == boundary:
+                index.reserve(planner.snapshot(keys, boundary), len(chunks))
+                index.commit(len(chunks))
+        view = CountingView(index)
+        seconds = []
+        for _ in range(rounds):
+            view.num_probes = 0
+            start = time.thread_time()
+            found = planner.lookup(keys, num_tokens + 1, 0, view)
+            seconds.append(time.thread_time() - start)
+            if found.restore_point != boundary:
+                raise RuntimeError(f"the lookup found {found.restore_point} and not {boundary}")
+        usual = statistics.median(seconds[1:]) * 1e6
+        rows.append(LookupRow(num_chunks, where, view.num_probes, usual, seconds[0] * 1e6))
+    return rows
+
+
+def _bandwidth_table(rows: Sequence[Row], reference: str) -> str:
+    columns = ("what", "store GB/s", f"of {reference}", "load GB/s", f"of {reference}")
+    return table(
+        columns,
+        (
+            (
+                row.what,
+                f"{row.store_gb_per_s:.2f}",
+                f"{row.store_share:.2f}",
+                f"{row.load_gb_per_s:.2f}",
+                f"{row.load_share:.2f}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def _lookup_table(rows: Sequence[LookupRow]) -> str:
+    columns = ("chunks", "snapshot", "probes", "microseconds", "the first time")
+    return table(
+        columns,
+        (
+            (
+                f"{row.num_chunks:,}",
+                row.snapshot,
+                row.num_probes,
+                f"{row.microseconds:.0f}",
+                f"{row.first_microseconds:.0f}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.tiers",
+        description="Measures the CPU tier beside memcpy, the disk tier beside raw files, and lookups.",
+    )
+    parser.add_argument("--quick", action="store_true", help="less data, fewer rounds: seconds instead of minutes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--directory", type=Path, default=Path(".benchmarks"), help="on the disk to measure (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    blocks, total_bytes, rounds = (2, 130_000_000, 3) if options.quick else (12, 500_000_000, 9)
+
+    cpu = bench_cpu(blocks, rounds)
+    print(f"CPU tier, one thread, {rounds} rounds\n\n{_bandwidth_table(cpu, 'memcpy')}\n", flush=True)
+    options.directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tiers-", dir=options.directory) as made:
+        disk, direct = bench_disk(Path(made), total_bytes, rounds)
+    kind = "O_DIRECT" if direct else "no O_DIRECT here: through the page cache on both sides"
+    print(f"Disk tier, {kind}, {rounds} rounds\n\n{_bandwidth_table(disk, 'raw')}\n", flush=True)
+    lookups = [row for count in (1_000, 10_000, 100_000) for row in bench_lookup(count, 101)]
+    print(f"Lookups of a prompt whose chunks are all there\n\n{_lookup_table(lookups)}")
+
+    if options.json:
+        found = {"cpu": cpu, "disk": disk, "lookup": lookups}
+        figures: dict[str, Any] = {name: [asdict(row) for row in rows] for name, rows in found.items()}
+        figures |= {"quick": options.quick, "o_direct": direct, "machine": platform.platform(), "cores": os.cpu_count()}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CpuTransfer moves the bytes that a naive loop moves, and no other, whatever the layout."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.transfer import naive
+from tests.transfer.naive import NUM_BLOCKS, Case, cases
+from vllm_overlay.tiers.memory import HostBuffer, HostPool, units_needed
+from vllm_overlay.transfer import kernels
+from vllm_overlay.transfer.base import Placement, Span
+from vllm_overlay.transfer.cpu import CpuTransfer, GroupTensors
+from vllm_overlay.transfer.layout import known_page_maps
+
+LAYOUTS = ["column_keys", "row_keys", "token_major", "amx_tiles"]
+
+
+@st.composite
+def spans(draw: st.DrawFn, case: Case) -> Span:
+    """Any tokens of any block, cut at the case's unit."""
+    start = draw(st.integers(0, case.block_size // case.unit - 1))
+    end = draw(st.integers(start + 1, case.block_size // case.unit))
+    return Span(0, draw(st.integers(0, NUM_BLOCKS - 1)), start * case.unit, (end - start) * case.unit)
+
+
+def orders(count: int) -> st.SearchStrategy[list[int]]:
+    """A pool's units as an allocator may hand them out: upwards, downwards, in any order."""
+    up = list(range(count))
+    shuffled = st.integers(0, 1 << 32).map(lambda seed: random.Random(seed).sample(up, count))
+    return st.sampled_from([up, up[::-1]]) | shuffled
+
+
+@st.composite
+def chunks(draw: st.DrawFn, case: Case) -> tuple[list[Placement], list[HostBuffer], HostPool]:
+    """Different chunks, in runs or in any order, in units that follow each other or do not."""
+    divisors = [n for n in range(case.unit, case.block_size + 1, case.unit) if case.block_size % n == 0]
+    size = draw(st.sampled_from(divisors))
+    places = [(block, at) for block in range(NUM_BLOCKS) for at in range(0, case.block_size, size)]
+    if draw(st.booleans()):
+        places = draw(st.permutations(places))
+    places = places[: draw(st.integers(1, len(places)))]
+    num_bytes = size * case.attention.token_bytes
+    pool = naive.random_pool(2 * len(places), num_bytes + draw(st.sampled_from([0, 4, 4096])), seed=1)
+    units = draw(orders(pool.num_units))
+    placements = [Placement(spans=(Span(0, block, at, size),)) for block, at in places]
+    return placements, [pool.buffer([units[n]], num_bytes) for n in range(len(places))], pool
+
+
+@st.composite
+def objects(draw: st.DrawFn, case: Case) -> tuple[Placement, HostBuffer, HostPool]:
+    """Pages, spans or both, over several units in any order."""
+    pages = draw(st.lists(st.tuples(st.sampled_from([0, 1]), st.integers(0, NUM_BLOCKS - 1)), max_size=3, unique=True))
+    in_pages = {block for group_id, block in pages if group_id == 0}
+    tails = draw(st.lists(spans(case), min_size=0 if pages else 1, max_size=2, unique_by=lambda span: span.block_id))
+    placement = Placement(tuple(pages), tuple(span for span in tails if span.block_id not in in_pages))
+    num_bytes = max(1, naive.num_bytes_of(case.groups, placement))
+    unit_bytes = draw(st.sampled_from([64, 1000, 4096, num_bytes]))
+    needed = units_needed(num_bytes, unit_bytes)
+    pool = naive.random_pool(needed + 3, unit_bytes, seed=2)
+    return placement, pool.buffer(draw(orders(pool.num_units))[:needed], num_bytes), pool
+
+
+def check_gather(case: Case, placements: list[Placement], buffers: list[HostBuffer], pool: HostPool) -> None:
+    naive.randomize(case.groups, seed=3)
+    before = naive.snapshot_of(case.groups)
+    expected = pool.array.copy()
+    for placement, buffer in zip(placements, buffers, strict=True):
+        data = naive.gathered(case.groups, placement)
+        for place, unit in enumerate(buffer.units):
+            part = data[place * pool.unit_bytes :][: pool.unit_bytes]
+            expected[unit, : part.size] = part
+    CpuTransfer(case.groups).gather(placements, buffers)
+    assert (pool.array == expected).all()
+    assert all((a == b).all() for a, b in zip(before, naive.snapshot_of(case.groups), strict=True))
+
+
+def check_scatter(case: Case, placements: list[Placement], buffers: list[HostBuffer], pool: HostPool) -> None:
+    naive.randomize(case.groups, seed=4)
+    for placement, buffer in zip(placements, buffers, strict=True):
+        naive.scatter(case.groups, placement, naive.bytes_of(buffer))
+    expected = naive.snapshot_of(case.groups)
+    naive.randomize(case.groups, seed=4)
+    before = pool.array.copy()
+    CpuTransfer(case.groups).scatter(placements, buffers)
+    assert all((a == b).all() for a, b in zip(expected, naive.snapshot_of(case.groups), strict=True))
+    assert (pool.array == before).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_chunks_go_to_the_host_in_the_canonical_order(layout: str, data: st.DataObject) -> None:
+    case = data.draw(cases(layout))
+    check_gather(case, *data.draw(chunks(case)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_chunks_come_back_to_their_tokens_alone(layout: str, data: st.DataObject) -> None:
+    case = data.draw(cases(layout))
+    check_scatter(case, *data.draw(chunks(case)))
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_objects_of_pages_and_spans_go_to_the_host(data: st.DataObject) -> None:
+    case = data.draw(cases())
+    placement, buffer, pool = data.draw(objects(case))
+    check_gather(case, [placement], [buffer], pool)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_objects_of_pages_and_spans_come_back(data: st.DataObject) -> None:
+    case = data.draw(cases())
+    placement, buffer, pool = data.draw(objects(case))
+    check_scatter(case, [placement], [buffer], pool)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_zero_clears_a_span_and_nothing_else(data: st.DataObject) -> None:
+    case = data.draw(cases())
+    cleared = data.draw(st.lists(spans(case), max_size=3))
+    naive.randomize(case.groups, seed=5)
+    for span in cleared:
+        for memory, indices in naive.pieces(case.groups, Placement(spans=(span,))):
+            memory[indices] = 0
+    expected = naive.snapshot_of(case.groups)
+    naive.randomize(case.groups, seed=5)
+    CpuTransfer(case.groups).zero(cleared)
+    assert all((a == b).all() for a, b in zip(expected, naive.snapshot_of(case.groups), strict=True))
+
+
+def real_case(padding: int) -> Case:
+    """Qwen3.5-35B-A3B's attention but for the number of layers."""
+    layers = tuple(naive.padded((2, 1056, 512), torch.bfloat16, padding) for _ in range(2))
+    page_map = known_page_maps(1056, 256)[0]
+    return Case({0: GroupTensors(layers, page_map), 1: GroupTensors(layers)}, 48, 1056)
+
+
+@pytest.mark.parametrize("padding", [0, 32, 8])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_real_geometry_is_moved_bit_for_bit(padding: int, first: int) -> None:
+    case = real_case(padding)
+    placements = [Placement(spans=(Span(0, block, at * 48, 48),)) for block in (2, 0) for at in range(first, 22)]
+    num_bytes = 48 * case.attention.token_bytes
+    pool = naive.random_pool(len(placements), num_bytes, seed=6)
+    buffers = [pool.buffer([unit], num_bytes) for unit in range(len(placements))]
+    check_gather(case, placements, buffers, pool)
+    check_scatter(case, placements, buffers, pool)
+
+
+@pytest.mark.parametrize("units", [range(22), range(21, -1, -1), [n * 7 % 22 for n in range(22)]])
+def test_units_need_not_follow_each_other(units: Sequence[int]) -> None:
+    case = real_case(0)
+    placements = [Placement(spans=(Span(0, 1, at * 48, 48),)) for at in range(22)]
+    pool = naive.random_pool(22, 48 * case.attention.token_bytes, seed=7)
+    buffers = [pool.buffer([unit], pool.unit_bytes) for unit in units]
+    check_gather(case, placements, buffers, pool)
+    check_scatter(case, placements, buffers, pool)
+
+
+def test_everything_is_compiled_by_construction(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = (kernels.copy_rows, kernels.gather_columns, kernels.scatter_columns, kernels.copy_bytes)
+    kernels.prepare()
+    test_a_real_geometry_is_moved_bit_for_bit(padding=0, first=0)
+    test_a_snapshot_with_a_tail_is_moved_bit_for_bit()
+    assert [len(function.signatures) for function in compiled] == [1, 1, 1, 1]
+    calls: list[bool] = []
+    monkeypatch.setattr(kernels, "prepare", lambda: calls.append(True))
+    CpuTransfer({})
+    assert calls
+
+
+def test_a_snapshot_with_a_tail_is_moved_bit_for_bit() -> None:
+    case = real_case(0)
+    placement = Placement(((1, 0), (1, 2)), (Span(0, 1, 96, 48),))
+    num_bytes = naive.num_bytes_of(case.groups, placement)
+    pool = naive.random_pool(units_needed(num_bytes, 1 << 20) + 1, 1 << 20, seed=8)
+    buffer = pool.buffer([*range(2, pool.num_units), 0], num_bytes)
+    check_gather(case, [placement], [buffer], pool)
+    check_scatter(case, [placement], [buffer], pool)
+
+
+def test_a_placement_shorter_than_its_buffer_is_refused() -> None:
+    case = real_case(0)
+    placement = Placement(((1, 0),), (Span(0, 1, 0, 48),))
+    num_bytes = naive.num_bytes_of(case.groups, placement)
+    pool = HostPool(2, num_bytes)
+    buffer = pool.buffer([0, 1], num_bytes + 1)
+    transfer = CpuTransfer(case.groups)
+    with pytest.raises(ValueError, match="shorter than its buffer"):
+        transfer.gather([placement], [buffer])
+    with pytest.raises(ValueError, match="shorter than its buffer"):
+        transfer.scatter([placement], [buffer])
