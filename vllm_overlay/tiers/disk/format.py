@@ -38,9 +38,14 @@ def file_bytes(payload_bytes: int) -> int:
     return HEADER_BYTES + padded_bytes(payload_bytes)
 
 
+def new_digest() -> xxhash.xxh3_128:
+    """To be fed piece by piece: XXH3-128, big-endian as XXH prints it."""
+    return xxhash.xxh3_128()
+
+
 def checksum_of(segments: Iterable[memoryview | bytes]) -> bytes:
-    """XXH3-128 of the segments one after the other, big-endian as XXH prints it."""
-    digest = xxhash.xxh3_128()
+    """The checksum of the segments one after the other."""
+    digest = new_digest()
     for segment in segments:
         digest.update(segment)
     return digest.digest()

@@ -8,6 +8,7 @@ all leases never exceeds the capacity, whichever process dies when; temporaries 
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import struct
@@ -53,6 +54,11 @@ class LedgerState:
         magic, file_bytes, *leases = _STATE.unpack(body)
         return cls(None if file_bytes < 0 else file_bytes, leases) if magic == _MAGIC else cls()
 
+    @staticmethod
+    def is_whole(raw: bytes) -> bool:
+        """Whether ``raw`` is what ``encode`` makes."""
+        return LedgerState.decode(raw).encode() == raw
+
     def forget_file(self, num_bytes: int) -> None:
         if self.file_bytes is not None:
             self.file_bytes = max(0, self.file_bytes - num_bytes)
@@ -95,6 +101,16 @@ class Ledger:
                 after = state.encode()
                 if after != before:
                     os.pwrite(fd, after, 0)
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def locked_for_reading(self) -> Iterator[bytes]:
+        """The ledger's bytes, for a tool that changes nothing; raises OSError, FileNotFoundError when there is none."""
+        fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            yield os.pread(fd, _STATE.size + _CHECKSUM_BYTES + 1, 0)
         finally:
             os.close(fd)
 

@@ -35,3 +35,18 @@ def try_lock(path: str) -> int | None:
         os.close(fd)
         raise
     return fd
+
+
+def is_held(path: str) -> bool:
+    """Whether anybody holds a lock on ``path``. Creates nothing: a file that is not there holds none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -6,13 +6,12 @@ import logging
 import os
 from collections.abc import Iterable
 
-from vllm_overlay.tiers.disk.io import Device, is_temporary, make_directory, remove_quietly
+from vllm_overlay.tiers.disk.io import Device, make_directory, remove_quietly
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.locks import lock, try_lock
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.scan import FoundFile, namespaces_under, scan_namespace
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE, DiskNamespace
+from vllm_overlay.tiers.disk.scan import namespaces_under, scan_objects
 
-_LOCK = "in-use"
 logger = logging.getLogger(__name__)
 
 
@@ -36,7 +35,7 @@ class Neighbours:
         for fingerprint in self._own:
             directory = os.path.join(self._root, fingerprint)
             make_directory(self._device, directory)
-            self._held.append(lock(os.path.join(directory, _LOCK), shared=True))
+            self._held.append(lock(os.path.join(directory, IN_USE), shared=True))
 
     def release_own(self) -> None:
         while self._held:
@@ -50,7 +49,7 @@ class Neighbours:
         with contextlib.ExitStack() as locks:
             idle = []
             for fingerprint in self._others():
-                if (fd := try_lock(os.path.join(self._root, fingerprint, _LOCK))) is not None:
+                if (fd := try_lock(os.path.join(self._root, fingerprint, IN_USE))) is not None:
                     locks.callback(os.close, fd)
                     idle.append(fingerprint)
             removed = self._remove_oldest(idle, num_bytes)
@@ -64,7 +63,7 @@ class Neighbours:
         return self._remove_oldest(self._others(), num_bytes)
 
     def _remove_oldest(self, fingerprints: Iterable[str], num_bytes: int) -> int:
-        files = [file for fingerprint in fingerprints for file in self._objects(fingerprint)]
+        files = [file for fingerprint in fingerprints for file in scan_objects(self._root, fingerprint)]
         paths: list[str] = []
         for file in sorted(files, key=lambda file: file.mtime):
             if num_bytes <= 0:
@@ -76,9 +75,6 @@ class Neighbours:
             logger.info("disk tier: removed %d bytes of other namespaces under %s", removed, self._root)
         return removed
 
-    def _objects(self, fingerprint: str) -> list[FoundFile]:
-        return [file for file in scan_namespace(self._root, fingerprint) if not is_temporary(file.name)]
-
     def _remove_directory(self, fingerprint: str) -> None:
         """Called when it holds no object and its lock is ours; stays when a file of somebody's is in it."""
         top = os.path.join(self._root, fingerprint)
@@ -86,7 +82,7 @@ class Neighbours:
             for name in os.listdir(top):
                 with contextlib.suppress(OSError):
                     os.rmdir(os.path.join(top, name))
-            if set(os.listdir(top)) <= {_LOCK, "namespace.json"}:
-                remove_quietly(self._device, os.path.join(top, "namespace.json"))
-                remove_quietly(self._device, os.path.join(top, _LOCK))
+            if set(os.listdir(top)) <= {IN_USE, DESCRIPTION}:
+                remove_quietly(self._device, os.path.join(top, DESCRIPTION))
+                remove_quietly(self._device, os.path.join(top, IN_USE))
                 os.rmdir(top)

@@ -12,7 +12,7 @@ from vllm_overlay.tiers.disk.io import Device, is_temporary, remove_quietly, wri
 from vllm_overlay.tiers.disk.namespace import FINGERPRINT
 
 ORPHAN_AGE_S = 3600.0
-_FAN_OUT = re.compile(r"[0-9a-f]{2}")
+FAN_OUT = re.compile(r"[0-9a-f]{2}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +26,22 @@ class FoundFile:
 
 
 def namespaces_under(root: str) -> list[str]:
-    """The fingerprints that have a directory."""
-    with contextlib.suppress(OSError):
-        return sorted(name for name in os.listdir(root) if FINGERPRINT.fullmatch(name))
-    return []
+    """The fingerprints that have a directory; a link to one is not followed."""
+    entries = (entry for entry in _entries(root) if FINGERPRINT.fullmatch(entry.name))
+    return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def scan_namespace(root: str, fingerprint: str) -> Iterator[FoundFile]:
     """Everything but directories in ``<root>/<fingerprint>/<aa>``. What vanishes or cannot be read is left out."""
     top = os.path.join(root, fingerprint)
     for fan_out in _entries(top):
-        if _FAN_OUT.fullmatch(fan_out.name) and fan_out.is_dir(follow_symlinks=False):
+        if FAN_OUT.fullmatch(fan_out.name) and fan_out.is_dir(follow_symlinks=False):
             yield from scan_directory(fan_out.path)
+
+
+def scan_objects(root: str, fingerprint: str) -> Iterator[FoundFile]:
+    """The same without temporaries: what the ledger counts."""
+    return (file for file in scan_namespace(root, fingerprint) if not is_temporary(file.name))
 
 
 def scan_directory(path: str) -> Iterator[FoundFile]:
@@ -53,7 +57,7 @@ def _entries(path: str) -> Iterator[os.DirEntry[str]]:
         yield from entries
 
 
-def _is_orphan(file: FoundFile) -> bool:
+def is_orphan(file: FoundFile) -> bool:
     """A temporary that nobody will rename any more."""
     return time.time() - file.mtime > ORPHAN_AGE_S or not writer_is_alive(file.name)
 
@@ -65,7 +69,7 @@ def count_files(root: str, device: Device) -> int:
         for file in scan_namespace(root, fingerprint):
             if not is_temporary(file.name):
                 num_bytes += file.num_bytes
-            elif _is_orphan(file):
+            elif is_orphan(file):
                 remove_quietly(device, file.path)
     return num_bytes
 
@@ -74,5 +78,5 @@ def sweep_temporaries(root: str, device: Device) -> None:
     """Remove orphan temporaries of the root and of the namespaces' own directories."""
     for directory in (root, *(os.path.join(root, name) for name in namespaces_under(root))):
         for file in scan_directory(directory):
-            if is_temporary(file.name) and _is_orphan(file):
+            if is_temporary(file.name) and is_orphan(file):
                 remove_quietly(device, file.path)

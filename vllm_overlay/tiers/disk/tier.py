@@ -21,7 +21,7 @@ from vllm_overlay.tiers.disk.io import (
     write_all,
 )
 from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger
-from vllm_overlay.tiers.disk.namespace import DiskNamespace, check_object_id
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, DiskNamespace, check_object_id
 from vllm_overlay.tiers.disk.reclaim import Janitor, Limits
 from vllm_overlay.tiers.disk.recover import Recovery
 from vllm_overlay.tiers.index import Entry, PrefixIndex
@@ -188,10 +188,15 @@ def _has_a_name(planned: PlannedObject) -> bool:
 
 
 def _describe(device: Device, root: str, namespace: DiskNamespace, fingerprint: str) -> None:
-    """Write ``namespace.json``: for people only, nothing reads it."""
+    """Write ``namespace.json``: for people and tools, what serves does not read it."""
     directory = os.path.join(root, fingerprint)
     temporary = os.path.join(directory, temporary_name())
-    words = {"fingerprint": fingerprint, "description": namespace.description}
+    words = {
+        "fingerprint": fingerprint,
+        "attention": namespace.attention,
+        "snapshot": namespace.snapshot,
+        "description": namespace.description,
+    }
     try:
         make_directory(device, directory)
         fd = device.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -199,7 +204,7 @@ def _describe(device: Device, root: str, namespace: DiskNamespace, fingerprint: 
             write_all(device, fd, [memoryview(json.dumps(words, indent=2, default=str).encode())])
         finally:
             device.close(fd)
-        device.rename(temporary, os.path.join(directory, "namespace.json"))
+        device.rename(temporary, os.path.join(directory, DESCRIPTION))
     except OSError as error:
         remove_quietly(device, temporary)
         logger.warning("disk tier: %s has no namespace.json: %s", directory, error)
