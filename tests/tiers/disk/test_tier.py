@@ -197,6 +197,7 @@ def test_clear_removes_this_namespace_and_no_other(tmp_path):
 def test_clear_right_after_start_removes_what_was_not_yet_recovered(tmp_path):
     with engine(tmp_path / "root") as made:
         made.store(chain("p", 3))
+    time.sleep(0.1)
     with engine(tmp_path / "root") as again:
         again.tier.clear()
         again.recovered()
