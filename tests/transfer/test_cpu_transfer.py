@@ -200,3 +200,36 @@ def test_a_placement_shorter_than_its_buffer_is_refused() -> None:
         transfer.gather([placement], [buffer])
     with pytest.raises(ValueError, match="shorter than its buffer"):
         transfer.scatter([placement], [buffer])
+
+
+def test_a_placement_longer_than_its_buffer_is_refused() -> None:
+    case = real_case(0)
+    pool = HostPool(2, 4096)
+    transfer = CpuTransfer(case.groups)
+    for placement in (Placement(((1, 0),)), Placement(spans=(Span(0, 1, 0, 48), Span(0, 2, 0, 48)))):
+        with pytest.raises(ValueError, match="longer than its buffer"):
+            transfer.gather([placement], [pool.buffer([0, 1], 8000)])
+        with pytest.raises(ValueError, match="longer than its buffer"):
+            transfer.scatter([placement], [pool.buffer([0, 1], 8000)])
+
+
+@pytest.mark.parametrize(
+    "span", [Span(0, NUM_BLOCKS, 0, 48), Span(0, -1, 0, 48), Span(0, 0, 1056, 48), Span(0, 0, -48, 48)]
+)
+def test_tokens_that_are_not_there_are_refused(span: Span) -> None:
+    case = real_case(0)
+    num_bytes = 48 * case.attention.token_bytes
+    buffer = HostPool(1, num_bytes).buffer([0], num_bytes)
+    transfer = CpuTransfer(case.groups)
+    with pytest.raises(IndexError, match="blocks of 1056 tokens"):
+        transfer.gather([Placement(spans=(span,))], [buffer])
+    with pytest.raises(IndexError, match="blocks of 1056 tokens"):
+        transfer.scatter([Placement(spans=(span,))], [buffer])
+
+
+@pytest.mark.parametrize(("unit", "missing_bytes"), [(1, 0), (-1, 0), (0, 1)])
+def test_a_chunk_that_is_not_in_the_pool_is_refused(unit: int, missing_bytes: int) -> None:
+    case = real_case(0)
+    pool = HostPool(1, 48 * case.attention.token_bytes - missing_bytes)
+    with pytest.raises(IndexError, match="are not in a pool"):
+        CpuTransfer(case.groups).gather([Placement(spans=(Span(0, 0, 0, 48),))], [pool.buffer([unit], pool.unit_bytes)])

@@ -49,6 +49,7 @@ class CpuTransfer(KVTransfer):
     def __init__(self, groups: Mapping[int, GroupTensors]) -> None:
         kernels.prepare()
         self._groups = groups
+        self._scratch: Bytes = np.empty(0, dtype=np.uint8)
         self._halves = {
             group_id: (_Half(group.layers, group.page_map.keys, 0), _Half(group.layers, group.page_map.values, 1))
             for group_id, group in groups.items()
@@ -83,12 +84,10 @@ class CpuTransfer(KVTransfer):
         stream = _Stream(buffer)
         for row in self._raw_rows(placement):
             stream.write(row)
-        for span, layer, num_bytes in self._span_layers(placement):
-            in_place = stream.take(num_bytes)
-            data = np.empty(num_bytes, dtype=np.uint8) if in_place is None else in_place
+        for span, layers, data, in_place in self._slabs(placement, stream):
             for half in self._halves[span.group_id]:
-                half.copy(_Run(span, data[None], [0]), range(layer, layer + 1), to_host=True)
-            if in_place is None:
+                half.copy(_Run(span, data[None], [0]), layers, to_host=True)
+            if not in_place:
                 stream.write(data)
         stream.check_end()
 
@@ -96,14 +95,18 @@ class CpuTransfer(KVTransfer):
         stream = _Stream(buffer)
         for row in self._raw_rows(placement):
             stream.read(row)
-        for span, layer, num_bytes in self._span_layers(placement):
-            data = stream.take(num_bytes)
-            if data is None:
-                data = np.empty(num_bytes, dtype=np.uint8)
+        for span, layers, data, in_place in self._slabs(placement, stream):
+            if not in_place:
                 stream.read(data)
             for half in self._halves[span.group_id]:
-                half.copy(_Run(span, data[None], [0]), range(layer, layer + 1), to_host=False)
+                half.copy(_Run(span, data[None], [0]), layers, to_host=False)
         stream.check_end()
+
+    def _scratch_of(self, num_bytes: int) -> Bytes:
+        """For one layer of a span that lies in several pieces; the same warm memory each time."""
+        if self._scratch.size < num_bytes:
+            self._scratch = np.empty(num_bytes, dtype=np.uint8)
+        return self._scratch[:num_bytes]
 
     def _raw_rows(self, placement: Placement) -> Iterator[Bytes]:
         """The placement's pages as bytes, layer by layer; padding between pages is left out."""
@@ -111,12 +114,20 @@ class CpuTransfer(KVTransfer):
             for layer in self._groups[group_id].layers:
                 yield layer[block_id].view(-1).view(torch.uint8).numpy()
 
-    def _span_layers(self, placement: Placement) -> Iterator[tuple[Span, int, int]]:
-        """The placement's spans layer by layer, with each layer's bytes."""
+    def _slabs(self, placement: Placement, stream: "_Stream") -> Iterator[tuple[Span, range, Bytes, bool]]:
+        """The placement's spans, as many layers at once as lie in one piece, with their bytes: those of the buffer
+        (True), or for a layer that lies in several pieces others to copy from or to."""
         for span in placement.spans:
             group = self._groups[span.group_id]
-            for layer in range(len(group.layers)):
-                yield span, layer, span.num_tokens * group.token_bytes // len(group.layers)
+            num_layers = len(group.layers)
+            layer_bytes = span.num_tokens * group.token_bytes // num_layers
+            layer = 0
+            while layer < num_layers:
+                fit = min(num_layers - layer, stream.piece_bytes // layer_bytes)
+                data = stream.take(fit * layer_bytes) if fit else self._scratch_of(layer_bytes)
+                layers = range(layer, layer + max(fit, 1))
+                yield span, layers, data, fit > 0
+                layer = layers.stop
 
 
 class _Half:
@@ -146,12 +157,23 @@ class _Half:
     def copy(self, run: _Run, layers: range, *, to_host: bool) -> None:
         """Between these layers' pages and the run's rows, which have these layers alone."""
         span = run.span
+        self._check(run, len(layers))
         if self._has_rows:
             self._copy_rows(run, layers, to_host)
         elif self._has_columns and kernels.can_transpose(self._head_size, span.offset, span.num_tokens):
             self._copy_columns(run, layers, to_host)
         else:
             self._copy_strided(run, layers, to_host)
+
+    def _check(self, run: _Run, num_layers: int) -> None:
+        """Compiled copies would go on beyond the ends of a page or of the host's memory."""
+        num_blocks, groups, inner = self._views[0].shape[:3]
+        end = run.span.offset + len(run.units) * run.span.num_tokens
+        if not (0 <= run.span.block_id < num_blocks and 0 <= run.span.offset < end <= groups * inner):
+            raise IndexError(f"{run.span} and what follows it is not in {num_blocks} blocks of {groups * inner} tokens")
+        num_bytes = num_layers * 2 * run.span.num_tokens * self._num_heads * self._head_bytes
+        if not (0 <= min(run.units) <= max(run.units) < run.array.shape[0] and num_bytes <= run.array.shape[1]):
+            raise IndexError(f"{num_bytes} bytes in units {run.units} are not in a pool of shape {run.array.shape}")
 
     def _copy_rows(self, run: _Run, layers: range, to_host: bool) -> None:
         pages, rows, row_chunks, row_steps = self._addresses(run, layers)
@@ -252,11 +274,19 @@ class _Stream:
         self._index = 0
         self._offset = 0
 
-    def take(self, num_bytes: int) -> Bytes | None:
-        """The next bytes where they lie, when they lie in one piece."""
-        if self._index == len(self._segments) or self._segments[self._index].size - self._offset < num_bytes:
-            return None
-        return self._next(num_bytes)
+    @property
+    def piece_bytes(self) -> int:
+        """How many of the next bytes lie in one piece."""
+        return self._segments[self._index].size - self._offset if self._index < len(self._segments) else 0
+
+    def take(self, num_bytes: int) -> Bytes:
+        """The next ``num_bytes``, at most ``piece_bytes``, where they lie."""
+        piece = self._segments[self._index][self._offset : self._offset + num_bytes]
+        self._offset += num_bytes
+        if self._offset == self._segments[self._index].size:
+            self._index += 1
+            self._offset = 0
+        return piece
 
     def write(self, data: Bytes) -> None:
         for part, piece in self._pieces(data):
@@ -273,18 +303,11 @@ class _Stream:
     def _pieces(self, data: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
         start = 0
         while start < data.size:
-            piece = self._next(min(data.size - start, self._segments[self._index].size - self._offset))
+            if not self.piece_bytes:
+                raise ValueError("the object's placement is longer than its buffer")
+            piece = self.take(min(data.size - start, self.piece_bytes))
             yield data[start : start + piece.size], piece
             start += piece.size
-
-    def _next(self, count: int) -> Bytes:
-        segment = self._segments[self._index]
-        piece = segment[self._offset : self._offset + count]
-        self._offset += count
-        if self._offset == segment.size:
-            self._index += 1
-            self._offset = 0
-        return piece
 
 
 def _ranges(buffer: HostBuffer) -> list[tuple[int, int]]:

@@ -159,7 +159,7 @@ def gather_columns(pages, page_steps, rows, row_chunks, row_steps, counts, row_b
     """
     num_tokens, num_heads = counts
     dim_step, head_step = page_steps
-    ahead = LINE if len(row_chunks) > 1 else LINE * dim_step
+    ahead = LINE if len(row_chunks) * num_tokens > 2 * _LINE_ELEMENTS else LINE * dim_step
     for layer in range(len(pages)):
         for chunk in range(len(row_chunks)):
             for head in range(num_heads):
