@@ -103,7 +103,7 @@ def load_weight_of(extra_config: Mapping[str, Any], name: str) -> float:
 def tier_settings(extra_config: Mapping[str, Any]) -> CpuTierSettings | DiskTierSettings:
     """The checked settings of one HybridOffloadConnector; raises ConfigError."""
     tier = extra_config.get("tier")
-    if tier not in _BY_TIER:
+    if not isinstance(tier, str) or tier not in _BY_TIER:
         raise ConfigError(f'tier={tier!r} is not a tier: set kv_connector_extra_config.tier to "cpu" or "disk"')
     cls = _BY_TIER[tier]
     known = {field.name for field in msgspec.structs.fields(cls)}
