@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup, demo, test, lint, format, clean. Another Python: make setup PYTHON=python3.12
+# make setup, demo, test, test-crash, lint, format, clean. Another Python: make setup PYTHON=python3.12
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CODE := vllm_overlay tools tests bench hatch_build.py
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test test-crash lint format clean
 .DEFAULT_GOAL := setup
 
 setup:
@@ -18,6 +18,10 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-crash: setup
+	$(BIN)/python -m tests.tiers.disk.test_crash --kills 500 --seed 1
+	$(BIN)/python -m tests.tiers.disk.test_fuzz --mutations 10000 --seed 1
 
 lint: setup
 	$(BIN)/ruff format --check $(wildcard $(CODE))
