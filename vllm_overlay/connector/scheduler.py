@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm_overlay.connector.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.stats import OffloadStats
+from vllm_overlay.planner.coverage import LimitReason
 from vllm_overlay.planner.geometry import Geometry, Group
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner, Lookup
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MORE_IS_WANTED = (LimitReason.ATTENTION, LimitReason.STATE, LimitReason.WINDOW)
 BlockIds = Sequence[Sequence[int]]
 
 
@@ -93,6 +95,9 @@ class OffloadScheduler:
             return 0
         self._tier.advance()
         lookup = self._planner.lookup(request.block_hashes, request.num_tokens, num_local, self._tier.index)
+        if lookup.limited_by in _MORE_IS_WANTED:
+            known = max(num_local, lookup.restore_point)
+            self._tier.look_further(self._planner, request.block_hashes, request.num_tokens, known)
         self._stats.count("lookups")
         self._stats.count("queried_tokens", max(0, request.num_tokens - num_local))
         self._stats.count("lookup_limits", reason=str(lookup.limited_by))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.memory import HostBuffer
 
@@ -56,6 +57,14 @@ class Tier(ABC):
     @abstractmethod
     def advance(self) -> None:
         """Take in what background work has found or freed. Called before lookups and once a scheduler step."""
+
+    def look_further(  # noqa: B027
+        self, planner: HybridOffloadPlanner, keys: Sequence[bytes], num_tokens: int, num_known: int
+    ) -> None:
+        """A lookup of this prompt found no more than ``num_known`` tokens and wanted more.
+
+        A tier that others share may look, in the background, for what they have stored; a later lookup finds it.
+        """
 
     @abstractmethod
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:

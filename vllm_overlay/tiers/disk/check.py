@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId, PlannedObject
+from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId
 from vllm_overlay.tiers.disk.format import ObjectHeader
 from vllm_overlay.tiers.disk.io import DIRECTORY_MODE, FILE_MODE, Device, is_temporary
 from vllm_overlay.tiers.disk.ledger import Ledger, LedgerState
@@ -267,7 +267,7 @@ class Check:
                 by_object[parsed[0]][parsed[1]] = file, header
         for ranks in by_object.values():
             files = tuple(file for file, _ in ranks.values())
-            planned = {_planned(header) for _, header in ranks.values()}
+            planned = {header.planned for _, header in ranks.values()}
             worlds = {header.world_size for _, header in ranks.values()}
             if len(planned) == 1 and len(worlds) == 1 and len(ranks) == worlds.pop():
                 mtime = max(file.mtime for file in files)
@@ -359,10 +359,6 @@ class Check:
     def _reconcile(self) -> bool:
         self._ledger.reconcile(lambda: count_files(self._root, self._device))
         return True
-
-
-def _planned(header: ObjectHeader) -> PlannedObject:
-    return PlannedObject(header.object_id, header.parents, header.start_tokens, header.end_tokens, header.payload_bytes)
 
 
 def _type(state: os.stat_result) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.namespace import check_object_id
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
@@ -79,6 +79,11 @@ class ObjectHeader:
     @property
     def identity(self) -> Identity:
         return Identity(self.fingerprint, self.object_id, self.rank, self.world_size, self.payload_bytes)
+
+    @property
+    def planned(self) -> PlannedObject:
+        """The object as the index knows it."""
+        return PlannedObject(self.object_id, self.parents, self.start_tokens, self.end_tokens, self.payload_bytes)
 
     def encode(self) -> bytes:
         """The header page. Raises FormatError when a field is out of its range."""

@@ -168,16 +168,23 @@ class Recovery:
         return by_object, useless
 
     def _read(self, object_id: ObjectId, files: list[FoundFile]) -> FoundObject:
-        """Raises BadObject unless every rank has a sound file and all say the same."""
-        paths = [self._namespace.path_of(self._root, object_id, rank) for rank in range(self._world_size)]
-        planned = [self._planned(object_id, rank, path) for rank, path in enumerate(paths)]
-        if any(other != planned[0] for other in planned):
-            raise BadObject("header")
-        return FoundObject(planned[0], max(file.mtime for file in files), tuple(files))
+        planned = read_planned(self._device, self._root, self._namespace, self._world_size, object_id)
+        return FoundObject(planned, max(file.mtime for file in files), tuple(files))
 
-    def _planned(self, object_id: ObjectId, rank: int, path: str) -> PlannedObject:
-        header = read_header(self._device, path)
-        fingerprint = bytes.fromhex(self._namespace.fingerprint_of(object_id.kind))
-        if header.identity != Identity(fingerprint, object_id, rank, self._world_size, header.payload_bytes):
+
+def read_planned(
+    device: Device, root: str, namespace: DiskNamespace, world_size: int, object_id: ObjectId
+) -> PlannedObject:
+    """What the headers of an object say. Raises BadObject unless every rank has a sound file and all say the same."""
+    fingerprint = bytes.fromhex(namespace.fingerprint_of(object_id.kind))
+    found: PlannedObject | None = None
+    for rank in range(world_size):
+        header = read_header(device, namespace.path_of(root, object_id, rank))
+        if header.identity != Identity(fingerprint, object_id, rank, world_size, header.payload_bytes):
             raise BadObject("header")
-        return PlannedObject(object_id, header.parents, header.start_tokens, header.end_tokens, header.payload_bytes)
+        planned = header.planned
+        if found not in (None, planned):
+            raise BadObject("header")
+        found = planned
+    assert found is not None
+    return found

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from vllm_overlay.config import ConfigError, DiskTierSettings, parse_bytes
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, Tier, TierUsage
 from vllm_overlay.tiers.disk.format import MAX_PARENTS, file_bytes
 from vllm_overlay.tiers.disk.io import (
@@ -22,6 +23,7 @@ from vllm_overlay.tiers.disk.io import (
 )
 from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, DiskNamespace, check_object_id
+from vllm_overlay.tiers.disk.probe import Prober
 from vllm_overlay.tiers.disk.reclaim import Janitor, Limits
 from vllm_overlay.tiers.disk.recover import Recovery
 from vllm_overlay.tiers.index import Entry, PrefixIndex
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class DiskTier(Tier):
-    """See ``Tier``. Works from a lease of bytes and leaves everything that touches the disk to two threads.
+    """See ``Tier``. Works from a lease of bytes and leaves everything that touches the disk to three threads.
 
     ``max_object_bytes`` is the largest object in one rank. Raises ConfigError when the root or ``capacity_bytes``
     cannot work; construction is the only call that may wait for the disk.
@@ -62,6 +64,7 @@ class DiskTier(Tier):
         self._dropped = 0
         self._janitor = Janitor(root, namespace, world_size, self._limits, ledger, device)
         self._recovery = Recovery(root, namespace, world_size, self._janitor, device)
+        self._prober = Prober(root, namespace, world_size, device)
 
     def _limits_of(self, settings: DiskTierSettings, max_object_bytes: int) -> Limits:
         capacity = parse_bytes(settings.capacity_bytes, "capacity_bytes")
@@ -93,10 +96,23 @@ class DiskTier(Tier):
         found = self._recovery.take(_OBJECTS_A_SLICE)
         if found:
             self._forget(self.index.restore([self._charged(item) for item in found]))
+        self._take_in([item for item in self._prober.take(_OBJECTS_A_SLICE) if self._may_find(item.object_id)])
         if not self.is_recovering:
             self._janitor.report_own_bytes(self.index.used_bytes)
         if short_bytes := self._janitor.short_bytes:
             self._make_room(short_bytes)
+
+    def _may_find(self, object_id: ObjectId) -> bool:
+        return not self._janitor.is_removing(object_id)
+
+    def _take_in(self, found: Sequence[PlannedObject]) -> None:
+        """Other processes' objects: what cannot be reached from here is theirs to keep or remove."""
+        self.index.restore([self._charged(item) for item in found])
+
+    def look_further(
+        self, planner: HybridOffloadPlanner, keys: Sequence[bytes], num_tokens: int, num_known: int
+    ) -> None:
+        self._prober.ask(planner, keys, num_tokens, num_known)
 
     def _make_room(self, num_bytes: int) -> None:
         """Evict so much, least recently used leaves first; the bytes come into the lease once they are unlinked."""
@@ -157,9 +173,12 @@ class DiskTier(Tier):
     # Removal.
 
     def drop(self, object_id: ObjectId) -> None:
+        self._prober.shun(object_id)
         self._forget(self.index.drop(object_id))
 
     def clear(self) -> None:
+        """Also ends the search for what others store: after new weights in place it would be of the old ones."""
+        self._prober.stop()
         self._forget([self._charged(item) for item in self._recovery.forget()])
         self._forget(self.index.clear())
 
@@ -173,6 +192,7 @@ class DiskTier(Tier):
         )
 
     def close(self) -> None:
+        self._prober.close()
         self._recovery.close(_JOIN_S)
         self._janitor.close(_JOIN_S)
 
