@@ -71,6 +71,12 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
     min_free_bytes: Annotated[
         int | str, Meta(description="free space of the file system below which nothing is written")
     ] = "1 GiB"
+    max_write_bytes_per_s: Annotated[
+        int | str, Meta(description="what this engine, all ranks together, writes in a second; 0: no limit")
+    ] = 0
+    store_on_nth_use: Annotated[
+        int, Meta(description="an object is written when it could be stored for the n-th time; 1: at once", ge=1)
+    ] = 1
     staging_bytes: Annotated[int | str, Meta(description="host memory a rank between the KV cache and the disk")] = (
         "256 MiB"
     )
@@ -116,7 +122,7 @@ def tier_settings(extra_config: Mapping[str, Any]) -> CpuTierSettings | DiskTier
         raise ConfigError(f"{tier} tier: {error}") from error
     settings.name = settings.name or settings.tier
     for field in msgspec.structs.fields(cls):
-        if field.name.endswith("_bytes"):
+        if field.name.endswith(("_bytes", "_bytes_per_s")):
             setattr(settings, field.name, parse_bytes(getattr(settings, field.name), field.name))
     assert isinstance(settings, CpuTierSettings | DiskTierSettings)
     return settings

@@ -188,6 +188,9 @@ class OffloadScheduler:
             assert chunk.group_id is not None
             if chunk.group_id in stalled:
                 continue
+            if not self._tier.wants(chunk.object_id):
+                tracked.cursors[chunk.group_id] = chunk.end_tokens
+                continue
             job = self._reserve(tracked, chunk, block_ids)
             if job is not None:
                 jobs.append(job)
@@ -223,6 +226,8 @@ class OffloadScheduler:
             if set(states) != wanted or boundary > known or not self._geometry.is_restore_point(boundary):
                 continue
             snapshot = self._planner.snapshot(tracked.request.block_hashes, boundary)
+            if not self._tier.wants(snapshot.object_id):
+                continue
             job = self._reserve(tracked, snapshot, block_ids, states)
             if job is not None:
                 jobs.append(job)

@@ -66,6 +66,10 @@ class Tier(ABC):
         A tier that others share may look, in the background, for what they have stored; a later lookup finds it.
         """
 
+    def wants(self, object_id: ObjectId) -> bool:
+        """Whether to store an object that could be stored now. Called once for each request that could."""
+        return True
+
     @abstractmethod
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
         """Make room for one object and hand out its ticket.

@@ -610,7 +610,7 @@ def test_aborted_and_failed_stores_give_their_room_back(tmp_path):
     with engine(tmp_path / "root", device=device, capacity_bytes=8 * on_disk()) as made:
         made.recovered()
         device.faults["pwritev"] = errno.EIO
-        for turn in range(30):
+        for turn in range(15):
             assert made.outcome(chain(f"bad-{turn}", 1)[0]) == "io_error"
         device.faults.clear()
         made.store(chain("p", 3))

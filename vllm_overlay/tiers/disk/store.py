@@ -13,6 +13,7 @@ from functools import partial
 
 from vllm_overlay.config import DiskTierSettings, parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
+from vllm_overlay.tiers.disk.breaker import Breaker
 from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
 from vllm_overlay.tiers.disk.io import Device, open_root, remove_quietly, takes_direct_io, temporary_name
 from vllm_overlay.tiers.disk.ledger import Ledger, slot_of
@@ -25,6 +26,8 @@ from vllm_overlay.tiers.memory import PAGE_BYTES, HostBuffer
 
 MAX_PENDING_STORES = 256
 _JOIN_S = 1.0
+_FAULTS = frozenset({"io_error", "no_space", "error"})
+"""Reasons that speak of the disk, not of one object; many in a row open a breaker."""
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 
@@ -78,6 +81,8 @@ class DiskTierWorker(TierWorker):
         self._fetched: list[FetchResult] = []
         self._is_closing = False
         self._is_closed = False
+        self._write_breaker = Breaker("writes")
+        self._read_breaker = Breaker("reads")
         self._readers = Crew(f"disk-read-r{rank}", settings.read_threads)
         self._writers = Crew(f"disk-write-r{rank}", settings.write_threads)
 
@@ -113,6 +118,13 @@ class DiskTierWorker(TierWorker):
         """The reason why not, or an empty string."""
         if self._is_closed:
             return "closed"
+        if not self._write_breaker.allows():
+            return "breaker"
+        reason = self._write_or_reason(ticket, buffer)
+        self._write_breaker.report(reason in _FAULTS)
+        return reason
+
+    def _write_or_reason(self, ticket: StoreTicket, buffer: HostBuffer) -> str:
         try:
             return self._write(ticket, buffer)
         except OSError as error:
@@ -223,6 +235,13 @@ class DiskTierWorker(TierWorker):
         """The reason why not, or None. A file that does not verify is removed."""
         if not fetch.is_wanted or self._is_closed:
             return BadObject("closed", is_bad=False)
+        if not self._read_breaker.allows():
+            return BadObject("breaker", is_bad=False)
+        failure = self._read_or_reason(fetch, buffer)
+        self._read_breaker.report(failure is not None and failure.reason in _FAULTS)
+        return failure
+
+    def _read_or_reason(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
         try:
             object_id = fetch.ticket.object_id
             path = self._namespace.path_of(self._root, object_id, self._rank)

@@ -12,6 +12,7 @@ from vllm_overlay.config import ConfigError, DiskTierSettings, parse_bytes
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, Tier, TierUsage
+from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.format import MAX_PARENTS, file_bytes
 from vllm_overlay.tiers.disk.io import (
     Device,
@@ -52,6 +53,9 @@ class DiskTier(Tier):
         self.index = PrefixIndex(capacity_bytes=None)
         self._world_size = world_size
         self._limits = self._limits_of(settings, max_object_bytes)
+        rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
+        self._write_rate = WriteRate(rate, self._bytes_on_disk(max_object_bytes))
+        self._uses = UseCounter(settings.store_on_nth_use)
         root = os.path.abspath(settings.root)
         open_root(device, root)
         ledger = Ledger(root, device)
@@ -131,16 +135,21 @@ class DiskTier(Tier):
 
     # Stores.
 
+    def wants(self, object_id: ObjectId) -> bool:
+        return self._uses.is_due(object_id)
+
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
         if not _has_a_name(planned) or self._janitor.is_removing(planned.object_id):
             return None
         charged = self._charged(planned)
         if not self.index.may_reserve(charged):
             return None
-        slot = self._janitor.take(charged.num_bytes)
+        may_write = self._write_rate.allows(charged.num_bytes)
+        slot = self._janitor.take(charged.num_bytes) if may_write else None
         if slot is None:
             self._dropped += 1
             return None
+        self._write_rate.spend(charged.num_bytes)
         ticket = next(self._tickets) * NUM_SLOTS + slot
         self.index.reserve(charged, ticket)
         self._in_flight[ticket] = charged.num_bytes

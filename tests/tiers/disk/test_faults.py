@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Disks that fail for long, hang or vanish, and what spares them: each is a miss or a dropped store, and counted."""
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import time
+
+import pytest
+
+from tests.tiers.disk.engine import OBJECT, FailingDevice, chain, engine, object_files, on_disk, temporaries, until
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk import breaker
+from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
+from vllm_overlay.tiers.disk.breaker import Breaker
+from vllm_overlay.tiers.disk.io import Device
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+# The breaker.
+
+
+def fail(made: Breaker, count: int) -> None:
+    for _ in range(count):
+        assert made.allows()
+        made.report(True)
+
+
+def test_faults_in_a_row_open_it_and_a_success_in_between_starts_anew(clock):
+    made = Breaker("writes")
+    fail(made, breaker.FAULTS_TO_OPEN - 1)
+    made.report(False)
+    fail(made, breaker.FAULTS_TO_OPEN)
+    assert not made.allows()
+
+
+def test_one_attempt_a_pause_and_pauses_double_up_to_a_bound(clock):
+    made = Breaker("writes")
+    fail(made, breaker.FAULTS_TO_OPEN)
+    pauses = []
+    for _ in range(10):
+        began = clock[0]
+        while not made.allows():
+            clock[0] += 0.5
+        pauses.append(clock[0] - began)
+        assert not made.allows()
+        made.report(True)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+    clock[0] += 60
+    assert made.allows()
+    made.report(False)
+    assert made.allows() and made.allows()
+
+
+def test_late_faults_of_earlier_attempts_do_not_lengthen_the_pause(clock):
+    made = Breaker("writes")
+    for _ in range(2 * breaker.FAULTS_TO_OPEN):
+        made.report(True)
+    clock[0] += 2.0
+    assert made.allows()
+
+
+def test_a_failing_disk_is_left_alone_until_it_works(tmp_path, monkeypatch):
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.1)
+    device = FailingDevice()
+    with engine(tmp_path / "root", device=device) as made:
+        objects = chain("p", 3)
+        made.store(objects)
+        device.faults = {"pwritev": errno.EIO, "preadv": errno.EIO}
+        outcomes = [made.outcome(chain("q", 1)[0]) for _ in range(40)]
+        assert set(outcomes) == {"io_error", "breaker"}
+        assert outcomes[: breaker.FAULTS_TO_OPEN] == ["io_error"] * breaker.FAULTS_TO_OPEN
+        device.faults = {"open": errno.EMFILE}
+        reasons = [made.reasons(objects[:1])[0] for _ in range(40)]
+        assert set(reasons) == {"io_error", "breaker"}
+        assert all(made.path(planned).exists() for planned in objects)
+        device.faults = {}
+        until(lambda: made.reasons(objects) == [""] * 4)
+        until(lambda: made.outcome(chain("q", 1)[0]) == "")
+
+
+def test_bad_files_are_no_fault_of_the_disk(tmp_path):
+    with engine(tmp_path / "root") as made:
+        objects = chain("p", 20)
+        made.store(objects)
+        for planned in objects:
+            os.truncate(made.path(planned), 100)
+        assert made.reasons(objects) == ["size"] * 21
+        assert made.reasons(objects) == ["missing"] * 21
+
+
+# What spares the disk.
+
+
+def test_a_rate_lets_pass_so_many_bytes_a_second(clock):
+    rate = WriteRate(100, 30)
+    passed = 0
+    for _ in range(1000):
+        if rate.allows(30):
+            rate.spend(30)
+            passed += 30
+        clock[0] += 0.01
+    assert 1000 <= passed <= 1100
+    clock[0] += 1e6
+    assert rate.allows(100) and not rate.allows(101)
+    assert WriteRate(0, 1).allows(1 << 60)
+    assert WriteRate(1, 1000).allows(1000)
+
+
+def test_writes_stay_below_the_rate_and_go_on(tmp_path):
+    with engine(tmp_path / "root", max_write_bytes_per_s=4 * on_disk()) as made:
+        made.recovered()
+        until(lambda: made.tier._janitor._allowance.available)
+        outcomes = [made.try_store(planned) for planned in chain("p", 5)]
+        assert outcomes[:4] == [""] * 4
+        assert "no_room" in outcomes
+        made.store(chain("q", 1))
+
+
+def test_an_object_is_wanted_at_its_nth_use(monkeypatch):
+    monkeypatch.setattr("vllm_overlay.tiers.disk.admission._MAX_COUNTED", 2)
+    one, two, three = (ObjectId("f0", bytes([n])) for n in range(3))
+    counter = UseCounter(3)
+    assert [counter.is_due(one) for _ in range(4)] == [False, False, True, True]
+    assert not counter.is_due(two)
+    assert not counter.is_due(three)  # forgets the first
+    assert not counter.is_due(one)
+    assert UseCounter(1).is_due(two)
+
+
+def test_the_setting_reaches_the_tier(tmp_path):
+    with engine(tmp_path / "root", store_on_nth_use=2) as made:
+        wanted = chain("p", 1)[0].object_id
+        assert [made.tier.wants(wanted) for _ in range(3)] == [False, True, True]
+
+
+# Real faults and those of network file systems.
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.ETIMEDOUT, errno.EDQUOT, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("call", ["open", "pwritev", "rename"])
+def test_any_error_of_a_write_is_a_dropped_store(tmp_path, error, call):
+    device = FailingDevice()
+    with engine(tmp_path / "root", device=device) as made:
+        made.store(chain("before", 1))
+        device.faults[call] = error
+        assert made.outcome(chain("p", 1)[0]) == ("no_space" if error == errno.EDQUOT else "io_error")
+        device.faults.clear()
+        assert temporaries(made.root) == []
+        made.store(chain("p", 1))
+        assert made.reasons(chain("before", 1)) == ["", ""]
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
+def test_any_error_of_a_read_is_a_miss(tmp_path, error):
+    device = FailingDevice()
+    with engine(tmp_path / "root", device=device) as made:
+        made.store(chain("p", 2))
+        device.faults["preadv"] = error
+        assert made.reasons(chain("p", 2)[:1]) == ["io_error"]
+        device.faults.clear()
+        assert made.reasons(chain("p", 2)[1:]) == ["", ""]
+
+
+def test_without_file_descriptors_it_misses_and_keeps_every_object(tmp_path):
+    with engine(tmp_path / "root") as made:
+        made.store(chain("p", 2))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+        try:
+            assert made.reasons(chain("p", 2)) == ["io_error"] * 3
+            assert made.outcome(chain("q", 1)[0]) == "io_error"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert made.reasons(chain("p", 2)) == [""] * 3
+        made.store(chain("q", 1))
+
+
+def test_a_file_size_limit_is_a_dropped_store(tmp_path):
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with engine(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (OBJECT // 2, hard))
+        try:
+            assert made.outcome(chain("q", 1)[0]) == "io_error"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, previous)
+        assert temporaries(made.root) == []
+        made.store(chain("q", 1))
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_root_that_is_removed_or_replaced_is_used_again(tmp_path, is_replaced):
+    with engine(tmp_path / "root") as made:
+        objects = chain("p", 2)
+        made.store(objects)
+        shutil.rmtree(made.root)
+        if is_replaced:
+            made.root.mkdir(mode=0o700)
+        assert made.reasons(objects) == ["missing"] * 3
+        made.tier.drop(objects[0].object_id)
+        made.store_at_last(chain("q", 1)[0])
+        assert made.reasons(chain("q", 1)[:1]) == [""]
+        assert made.root.stat().st_mode & 0o777 == 0o700
+
+
+def test_jumps_of_the_clock_change_nothing(tmp_path, monkeypatch):
+    real = time.time
+    with engine(tmp_path / "root") as made:
+        made.store(chain("p", 2))
+        for jump in (-1e6, 1e9):
+            monkeypatch.setattr("time.time", lambda jump=jump: real() + jump)
+            made.store(chain(f"q{jump}", 1))
+            assert made.reasons([*chain("p", 2), *chain(f"q{jump}", 1)]) == [""] * 5
+    for age, path in enumerate(object_files(made.root)):
+        os.utime(path, (real() + (-1) ** age * 1e8,) * 2)
+    with engine(tmp_path / "root") as again:
+        again.recovered()
+        assert again.reasons(chain("p", 2)) == [""] * 3
+        assert again.coverage(chain("p", 2)) == [True] * 3
+
+
+def test_a_disk_that_takes_a_second_a_call_delays_and_loses_nothing(tmp_path):
+    class Slow(Device):
+        pause_s = 0.0
+
+        def preadv(self, fd, segments, offset):
+            time.sleep(self.pause_s)
+            return super().preadv(fd, segments, offset)
+
+        def pwritev(self, fd, segments, offset):
+            time.sleep(self.pause_s)
+            return super().pwritev(fd, segments, offset)
+
+    device = Slow()
+    with engine(tmp_path / "root", device=device) as made:
+        made.recovered()
+        device.pause_s = 1.0
+        made.store(chain("p", 1))
+        assert made.reasons(chain("p", 1)) == [""] * 2
