@@ -28,13 +28,14 @@ def reproduction_of(name: str) -> Path:
     return REPRODUCTIONS / (name.removesuffix(".patch").replace("-", "_") + ".py")
 
 
-def run(reproduction: Path, root: Path, home: Path) -> dict[str, object]:
+def run(reproduction: Path, root: Path, home: Path, model: Path) -> dict[str, object]:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(root), str(REPO)]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_PLUGINS": "",
         "HF_HUB_OFFLINE": "1",
+        "TINY_MODEL": str(model),
     }
     check = f"import vllm, sys; sys.exit(not vllm.__file__.startswith({str(root)!r}))"
     assert subprocess.run([sys.executable, "-c", check], env=environment, cwd=home).returncode == 0
@@ -72,10 +73,10 @@ def patched(tmp_path_factory):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", NAMES)
-def test_the_symptom_is_there_without_the_patch_and_gone_with_it(name, patched, scratch):
+def test_the_symptom_is_there_without_the_patch_and_gone_with_it(name, patched, scratch, tiny_model):
     reproduction = reproduction_of(name)
     symptom = runpy.run_path(str(reproduction), run_name="description")["SYMPTOM"]
-    without = run(reproduction, linked_vllm_without(name, scratch / "without"), scratch)
+    without = run(reproduction, linked_vllm_without(name, scratch / "without"), scratch, tiny_model)
     assert without["symptom"], f"not seen without {name}: {symptom}; {without}"
-    with_it = run(reproduction, patched, scratch)
+    with_it = run(reproduction, patched, scratch, tiny_model)
     assert with_it["healthy"], f"still seen with {name}: {symptom}; {with_it}"
