@@ -100,7 +100,7 @@ def test_every_hook_of_the_interface_is_overridden_or_excused(hook):
     assert hook in MultiConnector.__dict__ or hook in INHERITED
 
 
-@pytest.mark.parametrize("hook", [*RUNTIME, *STARTUP])
+@pytest.mark.parametrize("hook", [*RUNTIME, *sorted(STARTUP)])
 def test_every_hook_has_arguments_to_be_tested_with(hook):
     member = public_hooks()[hook]
     if not isinstance(member, property):
