@@ -10,6 +10,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from tests.engine import faults
+from tests.engine.forcing import FORCED
 
 
 class Driver:
@@ -44,14 +45,17 @@ class Driver:
             )
         return answers
 
-    def prompt_logprobs(self, prompt: list[int], start: int) -> list[list[float]]:
-        """For each token from ``start`` on: its logprob, and the best one at its place (teacher forcing)."""
-        parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-        output = self.llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0]
-        pairs = []
-        for token, candidates in zip(prompt[start:], output.prompt_logprobs[start:], strict=True):
-            pairs.append([candidates[token].logprob, max(item.logprob for item in candidates.values())])
-        return pairs
+    def forced_logprobs(self, prompt: list[int], output: list[int]) -> list[list[float]]:
+        """For each token of ``output`` when it is forced: its logprob, and the best one at its place."""
+        parameters = SamplingParams(
+            temperature=0, max_tokens=len(output), logprobs=1, ignore_eos=True, extra_args={FORCED: output}
+        )
+        completion = self.llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0].outputs[0]
+        assert list(completion.token_ids) == output
+        return [
+            [candidates[token].logprob, max(item.logprob for item in candidates.values())]
+            for token, candidates in zip(output, completion.logprobs, strict=True)
+        ]
 
     def reset(self) -> bool:
         deadline = time.monotonic() + 30

@@ -82,9 +82,9 @@ class DemoProcess:
         if not any(text in line for line in self.lines()):
             raise AssertionError(f"{text!r} was not printed:\n{self.output}")
 
-    def wait_for_server_process(self) -> None:
-        """Returns once the server's own process is seen."""
-        while not self._descendants:
+    def wait_for_processes(self, count: int) -> None:
+        """Returns once so many were seen: the API server, multiprocessing's tracker, the engine, its worker."""
+        while len(self._descendants) < count:
             assert self._process.poll() is None, self.output
             self._ended.wait(0.05)
 

@@ -15,19 +15,20 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize(
-    ("phase", "number"),
+    ("phase", "num_processes", "number"),
     [
-        ("start the first server", signal.SIGINT),
-        ("start the first server", signal.SIGHUP),
-        ("warm it up", signal.SIGINT),
-        ("stop the first server", signal.SIGINT),
-        ("start the second server", signal.SIGTERM),
+        ("start the first server", 1, signal.SIGINT),
+        ("start the first server", 1, signal.SIGHUP),
+        ("start the first server", 4, signal.SIGTERM),
+        ("warm it up", 4, signal.SIGINT),
     ],
 )
-def test_an_interrupted_demo_leaves_nothing(demo_directory: Path, phase: str, number: signal.Signals) -> None:
+def test_an_interrupted_demo_leaves_nothing(
+    demo_directory: Path, phase: str, num_processes: int, number: signal.Signals
+) -> None:
     with DemoProcess(demo_directory) as process:
         process.wait_for(phase)
-        process.wait_for_server_process()
+        process.wait_for_processes(num_processes)
         process.send(number)
         assert process.finish() == 130, process.output
         assert "interrupted: nothing is left running" in process.output

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fifty requests at once on a device cache too small for them: all answered, all right, whatever was restored."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
+from tools.api_client import ApiClient, Completion
+from tools.server import Server
+
+pytestmark = pytest.mark.engine
+
+N = 1152
+NUM_REQUESTS = 50
+NUM_OUTPUT_TOKENS = 64
+FORCE_TOKENS = "tests.engine.forcing:ForceTokens"
+NUM_BLOCKS = 48
+"""About a tenth of what the requests need: a request takes two blocks of each of the three recurrent groups and one of
+the attention group for each N tokens."""
+BAR = 0.05
+"""Batch composition changes the last bits, by up to 0.03 without any restore."""
+
+
+def make_prompts() -> list[list[int]]:
+    """Ten for each of five shared prefixes. Half of them end just below a block's end, so that their decoding needs
+    another block when there is none."""
+    prompts = []
+    for number in range(NUM_REQUESTS):
+        prefix, position = prompt(280 + 400 * (number % 5), seed=number % 5), number // 5
+        wanted = [320 + 250 * position, N - 8 - position, 2 * N - 8 - position][number % 3]
+        own = max(20, wanted - len(prefix))
+        prompts.append(prefix + prompt(own, seed=100 + number))
+    return prompts
+
+
+def send_all(api: ApiClient, prompts: list[list[int]]) -> list[Completion]:
+    """Together; each from a thread of its own."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda tokens: api.complete(tokens, NUM_OUTPUT_TOKENS), prompts))
+
+
+def shortfall(reference: Engine, tokens: list[int], output: list[int]) -> float:
+    """How far the worst token of an output is below the best at its place, in an engine that is made to choose it."""
+    pairs = reference.call("forced_logprobs", prompt=tokens, output=output)
+    return max(best - own if own == own else float("inf") for own, best in pairs)
+
+
+def test_fifty_requests_at_once_are_answered_right(tiny_model: Path, compiled: Path, tmp_path: Path) -> None:
+    prompts = make_prompts()
+    server = Server(
+        tiny_model,
+        multi(cpu_child(), disk_child(tmp_path / "root")),
+        log_path=tmp_path / "server.log",
+        arguments=["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-batched-tokens", str(2 * N)],
+        environment={"TORCHINDUCTOR_CACHE_DIR": str(compiled)},
+    )
+    with server as api:
+        answers = send_all(api, prompts)
+        api.wait_for_stores()
+        api.reset_prefix_cache()
+        answers += send_all(api, prompts)
+        metrics = api.wait_for_stores()
+    assert metrics.value("vllm:num_preemptions_total") > 0
+    assert metrics.value("vllm:hybrid_offload_restored_tokens_total") > 0
+    assert metrics.value("vllm:external_prefix_cache_hits_total") > 0
+    assert metrics.value("vllm:hybrid_offload_hook_errors_total") == 0
+    assert all(len(answer.token_ids) == NUM_OUTPUT_TOKENS for answer in answers)
+
+    outputs = {(tuple(tokens), tuple(answer.token_ids)) for tokens, answer in zip(2 * prompts, answers, strict=True)}
+    uncached = {"enable_prefix_caching": False, "prefix_match_unit": None, "logits_processors": [FORCE_TOKENS]}
+    with Engine(tiny_model, **uncached) as reference:
+        worst = {output: shortfall(reference, list(output[0]), list(output[1])) for output in outputs}
+        assert max(worst.values()) <= BAR
+        tokens, output = prompts[0], answers[0].token_ids
+        wrong = [*output[:8], (output[8] + 1) % 256, *output[9:]]
+        assert shortfall(reference, tokens, wrong) > BAR
