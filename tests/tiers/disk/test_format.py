@@ -130,14 +130,14 @@ NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {})
 
 
 def test_paths_come_from_checked_names_only():
-    path = NAMESPACE.path_of("/root", ObjectId("f0", b"\xab\xcd"), 3)
-    assert path == f"/root/{'a' * 64}/ab/abcd.f0.r3"
-    assert NAMESPACE.path_of("/root", ObjectId("s", b"\xab"), 0) == f"/root/{'b' * 64}/ab/ab.s.r0"
+    path = NAMESPACE.path_of("/kv", ObjectId("f0", b"\xab\xcd"), 3)
+    assert path == f"/kv/{'a' * 64}/ab/abcd.f0.r3"
+    assert NAMESPACE.path_of("/kv", ObjectId("s", b"\xab"), 0) == f"/kv/{'b' * 64}/ab/ab.s.r0"
     for object_id in (ObjectId("../x", b"k"), ObjectId("f0/", b"k"), ObjectId("f0", b""), ObjectId("", b"k")):
         with pytest.raises(ValueError):
-            NAMESPACE.path_of("/root", object_id, 0)
+            NAMESPACE.path_of("/kv", object_id, 0)
     with pytest.raises(ValueError):
-        NAMESPACE.path_of("/root", ObjectId("f0", b"k"), -1)
+        NAMESPACE.path_of("/kv", ObjectId("f0", b"k"), -1)
 
 
 def test_a_file_name_says_which_object_it_is():
