@@ -32,18 +32,19 @@ class Subject:
         return statistics.median(rate * theirs / own for own, theirs in pairs)
 
 
-def take_turns(subjects: Sequence[Subject], rounds: int, clock: Clock = time.perf_counter) -> None:
+def take_turns(sides: Sequence[Sequence[Subject]], rounds: int, clock: Clock = time.perf_counter) -> None:
     """Times every subject once a round, after one round that does not count: whatever else the machine does in a
-    round hits all of them."""
+    round hits all of them. A side's subjects come in their order; which side begins changes from round to round."""
     for number in range(rounds + 1):
-        for subject in subjects:
-            subject.prepare()
-            start = clock()
-            subject.run()
-            seconds = clock() - start
-            subject.clean_up()
-            if number:
-                subject.seconds.append(seconds)
+        for side in sides if number % 2 else reversed(sides):
+            for subject in side:
+                subject.prepare()
+                start = clock()
+                subject.run()
+                seconds = clock() - start
+                subject.clean_up()
+                if number:
+                    subject.seconds.append(seconds)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

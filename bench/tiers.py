@@ -19,7 +19,7 @@ import torch
 
 from bench import model
 from bench.measure import Subject, table, take_turns
-from bench.rawdisk import RawFiles
+from bench.rawdisk import RawFiles, settle
 from vllm_overlay.config import GIB, MIB, DiskTierSettings
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
@@ -36,6 +36,7 @@ from vllm_overlay.transfer.cpu import CpuTransfer
 
 _DISK_TARGET_BYTES = 4 * MIB
 _POLL_S = 0.0002
+_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def _cpu_row(
 
     reference = Subject("memcpy", num_bytes, memcpy)
     subjects = [Subject("store", num_bytes, store), Subject("load", num_bytes, load)]
-    take_turns([reference, *subjects], rounds, time.thread_time)
+    take_turns([[reference], subjects], rounds, time.thread_time)
     tier.release([planned.object_id for planned in objects])
     for planned in objects:
         tier.drop(planned.object_id)
@@ -170,6 +171,7 @@ def bench_disk(directory: Path, total_bytes: int, rounds: int) -> tuple[list[Row
     worker = DiskTierWorker(settings, namespace, 0, 1, unit_bytes, largest)
     driver = Driver(transfer, worker)
     direct = takes_direct_io(Device(), str(directory))
+    staging = _staging_of(worker, unit_bytes)
 
     def chunks(name: str) -> list[PlannedObject]:
         keys = model.keys(num_blocks * model.BLOCK_TOKENS, name)
@@ -186,12 +188,22 @@ def bench_disk(directory: Path, total_bytes: int, rounds: int) -> tuple[list[Row
             (f"chunks of {geometry.chunk_size} tokens, {geometry.chunk_bytes(geometry.full[0]) / 1e6:.1f} MB", chunks),
             (f"snapshots of {geometry.snapshot_bytes(model.BLOCK_TOKENS) / 1e6:.0f} MB", snapshots),
         ):
-            raw = RawFiles(directory, settings.write_threads, settings.read_threads, direct)
-            rows.append(_disk_row(what, make, tier, driver, num_blocks, raw, rounds))
+            raw = RawFiles(directory, staging, settings.write_threads, settings.read_threads, direct)
+            rows.append(_disk_row(what, make, tier, driver, num_blocks, directory, raw, rounds))
         return rows, direct
     finally:
         worker.close(settings.shutdown_timeout_s)
         tier.close()
+
+
+def _staging_of(worker: DiskTierWorker, num_bytes: int) -> memoryview:
+    """All of the worker's staging memory, free as long as nothing is stored or loaded; warm after this."""
+    ticket = StoreTicket(0, ObjectId("f0", b"staging"), (), 0, 0, num_bytes)
+    buffer = worker.begin_store(ticket)
+    assert buffer is not None
+    worker.cancel_store(ticket, buffer)
+    buffer.array[:] = 1
+    return buffer.array.reshape(-1).data
 
 
 def _disk_row(
@@ -200,6 +212,7 @@ def _disk_row(
     tier: Tier,
     driver: Driver,
     num_blocks: int,
+    directory: Path,
     raw: RawFiles,
     rounds: int,
 ) -> Row:
@@ -210,9 +223,14 @@ def _disk_row(
     stores: list[StoreTicket] = []
     loads: list[LoadTicket] = []
 
+    def pause() -> None:
+        """Disks of virtual machines save up an allowance while they rest: everyone begins with the same."""
+        time.sleep(_PAUSE_S)
+
     def reserve() -> None:
         objects[:] = make(next(names))
         stores[:] = _reserve(tier, objects)
+        pause()
 
     def acquire() -> None:
         loads[:] = _acquire(tier, stores)
@@ -221,12 +239,17 @@ def _disk_row(
         tier.release([planned.object_id for planned in objects])
         for planned in objects:
             tier.drop(planned.object_id)
+        settle(directory)
 
-    raw_write = Subject("raw write", num_bytes, lambda: raw.write(num_bytes))
-    raw_read = Subject("raw read", num_bytes, raw.read, clean_up=raw.remove)
+    def remove_raw() -> None:
+        raw.remove()
+        settle(directory)
+
+    raw_write = Subject("raw write", num_bytes, lambda: raw.write(num_bytes), prepare=pause)
+    raw_read = Subject("raw read", num_bytes, raw.read, prepare=pause, clean_up=remove_raw)
     store = Subject("store", num_bytes, lambda: driver.store(stores, places), prepare=reserve, clean_up=acquire)
-    load = Subject("load", num_bytes, lambda: driver.load(loads, places), clean_up=remove)
-    take_turns([raw_write, store, raw_read, load], rounds)
+    load = Subject("load", num_bytes, lambda: driver.load(loads, places), prepare=pause, clean_up=remove)
+    take_turns([[raw_write, raw_read], [store, load]], rounds)
     return Row.of(what, [store, load], [raw_write, raw_read])
 
 
@@ -377,8 +400,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"Lookups of a prompt whose chunks are all there\n\n{_lookup_table(lookups)}")
 
     if options.json:
-        found = {"cpu": cpu, "disk": disk, "lookup": lookups}
-        figures: dict[str, Any] = {name: [asdict(row) for row in rows] for name, rows in found.items()}
+        figures: dict[str, Any] = {
+            "cpu": [asdict(row) for row in cpu],
+            "disk": [asdict(row) for row in disk],
+            "lookup": [asdict(row) for row in lookups],
+        }
         figures |= {"quick": options.quick, "o_direct": direct, "machine": platform.platform(), "cores": os.cpu_count()}
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0

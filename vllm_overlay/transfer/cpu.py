@@ -260,8 +260,12 @@ def _plan(
 
 
 def _continues(run: _Run, span: Span, buffer: HostBuffer) -> bool:
-    following = replace(run.span, offset=run.span.offset + len(run.units) * run.span.num_tokens)
-    return span == following and buffer.array is run.array
+    first = run.span
+    return (
+        span.offset == first.offset + len(run.units) * first.num_tokens
+        and (span.block_id, span.group_id, span.num_tokens) == (first.block_id, first.group_id, first.num_tokens)
+        and buffer.array is run.array
+    )
 
 
 class _Stream:
