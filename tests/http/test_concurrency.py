@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 N = 1152
 NUM_REQUESTS = 50
-NUM_OUTPUT_TOKENS = 64
+NUM_OUTPUT_TOKENS = 32
 FORCE_TOKENS = "tests.engine.forcing:ForceTokens"
 NUM_BLOCKS = 48
 """About a tenth of what the requests need: a request takes two blocks of each of the three recurrent groups and one of
