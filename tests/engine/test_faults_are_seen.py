@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparisons of test_restore.py can fail: every injected fault changes the output."""
+"""The comparisons of test_restore.py and the bar for concurrent requests can fail: every injected fault is seen."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, Output, cpu_child, prompt
 
 pytestmark = pytest.mark.engine
@@ -114,3 +115,16 @@ def test_a_slot_of_another_generation_is_never_loaded_and_the_request_recomputes
     recomputed = engine.generate(tokens)
     assert recomputed.same_as(cold)
     assert engine.metric("vllm:hybrid_offload_failed_loads", connector="cpu") == failed_before + 1
+
+
+def test_the_bar_for_concurrent_requests_sees_faults_too(engine: Engine, tiny_model: Path) -> None:
+    restored = []
+    for seed, fault in enumerate([{}, {"name": "zero_snapshot"}, {"name": "zero_chunk", "position": 3}], start=50):
+        tokens, _ = stored(engine, seed, num_tokens=N + 10)
+        if fault:
+            engine.call("fault", **fault)
+        restored.append((tokens, engine.generate(tokens, 16)))
+        engine.call("reset_everything")
+    with Engine(tiny_model, **UNCACHED) as reference:
+        distances = [distance(reference, tokens, output) for tokens, output in restored]
+    assert distances[0] <= BAR < min(distances[1:])

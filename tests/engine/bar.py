@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bar for concurrent requests: each token near the best, and its logprob near its own, in an uncached engine.
+
+Near is 0.05. A preempted request computes its prompt *and what it has decoded so far* anew, by prefill, and vLLM's
+prefill and decode kernels round differently. So an answer may also be what an uncached engine decodes after a prefill
+of prompt and first tokens. Nothing else is left to explain: without preemptions answers are 0.0 away; with them up to
+0.16, with or without a connector, and 0.0 after a prefill of the right length.
+"""
+
+from typing import Protocol
+
+from tests.engine.client import Engine
+
+BAR = 0.05
+FORCE_TOKENS = "tests.engine.forcing:ForceTokens"
+UNCACHED = {"enable_prefix_caching": False, "prefix_match_unit": None, "logits_processors": [FORCE_TOKENS]}
+"""Arguments of the engine that judges."""
+
+
+class Answer(Protocol):
+    """An output of a request: of the engine in process, or over HTTP."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def distance(reference: Engine, tokens: list[int], answer: Answer) -> float:
+    """How far the worst token of an answer is below the best at its place, or its logprob from its own, when
+    ``reference`` decodes the answer after a prefill of the prompt; where that is over the bar, after the preemptions
+    that explain it best."""
+    distances = _distances(reference, tokens, answer, num_prefilled=0)
+    num_prefilled = 0
+    while next((place for place, far in enumerate(distances) if far > BAR), 0) > num_prefilled:
+        num_prefilled += 1
+        preempted = _distances(reference, tokens, answer, num_prefilled)
+        distances[num_prefilled:] = map(min, distances[num_prefilled:], preempted)
+    return max(distances)
+
+
+def _distances(reference: Engine, tokens: list[int], answer: Answer, num_prefilled: int) -> list[float]:
+    """One for each token that is decoded; NaN is infinitely far away."""
+    prefilled, decoded = answer.token_ids[:num_prefilled], answer.token_ids[num_prefilled:]
+    pairs = reference.call("forced_logprobs", prompt=tokens + prefilled, output=decoded)
+    return [
+        max(best - own, abs(own - seen)) if best == best and own == own and seen == seen else float("inf")
+        for (own, best), seen in zip(pairs, answer.logprobs[num_prefilled:], strict=True)
+    ]
