@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the tiny hybrid model of demo and tests: Qwen3.5 (three GDN layers, one full attention), random weights.
+"""Makes the tiny hybrid models of demo and tests, with random weights: Qwen3.5 (three GDN layers, one full attention),
+and Gemma 3 (sliding windows between full attention).
 
 A plain random model forgets its recurrent state within a few tokens and hardly looks at its attention: a restore of
 zeros would pass unnoticed. The factors below make it remember and look, so that a wrong restore changes its output.
@@ -12,6 +13,7 @@ from pathlib import Path
 
 VOCAB_SIZE = 1024
 DEFAULT_CONTEXT_TOKENS = 8192
+SLIDING_WINDOW = 256
 
 
 def _config(context_tokens: int) -> dict[str, object]:
@@ -80,27 +82,76 @@ def _save_tokenizer(directory: Path) -> None:
 def make_tiny_model(
     directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS, seed: int = 0, nudge: float = 0.0
 ) -> Path:
-    """Writes model and tokenizer to ``directory`` unless they are there; atomic. Returns ``directory``.
+    """Writes the Qwen3.5 model and a tokenizer to ``directory`` unless they are there; atomic. Returns ``directory``.
 
     ``nudge`` is added to one single weight: two models of one name and shape that must never share a cache.
     """
-    if (directory / "config.json").exists():
-        return directory
-    import torch
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
+    def make():
+        import torch
+        from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
         torch.manual_seed(seed)
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_config(context_tokens))).to(torch.bfloat16)
         _remember_and_look(model)
         if nudge:
             with torch.no_grad():
                 model.lm_head.weight[0, 0] += nudge
-        model.config.architectures = ["Qwen3_5ForCausalLM"]
+        return model
+
+    return _write(directory, make)
+
+
+def make_sliding_window_model(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) -> Path:
+    """Writes a Gemma 3 model (windows of 256 tokens, two of six layers full attention) as ``make_tiny_model`` does."""
+
+    def make():
+        import torch
+        from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+        config = Gemma3TextConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            query_pre_attn_scalar=32,
+            sliding_window=SLIDING_WINDOW,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            max_position_embeddings=context_tokens,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        torch.manual_seed(0)
+        model = Gemma3ForCausalLM(config).to(torch.bfloat16)
+        factors = {"embed_tokens": 8.0, "v_proj": 8.0, "o_proj": 16.0}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "q_norm" in name or "k_norm" in name:
+                    parameter.add_(1.0)
+                for part, factor in factors.items():
+                    if part in name:
+                        parameter.mul_(factor)
+        return model
+
+    return _write(directory, make)
+
+
+def _write(directory: Path, make) -> Path:
+    """What ``make`` returns, with a tokenizer, appears in ``directory`` at once or not at all."""
+    if (directory / "config.json").exists():
+        return directory
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        model = make()
+        model.config.architectures = [type(model).__name__]
         model.save_pretrained(scratch)
         _save_tokenizer(scratch)
         if not directory.exists():

@@ -61,9 +61,9 @@ def zero_snapshot(driver: "Driver") -> int:
     return len(units)
 
 
-def zero_chunk(driver: "Driver", position: int) -> int:
+def zero_chunk(driver: "Driver", position: int, kind: str = "f0") -> int:
     """One attention chunk's bytes become zeros."""
-    array, units = _rows(_entries(driver, "f0")[position])
+    array, units = _rows(_entries(driver, kind)[position])
     array[units] = 0
     return len(units)
 
