@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.patches.trees import linked_vllm_without
+from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import load
 
 REPO = Path(__file__).resolve().parents[2]
@@ -45,6 +46,23 @@ def run(reproduction: Path, root: Path, home: Path, model: Path) -> dict[str, ob
     assert done.returncode == 0, done.stderr[-4000:]
     last: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
     return last
+
+
+LOADING = """\
+                    # KVTransfer: loading remote KV, do not allocate for new work.
+                    assert num_external_computed_tokens > 0
+                    num_new_tokens = 0
+"""
+SPLIT = """\
+                    num_new_tokens = self._mamba_block_aligned_split(
+                        request,
+                        num_new_tokens,
+                        num_new_local_computed_tokens,
+                        num_external_computed_tokens,
+                    )
+                    if num_new_tokens == 0:
+                        break
+"""
 
 
 def test_every_patch_has_a_reproduction():
@@ -80,3 +98,16 @@ def test_the_symptom_is_there_without_the_patch_and_gone_with_it(name, patched, 
     assert without["symptom"], f"not seen without {name}: {symptom}; {without}"
     with_it = run(reproduction, patched, scratch, tiny_model)
     assert with_it["healthy"], f"still seen with {name}: {symptom}; {with_it}"
+
+
+@pytest.mark.engine
+def test_asynchronous_loads_are_left_out_of_the_split_at_block_boundaries(patched, scratch, tiny_model):
+    """Merged upstream: it needs no patch, and must not get lost when the pin moves."""
+    reproduction = REPRODUCTIONS / "async_loads_skip_the_alignment.py"
+    assert run(reproduction, patched, scratch, tiny_model)["healthy"]
+    root = linked_vllm_without("", scratch / "split")
+    path = "vllm/v1/core/sched/scheduler.py"
+    scheduler = (root / path).read_text()
+    assert scheduler.count(LOADING) == 1
+    replace_files(root, {path: scheduler.replace(LOADING, LOADING + SPLIT).encode()})
+    assert run(reproduction, root, scratch, tiny_model)["symptom"]
