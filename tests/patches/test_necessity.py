@@ -3,7 +3,7 @@
 
 A reproduction is ``reproductions/<name of the patch with underscores>.py``: a script that ends by printing a JSON
 object with ``symptom`` and ``healthy``, and has a constant SYMPTOM in words. It runs in a process of its own with a
-hard-linked copy of the installed vLLM first on its path.
+hard-linked copy of the installed vLLM first on its path; bytecode is linked too, but for the files that differ.
 """
 
 import json
@@ -38,8 +38,9 @@ def run(reproduction: Path, root: Path, home: Path, model: Path) -> dict[str, ob
         "HF_HUB_OFFLINE": "1",
         "TINY_MODEL": str(model),
     }
-    check = f"import vllm, sys; sys.exit(not vllm.__file__.startswith({str(root)!r}))"
-    assert subprocess.run([sys.executable, "-c", check], env=environment, cwd=home).returncode == 0
+    find = "import importlib.util; print(importlib.util.find_spec('vllm').origin)"
+    found = subprocess.run([sys.executable, "-c", find], env=environment, cwd=home, capture_output=True, text=True)
+    assert found.stdout.startswith(str(root)), (found.stdout, found.stderr)
     done = subprocess.run(
         [sys.executable, str(reproduction)], env=environment, cwd=home, capture_output=True, text=True, timeout=300
     )
