@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core.kv_cache_utils import get_group_id
 
 N = 1152
@@ -173,6 +174,31 @@ class LabConnector(KVConnectorBase_V1, SupportsHMA):
         blocks = [block_ids for _, block_ids in self._loaded]
         self._loaded = []
         return LabConnector.bad_blocks(blocks) if LabConnector.bad_blocks is not None else set()
+
+
+class LabStats(KVConnectorStats):
+    """How many loads there were."""
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        self.data["loads"] += other.data["loads"]
+        return self
+
+    def reduce(self) -> dict[str, Any]:
+        return self.data
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class StatsConnector(LabConnector):
+    """A LabConnector that has stats, and no metrics."""
+
+    def get_kv_connector_stats(self) -> KVConnectorStats:
+        return LabStats(data={"loads": len(self.attempts)})
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return LabStats(data=data or {})
 
 
 def config(policy: str = "recompute", **extra: Any) -> dict[str, Any]:

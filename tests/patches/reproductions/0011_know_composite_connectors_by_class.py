@@ -6,37 +6,27 @@ from typing import Any
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from tests.patches.lab import Lab, LabConnector, conclude, config, error_of, prompt, same
+from tests.patches.lab import Lab, StatsConnector, conclude, config, error_of, prompt, same
 
 SYMPTOM = "the engine ends when a child loaded by module path reports stats; hybrid support follows from the name"
 
 
-class Pages(KVConnectorStats):
-    """How many loads there were."""
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        self.data["loads"] += other.data["loads"]
-        return self
-
-    def reduce(self) -> dict[str, Any]:
-        return self.data
-
-    def is_empty(self) -> bool:
-        return not self.data
-
-
-class Reporting(LabConnector):
-    """Has stats; no metrics."""
-
-    def get_kv_connector_stats(self) -> KVConnectorStats:
-        return Pages(data={"loads": len(self.attempts)})
+class Reporting(StatsConnector):
+    """Loaded by module path."""
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        return Pages(data=data or {})
+    def build_prom_metrics(cls, *arguments: Any) -> KVConnectorPromMetrics:
+        return NoMetrics(*arguments)
+
+
+class NoMetrics(KVConnectorPromMetrics):
+    """Takes stats and shows none."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        pass
 
 
 class Composite(MultiConnector):
