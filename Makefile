@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup, demo, test, test-crash, lint, format, clean. Another Python: make setup PYTHON=python3.12
+# make setup, demo, test, test-crash, test-upstream, lint, format, clean. Another Python: make setup PYTHON=python3.12
+# make test-upstream SOURCE=path: vLLM's source distribution; without it pip downloads it.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CODE := vllm_overlay tools tests bench hatch_build.py
 
-.PHONY: setup demo test test-crash lint format clean
+.PHONY: setup demo test test-crash test-upstream lint format clean
 .DEFAULT_GOAL := setup
 
 setup:
@@ -24,6 +25,9 @@ test-crash: setup
 	$(BIN)/python -m tests.tiers.disk.test_crash --kills 500 --seed 1
 	$(BIN)/python -m tests.tiers.disk.test_fuzz --mutations 10000 --seed 1
 
+test-upstream: setup
+	$(BIN)/python tools/upstream_tests.py $(if $(SOURCE),--source $(SOURCE))
+
 lint: setup
 	$(BIN)/ruff format --check $(wildcard $(CODE))
 	$(BIN)/ruff check $(wildcard $(CODE))
@@ -34,5 +38,5 @@ format: setup
 	$(BIN)/ruff check --fix $(wildcard $(CODE))
 
 clean:
-	rm -rf build dist .demo .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist .demo .upstream .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

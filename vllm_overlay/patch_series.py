@@ -249,6 +249,7 @@ def check(root: Path, series: Series | None = None) -> CheckReport:
     outcomes: dict[str, PatchOutcome] = {}
     reasons: dict[str, str] = {}
     contents: dict[str, bytes] = {}
+    conflicting: list[Patch] = []
     for patch in series.patches:
         try:
             for diff in patch.files:
@@ -257,6 +258,10 @@ def check(root: Path, series: Series | None = None) -> CheckReport:
             outcomes[patch.name], reasons[patch.name] = _try(patch, root, contents)
         except PatchError as error:
             outcomes[patch.name], reasons[patch.name] = PatchOutcome.CONFLICTS, str(error)
+        if outcomes[patch.name] is PatchOutcome.CONFLICTS:
+            if earlier := [other.name[:4] for other in conflicting if other.paths & patch.paths]:
+                reasons[patch.name] += f" (where {', '.join(earlier)} did not apply either)"
+            conflicting.append(patch)
     refusal = ""
     try:
         _wanted(root, series, version, patched=True)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_overlay.connector.connector import HybridOffloadConnector
 from vllm_overlay.planner.objects import SNAPSHOT_KIND
@@ -87,6 +89,20 @@ def copy_snapshot(driver: "Driver", source: int, target: int) -> int:
     array, units = _rows(by_end[target])
     array[units] = array[list(by_end[source].units)]
     return len(units)
+
+
+def forget_states(driver: "Driver") -> int:
+    """The device prefix cache loses its recurrent states and keeps its attention."""
+    manager = driver.engine_core.scheduler.kv_cache_manager
+    recurrent = {i for i, group in enumerate(manager.kv_cache_config.kv_cache_groups) if _is_recurrent(group)}
+    cached = [block for block in manager.block_pool.blocks if block.block_hash is not None]
+    states = {block.block_id for block in cached if get_group_id(block.block_hash) in recurrent}
+    manager.evict_blocks(states)
+    return len(states)
+
+
+def _is_recurrent(group: Any) -> bool:
+    return isinstance(group.kv_cache_spec, MambaSpec)
 
 
 def retag(driver: "Driver") -> int:

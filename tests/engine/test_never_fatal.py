@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.client import Engine, cpu_child, multi, prompt
+from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
 from tests.engine.test_restore import N, assert_restored
 
 pytestmark = pytest.mark.engine
@@ -97,3 +97,15 @@ def test_a_gather_that_fails_gives_every_ticket_and_buffer_back(engine: Engine) 
     cold = engine.generate(tokens)
     engine.reset_device_cache()
     assert_restored(cold, engine.generate(tokens), LENGTH)
+
+
+def test_a_child_that_fails_leaves_the_next_its_turn(tiny_model: Path, tmp_path: Path) -> None:
+    with Engine(tiny_model, kv_transfer_config=multi(cpu_child(), disk_child(tmp_path / "root"))) as engine:
+        tokens = prompt(LENGTH, seed=6)
+        cold = engine.generate(tokens)
+        engine.wait_for_stores()
+        engine.reset_device_cache()
+        engine.call("fault", name="set_loads_broken", on=True)
+        assert_restored(cold, engine.generate(tokens), LENGTH)
+        assert counted(engine, "failed_loads", reason="injected") == 3
+        assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") > 0

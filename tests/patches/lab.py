@@ -21,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.core.kv_cache_utils import get_group_id
 
 N = 1152
 """The tiny model's unified block size."""
@@ -53,11 +55,15 @@ class LabConnector(KVConnectorBase_V1, SupportsHMA):
     load: ClassVar[Callable[[str], str]] = lambda request_id: "right"
     """"right", "nothing" (blocks stay as they are) or "noise" for each load."""
     delay_free: ClassVar[bool] = False
+    divergent: ClassVar[bool] = False
+    """Whether it completes a local attention hit with a state."""
     stores: ClassVar[bool] = True
     snapshots: ClassVar[dict[tuple[int, ...], Snapshot]] = {}
     answers: ClassVar[list[tuple[str, int]]] = []
     attempts: ClassVar[list[tuple[str, int]]] = []
     """(request, tokens) of every load that the scheduler asked for."""
+    loaded_pages: ClassVar[list[tuple[int, int]]] = []
+    """(group, index of the block) of every page that was loaded."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -72,6 +78,10 @@ class LabConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def requires_kv_delivery(self) -> bool:
         return False
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return self.divergent
 
     # Scheduler side.
 
@@ -130,6 +140,9 @@ class LabConnector(KVConnectorBase_V1, SupportsHMA):
             for group, ids in enumerate(block_ids):
                 last = (len(key) - 1) // N
                 for index in [last] if group in self._recurrent else range(first, last + 1):
+                    if ids[index] == 0:  # vLLM's null block: nothing is to be loaded there
+                        continue
+                    self.loaded_pages.append((group, index))
                     for layer in self._groups[group].layer_names:
                         page = self._caches[layer][ids[index]]
                         if how == "right" and snapshot is not None:
@@ -161,6 +174,31 @@ class LabConnector(KVConnectorBase_V1, SupportsHMA):
         blocks = [block_ids for _, block_ids in self._loaded]
         self._loaded = []
         return LabConnector.bad_blocks(blocks) if LabConnector.bad_blocks is not None else set()
+
+
+class LabStats(KVConnectorStats):
+    """How many loads there were."""
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        self.data["loads"] += other.data["loads"]
+        return self
+
+    def reduce(self) -> dict[str, Any]:
+        return self.data
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class StatsConnector(LabConnector):
+    """A LabConnector that has stats, and no metrics."""
+
+    def get_kv_connector_stats(self) -> KVConnectorStats:
+        return LabStats(data={"loads": len(self.attempts)})
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return LabStats(data=data or {})
 
 
 def config(policy: str = "recompute", **extra: Any) -> dict[str, Any]:
@@ -227,6 +265,23 @@ class Lab:
             if name not in done:
                 self.engine.abort_request([name])
         return [done.get(name, {}) for name in names]
+
+    def forget(self, kind: str, first: int = 0) -> None:
+        """Takes blocks of the groups of one kind ("Mamba", "FullAttention") out of the device prefix cache.
+
+        Of each prompt those from the ``first`` on."""
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        group_ids = {i for i, group in enumerate(groups) if kind in type(group.kv_cache_spec).__name__}
+        pool = self.scheduler.kv_cache_manager.block_pool
+        pool.evict_blocks(
+            {
+                block.block_id
+                for block in pool.blocks
+                if block.block_hash is not None
+                and get_group_id(block.block_hash) in group_ids
+                and block.block_hash_num_tokens > first * N
+            }
+        )
 
     def reset(self) -> None:
         """Empties the device prefix cache; the connector keeps what it has."""

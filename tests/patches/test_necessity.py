@@ -3,7 +3,7 @@
 
 A reproduction is ``reproductions/<name of the patch with underscores>.py``: a script that ends by printing a JSON
 object with ``symptom`` and ``healthy``, and has a constant SYMPTOM in words. It runs in a process of its own with a
-hard-linked copy of the installed vLLM first on its path.
+hard-linked copy of the installed vLLM first on its path; bytecode is linked too, but for the files that differ.
 """
 
 import json
@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.patches.trees import linked_vllm_without
+from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import load
 
 REPO = Path(__file__).resolve().parents[2]
@@ -37,14 +38,32 @@ def run(reproduction: Path, root: Path, home: Path, model: Path) -> dict[str, ob
         "HF_HUB_OFFLINE": "1",
         "TINY_MODEL": str(model),
     }
-    check = f"import vllm, sys; sys.exit(not vllm.__file__.startswith({str(root)!r}))"
-    assert subprocess.run([sys.executable, "-c", check], env=environment, cwd=home).returncode == 0
+    find = "import importlib.util; print(importlib.util.find_spec('vllm').origin)"
+    found = subprocess.run([sys.executable, "-c", find], env=environment, cwd=home, capture_output=True, text=True)
+    assert found.stdout.startswith(str(root)), (found.stdout, found.stderr)
     done = subprocess.run(
         [sys.executable, str(reproduction)], env=environment, cwd=home, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-4000:]
     last: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
     return last
+
+
+LOADING = """\
+                    # KVTransfer: loading remote KV, do not allocate for new work.
+                    assert num_external_computed_tokens > 0
+                    num_new_tokens = 0
+"""
+SPLIT = """\
+                    num_new_tokens = self._mamba_block_aligned_split(
+                        request,
+                        num_new_tokens,
+                        num_new_local_computed_tokens,
+                        num_external_computed_tokens,
+                    )
+                    if num_new_tokens == 0:
+                        break
+"""
 
 
 def test_every_patch_has_a_reproduction():
@@ -80,3 +99,16 @@ def test_the_symptom_is_there_without_the_patch_and_gone_with_it(name, patched, 
     assert without["symptom"], f"not seen without {name}: {symptom}; {without}"
     with_it = run(reproduction, patched, scratch, tiny_model)
     assert with_it["healthy"], f"still seen with {name}: {symptom}; {with_it}"
+
+
+@pytest.mark.engine
+def test_asynchronous_loads_are_left_out_of_the_split_at_block_boundaries(patched, scratch, tiny_model):
+    """Merged upstream: it needs no patch, and must not get lost when the pin moves."""
+    reproduction = REPRODUCTIONS / "async_loads_skip_the_alignment.py"
+    assert run(reproduction, patched, scratch, tiny_model)["healthy"]
+    root = linked_vllm_without("", scratch / "split")
+    path = "vllm/v1/core/sched/scheduler.py"
+    scheduler = (root / path).read_text()
+    assert scheduler.count(LOADING) == 1
+    replace_files(root, {path: scheduler.replace(LOADING, LOADING + SPLIT).encode()})
+    assert run(reproduction, root, scratch, tiny_model)["symptom"]

@@ -264,6 +264,13 @@ def test_check_tells_what_applies_is_there_or_conflicts(tree, series):
     assert contents(tree)[B] == (tree / B).read_bytes()
 
 
+def test_check_says_which_conflicts_may_only_follow_from_others(tree, series):
+    (tree / B).write_text(ORIGINALS[B].replace("b = 7\n", "b = 70\n").replace("b = 30\n", "b = 300\n"))
+    reasons = check(tree, series).reasons
+    assert "did not apply" not in reasons["0001-first.patch"]
+    assert reasons["0002-second.patch"].endswith("(where 0001 did not apply either)")
+
+
 def test_check_knows_a_cure_of_upstream_by_its_sign(tree, tmp_path):
     source = make_tree(tmp_path / "source")
     series = make_series(tmp_path / "patches", source, {"0001-x.patch": {A: ("a = 5\n", "a = 'five'\n")}})

@@ -113,12 +113,13 @@ def _link(source: str, destination: str) -> str:
 
 
 def linked_vllm(destination: Path) -> Path:
-    """A hard-linked copy of the installed vLLM, without its bytecode. Returns the directory that holds vllm/."""
+    """A hard-linked copy of the installed vLLM. Returns the directory that holds vllm/.
+
+    ``replace_files`` then writes anew what differs and removes its bytecode.
+    """
     root = patch_series.installed_root()
     assert root is not None
-    shutil.copytree(
-        root / "vllm", destination / "vllm", copy_function=_link, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(root / "vllm", destination / "vllm", copy_function=_link)
     return destination
 
 

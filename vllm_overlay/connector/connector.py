@@ -100,6 +100,11 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """A lost store is a future miss: nothing has to be delivered."""
         return False
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Read by the scheduler at each lookup: a local hit whose states are gone is completed with a loaded one."""
+        return self._scheduler is not None and self._scheduler.completes_local_attention
+
     def hook_failed(self, hook: str, error: Exception) -> None:
         """Counts an unexpected error of a hook; the first of a hook is logged with its trace."""
         self._stats.count("hook_errors", reason=hook)

@@ -113,6 +113,7 @@ class OffloadScheduler:
             return
         restore_point = tracked.num_local + num_external_tokens
         planned = self._planner.load_plan(request.block_hashes, tracked.num_local, restore_point)
+        planned = [item for item in planned if not self._is_local(item, block_ids)]
         tickets = self._tier.acquire(planned)
         if tickets is None:
             self._unplanned_loads.append(request.request_id)
@@ -328,10 +329,23 @@ class OffloadScheduler:
         self._stats.gauge("pending_stores", len(self._stores))
         self._stats.gauge("pending_loads", len(self._loads))
 
+    @property
+    def completes_local_attention(self) -> bool:
+        """Whether a state alone can make a restore point of a longer local hit: only the one full-attention group may
+        be ahead of it, since vLLM shows nothing of the others' local hits."""
+        return bool(self._geometry.recurrent) and len(self._geometry.attention) == len(self._geometry.full) == 1
+
     # Where objects lie.
 
     def _group(self, group_id: int | None) -> Group:
         return next(group for group in self._geometry.groups if group.group_id == group_id)
+
+    def _is_local(self, planned: PlannedObject, block_ids: BlockIds) -> bool:
+        """Whether it is attention that the device cache has: vLLM shows its null block there."""
+        if planned.group_id is None or not self._group(planned.group_id).is_full:
+            return False
+        group = self._group(planned.group_id)
+        return _block_at(block_ids, group, planned.start_tokens // group.block_size) == 0
 
     def _placement(
         self, planned: PlannedObject, block_ids: BlockIds, states: dict[int, int] | None = None

@@ -25,6 +25,11 @@ class Patch:
     files: tuple[FileDiff, ...]
 
     @property
+    def paths(self) -> set[str]:
+        """The files it changes."""
+        return {diff.path for diff in self.files}
+
+    @property
     def drop_sign(self) -> tuple[str, str] | None:
         """(file, text) of the header's ``Drop-Sign``: a vLLM whose file holds that text no longer needs the patch."""
         path, colon, text = self.header.get("Drop-Sign", "").partition(": ")
