@@ -72,7 +72,9 @@ def namespace(model: Path, root: Path, **changes: Any) -> DiskNamespace:
     kv_cache_config = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(layer_names=["layers.0"]), SimpleNamespace(layer_names=[given["layer"]])]
     )
-    settings = DiskTierSettings(root=str(root), namespace=given.get("namespace", ""))
+    settings = DiskTierSettings(
+        root=str(root), namespace=given.get("namespace", ""), integrity_key_file=given.get("key_file", "")
+    )
     return compute_namespace(config, kv_cache_config, settings, geometry, given["page_facts"])
 
 
@@ -122,6 +124,17 @@ def test_one_changed_byte_of_the_weights_changes_both_fingerprints(model: Path, 
     other = namespace(model, tmp_path / "root")
     assert other.attention != plain.attention
     assert other.snapshot != plain.snapshot
+
+
+def test_each_key_of_checksums_has_its_own_namespace(model: Path, tmp_path: Path) -> None:
+    made = [namespace(model, tmp_path / "root")]
+    for content in (b"k" * 32, b"l" * 32):
+        key_file = tmp_path / "key"
+        key_file.write_bytes(content)
+        key_file.chmod(0o600)
+        made.append(namespace(model, tmp_path / "root", key_file=str(key_file)))
+    assert len({item.attention for item in made}) == len({item.snapshot for item in made}) == 3
+    assert content.decode() not in str(made[-1].description)
 
 
 def test_weights_are_read_once_until_their_file_changes(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.format import checksum_of
+from vllm_overlay.tiers.disk.integrity import XXH3
 from vllm_overlay.tiers.disk.io import Device, make_directory
 from vllm_overlay.tiers.disk.locks import lock, try_lock
 
@@ -43,13 +43,13 @@ class LedgerState:
 
     def encode(self) -> bytes:
         body = _STATE.pack(_MAGIC, -1 if self.file_bytes is None else self.file_bytes, *self.leases)
-        return body + checksum_of([body])
+        return body + XXH3.checksum_of([body])
 
     @classmethod
     def decode(cls, raw: bytes) -> "LedgerState":
         """The state in ``raw``; an uncounted one when the bytes are not whole."""
         body, checksum = raw[: _STATE.size], raw[_STATE.size :]
-        if len(body) != _STATE.size or checksum != checksum_of([body]):
+        if len(body) != _STATE.size or checksum != XXH3.checksum_of([body]):
             return cls()
         magic, file_bytes, *leases = _STATE.unpack(body)
         return cls(None if file_bytes < 0 else file_bytes, leases) if magic == _MAGIC else cls()

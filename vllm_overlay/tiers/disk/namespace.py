@@ -11,6 +11,8 @@ from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId
 IN_USE = "in-use"
 """The file of a namespace's directory that every process which serves it keeps locked."""
 DESCRIPTION = "namespace.json"
+INTEGRITY = "integrity"
+"""The description's word for the checksums' algorithm and key."""
 MAX_KEY_BYTES = 64
 MAX_RANKS = 10_000
 FINGERPRINT = re.compile(r"[0-9a-f]{64}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.format import Identity
+from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.log import RateLimitedLog
 from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
@@ -64,12 +65,21 @@ class Recovery:
     this scan, and those younger than an hour while other processes use the root.
     """
 
-    def __init__(self, root: str, namespace: DiskNamespace, world_size: int, janitor: Janitor, device: Device) -> None:
+    def __init__(
+        self,
+        root: str,
+        namespace: DiskNamespace,
+        world_size: int,
+        janitor: Janitor,
+        device: Device,
+        integrity: Integrity = XXH3,
+    ) -> None:
         self._root = root
         self._namespace = namespace
         self._world_size = world_size
         self._janitor = janitor
         self._device = device
+        self._integrity = integrity
         self._started = time.time()
         self._lock = threading.Lock()
         self._found: deque[PlannedObject] = deque()
@@ -168,18 +178,23 @@ class Recovery:
         return by_object, useless
 
     def _read(self, object_id: ObjectId, files: list[FoundFile]) -> FoundObject:
-        planned = read_planned(self._device, self._root, self._namespace, self._world_size, object_id)
+        planned = read_planned(self._device, self._root, self._namespace, self._world_size, object_id, self._integrity)
         return FoundObject(planned, max(file.mtime for file in files), tuple(files))
 
 
 def read_planned(
-    device: Device, root: str, namespace: DiskNamespace, world_size: int, object_id: ObjectId
+    device: Device,
+    root: str,
+    namespace: DiskNamespace,
+    world_size: int,
+    object_id: ObjectId,
+    integrity: Integrity = XXH3,
 ) -> PlannedObject:
     """What the headers of an object say. Raises BadObject unless every rank has a sound file and all say the same."""
     fingerprint = bytes.fromhex(namespace.fingerprint_of(object_id.kind))
     found: PlannedObject | None = None
     for rank in range(world_size):
-        header = read_header(device, namespace.path_of(root, object_id, rank))
+        header = read_header(device, namespace.path_of(root, object_id, rank), integrity)
         if header.identity != Identity(fingerprint, object_id, rank, world_size, header.payload_bytes):
             raise BadObject("header")
         planned = header.planned

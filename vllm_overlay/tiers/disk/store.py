@@ -15,6 +15,7 @@ from vllm_overlay.config import DiskTierSettings, parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
 from vllm_overlay.tiers.disk.breaker import Breaker
 from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
+from vllm_overlay.tiers.disk.integrity import integrity_of
 from vllm_overlay.tiers.disk.io import Device, open_root, remove_quietly, takes_direct_io, temporary_name
 from vllm_overlay.tiers.disk.ledger import Ledger, slot_of
 from vllm_overlay.tiers.disk.log import RateLimitedLog
@@ -65,6 +66,7 @@ class DiskTierWorker(TierWorker):
         self._root = os.path.abspath(settings.root)
         open_root(self._device, self._root)
         self._namespace = namespace
+        self._integrity = integrity_of(settings.integrity_key_file)
         self._rank = rank
         self._world_size = world_size
         self._ledger = Ledger(self._root, self._device)
@@ -140,7 +142,8 @@ class DiskTierWorker(TierWorker):
         temporary = os.path.join(os.path.dirname(path), temporary_name())
         self._temporaries.add(temporary)
         try:
-            write_object(self._device, temporary, self._header(ticket, buffer), buffer, self._direct)
+            header = self._header(ticket, buffer)
+            write_object(self._device, temporary, header, buffer, self._direct, self._integrity)
             return "" if self._ledger.publish(slot_of(ticket.ticket), temporary, path) else "no_lease"
         finally:
             remove_quietly(self._device, temporary)  # there is none when it got its name
@@ -157,7 +160,7 @@ class DiskTierWorker(TierWorker):
             rank=self._rank,
             world_size=self._world_size,
             ticket=ticket.ticket,
-            payload_checksum=payload_checksum(buffer),
+            payload_checksum=payload_checksum(buffer, self._integrity),
         )
 
     # Loads.
@@ -246,7 +249,8 @@ class DiskTierWorker(TierWorker):
             object_id = fetch.ticket.object_id
             path = self._namespace.path_of(self._root, object_id, self._rank)
             try:
-                read_object(self._device, path, self._identity(fetch.ticket), buffer, self._direct)
+                identity = self._identity(fetch.ticket)
+                read_object(self._device, path, identity, buffer, self._direct, self._integrity)
             except BadObject as bad:
                 _log.warning(bad.reason, "disk tier: an object was not loaded (%s): %s", bad.reason, path)
                 if bad.is_bad and bad.reason != "missing":

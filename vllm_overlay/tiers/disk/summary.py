@@ -27,6 +27,7 @@ class NamespaceSummary:
     fingerprint: str
     is_in_use: bool
     model: str
+    integrity: str
     description: dict[str, Any]
     kinds: dict[str, list[int]] = field(default_factory=dict)
     num_bytes: int = 0
@@ -54,7 +55,8 @@ def kind_name(kind: str) -> str:
 def _summarize(root: str, fingerprint: str) -> NamespaceSummary:
     top = os.path.join(root, fingerprint)
     words = words_or_none(top)
-    summary = NamespaceSummary(fingerprint, is_held(os.path.join(top, IN_USE)), words.model, words.description)
+    is_in_use = is_held(os.path.join(top, IN_USE))
+    summary = NamespaceSummary(fingerprint, is_in_use, words.model, words.integrity, words.description)
     objects: set[ObjectId] = set()
     files: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

@@ -14,6 +14,7 @@ from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, Tier, TierUsage
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.format import MAX_PARENTS, file_bytes
+from vllm_overlay.tiers.disk.integrity import integrity_of
 from vllm_overlay.tiers.disk.io import (
     Device,
     make_directory,
@@ -56,6 +57,7 @@ class DiskTier(Tier):
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
         self._write_rate = WriteRate(rate, self._bytes_on_disk(max_object_bytes))
         self._uses = UseCounter(settings.store_on_nth_use)
+        integrity = integrity_of(settings.integrity_key_file)
         root = os.path.abspath(settings.root)
         open_root(device, root)
         ledger = Ledger(root, device)
@@ -67,8 +69,8 @@ class DiskTier(Tier):
         self._evicted = 0
         self._dropped = 0
         self._janitor = Janitor(root, namespace, world_size, self._limits, ledger, device)
-        self._recovery = Recovery(root, namespace, world_size, self._janitor, device)
-        self._prober = Prober(root, namespace, world_size, device)
+        self._recovery = Recovery(root, namespace, world_size, self._janitor, device, integrity)
+        self._prober = Prober(root, namespace, world_size, device, integrity)
 
     def _limits_of(self, settings: DiskTierSettings, max_object_bytes: int) -> Limits:
         capacity = parse_bytes(settings.capacity_bytes, "capacity_bytes")

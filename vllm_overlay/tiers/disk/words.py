@@ -7,7 +7,7 @@ import stat
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, INTEGRITY
 
 _MAX_BYTES = 1 << 20
 
@@ -22,6 +22,11 @@ class Words:
     @property
     def model(self) -> str:
         return str(self.description.get("model", ""))
+
+    @property
+    def integrity(self) -> str:
+        """What the checksums need; empty when the file does not say."""
+        return str(self.description.get(INTEGRITY, ""))
 
 
 def read_words(directory: str) -> Words:
