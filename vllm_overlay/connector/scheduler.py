@@ -38,6 +38,8 @@ class _Tracked:
     num_local: int = 0
     failed_loads: int = 0
     stalled_at: ObjectId | None = None
+    is_outdated: bool = False
+    """Some of its blocks may hold what was computed before the last reset: nothing of it is stored."""
 
 
 @dataclass(slots=True)
@@ -83,6 +85,7 @@ class OffloadScheduler:
         self._new_loads: list[LoadJob] = []
         self._unplanned_loads: list[str] = []
         self._attempts = itertools.count(1)
+        self._loads_resume_at = 0.0
 
     # Lookups and loads.
 
@@ -90,8 +93,11 @@ class OffloadScheduler:
         """Tokens that a load would add to ``num_local``; sets the request's junction when attention runs ahead."""
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
         tracked.request, tracked.num_local, tracked.lookup = request, num_local, None
-        tracked.cursors, tracked.stalled_at = {}, None
+        tracked.cursors, tracked.stalled_at, tracked.is_outdated = {}, None, False
         if tracked.failed_loads >= self._max_load_attempts:
+            return 0
+        if time.monotonic() < self._loads_resume_at:
+            self._stats.count("lookup_limits", reason="breaker")
             return 0
         self._tier.advance()
         lookup = self._planner.lookup(request.block_hashes, request.num_tokens, num_local, self._tier.index)
@@ -163,13 +169,13 @@ class OffloadScheduler:
         jobs: list[StoreJob] = []
         for request_id, num_tokens in num_scheduled.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None:
+            if tracked is not None and not tracked.is_outdated:
                 computed = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
                 jobs += self._store_chunks(tracked, computed, block_state)
         for request_id, offers in block_state.boundary_state_offloads.items():
             tracked = self._tracked.get(request_id)
             block_ids = block_state.get_block_ids(request_id)
-            if tracked is not None and block_ids is not None:
+            if tracked is not None and not tracked.is_outdated and block_ids is not None:
                 jobs += self._store_snapshots(tracked, offers, block_ids)
         return jobs
 
@@ -258,6 +264,8 @@ class OffloadScheduler:
                 self._tier.drop(object_id)
             for request_id, reason in metadata.failed_loads.items():
                 self._load_failed(request_id, reason)
+            if metadata.load_pause_s:
+                self._loads_resume_at = time.monotonic() + metadata.load_pause_s
         for request_id in output.finished_recving or ():
             self._end_load(request_id)
 
@@ -312,7 +320,12 @@ class OffloadScheduler:
             self._stats.count("failed_loads", reason="not_reported")
 
     def clear(self) -> None:
-        """Forget what the tier holds."""
+        """Nothing that was stored before is loaded any more, and nothing that was computed before is stored.
+
+        A request that vLLM preempts for the reset is looked up again, and all of it computed anew.
+        """
+        for tracked in self._tracked.values():
+            tracked.is_outdated = True
         self._tier.clear()
 
     def close(self) -> None:

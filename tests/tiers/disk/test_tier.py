@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -56,7 +55,9 @@ def open_tier(root, **changes):
 
 def test_the_root_is_created_private_and_says_whose_it_is(tmp_path):
     root = tmp_path / "a" / "root"
-    open_tier(root)
+    with engine(root) as made:
+        made.recovered()
+        until(lambda: all((root / name / "in-use").exists() for name in NAMESPACE.fingerprints))
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
     for fingerprint in NAMESPACE.fingerprints:
         words = json.loads((root / fingerprint / "namespace.json").read_text())
@@ -165,7 +166,7 @@ def test_acquired_objects_stay_until_released(tmp_path):
         tickets = made.tier.acquire(objects)
         assert [ticket.object_id for ticket in tickets] == [planned.object_id for planned in objects]
         assert [ticket.num_bytes for ticket in tickets] == [OBJECT] * 3
-        made.tier.clear()
+        made.tier.drop(objects[0].object_id)
         assert made.tier.acquire(objects) is None
         assert all(made.path(planned).exists() for planned in objects)
         made.tier.release([planned.object_id for planned in objects])
@@ -181,53 +182,6 @@ def test_a_dropped_chunk_takes_what_lies_on_top_with_it(tmp_path):
         until(lambda: object_files(made.root) == [made.path(objects[0])])
         made.store(objects[1:])
         assert made.reasons(objects) == [""] * 5
-
-
-def test_clear_removes_this_namespace_and_no_other(tmp_path):
-    root = tmp_path / "root"
-    with engine(root, namespace=OTHER_NAMESPACE) as other, engine(root) as made:
-        other.store(chain("p", 2))
-        made.store(chain("p", 2))
-        made.tier.clear()
-        assert len(made.tier.index) == 0
-        until(lambda: len(object_files(root)) == 3)
-        assert other.reasons(chain("p", 2)) == [""] * 3
-
-
-def test_clear_right_after_start_removes_what_was_not_yet_recovered(tmp_path):
-    with engine(tmp_path / "root") as made:
-        made.store(chain("p", 3))
-    time.sleep(0.1)
-    with engine(tmp_path / "root") as again:
-        again.tier.clear()
-        again.recovered()
-        assert len(again.tier.index) == 0
-        until(lambda: object_files(again.root) == [])
-
-
-class SlowHeaders(Device):
-    """Recovery's reads wait for the test."""
-
-    def __init__(self):
-        self.go_on = threading.Event()
-
-    def preadv(self, fd, segments, offset):
-        assert self.go_on.wait(20)
-        return super().preadv(fd, segments, offset)
-
-
-def test_clear_removes_what_recovery_finds_afterwards(tmp_path):
-    with engine(tmp_path / "root") as made:
-        made.store(chain("p", 3))
-    time.sleep(0.1)
-    device = SlowHeaders()
-    tier = DiskTier(settings(tmp_path / "root"), NAMESPACE, 1, OBJECT, device)
-    tier.clear()
-    device.go_on.set()
-    until(lambda: tier.advance() or not tier.is_recovering)
-    assert len(tier.index) == 0
-    until(lambda: object_files(made.root) == [])
-    tier.close()
 
 
 def test_no_call_of_the_scheduler_waits_for_the_disk(tmp_path):
@@ -536,7 +490,7 @@ def test_two_processes_that_store_the_same_objects_count_them_once(tmp_path):
         one.store(chain("p", 4))
         two.store(chain("p", 4))
         assert ledger_of(root)[0] == bytes_under(root) == 5 * on_disk()
-        two.tier.clear()
+        two.tier.drop(chain("p", 4)[0].object_id)
         until(lambda: object_files(root) == [])
         until(lambda: ledger_of(root)[0] == 0)
         assert one.reasons(chain("p", 4)) == ["missing"] * 5

@@ -125,7 +125,11 @@ class Ledger:
         raise OSError(f"{NUM_SLOTS} processes share {self._path} already")
 
     def _lock_slot(self, slot: int) -> int | None:
-        return try_lock(os.path.join(self._leases, str(slot)))
+        return try_lock(self.path_of_slot(slot))
+
+    def path_of_slot(self, slot: int) -> str:
+        """The file that the owner of this lease keeps locked."""
+        return os.path.join(self._leases, str(slot))
 
     def dead_slots(self, state: LedgerState) -> list[int]:
         """Slots with bytes that no living process holds. Call with the lock held."""

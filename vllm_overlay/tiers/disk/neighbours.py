@@ -4,13 +4,15 @@
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Iterable
 
-from vllm_overlay.tiers.disk.io import Device, make_directory, remove_quietly
+from vllm_overlay.tiers.disk.io import Device, remove_quietly
 from vllm_overlay.tiers.disk.ledger import Ledger
-from vllm_overlay.tiers.disk.locks import lock, try_lock
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE, DiskNamespace
+from vllm_overlay.tiers.disk.locks import try_lock
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
 from vllm_overlay.tiers.disk.scan import namespaces_under, scan_objects
+from vllm_overlay.tiers.disk.words import words_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -22,33 +24,33 @@ class Neighbours:
     so its objects go before any that somebody uses.
     """
 
-    def __init__(self, root: str, namespace: DiskNamespace, ledger: Ledger, device: Device) -> None:
+    def __init__(self, root: str, ledger: Ledger, device: Device) -> None:
         self._root = root
-        self._own = namespace.fingerprints
         self._ledger = ledger
         self._device = device
-        self._held: list[int] = []
-
-    def hold_own(self) -> None:
-        """Tell the others that this process's namespaces are in use, until ``release_own``."""
-        self.release_own()
-        for fingerprint in self._own:
-            directory = os.path.join(self._root, fingerprint)
-            make_directory(self._device, directory)
-            self._held.append(lock(os.path.join(directory, IN_USE), shared=True))
-
-    def release_own(self) -> None:
-        while self._held:
-            os.close(self._held.pop())
+        self.own: tuple[str, ...] = ()
+        """The fingerprints that this process serves."""
 
     def _others(self) -> list[str]:
-        return [fingerprint for fingerprint in namespaces_under(self._root) if fingerprint not in self._own]
+        return [fingerprint for fingerprint in namespaces_under(self._root) if fingerprint not in self.own]
 
     def remove_idle(self, num_bytes: int) -> int:
         """Remove the oldest objects of idle namespaces, ``num_bytes`` of them or all there are; returns the bytes."""
+        return self._remove_idle(self._others(), num_bytes)
+
+    def remove_forsaken(self) -> None:
+        """Remove idle namespaces that nobody will serve again: those that a reset began, in whatever process."""
+        forsaken = [
+            fingerprint
+            for fingerprint in self._others()
+            if words_or_none(os.path.join(self._root, fingerprint)).is_of_one_process
+        ]
+        self._remove_idle(forsaken, sys.maxsize)
+
+    def _remove_idle(self, fingerprints: Iterable[str], num_bytes: int) -> int:
         with contextlib.ExitStack() as locks:
             idle = []
-            for fingerprint in self._others():
+            for fingerprint in fingerprints:
                 if (fd := try_lock(os.path.join(self._root, fingerprint, IN_USE))) is not None:
                     locks.callback(os.close, fd)
                     idle.append(fingerprint)

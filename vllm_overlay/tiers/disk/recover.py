@@ -84,7 +84,6 @@ class Recovery:
         self._lock = threading.Lock()
         self._found: deque[PlannedObject] = deque()
         self._is_scanning = True
-        self._is_forgotten = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="disk-recovery", daemon=True)
         self._thread.start()
@@ -100,16 +99,15 @@ class Recovery:
         """At most ``count`` found objects, each after its parents."""
         return [self._found.popleft() for _ in range(min(count, len(self._found)))]
 
-    def forget(self) -> list[PlannedObject]:
-        """What was found and not taken, to be removed; what is found from now on is removed without a word."""
+    def stop(self) -> None:
+        """What was found and not taken is of no use any more, nor what is found from now on. Never waits."""
         with self._lock:
-            self._is_forgotten = True
-            found, self._found = self._found, deque()
-        return list(found)
+            self._is_closing = True
+            self._found.clear()
 
     def close(self, timeout_s: float) -> None:
         """End the scan."""
-        self._is_closing = True
+        self.stop()
         self._thread.join(timeout_s)
 
     # In the recovery thread.
@@ -127,9 +125,8 @@ class Recovery:
         reachable, unreachable = parents_first(found)
         useless += [file for item in unreachable for file in item.files]
         with self._lock:
-            if self._is_forgotten:
-                useless += [file for item in reachable for file in item.files]
-                reachable = []
+            if self._is_closing:
+                return
             self._found.extend(item.planned for item in reachable)
         num_bytes = sum(file.num_bytes for item in reachable for file in item.files)
         seconds = time.time() - self._started

@@ -138,20 +138,21 @@ class DiskTierWorker(TierWorker):
         return reason
 
     def _write(self, ticket: StoreTicket, buffer: HostBuffer) -> str:
-        path = self._namespace.path_of(self._root, ticket.object_id, self._rank)
+        namespace = self._namespace.since(ticket.reset)
+        path = namespace.path_of(self._root, ticket.object_id, self._rank)
         temporary = os.path.join(os.path.dirname(path), temporary_name())
         self._temporaries.add(temporary)
         try:
-            header = self._header(ticket, buffer)
+            header = self._header(namespace, ticket, buffer)
             write_object(self._device, temporary, header, buffer, self._direct, self._integrity)
             return "" if self._ledger.publish(slot_of(ticket.ticket), temporary, path) else "no_lease"
         finally:
             remove_quietly(self._device, temporary)  # there is none when it got its name
             self._temporaries.discard(temporary)
 
-    def _header(self, ticket: StoreTicket, buffer: HostBuffer) -> ObjectHeader:
+    def _header(self, namespace: DiskNamespace, ticket: StoreTicket, buffer: HostBuffer) -> ObjectHeader:
         return ObjectHeader(
-            fingerprint=bytes.fromhex(self._namespace.fingerprint_of(ticket.object_id.kind)),
+            fingerprint=bytes.fromhex(namespace.fingerprint_of(ticket.object_id.kind)),
             object_id=ticket.object_id,
             parents=ticket.parents,
             start_tokens=ticket.start_tokens,
@@ -171,6 +172,10 @@ class DiskTierWorker(TierWorker):
         with self._lock:
             self._forget_load(load_id)
             self._loads[load_id] = {fetch.position: fetch for fetch in fetches}
+            if self._read_breaker.pause_left_s():  # threads that hang would not come to say so
+                for fetch in fetches:
+                    self._fail(fetch, "breaker")
+                return
             self._waiting.extend(fetches)
             self._start_waiting()
 
@@ -184,6 +189,12 @@ class DiskTierWorker(TierWorker):
         with self._lock:
             self._forget_load(load_id)
             self._start_waiting()
+
+    def load_was_late(self, load_id: str) -> None:
+        self._read_breaker.trip()
+
+    def load_pause_s(self) -> float:
+        return self._read_breaker.pause_left_s()
 
     def _forget_load(self, load_id: str) -> None:
         for fetch in list(self._loads.get(load_id, {}).values()):
@@ -246,10 +257,10 @@ class DiskTierWorker(TierWorker):
 
     def _read_or_reason(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
         try:
-            object_id = fetch.ticket.object_id
-            path = self._namespace.path_of(self._root, object_id, self._rank)
+            namespace = self._namespace.since(fetch.ticket.reset)
+            path = namespace.path_of(self._root, fetch.ticket.object_id, self._rank)
             try:
-                identity = self._identity(fetch.ticket)
+                identity = self._identity(namespace, fetch.ticket)
                 read_object(self._device, path, identity, buffer, self._direct, self._integrity)
             except BadObject as bad:
                 _log.warning(bad.reason, "disk tier: an object was not loaded (%s): %s", bad.reason, path)
@@ -261,8 +272,8 @@ class DiskTierWorker(TierWorker):
             return BadObject("error", is_bad=False)
         return None
 
-    def _identity(self, ticket: LoadTicket) -> Identity:
-        fingerprint = bytes.fromhex(self._namespace.fingerprint_of(ticket.object_id.kind))
+    def _identity(self, namespace: DiskNamespace, ticket: LoadTicket) -> Identity:
+        fingerprint = bytes.fromhex(namespace.fingerprint_of(ticket.object_id.kind))
         return Identity(fingerprint, ticket.object_id, self._rank, self._world_size, ticket.num_bytes)
 
     def _remove_bad(self, path: str) -> None:
