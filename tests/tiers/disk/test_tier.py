@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index half: start, restart, capacity, several processes."""
 
+import ast
 import errno
 import json
 import os
@@ -480,6 +481,49 @@ def test_two_processes_keep_one_capacity(tmp_path):
         kill(writer)
     assert max(seen) <= capacity
     assert max(seen) >= capacity // 2
+
+
+SHARER = """
+import sys
+from collections import Counter
+from pathlib import Path
+from tests.tiers.disk.engine import Engine, chain, on_disk
+made = Engine(Path(sys.argv[1]), capacity_bytes=int(sys.argv[2]))
+print("ready", flush=True)
+reasons = Counter()
+held = []
+for turn in range(60):
+    objects = chain(f"{sys.argv[3]}-{turn % 45}", 2)
+    for planned in objects:
+        reasons[made.outcome(planned) if not made.has(planned) else "there"] += 1
+    held = [planned for planned in held[-9:] + objects if made.has(planned)]
+    for planned, reason in zip(held, made.reasons(held)):  # compares the bytes
+        reasons[reason and f"load {reason}"] += 1
+        if reason:
+            made.tier.drop(planned.object_id)
+made.close()
+print(dict(reasons), flush=True)
+"""
+
+
+def test_three_processes_keep_one_capacity_and_what_they_read_is_right(tmp_path):
+    """In one namespace, so that each evicts what the others store too; 20 times the limit is stored."""
+    root, capacity = tmp_path / "root", 26 * on_disk()
+    sharers = [start(SHARER, root, capacity, name) for name in "xyz"]
+    seen = []
+    try:
+        while any(sharer.poll() is None for sharer in sharers):
+            seen.append(bytes_under(root))
+            time.sleep(0.001)
+        ended = [ast.literal_eval(sharer.stdout.readline()) for sharer in sharers]
+    finally:
+        for sharer in sharers:
+            kill(sharer)
+    assert max(seen) <= capacity
+    assert max(seen) >= capacity // 2
+    stored = sum(reasons[""] for reasons in ended)
+    assert stored >= 20 * 26
+    assert set().union(*ended) <= {"", "there", "load missing"}
 
 
 def test_two_processes_that_store_the_same_objects_count_them_once(tmp_path):

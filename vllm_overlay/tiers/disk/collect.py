@@ -36,7 +36,7 @@ class Collection:
 
 
 @dataclass(slots=True)
-class _Object:
+class WholeObject:
     """All ranks' files of one object."""
 
     files: list[FoundFile] = field(default_factory=list)
@@ -77,7 +77,7 @@ def collect(
                 result.in_use_bytes += num_bytes
         surplus = result.bytes_before - max_bytes
         paths: list[str] = []
-        for item in _leaves_first(root, idle, device, integrity) if surplus > 0 else ():
+        for item in leaves_first(root, idle, device, integrity) if surplus > 0 else ():
             if result.removed_bytes >= surplus:
                 break
             result.removed_bytes += sum(file.num_bytes for file in item.files)
@@ -103,19 +103,19 @@ def _claim(locks: contextlib.ExitStack, path: str, dry_run: bool) -> bool:
     return True
 
 
-def _leaves_first(root: str, fingerprints: list[str], device: Device, integrity: Integrity) -> Iterator[_Object]:
+def leaves_first(root: str, fingerprints: list[str], device: Device, integrity: Integrity) -> Iterator[WholeObject]:
     """Every object of these namespaces, none before what depends on it; among those that may go, the oldest first.
 
     Equal names in several namespaces count as one parent: a snapshot's lies in another directory than itself.
     """
-    objects: defaultdict[tuple[str, ObjectId], _Object] = defaultdict(_Object)
+    objects: defaultdict[tuple[str, ObjectId], WholeObject] = defaultdict(WholeObject)
     for fingerprint in fingerprints:
         for file in scan_namespace(root, fingerprint):
             if (parsed := parse_file_name(file.name)) is not None:
                 item = objects[fingerprint, parsed[0]]
                 item.files.append(file)
                 item.parents.update(_parents(device, file.path, integrity))
-    by_name: defaultdict[ObjectId, list[_Object]] = defaultdict(list)
+    by_name: defaultdict[ObjectId, list[WholeObject]] = defaultdict(list)
     for (_, object_id), item in objects.items():
         by_name[object_id].append(item)
     for item in objects.values():

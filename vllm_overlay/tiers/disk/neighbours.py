@@ -5,8 +5,10 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from vllm_overlay.tiers.disk.collect import WholeObject, leaves_first
+from vllm_overlay.tiers.disk.integrity import Integrity
 from vllm_overlay.tiers.disk.io import Device, remove_quietly
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.locks import try_lock
@@ -24,10 +26,12 @@ class Neighbours:
     so its objects go before any that somebody uses.
     """
 
-    def __init__(self, root: str, ledger: Ledger, device: Device) -> None:
+    def __init__(self, root: str, ledger: Ledger, device: Device, integrity: Integrity) -> None:
         self._root = root
         self._ledger = ledger
         self._device = device
+        self._integrity = integrity
+        self._shared: Iterator[WholeObject] = iter(())
         self.own: tuple[str, ...] = ()
         """The fingerprints that this process serves."""
 
@@ -63,6 +67,23 @@ class Neighbours:
     def remove_used(self, num_bytes: int) -> int:
         """The same of all other namespaces. Their processes will find these objects missing."""
         return self._remove_oldest(self._others(), num_bytes)
+
+    def remove_shared(self, num_bytes: int) -> int:
+        """The same of our own namespaces, leaves first: others who serve them too have more than their share.
+
+        The order is that of one scan for as long as it lasts, for a scan reads every header.
+        """
+        removed = self._remove_leaves(num_bytes)
+        if not removed:
+            self._shared = leaves_first(self._root, list(self.own), self._device, self._integrity)
+            removed = self._remove_leaves(num_bytes)
+        return removed
+
+    def _remove_leaves(self, num_bytes: int) -> int:
+        removed = 0
+        while removed < num_bytes and (leaf := next(self._shared, None)) is not None:
+            removed += self._ledger.remove_files([file.path for file in leaf.files])
+        return removed
 
     def _remove_oldest(self, fingerprints: Iterable[str], num_bytes: int) -> int:
         files = [file for fingerprint in fingerprints for file in scan_objects(self._root, fingerprint)]

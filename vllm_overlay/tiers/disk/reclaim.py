@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.claim import Claim
+from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.ledger import Ledger, LedgerState
 from vllm_overlay.tiers.disk.log import RateLimitedLog
@@ -97,7 +98,14 @@ class Janitor:
     """
 
     def __init__(
-        self, root: str, namespace: DiskNamespace, world_size: int, limits: Limits, ledger: Ledger, device: Device
+        self,
+        root: str,
+        namespace: DiskNamespace,
+        world_size: int,
+        limits: Limits,
+        ledger: Ledger,
+        device: Device,
+        integrity: Integrity = XXH3,
     ) -> None:
         self._root = root
         self._namespace = namespace
@@ -106,7 +114,7 @@ class Janitor:
         self._ledger = ledger
         self._device = device
         self._claim = Claim(root, ledger, device)
-        self._neighbours = Neighbours(root, ledger, device)
+        self._neighbours = Neighbours(root, ledger, device, integrity)
         self._allowance = Allowance()
         self._must_count = True
         self._is_on_new_ground = False
@@ -284,7 +292,7 @@ class Janitor:
         if not removed and self._own_bytes is not None:
             fair_share = self._limits.capacity_bytes // max(1, self._ledger.count_processes())
             if self._own_bytes < fair_share:
-                removed = self._neighbours.remove_used(num_bytes)
+                removed = self._neighbours.remove_used(num_bytes) or self._neighbours.remove_shared(num_bytes)
         return removed
 
     def _give_lease_back(self) -> None:

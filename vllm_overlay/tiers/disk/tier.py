@@ -63,7 +63,7 @@ class DiskTier(Tier):
         self._in_flight: dict[int, int] = {}
         self._evicted = 0
         self._dropped = 0
-        self._janitor = Janitor(root, namespace, world_size, self._limits, ledger, device)
+        self._janitor = Janitor(root, namespace, world_size, self._limits, ledger, device, integrity)
         self._recover = partial(
             Recovery, root, world_size=world_size, janitor=self._janitor, device=device, integrity=integrity
         )
