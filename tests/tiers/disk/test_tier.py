@@ -3,6 +3,7 @@
 
 import ast
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -33,9 +34,11 @@ from tests.tiers.disk.engine import (
 )
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.collect import collect
 from vllm_overlay.tiers.disk.io import Device, temporary_name
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.recover import FoundObject, parents_first
+from vllm_overlay.tiers.disk.summary import summarize
 from vllm_overlay.tiers.disk.tier import DiskTier
 
 REPOSITORY = Path(__file__).parents[3]
@@ -108,13 +111,68 @@ def test_a_root_that_cannot_be_written_is_refused(as_nobody):
         open_tier(as_nobody / "below")
 
 
-def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
-    def no_locks(fd, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def take_locks_from(monkeypatch, directory):
+    """No file under ``directory`` can be locked any more."""
+    real = fcntl.flock
 
-    monkeypatch.setattr("fcntl.flock", no_locks)
+    def flock(fd, operation):
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(directory):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        real(fd, operation)
+
+    monkeypatch.setattr("fcntl.flock", flock)
+
+
+def test_without_locks_anywhere_a_root_is_refused(tmp_path, monkeypatch):
+    take_locks_from(monkeypatch, "/")
     with pytest.raises(ConfigError, match=r"root=.* takes no file locks"):
         open_tier(tmp_path / "root")
+
+
+@pytest.fixture
+def lockless(tmp_path, monkeypatch):
+    """A root on a file system without locks, and a local directory with them."""
+    (tmp_path / "local").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "local"))
+    take_locks_from(monkeypatch, tmp_path / "root")
+    return tmp_path / "root"
+
+
+def host_root(root):
+    """The one sub-root."""
+    (found,) = [path for path in root.iterdir() if path.name.startswith("host-")]
+    return found
+
+
+def test_without_locks_a_host_has_its_sub_root_and_limit_and_the_log_says_so(lockless, caplog):
+    capacity = 15 * on_disk()
+    with engine(lockless, capacity_bytes=capacity) as made, engine(lockless, capacity_bytes=capacity) as other:
+        root = host_root(lockless)
+        said = [message for message in caplog.messages if "has no file locks" in message]
+        assert said and str(root) in said[0] and "for this host alone" in said[0]
+        seen = []
+        for turn in range(20):
+            for one in (made, other):
+                one.store(chain(f"{turn}", 2))
+                seen.append(bytes_under(root))
+        assert max(seen) <= capacity
+        assert Ledger(str(root), Device()).count_processes() == 2
+        assert summarize(str(root))[0].is_in_use
+        assert collect(str(root), 0).removed_files == 0  # all of it is served
+    with engine(lockless, capacity_bytes=capacity) as again:
+        again.recovered()
+        assert len(again.tier.index) > 0
+
+
+def test_two_hosts_without_locks_do_not_meet(lockless, monkeypatch):
+    with engine(lockless) as made:
+        made.store(chain("p", 1))
+        monkeypatch.setattr("socket.gethostname", lambda: "another")
+        with engine(lockless) as other:
+            other.recovered()
+            assert len(other.tier.index) == 0
+            other.store(chain("p", 1))
+    assert len([path for path in lockless.iterdir() if path.name.startswith("host-")]) == 2
 
 
 def test_a_capacity_below_two_objects_is_refused_with_one_that_works(tmp_path):

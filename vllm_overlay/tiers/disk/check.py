@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId
 from vllm_overlay.tiers.disk.format import ObjectHeader
+from vllm_overlay.tiers.disk.ground import in_use_path
 from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.io import DIRECTORY_MODE, FILE_MODE, Device, is_temporary
 from vllm_overlay.tiers.disk.ledger import Ledger, LedgerState
@@ -274,8 +275,7 @@ class Check:
         return chosen
 
     def _read_namespace(self, fingerprint: str, integrities: tuple[Integrity, ...]) -> _Namespace:
-        in_use = os.path.join(self._root, fingerprint, IN_USE)
-        namespace = _Namespace(fingerprint, is_held(in_use))
+        namespace = _Namespace(fingerprint, is_held(in_use_path(self._root, fingerprint)))
         by_object: defaultdict[ObjectId, dict[int, tuple[FoundFile, ObjectHeader]]] = defaultdict(dict)
         for file in self._files[fingerprint]:
             parsed = parse_file_name(file.name)

@@ -4,10 +4,11 @@
 import logging
 import os
 
+from vllm_overlay.tiers.disk.ground import in_use_path
 from vllm_overlay.tiers.disk.io import Device, make_directory, open_root
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.locks import is_in_place, lock
-from vllm_overlay.tiers.disk.namespace import IN_USE, DiskNamespace
+from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.words import write_words
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ class Claim:
                 directory = os.path.join(self._root, fingerprint)
                 make_directory(self._device, directory)
                 write_words(self._device, directory, namespace, fingerprint)
-                path = os.path.join(directory, IN_USE)
+                path = in_use_path(self._root, fingerprint)
+                make_directory(self._device, os.path.dirname(path))
                 self._held[path] = lock(path, shared=True)
             self.namespace = namespace
         finally:

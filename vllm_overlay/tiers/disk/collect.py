@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.ground import in_use_path
 from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.locks import is_held, try_lock
-from vllm_overlay.tiers.disk.namespace import IN_USE, parse_file_name
+from vllm_overlay.tiers.disk.namespace import parse_file_name
 from vllm_overlay.tiers.disk.objectfile import BadObject, read_header
 from vllm_overlay.tiers.disk.scan import FoundFile, namespaces_under, scan_namespace, scan_objects
 
@@ -39,6 +40,7 @@ class Collection:
 class WholeObject:
     """All ranks' files of one object."""
 
+    object_id: ObjectId
     files: list[FoundFile] = field(default_factory=list)
     parents: set[ObjectId] = field(default_factory=set)
     num_children: int = 0
@@ -71,7 +73,7 @@ def collect(
         for fingerprint in namespaces_under(root):
             num_bytes = sum(file.num_bytes for file in scan_objects(root, fingerprint))
             result.bytes_before += num_bytes
-            if _claim(locks, os.path.join(root, fingerprint, IN_USE), dry_run):
+            if _claim(locks, in_use_path(root, fingerprint), dry_run):
                 idle.append(fingerprint)
             else:
                 result.in_use_bytes += num_bytes
@@ -108,11 +110,11 @@ def leaves_first(root: str, fingerprints: list[str], device: Device, integrity: 
 
     Equal names in several namespaces count as one parent: a snapshot's lies in another directory than itself.
     """
-    objects: defaultdict[tuple[str, ObjectId], WholeObject] = defaultdict(WholeObject)
+    objects: dict[tuple[str, ObjectId], WholeObject] = {}
     for fingerprint in fingerprints:
         for file in scan_namespace(root, fingerprint):
             if (parsed := parse_file_name(file.name)) is not None:
-                item = objects[fingerprint, parsed[0]]
+                item = objects.setdefault((fingerprint, parsed[0]), WholeObject(parsed[0]))
                 item.files.append(file)
                 item.parents.update(_parents(device, file.path, integrity))
     by_name: defaultdict[ObjectId, list[WholeObject]] = defaultdict(list)

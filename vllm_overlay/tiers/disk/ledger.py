@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.disk.ground import lock_directory
 from vllm_overlay.tiers.disk.integrity import XXH3
 from vllm_overlay.tiers.disk.io import Device, make_directory
 from vllm_overlay.tiers.disk.locks import lock, try_lock
@@ -71,8 +72,8 @@ class Ledger:
     """
 
     def __init__(self, root: str, device: Device) -> None:
-        self._path = os.path.join(root, "ledger")
-        self._leases = os.path.join(root, "leases")
+        self._path = os.path.join(lock_directory(root), "ledger")
+        self._leases = os.path.join(lock_directory(root), "leases")
         self._device = device
 
     def check(self) -> None:

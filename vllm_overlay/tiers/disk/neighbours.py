@@ -5,9 +5,12 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 
+from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.collect import WholeObject, leaves_first
+from vllm_overlay.tiers.disk.ground import in_use_path
 from vllm_overlay.tiers.disk.integrity import Integrity
 from vllm_overlay.tiers.disk.io import Device, remove_quietly
 from vllm_overlay.tiers.disk.ledger import Ledger
@@ -16,6 +19,7 @@ from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
 from vllm_overlay.tiers.disk.scan import namespaces_under, scan_objects
 from vllm_overlay.tiers.disk.words import words_or_none
 
+SCAN_PAUSE_S = 5.0
 logger = logging.getLogger(__name__)
 
 
@@ -32,6 +36,7 @@ class Neighbours:
         self._device = device
         self._integrity = integrity
         self._shared: Iterator[WholeObject] = iter(())
+        self._next_scan = 0.0
         self.own: tuple[str, ...] = ()
         """The fingerprints that this process serves."""
 
@@ -55,7 +60,7 @@ class Neighbours:
         with contextlib.ExitStack() as locks:
             idle = []
             for fingerprint in fingerprints:
-                if (fd := try_lock(os.path.join(self._root, fingerprint, IN_USE))) is not None:
+                if (fd := try_lock(in_use_path(self._root, fingerprint))) is not None:
                     locks.callback(os.close, fd)
                     idle.append(fingerprint)
             removed = self._remove_oldest(idle, num_bytes)
@@ -68,21 +73,23 @@ class Neighbours:
         """The same of all other namespaces. Their processes will find these objects missing."""
         return self._remove_oldest(self._others(), num_bytes)
 
-    def remove_shared(self, num_bytes: int) -> int:
-        """The same of our own namespaces, leaves first: others who serve them too have more than their share.
+    def remove_shared(self, num_bytes: int, is_ours: Callable[[ObjectId], bool]) -> int:
+        """The same of our own namespaces, leaves first: what others have stored there and we do not know.
 
-        The order is that of one scan for as long as it lasts, for a scan reads every header.
+        A scan reads every header, so its order serves for as long as it lasts, and the next one waits a while.
         """
-        removed = self._remove_leaves(num_bytes)
-        if not removed:
+        removed = self._remove_leaves(num_bytes, is_ours)
+        if not removed and time.monotonic() > self._next_scan:
+            self._next_scan = time.monotonic() + SCAN_PAUSE_S
             self._shared = leaves_first(self._root, list(self.own), self._device, self._integrity)
-            removed = self._remove_leaves(num_bytes)
+            removed = self._remove_leaves(num_bytes, is_ours)
         return removed
 
-    def _remove_leaves(self, num_bytes: int) -> int:
+    def _remove_leaves(self, num_bytes: int, is_ours: Callable[[ObjectId], bool]) -> int:
         removed = 0
         while removed < num_bytes and (leaf := next(self._shared, None)) is not None:
-            removed += self._ledger.remove_files([file.path for file in leaf.files])
+            if not is_ours(leaf.object_id):
+                removed += self._ledger.remove_files([file.path for file in leaf.files])
         return removed
 
     def _remove_oldest(self, fingerprints: Iterable[str], num_bytes: int) -> int:
@@ -107,5 +114,5 @@ class Neighbours:
                     os.rmdir(os.path.join(top, name))
             if set(os.listdir(top)) <= {IN_USE, DESCRIPTION}:
                 remove_quietly(self._device, os.path.join(top, DESCRIPTION))
-                remove_quietly(self._device, os.path.join(top, IN_USE))
+                remove_quietly(self._device, in_use_path(self._root, fingerprint))
                 os.rmdir(top)

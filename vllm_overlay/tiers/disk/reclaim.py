@@ -93,6 +93,7 @@ class Allowance:
 class Janitor:
     """Owns this process's lease and all unlinking on behalf of its scheduler. One a DiskTier, with one thread.
 
+    ``is_known`` is asked from the janitor's thread whether the scheduler knows of an object.
     The public methods are called from the scheduler's thread and never wait for the disk; the work is done in the
     janitor's thread, where every OSError is logged and tried again a second later.
     """
@@ -106,6 +107,7 @@ class Janitor:
         ledger: Ledger,
         device: Device,
         integrity: Integrity = XXH3,
+        is_known: Callable[[ObjectId], bool] = lambda object_id: True,
     ) -> None:
         self._root = root
         self._namespace = namespace
@@ -113,6 +115,7 @@ class Janitor:
         self._limits = limits
         self._ledger = ledger
         self._device = device
+        self._is_known = is_known
         self._claim = Claim(root, ledger, device)
         self._neighbours = Neighbours(root, ledger, device, integrity)
         self._allowance = Allowance()
@@ -289,11 +292,12 @@ class Janitor:
     def _remove_others(self, num_bytes: int) -> int:
         """Remove what nobody serves; and while we have less than an equal share, what others serve."""
         removed = self._neighbours.remove_idle(num_bytes)
-        if not removed and self._own_bytes is not None:
-            fair_share = self._limits.capacity_bytes // max(1, self._ledger.count_processes())
-            if self._own_bytes < fair_share:
-                removed = self._neighbours.remove_used(num_bytes) or self._neighbours.remove_shared(num_bytes)
-        return removed
+        if removed or self._own_bytes is None:
+            return removed
+        num_processes = self._ledger.count_processes()
+        if num_processes < 2 or self._own_bytes >= self._limits.capacity_bytes // num_processes:
+            return 0
+        return self._neighbours.remove_used(num_bytes) or self._neighbours.remove_shared(num_bytes, self._is_known)
 
     def _give_lease_back(self) -> None:
         if self._claim.slot is None or self._claim.is_lost():

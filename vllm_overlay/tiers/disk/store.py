@@ -15,8 +15,9 @@ from vllm_overlay.config import DiskTierSettings, parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
 from vllm_overlay.tiers.disk.breaker import Breaker
 from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
+from vllm_overlay.tiers.disk.ground import choose_root
 from vllm_overlay.tiers.disk.integrity import integrity_of
-from vllm_overlay.tiers.disk.io import Device, open_root, remove_quietly, takes_direct_io, temporary_name
+from vllm_overlay.tiers.disk.io import Device, remove_quietly, takes_direct_io, temporary_name
 from vllm_overlay.tiers.disk.ledger import Ledger, slot_of
 from vllm_overlay.tiers.disk.log import RateLimitedLog
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
@@ -63,8 +64,7 @@ class DiskTierWorker(TierWorker):
         device: Device | None = None,
     ) -> None:
         self._device = device or Device()
-        self._root = os.path.abspath(settings.root)
-        open_root(self._device, self._root)
+        self._root = choose_root(self._device, os.path.abspath(settings.root))
         self._namespace = namespace
         self._integrity = integrity_of(settings.integrity_key_file)
         self._rank = rank

@@ -15,8 +15,9 @@ from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, Tier, TierUsage
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.format import MAX_PARENTS, file_bytes
+from vllm_overlay.tiers.disk.ground import choose_root
 from vllm_overlay.tiers.disk.integrity import integrity_of
-from vllm_overlay.tiers.disk.io import Device, open_root
+from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger
 from vllm_overlay.tiers.disk.namespace import DiskNamespace, check_object_id
 from vllm_overlay.tiers.disk.probe import Prober
@@ -52,8 +53,7 @@ class DiskTier(Tier):
         self._write_rate = WriteRate(rate, self._bytes_on_disk(max_object_bytes))
         self._uses = UseCounter(settings.store_on_nth_use)
         integrity = integrity_of(settings.integrity_key_file)
-        root = os.path.abspath(settings.root)
-        open_root(device, root)
+        root = choose_root(device, os.path.abspath(settings.root))
         ledger = Ledger(root, device)
         ledger.check()
         self._name = settings.name
@@ -63,7 +63,7 @@ class DiskTier(Tier):
         self._in_flight: dict[int, int] = {}
         self._evicted = 0
         self._dropped = 0
-        self._janitor = Janitor(root, namespace, world_size, self._limits, ledger, device, integrity)
+        self._janitor = Janitor(root, namespace, world_size, self._limits, ledger, device, integrity, self._knows)
         self._recover = partial(
             Recovery, root, world_size=world_size, janitor=self._janitor, device=device, integrity=integrity
         )
@@ -107,6 +107,10 @@ class DiskTier(Tier):
             self._janitor.report_own_bytes(self.index.used_bytes)
         if short_bytes := self._janitor.short_bytes:
             self._make_room(short_bytes)
+
+    def _knows(self, object_id: ObjectId) -> bool:
+        """Called from the janitor's thread: one look into a dictionary."""
+        return self.index.contains(object_id)
 
     def _may_find(self, object_id: ObjectId) -> bool:
         return not self._janitor.is_removing(object_id)
