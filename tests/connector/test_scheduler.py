@@ -23,18 +23,20 @@ NOTHING: Any = SimpleNamespace(finished_recving=None)
 class Harness:
     """A scheduler half over a CPU tier, and requests as it sees them."""
 
-    def __init__(self) -> None:
+    def __init__(self, serves_adapters: bool = True) -> None:
         self.stats = OffloadStats.make("test")
         tier = CpuTier(num_units=64, unit_bytes=512, world_size=2)
         self.scheduler = OffloadScheduler(
-            GEOMETRY, tier, 2, max_load_attempts=3, report_timeout_s=100, stats=self.stats
-        )
+            GEOMETRY, tier, 2, max_load_attempts=3, report_timeout_s=100, stats=self.stats,
+            serves_adapters=serves_adapters,
+        )  # fmt: skip
 
-    def request(self, name: str, num_tokens: int = 200) -> Any:
+    def request(self, name: str, num_tokens: int = 200, adapter: object = None) -> Any:
         hashes = block_hashes(name.encode() * 50)[: num_tokens // 16]
         return SimpleNamespace(
-            request_id=name, block_hashes=hashes, num_tokens=num_tokens, num_computed_tokens=0, shared_prefix_boundary=0
-        )
+            request_id=name, block_hashes=hashes, num_tokens=num_tokens, num_computed_tokens=0,
+            shared_prefix_boundary=0, lora_request=adapter,
+        )  # fmt: skip
 
     def step(self, request: Any, num_tokens: int) -> int:
         """Computes so many tokens; returns how many stores that brought. The workers report all at once."""
@@ -72,6 +74,20 @@ def test_a_request_that_comes_after_a_reset_is_stored(made: Harness) -> None:
     request = made.request("p")
     made.scheduler.lookup(request, 0)
     assert made.step(request, 140) == 2
+
+
+def test_a_tier_that_outlives_the_process_leaves_requests_of_adapters_alone() -> None:
+    """Two adapters of one name and path have the same keys: what one stored, the other would load."""
+    for serves_adapters in (True, False):
+        made = Harness(serves_adapters)
+        with_adapter, plain = made.request("p", adapter=object()), made.request("q")
+        assert (made.scheduler.lookup(with_adapter, 0), made.scheduler.lookup(plain, 0)) == (0, 0)
+        assert made.step(with_adapter, 140) == (2 if serves_adapters else 0)
+        assert made.step(plain, 140) == 2
+        again = made.request("p", adapter=object())
+        assert made.scheduler.lookup(again, 0) == (128 if serves_adapters else 0)
+        assert made.scheduler.lookup(made.request("q"), 0) == 128
+        assert made.stats.data["counters"]["lookup_limits:adapter"] == (0 if serves_adapters else 2)
 
 
 def test_while_a_rank_rests_nothing_is_offered_and_afterwards_again(

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from vllm_overlay.connector.connector import HybridOffloadConnector
 from vllm_overlay.planner.objects import SNAPSHOT_KIND
+from vllm_overlay.tiers.disk import breaker
 from vllm_overlay.tiers.disk.io import Device
 
 if TYPE_CHECKING:
@@ -206,7 +207,8 @@ def disk_raises(driver: "Driver", calls: list[str], error: str) -> int:
 
 
 def disk_delays(driver: "Driver", seconds: float) -> float:
-    """Every read and write takes so long; endless ones end with ``disk_works``."""
+    """Every read and write takes so long; endless ones end with ``disk_works``. A breaker that opens stays open."""
+    _replace(breaker, "FIRST_PAUSE_S", 600.0)
     read, write = Device.preadv, Device.pwritev
     works = threading.Event()
 
@@ -274,8 +276,8 @@ def disk_works(driver: "Driver", root: str) -> bool:
             setattr(*fault)
     _FAULTY.clear()
     tier = _worker_half("disk")._tier
-    for breaker in (tier._read_breaker, tier._write_breaker):
-        breaker.report(False)
+    for opened in (tier._read_breaker, tier._write_breaker):
+        opened.report(False)
     _scheduler_half(driver, "disk")._loads_resume_at = 0.0
     return True
 
