@@ -49,13 +49,14 @@ def namespace(model: Path, root: Path, **changes: Any) -> DiskNamespace:
         "page_facts": ("layout=LBHNC",),
         "hidden_size": 128,
         "name": "",
+        "revision": None,
         **changes,
     }
     root.mkdir(exist_ok=True)
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             model=str(model),
-            revision=None,
+            revision=given["revision"],
             dtype=given["dtype"],
             quantization=given["quantization"],
             hf_config=HfConfig(hidden_size=given["hidden_size"], _name_or_path=given["name"]),
@@ -124,6 +125,26 @@ def test_one_changed_byte_of_the_weights_changes_both_fingerprints(model: Path, 
     other = namespace(model, tmp_path / "root")
     assert other.attention != plain.attention
     assert other.snapshot != plain.snapshot
+
+
+def test_the_seed_of_prefix_hashes_changes_both_fingerprints(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for seed in ("0", "1"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        made.append(namespace(model, tmp_path / "root"))
+    assert made[0].attention != made[1].attention
+    assert made[0].snapshot != made[1].snapshot
+
+
+def test_a_revision_counts_where_a_name_stands_for_the_weights(model: Path, tmp_path: Path) -> None:
+    """Where the weights' bytes are known it says nothing more."""
+    for name, is_same in (("", True), ("mine", False)):
+        one, other = (
+            namespace(model, tmp_path / "root", namespace=name, revision=revision) for revision in ("main", "v2")
+        )
+        assert (one.attention == other.attention) is is_same
 
 
 def test_each_key_of_checksums_has_its_own_namespace(model: Path, tmp_path: Path) -> None:

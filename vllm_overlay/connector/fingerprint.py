@@ -101,9 +101,9 @@ def _digest(facts: dict[str, Any]) -> str:
 
 
 def _weights_identity(vllm_config: "VllmConfig", settings: DiskTierSettings) -> str:
-    if settings.namespace:
-        return f"namespace:{settings.namespace}"
     model, load = vllm_config.model_config, vllm_config.load_config
+    if settings.namespace:
+        return f"namespace:{settings.namespace} revision:{model.revision}"
     files = _safetensors_files(model.model, model.revision) if load.load_format in ("auto", "safetensors") else []
     if not files:
         raise ConfigError(

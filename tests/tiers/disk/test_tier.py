@@ -69,6 +69,18 @@ def test_the_root_is_created_private_and_says_whose_it_is(tmp_path):
     assert temporaries(root) == []
 
 
+def test_opening_a_root_tells_what_else_lives_there(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with engine(tmp_path / "root", namespace=OTHER_NAMESPACE) as other:
+        other.store(chain("p", 2))
+    assert not any("other namespaces" in message for message in caplog.messages)
+    with engine(tmp_path / "root") as made:
+        made.recovered()
+        (said,) = [message for message in caplog.messages if "other namespaces" in message]
+    assert f"2 other namespaces of {3 * on_disk()} bytes" in said
+    assert f"{2 * on_disk()} bytes of model 'another' (idle)" in said
+
+
 def test_a_root_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "root").write_text("")
     with pytest.raises(ConfigError, match=r"root=.* is not a directory"):

@@ -17,9 +17,11 @@ from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
 from vllm_overlay.tiers.disk.objectfile import BadObject, read_header
 from vllm_overlay.tiers.disk.reclaim import Janitor
 from vllm_overlay.tiers.disk.scan import ORPHAN_AGE_S, FoundFile, scan_namespace
+from vllm_overlay.tiers.disk.summary import summarize
 
 _PROGRESS_S = 10.0
 _CLOCK_TICK_S = 0.05
+_SHOWN_OTHERS = 5
 logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
 
@@ -134,7 +136,22 @@ class Recovery:
             "disk tier: recovered %d objects (%d bytes) under %s in %.1f s; %d files belong to none",
             len(reachable), num_bytes, self._root, seconds, len(useless),
         )  # fmt: skip
+        self._tell_of_others()
         self._discard(useless)
+
+    def _tell_of_others(self) -> None:
+        """Whoever opens a root learns what else takes its room."""
+        others = [item for item in summarize(self._root) if item.fingerprint not in self._namespace.fingerprints]
+        if others and not self._is_closing:
+            shown = ", ".join(
+                f"{item.num_bytes} bytes of model {item.model or '?'!r} ({'served' if item.is_in_use else 'idle'})"
+                for item in others[:_SHOWN_OTHERS]
+            )
+            logger.info(
+                "disk tier: %d other namespaces of %d bytes lie under %s: %s%s",
+                len(others), sum(item.num_bytes for item in others), self._root, shown,
+                ", ..." if len(others) > _SHOWN_OTHERS else "",
+            )  # fmt: skip
 
     def _discard(self, files: list[FoundFile]) -> None:
         if files and not self._is_closing:
