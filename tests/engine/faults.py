@@ -17,6 +17,7 @@ from vllm_overlay.connector.connector import HybridOffloadConnector
 from vllm_overlay.planner.objects import SNAPSHOT_KIND
 from vllm_overlay.tiers.disk import breaker
 from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from tests.engine.driver import Driver
@@ -39,15 +40,15 @@ def _worker_half(tier: str) -> Any:
 
 
 def wait_for_recovery(driver: "Driver") -> None:
-    """Disk tiers serve while they still scan their root; tests want to see all of it."""
+    """Disk tiers serve while they still scan their root and have no lease yet; tests want to see and store all."""
     deadline = time.monotonic() + 60
     for connector in _offload_connectors(driver.engine_core.scheduler.connector):
         tier = connector._scheduler._tier
-        while getattr(tier, "is_recovering", False):
+        while isinstance(tier, DiskTier) and (tier.is_recovering or not tier._janitor._allowance.available):
             tier.advance()
             time.sleep(0.01)
             if time.monotonic() > deadline:
-                raise TimeoutError("the disk tier is still recovering")
+                raise TimeoutError("the disk tier is still recovering, or gets no lease")
 
 
 def _entries(driver: "Driver", kind: str) -> list[Any]:

@@ -236,7 +236,8 @@ def object_files(root: Path) -> list[Path]:
 
 
 def temporaries(root: Path) -> list[Path]:
-    return sorted(root.rglob(".tmp.*"))
+    walk = ((directory, name) for directory, _, names in os.walk(root) for name in names)
+    return sorted(Path(directory, name) for directory, name in walk if name.startswith(".tmp."))
 
 
 def bytes_under(root: Path) -> int:

@@ -122,8 +122,13 @@ def _pid_space() -> str:
 
 def temporary_name() -> str:
     """A file name that no other writer uses: pid space, process, its start, a count."""
-    pid = os.getpid()
-    return f"{_TEMPORARY}{_pid_space()}.{pid}.{_start_time(pid)}.{next(_count)}"
+    return f"{_TEMPORARY}{_writer(os.getpid())}.{next(_count)}"
+
+
+@functools.cache
+def _writer(pid: int) -> str:
+    """This process, for as long as it has that id: not what it was forked from."""
+    return f"{_pid_space()}.{pid}.{_start_time(pid)}"
 
 
 def is_temporary(name: str) -> bool:

@@ -142,12 +142,15 @@ class DiskTierWorker(TierWorker):
         path = namespace.path_of(self._root, ticket.object_id, self._rank)
         temporary = os.path.join(os.path.dirname(path), temporary_name())
         self._temporaries.add(temporary)
+        has_its_name = False
         try:
             header = self._header(namespace, ticket, buffer)
             write_object(self._device, temporary, header, buffer, self._direct, self._integrity)
-            return "" if self._ledger.publish(slot_of(ticket.ticket), temporary, path) else "no_lease"
+            has_its_name = self._ledger.publish(slot_of(ticket.ticket), temporary, path)
+            return "" if has_its_name else "no_lease"
         finally:
-            remove_quietly(self._device, temporary)  # there is none when it got its name
+            if not has_its_name:
+                remove_quietly(self._device, temporary)
             self._temporaries.discard(temporary)
 
     def _header(self, namespace: DiskNamespace, ticket: StoreTicket, buffer: HostBuffer) -> ObjectHeader:
