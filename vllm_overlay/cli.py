@@ -14,6 +14,7 @@ from vllm_overlay import __version__
 from vllm_overlay.config import GIB, KIB, MIB, TIB, ConfigError, parse_bytes
 from vllm_overlay.tiers.disk.check import Check, Finding
 from vllm_overlay.tiers.disk.collect import collect
+from vllm_overlay.tiers.disk.integrity import XXH3, integrity_of
 from vllm_overlay.tiers.disk.summary import NamespaceSummary, kind_name, summarize
 
 SOUND, PROBLEMS, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -51,6 +52,9 @@ exit status:
     gc.add_argument("--dry-run", action="store_true", help="say what would go; change nothing")
     for command, run in ((fsck, _fsck), (stats, _stats), (gc, _gc)):
         command.add_argument("root", metavar="ROOT", help="the `root` of the disk tier's settings")
+        command.add_argument(
+            "--integrity-key-file", default="", metavar="FILE", help="the `integrity_key_file` of the tier's settings"
+        )
         command.add_argument("--json", action="store_true", help="one JSON object on standard output")
         command.set_defaults(run=run)
     return parser
@@ -126,7 +130,8 @@ def _may_change(root: str) -> None:
 def _fsck(arguments: argparse.Namespace) -> int:
     if arguments.repair:
         _may_change(arguments.root)
-    report = Check(arguments.root, arguments.repair, _progress("reading")).run()
+    integrity = integrity_of(arguments.integrity_key_file)
+    report = Check(arguments.root, arguments.repair, _progress("reading"), integrity=integrity).run()
     left = sum(not finding.is_repaired for finding in report.problems)
     if arguments.json:
         print(json.dumps(asdict(report) | {"num_problems": len(report.problems), "num_problems_left": left}, indent=2))
@@ -151,6 +156,7 @@ def _line(finding: Finding) -> str:
 
 
 def _stats(arguments: argparse.Namespace) -> int:
+    integrity = integrity_of(arguments.integrity_key_file)
     summaries = summarize(arguments.root)
     num_bytes = sum(summary.num_bytes for summary in summaries)
     if arguments.json:
@@ -159,16 +165,19 @@ def _stats(arguments: argparse.Namespace) -> int:
         return SOUND
     print(f"{size(num_bytes)} in {len(summaries)} namespaces under {shown(arguments.root)}")
     for summary in summaries:
-        print("\n".join(_paragraph(summary)))
+        print("\n".join(_paragraph(summary, integrity.name)))
     return SOUND
 
 
-def _paragraph(summary: NamespaceSummary) -> list[str]:
+def _paragraph(summary: NamespaceSummary, own_integrity: str) -> list[str]:
     model = f"model {shown(summary.model)}" if summary.model else "no namespace.json that says whose it is"
     lines = [
         "",
         f"{summary.fingerprint[:16]}…  {model}, {'served now' if summary.is_in_use else 'served by nobody'}",
     ]
+    if summary.integrity not in ("", XXH3.name):
+        whose = "the given key" if summary.integrity == own_integrity else shown(summary.integrity)
+        lines.append(f"  checksums with {whose}")
     for kind, (objects, files, num_bytes) in summary.kinds.items():
         lines.append(f"  {objects} {kind_name(kind)} in {files} files, {size(num_bytes)}")
     if summary.oldest is not None and summary.newest is not None:
@@ -184,7 +193,10 @@ def _gc(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         _may_change(arguments.root)
     os.listdir(arguments.root)
-    done = collect(os.path.abspath(arguments.root), max_bytes, arguments.dry_run, _progress("removing"))
+    integrity = integrity_of(arguments.integrity_key_file)
+    done = collect(
+        os.path.abspath(arguments.root), max_bytes, arguments.dry_run, _progress("removing"), integrity=integrity
+    )
     is_kept = done.bytes_after <= max_bytes
     if arguments.json:
         print(json.dumps(asdict(done) | {"bytes_after": done.bytes_after, "is_dry_run": arguments.dry_run}, indent=2))

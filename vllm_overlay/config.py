@@ -89,6 +89,10 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
         str,
         Meta(description="stands for the weights in the fingerprint when they are not safetensors files on disk"),
     ] = ""
+    integrity_key_file: Annotated[
+        str,
+        Meta(description="private file of at least 32 bytes; what was not written with this key is a miss"),
+    ] = ""
     shutdown_timeout_s: Annotated[
         float, Meta(description="seconds that pending stores are given at shutdown", ge=0)
     ] = 4.0

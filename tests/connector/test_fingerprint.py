@@ -49,13 +49,14 @@ def namespace(model: Path, root: Path, **changes: Any) -> DiskNamespace:
         "page_facts": ("layout=LBHNC",),
         "hidden_size": 128,
         "name": "",
+        "revision": None,
         **changes,
     }
     root.mkdir(exist_ok=True)
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             model=str(model),
-            revision=None,
+            revision=given["revision"],
             dtype=given["dtype"],
             quantization=given["quantization"],
             hf_config=HfConfig(hidden_size=given["hidden_size"], _name_or_path=given["name"]),
@@ -72,7 +73,9 @@ def namespace(model: Path, root: Path, **changes: Any) -> DiskNamespace:
     kv_cache_config = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(layer_names=["layers.0"]), SimpleNamespace(layer_names=[given["layer"]])]
     )
-    settings = DiskTierSettings(root=str(root), namespace=given.get("namespace", ""))
+    settings = DiskTierSettings(
+        root=str(root), namespace=given.get("namespace", ""), integrity_key_file=given.get("key_file", "")
+    )
     return compute_namespace(config, kv_cache_config, settings, geometry, given["page_facts"])
 
 
@@ -122,6 +125,37 @@ def test_one_changed_byte_of_the_weights_changes_both_fingerprints(model: Path, 
     other = namespace(model, tmp_path / "root")
     assert other.attention != plain.attention
     assert other.snapshot != plain.snapshot
+
+
+def test_the_seed_of_prefix_hashes_changes_both_fingerprints(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for seed in ("0", "1"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        made.append(namespace(model, tmp_path / "root"))
+    assert made[0].attention != made[1].attention
+    assert made[0].snapshot != made[1].snapshot
+
+
+def test_a_revision_counts_where_a_name_stands_for_the_weights(model: Path, tmp_path: Path) -> None:
+    """Where the weights' bytes are known it says nothing more."""
+    for name, is_same in (("", True), ("mine", False)):
+        one, other = (
+            namespace(model, tmp_path / "root", namespace=name, revision=revision) for revision in ("main", "v2")
+        )
+        assert (one.attention == other.attention) is is_same
+
+
+def test_each_key_of_checksums_has_its_own_namespace(model: Path, tmp_path: Path) -> None:
+    made = [namespace(model, tmp_path / "root")]
+    for content in (b"k" * 32, b"l" * 32):
+        key_file = tmp_path / "key"
+        key_file.write_bytes(content)
+        key_file.chmod(0o600)
+        made.append(namespace(model, tmp_path / "root", key_file=str(key_file)))
+    assert len({item.attention for item in made}) == len({item.snapshot for item in made}) == 3
+    assert content.decode() not in str(made[-1].description)
 
 
 def test_weights_are_read_once_until_their_file_changes(

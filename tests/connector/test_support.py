@@ -66,7 +66,6 @@ def test_keys_seeded_at_random_are_refused_on_disk_and_fine_in_memory(monkeypatc
     check_supported(seeded, NO_GROUPS, DISK)
 
 
-def test_adapters_are_refused_on_disk_and_fine_in_memory() -> None:
+def test_adapters_are_fine_with_both_tiers() -> None:
     check_supported(engine(lora_config=object()), NO_GROUPS, CPU)
-    with pytest.raises(ConfigError, match="remove --enable-lora or use tier="):
-        check_supported(engine(lora_config=object()), NO_GROUPS, DISK)
+    check_supported(engine(lora_config=object()), NO_GROUPS, DISK)

@@ -78,6 +78,13 @@ class Driver:
                 raise TimeoutError("stores are still pending")
         return True
 
+    def rest(self, seconds: float) -> float:
+        """Lets background threads work, and steps, for so long."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._step()
+        return seconds
+
     def _step(self) -> None:
         self.llm.llm_engine.step()
         time.sleep(0.001)

@@ -2,6 +2,11 @@
 """Faults put into a running engine, to prove that the comparisons would see them. Run inside the driver's process."""
 
 import dataclasses
+import errno
+import fcntl
+import os
+import resource
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +17,9 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_overlay.connector.connector import HybridOffloadConnector
 from vllm_overlay.planner.objects import SNAPSHOT_KIND
+from vllm_overlay.tiers.disk import breaker
+from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.tier import DiskTier
 
 if TYPE_CHECKING:
     from tests.engine.driver import Driver
@@ -34,15 +42,15 @@ def _worker_half(tier: str) -> Any:
 
 
 def wait_for_recovery(driver: "Driver") -> None:
-    """Disk tiers serve while they still scan their root; tests want to see all of it."""
+    """Disk tiers serve while they still scan their root and have no lease yet; tests want to see and store all."""
     deadline = time.monotonic() + 60
     for connector in _offload_connectors(driver.engine_core.scheduler.connector):
         tier = connector._scheduler._tier
-        while getattr(tier, "is_recovering", False):
+        while isinstance(tier, DiskTier) and (tier.is_recovering or not tier._janitor._allowance.available):
             tier.advance()
             time.sleep(0.01)
             if time.monotonic() > deadline:
-                raise TimeoutError("the disk tier is still recovering")
+                raise TimeoutError("the disk tier is still recovering, or gets no lease")
 
 
 def _entries(driver: "Driver", kind: str) -> list[Any]:
@@ -190,3 +198,111 @@ def set_gather_broken(driver: "Driver", on: bool) -> bool:
 
     transfer.gather = gather
     return on
+
+
+# The disk tier's faults. What they replace is the class's or the module's: both halves and all their threads feel it.
+
+_FAULTY: dict[str, Any] = {}
+_NOBODY = 65534
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _FAULTY.setdefault(f"{id(owner)} {name}", (owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
+
+
+def disk_raises(driver: "Driver", calls: list[str], error: str) -> int:
+    """These methods of the device raise OSError for the files of objects and their temporaries."""
+    number = getattr(errno, error)
+
+    def faulty(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    for call in calls:
+        _replace(Device, call, faulty)
+    return number
+
+
+def disk_delays(driver: "Driver", seconds: float) -> float:
+    """Every read and write takes so long; endless ones end with ``disk_works``. A breaker that opens stays open."""
+    _replace(breaker, "FIRST_PAUSE_S", 600.0)
+    read, write = Device.preadv, Device.pwritev
+    works = threading.Event()
+
+    def late(call: Any) -> Any:
+        def delayed(*arguments: Any) -> Any:
+            works.wait(seconds)
+            return call(*arguments)
+
+        return delayed
+
+    _replace(Device, "preadv", late(read))
+    _replace(Device, "pwritev", late(write))
+    _FAULTY["works"] = works
+    return seconds
+
+
+def locks_raise(driver: "Driver", error: str) -> int:
+    """No file can be locked."""
+    number = getattr(errno, error)
+
+    def faulty(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    _replace(fcntl, "flock", faulty)
+    return number
+
+
+def clock_jumps(driver: "Driver", seconds: float) -> float:
+    """The wall clock is that much ahead; the monotonic one is not."""
+    now = time.time
+    _replace(time, "time", lambda: now() + seconds)
+    return seconds
+
+
+def limit_resource(driver: "Driver", limit: str, value: int) -> int:
+    """A real limit of this process: RLIMIT_FSIZE in bytes, or RLIMIT_NOFILE."""
+    kind = getattr(resource, limit)
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, before[1]))
+    _FAULTY[limit] = (kind, before)
+    return value
+
+
+def lose_permission(driver: "Driver", directory: str) -> int:
+    """The process may not enter the directory any more: as another user where it is root's, whom no mode stops."""
+    if os.geteuid() == 0:
+        os.seteuid(_NOBODY)
+    else:
+        os.chmod(directory, 0)
+    return os.geteuid()
+
+
+def disk_works(driver: "Driver", root: str) -> bool:
+    """Everything is as it was; breakers are closed, so that the next fault begins anew."""
+    if os.geteuid() != os.getuid():
+        os.seteuid(os.getuid())
+    elif os.path.exists(root):
+        os.chmod(root, 0o700)
+    for fault in list(_FAULTY.values()):
+        if isinstance(fault, threading.Event):
+            fault.set()
+        elif isinstance(fault[0], int):
+            resource.setrlimit(*fault)
+        else:
+            setattr(*fault)
+    _FAULTY.clear()
+    tier = _worker_half("disk")._tier
+    for opened in (tier._read_breaker, tier._write_breaker):
+        opened.report(False)
+    _scheduler_half(driver, "disk")._loads_resume_at = 0.0
+    return True
+
+
+def change_weights(driver: "Driver") -> int:
+    """New weights in place: every token gets its neighbour's embedding."""
+    runner = driver.engine_core.model_executor.driver_worker.worker.model_runner
+    weight = runner.model.model.embed_tokens.weight
+    with torch.inference_mode():
+        weight.copy_(weight.roll(1, 0).clone())
+    return int(weight.shape[0])

@@ -117,6 +117,7 @@ def build_scheduler(
         max_load_attempts=settings.max_load_attempts,
         report_timeout_s=settings.report_timeout_s,
         stats=stats,
+        serves_adapters=isinstance(settings, CpuTierSettings),
     )
 
 

@@ -21,7 +21,8 @@ from blake3 import blake3
 
 from vllm_overlay.config import ConfigError, DiskTierSettings
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.integrity import integrity_of
+from vllm_overlay.tiers.disk.namespace import INTEGRITY, DiskNamespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,6 +55,7 @@ def compute_namespace(
 
     weights = _weights_identity(vllm_config, settings)
     attention = _attention_facts(vllm_config, kv_cache_config, weights, geometry, page_facts)
+    attention[INTEGRITY] = integrity_of(settings.integrity_key_file).name
     snapshot = {**attention, "vllm": vllm.__version__, "pages": page_facts}
     return DiskNamespace(
         attention=_digest(attention),
@@ -99,9 +101,9 @@ def _digest(facts: dict[str, Any]) -> str:
 
 
 def _weights_identity(vllm_config: "VllmConfig", settings: DiskTierSettings) -> str:
-    if settings.namespace:
-        return f"namespace:{settings.namespace}"
     model, load = vllm_config.model_config, vllm_config.load_config
+    if settings.namespace:
+        return f"namespace:{settings.namespace} revision:{model.revision}"
     files = _safetensors_files(model.model, model.revision) if load.load_format in ("auto", "safetensors") else []
     if not files:
         raise ConfigError(

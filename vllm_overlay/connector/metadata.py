@@ -53,13 +53,15 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler, once a step; vLLM aggregates the ranks' into one.
 
     ``reported`` counts, by store ticket, the ranks that are done with it; ``failed_stores`` are those that failed in
-    some rank. ``bad_objects`` did not verify in some rank; ``failed_loads`` maps request ids to a reason.
+    some rank. ``bad_objects`` did not verify in some rank; ``failed_loads`` maps request ids to a reason. For
+    ``load_pause_s`` seconds every load would fail in some rank.
     """
 
     reported: Counter[int] = field(default_factory=Counter)
     failed_stores: set[int] = field(default_factory=set)
     bad_objects: set[ObjectId] = field(default_factory=set)
     failed_loads: dict[str, str] = field(default_factory=dict)
+    load_pause_s: float = 0.0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadWorkerMetadata":
         """Called in the executor, with the metadata of another rank of the same step."""
@@ -69,10 +71,11 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
             self.failed_stores | other.failed_stores,
             self.bad_objects | other.bad_objects,
             self.failed_loads | other.failed_loads,
+            max(self.load_pause_s, other.load_pause_s),
         )
 
     def __bool__(self) -> bool:
-        return bool(self.reported or self.failed_stores or self.bad_objects or self.failed_loads)
+        return any((self.reported, self.failed_stores, self.bad_objects, self.failed_loads, self.load_pause_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,8 @@ class _Tracked:
     num_local: int = 0
     failed_loads: int = 0
     stalled_at: ObjectId | None = None
+    may_be_stored: bool = True
+    """Not when some of its blocks may be of before the last reset, nor when an adapter computed them."""
 
 
 @dataclass(slots=True)
@@ -58,7 +60,10 @@ class _PendingLoad:
 
 
 class OffloadScheduler:
-    """Serves one tier. Every method is called from the scheduler's thread, in the order of vLLM's connector hooks."""
+    """Serves one tier. Every method is called from the scheduler's thread, in the order of vLLM's connector hooks.
+
+    ``serves_adapters`` is False for a tier that outlives the process: a LoRA adapter's keys name it, not its weights.
+    """
 
     def __init__(
         self,
@@ -69,6 +74,7 @@ class OffloadScheduler:
         max_load_attempts: int,
         report_timeout_s: float,
         stats: OffloadStats,
+        serves_adapters: bool = True,
     ) -> None:
         self._geometry = geometry
         self._planner = HybridOffloadPlanner(geometry)
@@ -77,12 +83,14 @@ class OffloadScheduler:
         self._max_load_attempts = max_load_attempts
         self._report_timeout_s = report_timeout_s
         self._stats = stats
+        self._serves_adapters = serves_adapters
         self._tracked: dict[str, _Tracked] = {}
         self._loads: dict[str, _PendingLoad] = {}
         self._stores: dict[int, _PendingStore] = {}
         self._new_loads: list[LoadJob] = []
         self._unplanned_loads: list[str] = []
         self._attempts = itertools.count(1)
+        self._loads_resume_at = 0.0
 
     # Lookups and loads.
 
@@ -91,7 +99,14 @@ class OffloadScheduler:
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
         tracked.request, tracked.num_local, tracked.lookup = request, num_local, None
         tracked.cursors, tracked.stalled_at = {}, None
+        tracked.may_be_stored = self._serves_adapters or request.lora_request is None
+        if not tracked.may_be_stored:
+            self._stats.count("lookup_limits", reason="adapter")
+            return 0
         if tracked.failed_loads >= self._max_load_attempts:
+            return 0
+        if time.monotonic() < self._loads_resume_at:
+            self._stats.count("lookup_limits", reason="breaker")
             return 0
         self._tier.advance()
         lookup = self._planner.lookup(request.block_hashes, request.num_tokens, num_local, self._tier.index)
@@ -164,13 +179,13 @@ class OffloadScheduler:
         jobs: list[StoreJob] = []
         for request_id, num_tokens in num_scheduled.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None:
+            if tracked is not None and tracked.may_be_stored:
                 computed = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
                 jobs += self._store_chunks(tracked, computed, block_state)
         for request_id, offers in block_state.boundary_state_offloads.items():
             tracked = self._tracked.get(request_id)
             block_ids = block_state.get_block_ids(request_id)
-            if tracked is not None and block_ids is not None:
+            if tracked is not None and tracked.may_be_stored and block_ids is not None:
                 jobs += self._store_snapshots(tracked, offers, block_ids)
         return jobs
 
@@ -259,6 +274,8 @@ class OffloadScheduler:
                 self._tier.drop(object_id)
             for request_id, reason in metadata.failed_loads.items():
                 self._load_failed(request_id, reason)
+            if metadata.load_pause_s:
+                self._loads_resume_at = time.monotonic() + metadata.load_pause_s
         for request_id in output.finished_recving or ():
             self._end_load(request_id)
 
@@ -313,7 +330,12 @@ class OffloadScheduler:
             self._stats.count("failed_loads", reason="not_reported")
 
     def clear(self) -> None:
-        """Forget what the tier holds."""
+        """Nothing that was stored before is loaded any more, and nothing that was computed before is stored.
+
+        A request that vLLM preempts for the reset is looked up again, and all of it computed anew.
+        """
+        for tracked in self._tracked.values():
+            tracked.may_be_stored = False
         self._tier.clear()
 
     def close(self) -> None:

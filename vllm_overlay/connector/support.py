@@ -69,8 +69,3 @@ def _check_keys_survive_restart(vllm_config: "VllmConfig") -> None:
             f"--prefix-caching-hash-algo {algorithm} is seeded at random in every process, so nothing on disk could "
             "be found again: set PYTHONHASHSEED to a fixed number or use --prefix-caching-hash-algo sha256"
         )
-    if vllm_config.lora_config is not None:
-        raise ConfigError(
-            "the disk tier cannot tell two adapters of one name and path apart yet: remove --enable-lora or "
-            'use tier="cpu"'
-        )

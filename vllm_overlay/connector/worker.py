@@ -107,6 +107,7 @@ class OffloadWorker:
         """Nothing but this thread writes to the KV cache, so a load may be given up at any time."""
         oldest = time.monotonic() - self._load_timeout_s
         for load in [load for load in self._loads.values() if load.started < oldest]:
+            self._tier.load_was_late(load.job.load_id)
             self._fail_load(load, "timeout")
 
     def fail_request(self, request_id: str, reason: str) -> None:
@@ -165,7 +166,9 @@ class OffloadWorker:
 
     def take_metadata(self) -> OffloadWorkerMetadata | None:
         """What the scheduler's half must know of this step; None when nothing happened."""
-        metadata = OffloadWorkerMetadata(self._reported, self._failed_stores, self._bad_objects, self._failed)
+        metadata = OffloadWorkerMetadata(
+            self._reported, self._failed_stores, self._bad_objects, self._failed, self._tier.load_pause_s()
+        )
         self._reported, self._failed_stores = Counter(), set()
         self._bad_objects, self._failed = set(), {}
         return metadata if metadata else None

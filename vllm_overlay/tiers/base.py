@@ -17,7 +17,10 @@ from vllm_overlay.tiers.memory import HostBuffer
 
 @dataclass(frozen=True, slots=True)
 class StoreTicket:
-    """Permission to write one object. ``ticket`` is unique in the engine's life and serves as generation tag."""
+    """Permission to write one object. ``ticket`` is unique in the engine's life and serves as generation tag.
+
+    ``reset`` names the last ``Tier.clear``, for tiers whose objects outlive it; empty before the first.
+    """
 
     ticket: int
     object_id: ObjectId
@@ -26,6 +29,7 @@ class StoreTicket:
     end_tokens: int
     num_bytes: int
     units: tuple[int, ...] = ()
+    reset: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class LoadTicket:
     object_id: ObjectId
     num_bytes: int
     units: tuple[int, ...] = ()
+    reset: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,7 @@ class Tier(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything that is not pinned (vLLM's ``reset_prefix_cache`` with external reset)."""
+        """Never again load what was stored before: the weights may be others now (vLLM's ``reset_connector``)."""
 
     @abstractmethod
     def close(self) -> None:
@@ -167,6 +172,13 @@ class TierWorker(ABC):
     @abstractmethod
     def cancel_load(self, load_id: str) -> None:
         """No further result of this load is wanted. Its buffers are taken back as soon as no thread uses them."""
+
+    def load_was_late(self, load_id: str) -> None:  # noqa: B027
+        """The load did not come in the time it had, and is about to be cancelled."""
+
+    def load_pause_s(self) -> float:
+        """For how many seconds from now every load would fail at once; 0.0 when loads may come."""
+        return 0.0
 
     @abstractmethod
     def poll(self) -> tuple[list[StoreResult], list[FetchResult]]:

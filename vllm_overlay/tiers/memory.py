@@ -68,14 +68,21 @@ def units_needed(num_bytes: int, unit_bytes: int) -> int:
 
 
 class HostPool:
-    """``num_units`` rows of ``unit_bytes`` in one anonymous mapping. Knows nothing of who uses which row."""
+    """``num_units`` rows of ``unit_bytes`` in one anonymous mapping. Knows nothing of who uses which row.
+
+    In huge pages where the kernel has them: copies miss the TLB less, and direct I/O goes in fewer, larger requests. A
+    forked child does not get the mapping, so a read under way cannot end in a copy of its page.
+    """
 
     def __init__(self, num_units: int, unit_bytes: int) -> None:
         if num_units < 1 or unit_bytes < 1:
             raise ValueError(f"a pool of {num_units} units of {unit_bytes} bytes is empty")
         self.num_units = num_units
         self.unit_bytes = unit_bytes
-        self._mapping = mmap.mmap(-1, num_units * unit_bytes)
+        self._mapping = mmap.mmap(-1, num_units * unit_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+            with contextlib.suppress(OSError):  # a kernel built without it
+                self._mapping.madvise(advice)
         flat = np.frombuffer(self._mapping, dtype=np.uint8)
         self.array: Bytes = flat.reshape(num_units, unit_bytes)
 

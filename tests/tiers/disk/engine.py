@@ -224,18 +224,26 @@ def engine(root: Path, **changes: object) -> Iterator[Engine]:
         made.close()
 
 
+def _files_under(root: Path) -> Iterator[Path]:
+    """Files in the places of objects, while others may remove files and directories."""
+    for directory, _, names in os.walk(root):
+        if len(Path(directory).relative_to(root).parts) == 2:
+            yield from (Path(directory, name) for name in names)
+
+
 def object_files(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("*/??/*") if not path.name.startswith(".tmp."))
+    return sorted(path for path in _files_under(root) if not path.name.startswith(".tmp."))
 
 
 def temporaries(root: Path) -> list[Path]:
-    return sorted(root.rglob(".tmp.*"))
+    walk = ((directory, name) for directory, _, names in os.walk(root) for name in names)
+    return sorted(Path(directory, name) for directory, name in walk if name.startswith(".tmp."))
 
 
 def bytes_under(root: Path) -> int:
     """Bytes of all objects and temporaries, while others may remove them."""
     total = 0
-    for path in root.glob("*/??/*"):
+    for path in _files_under(root):
         try:
             total += path.lstat().st_size
         except OSError as error:

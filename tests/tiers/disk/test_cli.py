@@ -396,8 +396,8 @@ def test_gc_leaves_alone_what_is_served(root, capsys):
 
 
 def test_forged_files_that_depend_on_each_other_go_too(root, monkeypatch):
-    def everybody(device, path):
-        header = read_header(device, path)
+    def everybody(device, path, integrity):
+        header = read_header(device, path, integrity)
         return type(header)(**{name: getattr(header, name) for name in header.__slots__} | {"parents": ring})
 
     read_header = collect.read_header

@@ -2,20 +2,25 @@
 """Disks that fail for long, hang or vanish, and what spares them: each is a miss or a dropped store, and counted."""
 
 import errno
+import fcntl
 import os
 import resource
 import shutil
 import signal
+import threading
 import time
 
 import pytest
 
 from tests.tiers.disk.engine import OBJECT, FailingDevice, chain, engine, object_files, on_disk, temporaries, until
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk import breaker
+from vllm_overlay.tiers.base import LoadTicket
+from vllm_overlay.tiers.disk import breaker, log
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.breaker import Breaker
 from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.locks import is_held
 
 
 @pytest.fixture
@@ -200,19 +205,118 @@ def test_a_file_size_limit_is_a_dropped_store(tmp_path):
         made.store(chain("q", 1))
 
 
-@pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_root_that_is_removed_or_replaced_is_used_again(tmp_path, is_replaced):
+def leave(root):
+    shutil.rmtree(root)
+
+
+def replace_with_nothing(root):
+    root.rename(root.with_name("elsewhere"))
+    root.mkdir(mode=0o700)
+
+
+def replace_with_another(root):
+    """A root in which another process has stored, as when a file system is mounted over this one."""
+    root.rename(root.with_name("elsewhere"))
+    with engine(root) as other:
+        other.store(chain("r", 2))
+
+
+@pytest.mark.parametrize("change", [leave, replace_with_nothing, replace_with_another])
+def test_a_root_that_is_removed_or_replaced_is_left_and_the_new_one_taken(tmp_path, change, caplog, monkeypatch):
+    monkeypatch.setattr(log, "INTERVAL_S", 0.0)
     with engine(tmp_path / "root") as made:
-        objects = chain("p", 2)
-        made.store(objects)
-        shutil.rmtree(made.root)
-        if is_replaced:
-            made.root.mkdir(mode=0o700)
-        assert made.reasons(objects) == ["missing"] * 3
-        made.tier.drop(objects[0].object_id)
-        made.store_at_last(chain("q", 1)[0])
-        assert made.reasons(chain("q", 1)[:1]) == [""]
+        made.store(chain("p", 2))
+        change(made.root)
+        assert made.reasons(chain("p", 2)) == ["missing"] * 3
+        until(lambda: made.tier.advance() or not made.has(chain("p", 2)[0]))  # not one by one as loads fail
+        until(lambda: made.tier._janitor._claim.slot is not None and not made.tier._janitor._claim.is_lost())
+        made.recovered()
+        assert made.coverage(chain("r", 2)) == [change is replace_with_another] * 3
+        made.store(chain("q", 1))
+        assert made.reasons(chain("q", 1)) == ["", ""]
         assert made.root.stat().st_mode & 0o777 == 0o700
+        assert sum("was removed or replaced" in message for message in caplog.messages) == 1
+        with engine(made.root) as other:  # takes us for what we are: alive, with a lease and a namespace
+            ledger = Ledger(str(made.root), Device())
+            until(lambda: ledger.count_processes() == 2)
+            assert is_held(str(made.root / made.namespace.attention / "in-use"))
+            other.recovered()
+            assert made.reasons(chain("q", 1)) == ["", ""]
+
+
+@pytest.mark.parametrize("name", ["leases/0", f"{'a' * 64}/in-use"])
+def test_a_lock_whose_file_is_gone_is_taken_anew(tmp_path, name):
+    with engine(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+        (made.root / name).unlink()
+        ledger = Ledger(str(made.root), Device())
+        until(lambda: ledger.count_processes() == 1 and is_held(str(made.root / made.namespace.attention / "in-use")))
+        made.recovered()
+        until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]))
+        assert made.reasons(chain("p", 1)) == ["", ""]
+
+
+def test_a_new_root_that_everyone_may_write_is_not_taken(tmp_path):
+    with engine(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+        replace_with_nothing(made.root)
+        made.root.chmod(0o777)
+        until(lambda: made.tier.advance() or not made.has(chain("p", 1)[0]))
+        for _ in range(20):
+            assert made.try_store(chain("q", 1)[0]) == "no_room"
+            time.sleep(0.01)
+        made.root.chmod(0o700)
+        made.store_at_last(chain("q", 1)[0])
+
+
+def test_locks_that_fail_while_running_drop_stores_and_keep_loads(tmp_path, monkeypatch):
+    with engine(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+        real = fcntl.flock
+
+        def no_lock(fd, operation):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr("fcntl.flock", no_lock)
+        assert made.try_store(chain("q", 1)[0]) in ("io_error", "no_room")
+        assert made.reasons(chain("p", 1)) == ["", ""]
+        monkeypatch.setattr("fcntl.flock", real)
+        made.store_at_last(chain("q", 1)[0])
+
+
+def test_reads_that_hang_are_given_up_and_nothing_waits_for_them_twice(tmp_path, monkeypatch):
+    """What the connector does with a load that is late; the read threads hang all the while."""
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.2)
+
+    class Hanging(Device):
+        go_on = threading.Event()
+
+        def preadv(self, fd, segments, offset):
+            assert self.go_on.wait(60)
+            return super().preadv(fd, segments, offset)
+
+    device = Hanging()
+    device.go_on.set()
+    with engine(tmp_path / "root", device=device, read_threads=1) as made:
+        made.store(chain("p", 1))
+        made.recovered()
+        device.go_on.clear()
+        worker, planned = made.workers[0], chain("p", 1)[0]
+        ticket = LoadTicket(0, planned.object_id, planned.num_bytes)
+        for turn in range(3):
+            worker.begin_load(f"late {turn}", [ticket])
+            assert worker.poll() == ([], [])
+            worker.load_was_late(f"late {turn}")
+            worker.cancel_load(f"late {turn}")
+            assert worker.load_pause_s() > 0
+            worker.begin_load(f"at once {turn}", [ticket])
+            _, fetched = worker.poll()
+            assert [(result.reason, result.is_bad) for result in fetched] == [("breaker", False)]
+            until(lambda: worker.load_pause_s() == 0)
+        device.go_on.set()
+        until(lambda: made.reasons(chain("p", 1)) == ["", ""])
+        assert worker.load_pause_s() == 0
 
 
 def test_jumps_of_the_clock_change_nothing(tmp_path, monkeypatch):

@@ -7,7 +7,8 @@ import struct
 import pytest
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.format import HEADER_BYTES, FormatError, ObjectHeader, checksum_of, file_bytes
+from vllm_overlay.tiers.disk.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
+from vllm_overlay.tiers.disk.integrity import XXH3
 from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
 
 HEADER = ObjectHeader(
@@ -26,7 +27,7 @@ HEADER = ObjectHeader(
 
 def sealed(page: bytearray) -> bytes:
     """The page with a header checksum that fits, as a hostile writer would have it."""
-    page[-32:-16] = checksum_of([bytes(page[:-32])])
+    page[-32:-16] = XXH3.checksum_of([bytes(page[:-32])])
     return bytes(page)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.engine import OBJECT, UNIT, Engine, chain, on_disk
-from vllm_overlay.tiers.disk.format import checksum_of
+from vllm_overlay.tiers.disk.integrity import XXH3
 from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.objectfile import BadObject, read_header, verify_file
 
@@ -78,7 +78,7 @@ def swap(chosen: random.Random, raw: bytearray, place: int, others: list[bytes])
 def forge(chosen: random.Random, raw: bytearray, place: int, others: list[bytes]) -> None:
     """A hostile header: changed, and its checksum made to fit."""
     overwrite(chosen, raw, place % 4064, others)
-    raw[4064:4096] = checksum_of([bytes(raw[:4064])]) + bytes(16)
+    raw[4064:4096] = XXH3.checksum_of([bytes(raw[:4064])]) + bytes(16)
 
 
 MUTATIONS: list[Callable[[random.Random, bytearray, int, list[bytes]], None]] = [

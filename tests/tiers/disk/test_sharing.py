@@ -3,13 +3,16 @@
 
 import time
 
+import numpy as np
 import pytest
 
 from tests.naive_twin import block_hashes
-from tests.tiers.disk.engine import Engine, engine, object_files, until
+from tests.tiers.disk.engine import Engine, bytes_of, content, engine, object_files, until
 from tests.tiers.disk.test_tier import kill, start
+from tests.tiers.disk.test_worker import GatedDevice
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.planner import HybridOffloadPlanner
+from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk import probe
 from vllm_overlay.tiers.disk.io import Device
 
@@ -196,6 +199,28 @@ def test_after_clear_nothing_of_others_is_found(two):
     for _ in range(10):
         assert lookup(other) == 0
         time.sleep(0.02)
+
+
+def test_what_another_evicts_while_it_is_read_is_read_to_its_end(tmp_path):
+    device = GatedDevice("preadv")
+    objects = objects_of(KEYS, [640])
+    with engine(tmp_path / "root") as one, engine(tmp_path / "root", device=device, read_threads=2) as other:
+        one.recovered()
+        device.gate.set()
+        other.recovered()
+        one.store(objects)
+        device.gate.clear()
+        worker = other.workers[0]
+        worker.begin_load("slow", [LoadTicket(0, planned.object_id, planned.num_bytes) for planned in objects[:2]])
+        for _ in range(2):
+            assert device.waiting.acquire(timeout=20)  # opened, and not yet read
+        one.tier.drop(objects[0].object_id)
+        until(lambda: not object_files(one.root))
+        device.gate.set()
+        results = []
+        until(lambda: results.extend(worker.poll()[1]) or len(results) == 2)
+        for result in results:
+            assert np.array_equal(bytes_of(result.buffer), content(objects[result.position], 0))
 
 
 def test_a_disk_that_hangs_holds_no_lookup(tmp_path):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index half: start, restart, capacity, several processes."""
 
+import ast
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -10,7 +12,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -33,9 +34,11 @@ from tests.tiers.disk.engine import (
 )
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.collect import collect
 from vllm_overlay.tiers.disk.io import Device, temporary_name
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.recover import FoundObject, parents_first
+from vllm_overlay.tiers.disk.summary import summarize
 from vllm_overlay.tiers.disk.tier import DiskTier
 
 REPOSITORY = Path(__file__).parents[3]
@@ -56,12 +59,26 @@ def open_tier(root, **changes):
 
 def test_the_root_is_created_private_and_says_whose_it_is(tmp_path):
     root = tmp_path / "a" / "root"
-    open_tier(root)
+    with engine(root) as made:
+        made.recovered()
+        until(lambda: all((root / name / "in-use").exists() for name in NAMESPACE.fingerprints))
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
     for fingerprint in NAMESPACE.fingerprints:
         words = json.loads((root / fingerprint / "namespace.json").read_text())
         assert words["description"] == {"model": "tiny"}
     assert temporaries(root) == []
+
+
+def test_opening_a_root_tells_what_else_lives_there(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with engine(tmp_path / "root", namespace=OTHER_NAMESPACE) as other:
+        other.store(chain("p", 2))
+    assert not any("other namespaces" in message for message in caplog.messages)
+    with engine(tmp_path / "root") as made:
+        made.recovered()
+        (said,) = [message for message in caplog.messages if "other namespaces" in message]
+    assert f"2 other namespaces of {3 * on_disk()} bytes" in said
+    assert f"{2 * on_disk()} bytes of model 'another' (idle)" in said
 
 
 def test_a_root_that_is_a_file_is_refused(tmp_path):
@@ -106,13 +123,68 @@ def test_a_root_that_cannot_be_written_is_refused(as_nobody):
         open_tier(as_nobody / "below")
 
 
-def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
-    def no_locks(fd, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def take_locks_from(monkeypatch, directory):
+    """No file under ``directory`` can be locked any more."""
+    real = fcntl.flock
 
-    monkeypatch.setattr("fcntl.flock", no_locks)
+    def flock(fd, operation):
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(directory):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        real(fd, operation)
+
+    monkeypatch.setattr("fcntl.flock", flock)
+
+
+def test_without_locks_anywhere_a_root_is_refused(tmp_path, monkeypatch):
+    take_locks_from(monkeypatch, "/")
     with pytest.raises(ConfigError, match=r"root=.* takes no file locks"):
         open_tier(tmp_path / "root")
+
+
+@pytest.fixture
+def lockless(tmp_path, monkeypatch):
+    """A root on a file system without locks, and a local directory with them."""
+    (tmp_path / "local").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "local"))
+    take_locks_from(monkeypatch, tmp_path / "root")
+    return tmp_path / "root"
+
+
+def host_root(root):
+    """The one sub-root."""
+    (found,) = [path for path in root.iterdir() if path.name.startswith("host-")]
+    return found
+
+
+def test_without_locks_a_host_has_its_sub_root_and_limit_and_the_log_says_so(lockless, caplog):
+    capacity = 15 * on_disk()
+    with engine(lockless, capacity_bytes=capacity) as made, engine(lockless, capacity_bytes=capacity) as other:
+        root = host_root(lockless)
+        said = [message for message in caplog.messages if "has no file locks" in message]
+        assert said and str(root) in said[0] and "for this host alone" in said[0]
+        seen = []
+        for turn in range(20):
+            for one in (made, other):
+                one.store(chain(f"{turn}", 2))
+                seen.append(bytes_under(root))
+        assert max(seen) <= capacity
+        assert Ledger(str(root), Device()).count_processes() == 2
+        assert summarize(str(root))[0].is_in_use
+        assert collect(str(root), 0).removed_files == 0  # all of it is served
+    with engine(lockless, capacity_bytes=capacity) as again:
+        again.recovered()
+        assert len(again.tier.index) > 0
+
+
+def test_two_hosts_without_locks_do_not_meet(lockless, monkeypatch):
+    with engine(lockless) as made:
+        made.store(chain("p", 1))
+        monkeypatch.setattr("socket.gethostname", lambda: "another")
+        with engine(lockless) as other:
+            other.recovered()
+            assert len(other.tier.index) == 0
+            other.store(chain("p", 1))
+    assert len([path for path in lockless.iterdir() if path.name.startswith("host-")]) == 2
 
 
 def test_a_capacity_below_two_objects_is_refused_with_one_that_works(tmp_path):
@@ -165,7 +237,7 @@ def test_acquired_objects_stay_until_released(tmp_path):
         tickets = made.tier.acquire(objects)
         assert [ticket.object_id for ticket in tickets] == [planned.object_id for planned in objects]
         assert [ticket.num_bytes for ticket in tickets] == [OBJECT] * 3
-        made.tier.clear()
+        made.tier.drop(objects[0].object_id)
         assert made.tier.acquire(objects) is None
         assert all(made.path(planned).exists() for planned in objects)
         made.tier.release([planned.object_id for planned in objects])
@@ -181,53 +253,6 @@ def test_a_dropped_chunk_takes_what_lies_on_top_with_it(tmp_path):
         until(lambda: object_files(made.root) == [made.path(objects[0])])
         made.store(objects[1:])
         assert made.reasons(objects) == [""] * 5
-
-
-def test_clear_removes_this_namespace_and_no_other(tmp_path):
-    root = tmp_path / "root"
-    with engine(root, namespace=OTHER_NAMESPACE) as other, engine(root) as made:
-        other.store(chain("p", 2))
-        made.store(chain("p", 2))
-        made.tier.clear()
-        assert len(made.tier.index) == 0
-        until(lambda: len(object_files(root)) == 3)
-        assert other.reasons(chain("p", 2)) == [""] * 3
-
-
-def test_clear_right_after_start_removes_what_was_not_yet_recovered(tmp_path):
-    with engine(tmp_path / "root") as made:
-        made.store(chain("p", 3))
-    time.sleep(0.1)
-    with engine(tmp_path / "root") as again:
-        again.tier.clear()
-        again.recovered()
-        assert len(again.tier.index) == 0
-        until(lambda: object_files(again.root) == [])
-
-
-class SlowHeaders(Device):
-    """Recovery's reads wait for the test."""
-
-    def __init__(self):
-        self.go_on = threading.Event()
-
-    def preadv(self, fd, segments, offset):
-        assert self.go_on.wait(20)
-        return super().preadv(fd, segments, offset)
-
-
-def test_clear_removes_what_recovery_finds_afterwards(tmp_path):
-    with engine(tmp_path / "root") as made:
-        made.store(chain("p", 3))
-    time.sleep(0.1)
-    device = SlowHeaders()
-    tier = DiskTier(settings(tmp_path / "root"), NAMESPACE, 1, OBJECT, device)
-    tier.clear()
-    device.go_on.set()
-    until(lambda: tier.advance() or not tier.is_recovering)
-    assert len(tier.index) == 0
-    until(lambda: object_files(made.root) == [])
-    tier.close()
 
 
 def test_no_call_of_the_scheduler_waits_for_the_disk(tmp_path):
@@ -528,6 +553,49 @@ def test_two_processes_keep_one_capacity(tmp_path):
     assert max(seen) >= capacity // 2
 
 
+SHARER = """
+import sys
+from collections import Counter
+from pathlib import Path
+from tests.tiers.disk.engine import Engine, chain, on_disk
+made = Engine(Path(sys.argv[1]), capacity_bytes=int(sys.argv[2]))
+print("ready", flush=True)
+reasons = Counter()
+held = []
+for turn in range(60):
+    objects = chain(f"{sys.argv[3]}-{turn % 45}", 2)
+    for planned in objects:
+        reasons[made.outcome(planned) if not made.has(planned) else "there"] += 1
+    held = [planned for planned in held[-9:] + objects if made.has(planned)]
+    for planned, reason in zip(held, made.reasons(held)):  # compares the bytes
+        reasons[reason and f"load {reason}"] += 1
+        if reason:
+            made.tier.drop(planned.object_id)
+made.close()
+print(dict(reasons), flush=True)
+"""
+
+
+def test_three_processes_keep_one_capacity_and_what_they_read_is_right(tmp_path):
+    """In one namespace, so that each evicts what the others store too; 20 times the limit is stored."""
+    root, capacity = tmp_path / "root", 26 * on_disk()
+    sharers = [start(SHARER, root, capacity, name) for name in "xyz"]
+    seen = []
+    try:
+        while any(sharer.poll() is None for sharer in sharers):
+            seen.append(bytes_under(root))
+            time.sleep(0.001)
+        ended = [ast.literal_eval(sharer.stdout.readline()) for sharer in sharers]
+    finally:
+        for sharer in sharers:
+            kill(sharer)
+    assert max(seen) <= capacity
+    assert max(seen) >= capacity // 2
+    stored = sum(reasons[""] for reasons in ended)
+    assert stored >= 20 * 26
+    assert set().union(*ended) <= {"", "there", "load missing"}
+
+
 def test_two_processes_that_store_the_same_objects_count_them_once(tmp_path):
     root = tmp_path / "root"
     with engine(root) as one, engine(root) as two:
@@ -536,7 +604,7 @@ def test_two_processes_that_store_the_same_objects_count_them_once(tmp_path):
         one.store(chain("p", 4))
         two.store(chain("p", 4))
         assert ledger_of(root)[0] == bytes_under(root) == 5 * on_disk()
-        two.tier.clear()
+        two.tier.drop(chain("p", 4)[0].object_id)
         until(lambda: object_files(root) == [])
         until(lambda: ledger_of(root)[0] == 0)
         assert one.reasons(chain("p", 4)) == ["missing"] * 5

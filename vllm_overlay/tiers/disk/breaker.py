@@ -37,6 +37,18 @@ class Breaker:
             self._is_trying = True
             return True
 
+    def pause_left_s(self) -> float:
+        """Seconds until the next attempt may be made; 0.0 when one may be made now."""
+        with self._lock:
+            return max(0.0, self._next_attempt - time.monotonic()) if self._pause_s else 0.0
+
+    def trip(self) -> None:
+        """Open at once, or for longer when an attempt was due: somebody has waited long enough."""
+        with self._lock:
+            if not self._pause_s or self._is_trying or time.monotonic() >= self._next_attempt:
+                self._num_faults += 1
+                self._open()
+
     def report(self, is_fault: bool) -> None:
         """How an attempt ended. One that never reached the disk, or found a bad file, is no fault."""
         with self._lock:

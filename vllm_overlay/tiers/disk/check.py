@@ -16,6 +16,8 @@ from enum import StrEnum
 
 from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId
 from vllm_overlay.tiers.disk.format import ObjectHeader
+from vllm_overlay.tiers.disk.ground import in_use_path
+from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.io import DIRECTORY_MODE, FILE_MODE, Device, is_temporary
 from vllm_overlay.tiers.disk.ledger import Ledger, LedgerState
 from vllm_overlay.tiers.disk.locks import is_held
@@ -48,6 +50,8 @@ class What(StrEnum):
     LEFTOVER = "leftover"
     """A temporary that nobody will finish."""
     LEDGER = "ledger"
+    KEY = "key"
+    """A namespace whose checksums need a key that is not the given one: nothing of it was verified."""
     WORDS = "words"
     """A namespace.json that cannot be read."""
     STRANGER = "stranger"
@@ -109,11 +113,13 @@ class Check:
         repair: bool = False,
         on_bytes: Callable[[int, int], None] = lambda done, total: None,
         device: Device | None = None,
+        integrity: Integrity = XXH3,
     ) -> None:
         self._root = os.path.abspath(root)
         self._repair = repair
         self._on_bytes = on_bytes
         self._device = device or Device()
+        self._integrity = integrity
         self._ledger = Ledger(self._root, self._device)
         self._report = Report()
         self._files: dict[str, list[FoundFile]] = {}
@@ -126,10 +132,14 @@ class Check:
         self._check_mode("", os.stat(self._root).st_mode)
         self._walk()
         self._total = sum(file.num_bytes for files in self._files.values() for file in files)
-        namespaces = [self._read_namespace(fingerprint) for fingerprint in sorted(self._files)]
+        namespaces = [
+            self._read_namespace(fingerprint, candidates)
+            for fingerprint in sorted(self._files)
+            if (candidates := self._integrities_of(fingerprint))
+        ]
         self._check_reach(namespaces)
         self._check_ledger()
-        self._report.num_namespaces = len(namespaces)
+        self._report.num_namespaces = len(self._files)
         return self._report
 
     # Findings.
@@ -255,14 +265,22 @@ class Check:
 
     # Bytes.
 
-    def _read_namespace(self, fingerprint: str) -> _Namespace:
-        in_use = os.path.join(self._root, fingerprint, IN_USE)
-        namespace = _Namespace(fingerprint, is_held(in_use))
+    def _integrities_of(self, fingerprint: str) -> tuple[Integrity, ...]:
+        """What the namespace's files may be verified with: what its words say, or both where there are none."""
+        said = words_or_none(os.path.join(self._root, fingerprint)).integrity
+        known = tuple(dict.fromkeys((self._integrity, XXH3)))
+        chosen = tuple(integrity for integrity in known if said in ("", integrity.name))
+        if not chosen:
+            self._note(fingerprint, What.KEY, f"not verified: --integrity-key-file with the key {said} is needed")
+        return chosen
+
+    def _read_namespace(self, fingerprint: str, integrities: tuple[Integrity, ...]) -> _Namespace:
+        namespace = _Namespace(fingerprint, is_held(in_use_path(self._root, fingerprint)))
         by_object: defaultdict[ObjectId, dict[int, tuple[FoundFile, ObjectHeader]]] = defaultdict(dict)
         for file in self._files[fingerprint]:
             parsed = parse_file_name(file.name)
             assert parsed is not None
-            header = self._read(fingerprint, parsed, file)
+            header = self._read(fingerprint, parsed, file, integrities)
             if header is not None:
                 by_object[parsed[0]][parsed[1]] = file, header
         for ranks in by_object.values():
@@ -277,11 +295,13 @@ class Check:
                 self._not_whole(namespace, files, What.INCOMPLETE, detail)
         return namespace
 
-    def _read(self, fingerprint: str, parsed: tuple[ObjectId, int], file: FoundFile) -> ObjectHeader | None:
+    def _read(
+        self, fingerprint: str, parsed: tuple[ObjectId, int], file: FoundFile, integrities: tuple[Integrity, ...]
+    ) -> ObjectHeader | None:
         """The header of a file that verifies and is what its name and place say."""
         before = self._done
         try:
-            header = verify_file(self._device, file.path, self._count)
+            header = self._verify(file.path, integrities)
             if (header.fingerprint.hex(), (header.object_id, header.rank)) != (fingerprint, parsed):
                 raise BadObject("header")
         except BadObject as bad:
@@ -295,6 +315,12 @@ class Check:
         self._report.num_files += 1
         self._report.num_bytes += file.num_bytes
         return header
+
+    def _verify(self, path: str, integrities: tuple[Integrity, ...]) -> ObjectHeader:
+        for integrity in integrities[:-1]:
+            with contextlib.suppress(BadObject):
+                return verify_file(self._device, path, self._count, integrity)
+        return verify_file(self._device, path, self._count, integrities[-1])
 
     def _count(self, num_bytes: int) -> None:
         self._done += num_bytes

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.ground import in_use_path
+from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.locks import is_held, try_lock
-from vllm_overlay.tiers.disk.namespace import IN_USE, parse_file_name
+from vllm_overlay.tiers.disk.namespace import parse_file_name
 from vllm_overlay.tiers.disk.objectfile import BadObject, read_header
 from vllm_overlay.tiers.disk.scan import FoundFile, namespaces_under, scan_namespace, scan_objects
 
@@ -35,9 +37,10 @@ class Collection:
 
 
 @dataclass(slots=True)
-class _Object:
+class WholeObject:
     """All ranks' files of one object."""
 
+    object_id: ObjectId
     files: list[FoundFile] = field(default_factory=list)
     parents: set[ObjectId] = field(default_factory=set)
     num_children: int = 0
@@ -54,9 +57,11 @@ def collect(
     dry_run: bool = False,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
     device: Device | None = None,
+    integrity: Integrity = XXH3,
 ) -> Collection:
     """Bring the objects under ``root`` down to ``max_bytes``, as far as namespaces that nobody serves allow.
 
+    Objects whose headers do not verify with ``integrity``, another key's among them, go by age alone.
     Interrupted, it leaves no child without its parent that had one. A process that starts to serve one of these
     namespaces meanwhile stores nothing until this ends. Raises OSError.
     """
@@ -68,13 +73,13 @@ def collect(
         for fingerprint in namespaces_under(root):
             num_bytes = sum(file.num_bytes for file in scan_objects(root, fingerprint))
             result.bytes_before += num_bytes
-            if _claim(locks, os.path.join(root, fingerprint, IN_USE), dry_run):
+            if _claim(locks, in_use_path(root, fingerprint), dry_run):
                 idle.append(fingerprint)
             else:
                 result.in_use_bytes += num_bytes
         surplus = result.bytes_before - max_bytes
         paths: list[str] = []
-        for item in _leaves_first(root, idle, device) if surplus > 0 else ():
+        for item in leaves_first(root, idle, device, integrity) if surplus > 0 else ():
             if result.removed_bytes >= surplus:
                 break
             result.removed_bytes += sum(file.num_bytes for file in item.files)
@@ -100,20 +105,19 @@ def _claim(locks: contextlib.ExitStack, path: str, dry_run: bool) -> bool:
     return True
 
 
-def _leaves_first(root: str, fingerprints: list[str], device: Device) -> Iterator[_Object]:
+def leaves_first(root: str, fingerprints: list[str], device: Device, integrity: Integrity) -> Iterator[WholeObject]:
     """Every object of these namespaces, none before what depends on it; among those that may go, the oldest first.
 
     Equal names in several namespaces count as one parent: a snapshot's lies in another directory than itself.
     """
-    objects: defaultdict[tuple[str, ObjectId], _Object] = defaultdict(_Object)
+    objects: dict[tuple[str, ObjectId], WholeObject] = {}
     for fingerprint in fingerprints:
         for file in scan_namespace(root, fingerprint):
             if (parsed := parse_file_name(file.name)) is not None:
-                item = objects[fingerprint, parsed[0]]
+                item = objects.setdefault((fingerprint, parsed[0]), WholeObject(parsed[0]))
                 item.files.append(file)
-                with contextlib.suppress(BadObject):
-                    item.parents.update(read_header(device, file.path).parents)
-    by_name: defaultdict[ObjectId, list[_Object]] = defaultdict(list)
+                item.parents.update(_parents(device, file.path, integrity))
+    by_name: defaultdict[ObjectId, list[WholeObject]] = defaultdict(list)
     for (_, object_id), item in objects.items():
         by_name[object_id].append(item)
     for item in objects.values():
@@ -131,3 +135,11 @@ def _leaves_first(root: str, fingerprints: list[str], device: Device) -> Iterato
             if not parent.num_children:
                 heapq.heappush(leaves, (parent.mtime, next(order), parent))
     yield from (item for item in objects.values() if not item.is_removed)  # forged files that form a ring
+
+
+def _parents(device: Device, path: str, integrity: Integrity) -> tuple[ObjectId, ...]:
+    """What the header says, with the key's checksum or the plain one; nothing when neither verifies."""
+    for candidate in dict.fromkeys((integrity, XXH3)):
+        with contextlib.suppress(BadObject):
+            return read_header(device, path, candidate).parents
+    return ()

@@ -2,13 +2,11 @@
 """The bytes of an object's file: one page of header, then the payload padded with zeros (docs/disk-format.md)."""
 
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import xxhash
-
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.namespace import check_object_id
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
@@ -16,7 +14,6 @@ MAGIC = b"HKVOBJ\r\n"
 VERSION = 1
 HEADER_BYTES = PAGE_BYTES
 MAX_PARENTS = 8
-XXH3_128 = 1
 
 _FIXED = struct.Struct("<8sIIQQQQIIBB6x32s32s")
 _NAME = struct.Struct("<BB6x8s64s")
@@ -36,19 +33,6 @@ def padded_bytes(num_bytes: int) -> int:
 def file_bytes(payload_bytes: int) -> int:
     """The exact size of the file of an object of ``payload_bytes``."""
     return HEADER_BYTES + padded_bytes(payload_bytes)
-
-
-def new_digest() -> xxhash.xxh3_128:
-    """To be fed piece by piece: XXH3-128, big-endian as XXH prints it."""
-    return xxhash.xxh3_128()
-
-
-def checksum_of(segments: Iterable[memoryview | bytes]) -> bytes:
-    """The checksum of the segments one after the other."""
-    digest = new_digest()
-    for segment in segments:
-        digest.update(segment)
-    return digest.digest()
 
 
 class Identity(NamedTuple):
@@ -85,16 +69,16 @@ class ObjectHeader:
         """The object as the index knows it."""
         return PlannedObject(self.object_id, self.parents, self.start_tokens, self.end_tokens, self.payload_bytes)
 
-    def encode(self) -> bytes:
+    def encode(self, integrity: Integrity = XXH3) -> bytes:
         """The header page. Raises FormatError when a field is out of its range."""
         try:
-            return self._encode()
+            return self._encode(integrity)
         except (ValueError, struct.error) as error:
             raise FormatError(str(error)) from error
 
-    def _encode(self) -> bytes:
-        if len(self.fingerprint) != 32 or len(self.payload_checksum) != 16:
-            raise ValueError("a fingerprint has 32 bytes and a checksum 16")
+    def _encode(self, integrity: Integrity) -> bytes:
+        if len(self.fingerprint) != 32 or len(self.payload_checksum) != integrity.num_bytes:
+            raise ValueError(f"a fingerprint has 32 bytes and a checksum {integrity.num_bytes}")
         if len(self.parents) > MAX_PARENTS:
             raise ValueError(f"an object has at most {MAX_PARENTS} parents")
         if not (self.start_tokens <= self.end_tokens and self.rank < self.world_size and self.payload_bytes > 0):
@@ -102,37 +86,42 @@ class ObjectHeader:
         page = bytearray(HEADER_BYTES)
         _FIXED.pack_into(
             page, 0, MAGIC, VERSION, HEADER_BYTES, self.payload_bytes, self.start_tokens, self.end_tokens, self.ticket,
-            self.rank, self.world_size, XXH3_128, len(self.parents), self.fingerprint, self.payload_checksum,
+            self.rank, self.world_size, integrity.algorithm, len(self.parents), self.fingerprint, self.payload_checksum,
         )  # fmt: skip
         for place, object_id in enumerate((self.object_id, *self.parents)):
             check_object_id(object_id)
             kind = object_id.kind.encode()
             offset = _NAMES_OFFSET + place * _NAME.size
             _NAME.pack_into(page, offset, len(kind), len(object_id.key), kind, object_id.key)
-        page[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + 16] = checksum_of([bytes(page[:_CHECKSUM_OFFSET])])
+        seal = integrity.checksum_of([bytes(page[:_CHECKSUM_OFFSET])])
+        page[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + len(seal)] = seal
         return bytes(page)
 
     @classmethod
-    def decode(cls, page: bytes) -> "ObjectHeader":
-        """The header in ``page``; raises FormatError. Reads a fixed number of fields, whatever the bytes say."""
+    def decode(cls, page: bytes, integrity: Integrity = XXH3) -> "ObjectHeader":
+        """The header in ``page``; raises FormatError. Reads a fixed number of fields, whatever the bytes say.
+
+        Only the checksum that ``integrity`` asks for counts: with a key, XXH3's is as wrong as any other.
+        """
         if len(page) != HEADER_BYTES:
             raise FormatError(f"a header has {HEADER_BYTES} bytes, not {len(page)}")
-        if page[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + 16] != checksum_of([page[:_CHECKSUM_OFFSET]]):
+        seal = page[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + integrity.num_bytes]
+        if not integrity.is_right(seal, [page[:_CHECKSUM_OFFSET]]):
             raise FormatError("the header's checksum is wrong")
         (
             magic, version, header_bytes, payload_bytes, start_tokens, end_tokens, ticket,
             rank, world_size, algorithm, num_parents, fingerprint, checksum,
         ) = _FIXED.unpack_from(page)  # fmt: skip
-        if (magic, version, header_bytes, algorithm) != (MAGIC, VERSION, HEADER_BYTES, XXH3_128):
+        if (magic, version, header_bytes, algorithm) != (MAGIC, VERSION, HEADER_BYTES, integrity.algorithm):
             raise FormatError(f"magic {magic!r}, version {version} or checksum algorithm {algorithm} is not ours")
         if num_parents > MAX_PARENTS:
             raise FormatError(f"an object has at most {MAX_PARENTS} parents")
         object_id, *parents = (_decode_name(page, place) for place in range(1 + num_parents))
         header = cls(
             fingerprint, object_id, tuple(parents), start_tokens, end_tokens, payload_bytes,
-            rank, world_size, ticket, checksum[:16],
+            rank, world_size, ticket, checksum[: integrity.num_bytes],
         )  # fmt: skip
-        if header.encode() != page:
+        if header.encode(integrity) != page:
             raise FormatError("bytes that must be zero are not")
         return header
 

@@ -3,12 +3,18 @@
 
 import contextlib
 import errno
+import functools
 import itertools
 import logging
 import mmap
 import os
+import re
+import socket
 import stat
 from collections.abc import Sequence
+from pathlib import Path
+
+from blake3 import blake3
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.memory import PAGE_BYTES
@@ -20,6 +26,7 @@ FILE_MODE = 0o600
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_SEGMENTS = 512
 _TEMPORARY = ".tmp."
+_TEMPORARY_NAME = re.compile(r"\.tmp\.([0-9a-f]{8})\.([0-9]{1,10})\.([0-9]{1,20})\.[0-9]{1,20}")
 _count = itertools.count()
 
 
@@ -102,10 +109,26 @@ def _start_time(pid: int) -> str:
         return ""
 
 
+@functools.cache
+def _pid_space() -> str:
+    """Names the boot and the pid namespace in which this process's id means something."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        space = socket.gethostname()
+    return blake3(space.encode()).hexdigest(4)
+
+
 def temporary_name() -> str:
-    """A file name that no other writer uses: process, its start, a count."""
-    pid = os.getpid()
-    return f"{_TEMPORARY}{pid}.{_start_time(pid)}.{next(_count)}"
+    """A file name that no other writer uses: pid space, process, its start, a count."""
+    return f"{_TEMPORARY}{_writer(os.getpid())}.{next(_count)}"
+
+
+@functools.cache
+def _writer(pid: int) -> str:
+    """This process, for as long as it has that id: not what it was forked from."""
+    return f"{_pid_space()}.{pid}.{_start_time(pid)}"
 
 
 def is_temporary(name: str) -> bool:
@@ -113,10 +136,14 @@ def is_temporary(name: str) -> bool:
 
 
 def writer_is_alive(name: str) -> bool:
-    """Whether the process that named this temporary still runs on this machine."""
-    pid, _, rest = name.removeprefix(_TEMPORARY).partition(".")
-    started = rest.partition(".")[0]
-    return pid.isascii() and pid.isdigit() and bool(started) and _start_time(int(pid)) == started
+    """Whether the process that named this temporary may still run: yes where nobody here can say.
+
+    That is of another host, container or boot. Its temporaries go when they are old.
+    """
+    match = _TEMPORARY_NAME.fullmatch(name)
+    if match is None:
+        return False
+    return match[1] != _pid_space() or _start_time(int(match[2])) == match[3]
 
 
 def make_directory(device: Device, path: str) -> None:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.format import checksum_of
+from vllm_overlay.tiers.disk.ground import lock_directory
+from vllm_overlay.tiers.disk.integrity import XXH3
 from vllm_overlay.tiers.disk.io import Device, make_directory
 from vllm_overlay.tiers.disk.locks import lock, try_lock
 
@@ -43,13 +44,13 @@ class LedgerState:
 
     def encode(self) -> bytes:
         body = _STATE.pack(_MAGIC, -1 if self.file_bytes is None else self.file_bytes, *self.leases)
-        return body + checksum_of([body])
+        return body + XXH3.checksum_of([body])
 
     @classmethod
     def decode(cls, raw: bytes) -> "LedgerState":
         """The state in ``raw``; an uncounted one when the bytes are not whole."""
         body, checksum = raw[: _STATE.size], raw[_STATE.size :]
-        if len(body) != _STATE.size or checksum != checksum_of([body]):
+        if len(body) != _STATE.size or checksum != XXH3.checksum_of([body]):
             return cls()
         magic, file_bytes, *leases = _STATE.unpack(body)
         return cls(None if file_bytes < 0 else file_bytes, leases) if magic == _MAGIC else cls()
@@ -71,8 +72,8 @@ class Ledger:
     """
 
     def __init__(self, root: str, device: Device) -> None:
-        self._path = os.path.join(root, "ledger")
-        self._leases = os.path.join(root, "leases")
+        self._path = os.path.join(lock_directory(root), "ledger")
+        self._leases = os.path.join(lock_directory(root), "leases")
         self._device = device
 
     def check(self) -> None:
@@ -125,7 +126,11 @@ class Ledger:
         raise OSError(f"{NUM_SLOTS} processes share {self._path} already")
 
     def _lock_slot(self, slot: int) -> int | None:
-        return try_lock(os.path.join(self._leases, str(slot)))
+        return try_lock(self.path_of_slot(slot))
+
+    def path_of_slot(self, slot: int) -> str:
+        """The file that the owner of this lease keeps locked."""
+        return os.path.join(self._leases, str(slot))
 
     def dead_slots(self, state: LedgerState) -> list[int]:
         """Slots with bytes that no living process holds. Call with the lock held."""

@@ -37,6 +37,15 @@ def try_lock(path: str) -> int | None:
     return fd
 
 
+def is_in_place(path: str, fd: int) -> bool:
+    """Whether ``path`` still is the file that ``fd`` was opened as. Raises OSError when nobody can say."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return os.path.samestat(found, os.fstat(fd))
+
+
 def is_held(path: str) -> bool:
     """Whether anybody holds a lock on ``path``. Creates nothing: a file that is not there holds none."""
     try:

@@ -6,11 +6,17 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from blake3 import blake3
+
 from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId
 
 IN_USE = "in-use"
 """The file of a namespace's directory that every process which serves it keeps locked."""
 DESCRIPTION = "namespace.json"
+INTEGRITY = "integrity"
+"""The description's word for the checksums' algorithm and key."""
+RESET = "reset"
+"""The description's word for the reset that began the namespace."""
 MAX_KEY_BYTES = 64
 MAX_RANKS = 10_000
 FINGERPRINT = re.compile(r"[0-9a-f]{64}")
@@ -52,6 +58,15 @@ class DiskNamespace:
     def fingerprints(self) -> tuple[str, ...]:
         """The names of this engine's directories under the root."""
         return tuple(dict.fromkeys((self.attention, self.snapshot)))
+
+    def since(self, reset: str) -> "DiskNamespace":
+        """The namespace of this engine since that reset: of weights that no file may say, so of this process alone."""
+        if not reset:
+            return self
+        attention, snapshot = (
+            blake3(f"{fingerprint}:{reset}".encode()).hexdigest() for fingerprint in (self.attention, self.snapshot)
+        )
+        return DiskNamespace(attention, snapshot, {**self.description, RESET: reset})
 
     def fingerprint_of(self, kind: str) -> str:
         return self.snapshot if kind == SNAPSHOT_KIND else self.attention

@@ -4,14 +4,22 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 
-from vllm_overlay.tiers.disk.io import Device, make_directory, remove_quietly
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.collect import WholeObject, leaves_first
+from vllm_overlay.tiers.disk.ground import in_use_path
+from vllm_overlay.tiers.disk.integrity import Integrity
+from vllm_overlay.tiers.disk.io import Device, remove_quietly
 from vllm_overlay.tiers.disk.ledger import Ledger
-from vllm_overlay.tiers.disk.locks import lock, try_lock
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE, DiskNamespace
+from vllm_overlay.tiers.disk.locks import try_lock
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
 from vllm_overlay.tiers.disk.scan import namespaces_under, scan_objects
+from vllm_overlay.tiers.disk.words import words_or_none
 
+SCAN_PAUSE_S = 5.0
 logger = logging.getLogger(__name__)
 
 
@@ -22,34 +30,37 @@ class Neighbours:
     so its objects go before any that somebody uses.
     """
 
-    def __init__(self, root: str, namespace: DiskNamespace, ledger: Ledger, device: Device) -> None:
+    def __init__(self, root: str, ledger: Ledger, device: Device, integrity: Integrity) -> None:
         self._root = root
-        self._own = namespace.fingerprints
         self._ledger = ledger
         self._device = device
-        self._held: list[int] = []
-
-    def hold_own(self) -> None:
-        """Tell the others that this process's namespaces are in use, until ``release_own``."""
-        self.release_own()
-        for fingerprint in self._own:
-            directory = os.path.join(self._root, fingerprint)
-            make_directory(self._device, directory)
-            self._held.append(lock(os.path.join(directory, IN_USE), shared=True))
-
-    def release_own(self) -> None:
-        while self._held:
-            os.close(self._held.pop())
+        self._integrity = integrity
+        self._shared: Iterator[WholeObject] = iter(())
+        self._next_scan = 0.0
+        self.own: tuple[str, ...] = ()
+        """The fingerprints that this process serves."""
 
     def _others(self) -> list[str]:
-        return [fingerprint for fingerprint in namespaces_under(self._root) if fingerprint not in self._own]
+        return [fingerprint for fingerprint in namespaces_under(self._root) if fingerprint not in self.own]
 
     def remove_idle(self, num_bytes: int) -> int:
         """Remove the oldest objects of idle namespaces, ``num_bytes`` of them or all there are; returns the bytes."""
+        return self._remove_idle(self._others(), num_bytes)
+
+    def remove_forsaken(self) -> None:
+        """Remove idle namespaces that nobody will serve again: those that a reset began, in whatever process."""
+        forsaken = [
+            fingerprint
+            for fingerprint in self._others()
+            if words_or_none(os.path.join(self._root, fingerprint)).is_of_one_process
+        ]
+        self._remove_idle(forsaken, sys.maxsize)
+
+    def _remove_idle(self, fingerprints: Iterable[str], num_bytes: int) -> int:
         with contextlib.ExitStack() as locks:
             idle = []
-            for fingerprint in self._others():
-                if (fd := try_lock(os.path.join(self._root, fingerprint, IN_USE))) is not None:
+            for fingerprint in fingerprints:
+                if (fd := try_lock(in_use_path(self._root, fingerprint))) is not None:
                     locks.callback(os.close, fd)
                     idle.append(fingerprint)
             removed = self._remove_oldest(idle, num_bytes)
@@ -61,6 +72,25 @@ class Neighbours:
     def remove_used(self, num_bytes: int) -> int:
         """The same of all other namespaces. Their processes will find these objects missing."""
         return self._remove_oldest(self._others(), num_bytes)
+
+    def remove_shared(self, num_bytes: int, is_ours: Callable[[ObjectId], bool]) -> int:
+        """The same of our own namespaces, leaves first: what others have stored there and we do not know.
+
+        A scan reads every header, so its order serves for as long as it lasts, and the next one waits a while.
+        """
+        removed = self._remove_leaves(num_bytes, is_ours)
+        if not removed and time.monotonic() > self._next_scan:
+            self._next_scan = time.monotonic() + SCAN_PAUSE_S
+            self._shared = leaves_first(self._root, list(self.own), self._device, self._integrity)
+            removed = self._remove_leaves(num_bytes, is_ours)
+        return removed
+
+    def _remove_leaves(self, num_bytes: int, is_ours: Callable[[ObjectId], bool]) -> int:
+        removed = 0
+        while removed < num_bytes and (leaf := next(self._shared, None)) is not None:
+            if not is_ours(leaf.object_id):
+                removed += self._ledger.remove_files([file.path for file in leaf.files])
+        return removed
 
     def _remove_oldest(self, fingerprints: Iterable[str], num_bytes: int) -> int:
         files = [file for fingerprint in fingerprints for file in scan_objects(self._root, fingerprint)]
@@ -84,5 +114,5 @@ class Neighbours:
                     os.rmdir(os.path.join(top, name))
             if set(os.listdir(top)) <= {IN_USE, DESCRIPTION}:
                 remove_quietly(self._device, os.path.join(top, DESCRIPTION))
-                remove_quietly(self._device, os.path.join(top, IN_USE))
+                remove_quietly(self._device, in_use_path(self._root, fingerprint))
                 os.rmdir(top)

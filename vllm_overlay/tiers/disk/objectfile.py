@@ -14,11 +14,10 @@ from vllm_overlay.tiers.disk.format import (
     FormatError,
     Identity,
     ObjectHeader,
-    checksum_of,
     file_bytes,
-    new_digest,
     padded_bytes,
 )
+from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.io import Device, make_directory, read_all, write_all
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
@@ -44,9 +43,9 @@ def _views(buffer: HostBuffer) -> list[memoryview]:
     return [segment.data for segment in buffer.segments()]
 
 
-def payload_checksum(buffer: HostBuffer) -> bytes:
+def payload_checksum(buffer: HostBuffer, integrity: Integrity = XXH3) -> bytes:
     """The checksum of the object's bytes, wherever they lie."""
-    return checksum_of(_views(buffer))
+    return integrity.checksum_of(_views(buffer))
 
 
 def _with_padding(buffer: HostBuffer) -> tuple[list[memoryview], Bytes]:
@@ -64,7 +63,9 @@ def _with_padding(buffer: HostBuffer) -> tuple[list[memoryview], Bytes]:
     return [*segments, padding.data], padding
 
 
-def write_object(device: Device, path: str, header: ObjectHeader, buffer: HostBuffer, direct: bool) -> None:
+def write_object(
+    device: Device, path: str, header: ObjectHeader, buffer: HostBuffer, direct: bool, integrity: Integrity = XXH3
+) -> None:
     """Write the object to the new file ``path``, a temporary. Creates directories as needed.
 
     Called by a write thread. Raises OSError; removing what was written is the caller's.
@@ -72,7 +73,7 @@ def write_object(device: Device, path: str, header: ObjectHeader, buffer: HostBu
     segments, padding = _with_padding(buffer)
     padding[:] = 0
     page = _page()
-    page[:] = header.encode()
+    page[:] = header.encode(integrity)
     fd = _create(device, path, os.O_DIRECT if direct else 0)
     try:
         write_all(device, fd, [page, *segments])
@@ -113,7 +114,7 @@ def _io_error(error: OSError) -> BadObject:
     return BadObject("io_error", is_bad=error.errno not in _OWN_TROUBLE)
 
 
-def read_header(device: Device, path: str) -> ObjectHeader:
+def read_header(device: Device, path: str, integrity: Integrity = XXH3) -> ObjectHeader:
     """The verified header of a file of the size it says. Called by the recovery thread; raises BadObject."""
     page = _page()
     try:
@@ -125,20 +126,22 @@ def read_header(device: Device, path: str) -> ObjectHeader:
             device.close(fd)
     except OSError as error:
         raise _io_error(error) from error
-    header = _decode(page)
+    header = _decode(page, integrity)
     if size != file_bytes(header.payload_bytes):
         raise BadObject("size")
     return header
 
 
-def _decode(page: memoryview) -> ObjectHeader:
+def _decode(page: memoryview, integrity: Integrity) -> ObjectHeader:
     try:
-        return ObjectHeader.decode(bytes(page))
+        return ObjectHeader.decode(bytes(page), integrity)
     except FormatError as error:
         raise BadObject("header") from error
 
 
-def read_object(device: Device, path: str, identity: Identity, buffer: HostBuffer, direct: bool) -> None:
+def read_object(
+    device: Device, path: str, identity: Identity, buffer: HostBuffer, direct: bool, integrity: Integrity = XXH3
+) -> None:
     """Fill ``buffer`` with the object of ``identity`` and verify every byte of its file.
 
     Called by a read thread. Raises BadObject, and the buffer's bytes mean nothing then.
@@ -154,14 +157,19 @@ def read_object(device: Device, path: str, identity: Identity, buffer: HostBuffe
             device.close(fd)
     except OSError as error:
         raise _io_error(error) from error
-    header = _decode(page)
+    header = _decode(page, integrity)
     if header.identity != identity:
         raise BadObject("header")
-    if header.payload_checksum != payload_checksum(buffer) or padding.any():
+    if not integrity.is_right(header.payload_checksum, _views(buffer)) or padding.any():
         raise BadObject("checksum")
 
 
-def verify_file(device: Device, path: str, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> ObjectHeader:
+def verify_file(
+    device: Device,
+    path: str,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    integrity: Integrity = XXH3,
+) -> ObjectHeader:
     """The header of a file of which every byte verifies, whoever's it is. Reads in pieces; raises BadObject.
 
     For tools: it goes through the page cache and leaves nothing in it. ``on_bytes`` hears of each piece that was read.
@@ -169,7 +177,7 @@ def verify_file(device: Device, path: str, on_bytes: Callable[[int], None] = lam
     try:
         fd, size = _open_checked(device, path, 0)
         try:
-            header = _verify(device, fd, size, on_bytes)
+            header = _verify(device, fd, size, on_bytes, integrity)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             device.close(fd)
@@ -178,15 +186,15 @@ def verify_file(device: Device, path: str, on_bytes: Callable[[int], None] = lam
     return header
 
 
-def _verify(device: Device, fd: int, size: int, on_bytes: Callable[[int], None]) -> ObjectHeader:
+def _verify(device: Device, fd: int, size: int, on_bytes: Callable[[int], None], integrity: Integrity) -> ObjectHeader:
     page = _page()
     if not read_all(device, fd, [page]):
         raise BadObject("size")
-    header = _decode(page)
+    header = _decode(page, integrity)
     if size != file_bytes(header.payload_bytes):
         raise BadObject("size")
     piece = memoryview(bytearray(min(size, _PIECE_BYTES)))
-    digest = new_digest()
+    digest = integrity.new_digest()
     done = HEADER_BYTES
     payload_end = HEADER_BYTES + header.payload_bytes
     while done < size:

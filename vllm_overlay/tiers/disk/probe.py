@@ -10,6 +10,7 @@ from functools import partial
 from vllm_overlay.planner.coverage import CoverageSearch
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
+from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.objectfile import BadObject
@@ -78,11 +79,14 @@ class _FilesView:
 class Prober:
     """One a DiskTier, with one thread. Lookups that come after the answer find what it found; none waits for it."""
 
-    def __init__(self, root: str, namespace: DiskNamespace, world_size: int, device: Device) -> None:
+    def __init__(
+        self, root: str, namespace: DiskNamespace, world_size: int, device: Device, integrity: Integrity = XXH3
+    ) -> None:
         self._root = root
         self._namespace = namespace
         self._world_size = world_size
         self._device = device
+        self._integrity = integrity
         self._lock = threading.Lock()
         self._asked = Recent(ANSWER_S)
         self._shunned = Recent(SHUN_S)
@@ -178,7 +182,7 @@ class Prober:
             if self._is_stopped or object_id in self._shunned:
                 return None
         try:
-            return read_planned(self._device, self._root, self._namespace, self._world_size, object_id)
+            return read_planned(self._device, self._root, self._namespace, self._world_size, object_id, self._integrity)
         except (BadObject, ValueError):
             return None
 

@@ -2,13 +2,14 @@
 """Room: a lease kept filled ahead of the stores, and the thread that unlinks what was evicted."""
 
 import logging
-import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.claim import Claim
+from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.ledger import Ledger, LedgerState
 from vllm_overlay.tiers.disk.log import RateLimitedLog
@@ -35,6 +36,7 @@ class Limits:
 class _Doomed:
     """What to unlink: the files of all ranks of ``object_ids``, of ``num_bytes`` together, and ``paths``."""
 
+    namespace: DiskNamespace
     object_ids: tuple[ObjectId, ...]
     paths: tuple[str, ...]
     num_bytes: int
@@ -70,6 +72,11 @@ class Allowance:
         with self._lock:
             self._in_flight -= num_bytes
 
+    def forfeit(self) -> None:
+        """The lease is lost, and with it what no store has taken."""
+        with self._lock:
+            self._available = 0
+
     def refill(self, leased_bytes: int, batch_bytes: int, room: int) -> tuple[int, int]:
         """The new lease and how many bytes short of a batch it is. Called with the ledger locked.
 
@@ -86,12 +93,21 @@ class Allowance:
 class Janitor:
     """Owns this process's lease and all unlinking on behalf of its scheduler. One a DiskTier, with one thread.
 
+    ``is_known`` is asked from the janitor's thread whether the scheduler knows of an object.
     The public methods are called from the scheduler's thread and never wait for the disk; the work is done in the
     janitor's thread, where every OSError is logged and tried again a second later.
     """
 
     def __init__(
-        self, root: str, namespace: DiskNamespace, world_size: int, limits: Limits, ledger: Ledger, device: Device
+        self,
+        root: str,
+        namespace: DiskNamespace,
+        world_size: int,
+        limits: Limits,
+        ledger: Ledger,
+        device: Device,
+        integrity: Integrity = XXH3,
+        is_known: Callable[[ObjectId], bool] = lambda object_id: True,
     ) -> None:
         self._root = root
         self._namespace = namespace
@@ -99,11 +115,12 @@ class Janitor:
         self._limits = limits
         self._ledger = ledger
         self._device = device
-        self._neighbours = Neighbours(root, namespace, ledger, device)
+        self._is_known = is_known
+        self._claim = Claim(root, ledger, device)
+        self._neighbours = Neighbours(root, ledger, device, integrity)
         self._allowance = Allowance()
-        self._slot: int | None = None
-        self._lease_fd = -1
         self._must_count = True
+        self._is_on_new_ground = False
         self._is_ready = threading.Event()
         self._changed = threading.Condition()
         self._is_woken = True
@@ -123,7 +140,7 @@ class Janitor:
         taken = self._allowance.take(num_bytes)
         if self._allowance.available < self._limits.batch_bytes // 2:
             self._wake()
-        return self._slot if taken else None
+        return self._claim.slot if taken else None
 
     def settle(self, num_bytes: int) -> None:
         """A store that took bytes has ended, well or not."""
@@ -132,11 +149,11 @@ class Janitor:
     def remove(self, object_ids: Sequence[ObjectId], num_bytes: int) -> None:
         """Unlink all ranks' files of these objects, which are of ``num_bytes`` together."""
         if object_ids:
-            self._doom(_Doomed(tuple(object_ids), (), num_bytes))
+            self._doom(_Doomed(self._namespace, tuple(object_ids), (), num_bytes))
 
     def remove_paths(self, paths: Sequence[str]) -> None:
         """Unlink files that recovery cannot use. Called from the recovery thread."""
-        self._doom(_Doomed((), tuple(paths), 0))
+        self._doom(_Doomed(self._namespace, (), tuple(paths), 0))
 
     def _doom(self, doomed: _Doomed) -> None:
         with self._changed:
@@ -164,6 +181,16 @@ class Janitor:
     def short_bytes(self) -> int:
         """How much the scheduler should evict, for the lease to be a full batch again; others' objects cannot help."""
         return self._short_bytes
+
+    def move(self, namespace: DiskNamespace) -> None:
+        """Serve this namespace from now on, and the one before no more."""
+        self._namespace = namespace
+        self._wake()
+
+    def takes_new_ground(self) -> bool:
+        """Whether, since the last call, the root was found to be another one: what was in it is not here."""
+        is_new, self._is_on_new_ground = self._is_on_new_ground, False
+        return is_new
 
     def report_own_bytes(self, num_bytes: int) -> None:
         """What this process's index holds, once recovery is over."""
@@ -199,20 +226,36 @@ class Janitor:
             _log.warning("janitor", "disk tier: cannot make room under %s: %r", self._root, error)
 
     def _work(self) -> None:
-        if self._slot is None:
-            self._neighbours.hold_own()
-            self._slot, self._lease_fd = self._ledger.claim_slot()
-            self._is_ready.set()
+        slot = self._stand()
         if self._must_count:
             sweep_temporaries(self._root, self._device)
+            self._neighbours.remove_forsaken()
             self._ledger.reconcile(lambda: count_files(self._root, self._device))
             self._must_count = False
         self._remove_doomed()
-        short = self._refill(self._slot)
+        short = self._refill(slot)
         while short and self._remove_others(short):
-            short = self._refill(self._slot)
+            short = self._refill(slot)
         with self._changed:
             self._short_bytes = max(0, short - self._doomed_bytes)
+
+    def _stand(self) -> int:
+        """Hold a lease and the namespace that is served, under the root that is there now; returns the lease's slot."""
+        namespace = self._namespace
+        if self._claim.is_lost():
+            _log.warning("ground", "disk tier: %s was removed or replaced; beginning anew in what is there", self._root)
+            self._claim.let_go()
+            self._allowance.forfeit()
+            self._must_count = self._is_on_new_ground = True
+        if self._claim.slot is None:
+            self._claim.take(namespace)
+            self._is_ready.set()
+        elif self._claim.namespace is not namespace:
+            self._claim.serve(namespace)
+            self._must_count = True
+        self._neighbours.own = namespace.fingerprints
+        assert self._claim.slot is not None
+        return self._claim.slot
 
     def _refill(self, slot: int) -> int:
         """Bring the lease to a full batch; returns how many bytes it is short of that, once counting cannot help."""
@@ -235,31 +278,34 @@ class Janitor:
     def _remove_doomed(self) -> None:
         while self._doomed:
             doomed = self._doomed[0]
-            self._ledger.remove_files([*doomed.paths, *self._paths_of(doomed.object_ids)])
+            self._ledger.remove_files([*doomed.paths, *self._paths_of(doomed)])
             with self._changed:
                 self._doomed.popleft()
                 self._doomed_bytes -= doomed.num_bytes
                 self._removing.difference_update(doomed.object_ids)
 
-    def _paths_of(self, object_ids: Iterable[ObjectId]) -> Iterator[str]:
-        for object_id in object_ids:
+    def _paths_of(self, doomed: _Doomed) -> Iterator[str]:
+        for object_id in doomed.object_ids:
             for rank in range(self._world_size):
-                yield self._namespace.path_of(self._root, object_id, rank)
+                yield doomed.namespace.path_of(self._root, object_id, rank)
 
     def _remove_others(self, num_bytes: int) -> int:
         """Remove what nobody serves; and while we have less than an equal share, what others serve."""
         removed = self._neighbours.remove_idle(num_bytes)
-        if not removed and self._own_bytes is not None:
-            fair_share = self._limits.capacity_bytes // max(1, self._ledger.count_processes())
-            if self._own_bytes < fair_share:
-                removed = self._neighbours.remove_used(num_bytes)
-        return removed
+        if removed or self._own_bytes is None:
+            return removed
+        num_processes = self._ledger.count_processes()
+        if num_processes < 2 or self._own_bytes >= self._limits.capacity_bytes // num_processes:
+            return 0
+        return self._neighbours.remove_used(num_bytes) or self._neighbours.remove_shared(num_bytes, self._is_known)
 
     def _give_lease_back(self) -> None:
-        if self._slot is None:
+        if self._claim.slot is None or self._claim.is_lost():
             return
+        self._claim.stop_serving()
+        self._neighbours.own = ()
+        self._neighbours.remove_forsaken()
         with self._ledger.locked() as state:
-            lease = state.leases[self._slot]
-            state.leases[self._slot] = min(lease, max(0, self._allowance.in_flight))
-        os.close(self._lease_fd)
-        self._neighbours.release_own()
+            lease = state.leases[self._claim.slot]
+            state.leases[self._claim.slot] = min(lease, max(0, self._allowance.in_flight))
+        self._claim.let_go()

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.format import Identity
+from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.log import RateLimitedLog
 from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
 from vllm_overlay.tiers.disk.objectfile import BadObject, read_header
 from vllm_overlay.tiers.disk.reclaim import Janitor
 from vllm_overlay.tiers.disk.scan import ORPHAN_AGE_S, FoundFile, scan_namespace
+from vllm_overlay.tiers.disk.summary import summarize
 
 _PROGRESS_S = 10.0
 _CLOCK_TICK_S = 0.05
+_SHOWN_OTHERS = 5
 logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
 
@@ -64,17 +67,25 @@ class Recovery:
     this scan, and those younger than an hour while other processes use the root.
     """
 
-    def __init__(self, root: str, namespace: DiskNamespace, world_size: int, janitor: Janitor, device: Device) -> None:
+    def __init__(
+        self,
+        root: str,
+        namespace: DiskNamespace,
+        world_size: int,
+        janitor: Janitor,
+        device: Device,
+        integrity: Integrity = XXH3,
+    ) -> None:
         self._root = root
         self._namespace = namespace
         self._world_size = world_size
         self._janitor = janitor
         self._device = device
+        self._integrity = integrity
         self._started = time.time()
         self._lock = threading.Lock()
         self._found: deque[PlannedObject] = deque()
         self._is_scanning = True
-        self._is_forgotten = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="disk-recovery", daemon=True)
         self._thread.start()
@@ -90,16 +101,15 @@ class Recovery:
         """At most ``count`` found objects, each after its parents."""
         return [self._found.popleft() for _ in range(min(count, len(self._found)))]
 
-    def forget(self) -> list[PlannedObject]:
-        """What was found and not taken, to be removed; what is found from now on is removed without a word."""
+    def stop(self) -> None:
+        """What was found and not taken is of no use any more, nor what is found from now on. Never waits."""
         with self._lock:
-            self._is_forgotten = True
-            found, self._found = self._found, deque()
-        return list(found)
+            self._is_closing = True
+            self._found.clear()
 
     def close(self, timeout_s: float) -> None:
         """End the scan."""
-        self._is_closing = True
+        self.stop()
         self._thread.join(timeout_s)
 
     # In the recovery thread.
@@ -117,9 +127,8 @@ class Recovery:
         reachable, unreachable = parents_first(found)
         useless += [file for item in unreachable for file in item.files]
         with self._lock:
-            if self._is_forgotten:
-                useless += [file for item in reachable for file in item.files]
-                reachable = []
+            if self._is_closing:
+                return
             self._found.extend(item.planned for item in reachable)
         num_bytes = sum(file.num_bytes for item in reachable for file in item.files)
         seconds = time.time() - self._started
@@ -127,7 +136,22 @@ class Recovery:
             "disk tier: recovered %d objects (%d bytes) under %s in %.1f s; %d files belong to none",
             len(reachable), num_bytes, self._root, seconds, len(useless),
         )  # fmt: skip
+        self._tell_of_others()
         self._discard(useless)
+
+    def _tell_of_others(self) -> None:
+        """Whoever opens a root learns what else takes its room."""
+        others = [item for item in summarize(self._root) if item.fingerprint not in self._namespace.fingerprints]
+        if others and not self._is_closing:
+            shown = ", ".join(
+                f"{item.num_bytes} bytes of model {item.model or '?'!r} ({'served' if item.is_in_use else 'idle'})"
+                for item in others[:_SHOWN_OTHERS]
+            )
+            logger.info(
+                "disk tier: %d other namespaces of %d bytes lie under %s: %s%s",
+                len(others), sum(item.num_bytes for item in others), self._root, shown,
+                ", ..." if len(others) > _SHOWN_OTHERS else "",
+            )  # fmt: skip
 
     def _discard(self, files: list[FoundFile]) -> None:
         if files and not self._is_closing:
@@ -168,18 +192,23 @@ class Recovery:
         return by_object, useless
 
     def _read(self, object_id: ObjectId, files: list[FoundFile]) -> FoundObject:
-        planned = read_planned(self._device, self._root, self._namespace, self._world_size, object_id)
+        planned = read_planned(self._device, self._root, self._namespace, self._world_size, object_id, self._integrity)
         return FoundObject(planned, max(file.mtime for file in files), tuple(files))
 
 
 def read_planned(
-    device: Device, root: str, namespace: DiskNamespace, world_size: int, object_id: ObjectId
+    device: Device,
+    root: str,
+    namespace: DiskNamespace,
+    world_size: int,
+    object_id: ObjectId,
+    integrity: Integrity = XXH3,
 ) -> PlannedObject:
     """What the headers of an object say. Raises BadObject unless every rank has a sound file and all say the same."""
     fingerprint = bytes.fromhex(namespace.fingerprint_of(object_id.kind))
     found: PlannedObject | None = None
     for rank in range(world_size):
-        header = read_header(device, namespace.path_of(root, object_id, rank))
+        header = read_header(device, namespace.path_of(root, object_id, rank), integrity)
         if header.identity != Identity(fingerprint, object_id, rank, world_size, header.payload_bytes):
             raise BadObject("header")
         planned = header.planned

@@ -15,7 +15,9 @@ from vllm_overlay.config import DiskTierSettings, parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
 from vllm_overlay.tiers.disk.breaker import Breaker
 from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
-from vllm_overlay.tiers.disk.io import Device, open_root, remove_quietly, takes_direct_io, temporary_name
+from vllm_overlay.tiers.disk.ground import choose_root
+from vllm_overlay.tiers.disk.integrity import integrity_of
+from vllm_overlay.tiers.disk.io import Device, remove_quietly, takes_direct_io, temporary_name
 from vllm_overlay.tiers.disk.ledger import Ledger, slot_of
 from vllm_overlay.tiers.disk.log import RateLimitedLog
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
@@ -62,9 +64,9 @@ class DiskTierWorker(TierWorker):
         device: Device | None = None,
     ) -> None:
         self._device = device or Device()
-        self._root = os.path.abspath(settings.root)
-        open_root(self._device, self._root)
+        self._root = choose_root(self._device, os.path.abspath(settings.root))
         self._namespace = namespace
+        self._integrity = integrity_of(settings.integrity_key_file)
         self._rank = rank
         self._world_size = world_size
         self._ledger = Ledger(self._root, self._device)
@@ -136,19 +138,24 @@ class DiskTierWorker(TierWorker):
         return reason
 
     def _write(self, ticket: StoreTicket, buffer: HostBuffer) -> str:
-        path = self._namespace.path_of(self._root, ticket.object_id, self._rank)
+        namespace = self._namespace.since(ticket.reset)
+        path = namespace.path_of(self._root, ticket.object_id, self._rank)
         temporary = os.path.join(os.path.dirname(path), temporary_name())
         self._temporaries.add(temporary)
+        has_its_name = False
         try:
-            write_object(self._device, temporary, self._header(ticket, buffer), buffer, self._direct)
-            return "" if self._ledger.publish(slot_of(ticket.ticket), temporary, path) else "no_lease"
+            header = self._header(namespace, ticket, buffer)
+            write_object(self._device, temporary, header, buffer, self._direct, self._integrity)
+            has_its_name = self._ledger.publish(slot_of(ticket.ticket), temporary, path)
+            return "" if has_its_name else "no_lease"
         finally:
-            remove_quietly(self._device, temporary)  # there is none when it got its name
+            if not has_its_name:
+                remove_quietly(self._device, temporary)
             self._temporaries.discard(temporary)
 
-    def _header(self, ticket: StoreTicket, buffer: HostBuffer) -> ObjectHeader:
+    def _header(self, namespace: DiskNamespace, ticket: StoreTicket, buffer: HostBuffer) -> ObjectHeader:
         return ObjectHeader(
-            fingerprint=bytes.fromhex(self._namespace.fingerprint_of(ticket.object_id.kind)),
+            fingerprint=bytes.fromhex(namespace.fingerprint_of(ticket.object_id.kind)),
             object_id=ticket.object_id,
             parents=ticket.parents,
             start_tokens=ticket.start_tokens,
@@ -157,7 +164,7 @@ class DiskTierWorker(TierWorker):
             rank=self._rank,
             world_size=self._world_size,
             ticket=ticket.ticket,
-            payload_checksum=payload_checksum(buffer),
+            payload_checksum=payload_checksum(buffer, self._integrity),
         )
 
     # Loads.
@@ -168,6 +175,10 @@ class DiskTierWorker(TierWorker):
         with self._lock:
             self._forget_load(load_id)
             self._loads[load_id] = {fetch.position: fetch for fetch in fetches}
+            if self._read_breaker.pause_left_s():  # threads that hang would not come to say so
+                for fetch in fetches:
+                    self._fail(fetch, "breaker")
+                return
             self._waiting.extend(fetches)
             self._start_waiting()
 
@@ -181,6 +192,12 @@ class DiskTierWorker(TierWorker):
         with self._lock:
             self._forget_load(load_id)
             self._start_waiting()
+
+    def load_was_late(self, load_id: str) -> None:
+        self._read_breaker.trip()
+
+    def load_pause_s(self) -> float:
+        return self._read_breaker.pause_left_s()
 
     def _forget_load(self, load_id: str) -> None:
         for fetch in list(self._loads.get(load_id, {}).values()):
@@ -243,10 +260,11 @@ class DiskTierWorker(TierWorker):
 
     def _read_or_reason(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
         try:
-            object_id = fetch.ticket.object_id
-            path = self._namespace.path_of(self._root, object_id, self._rank)
+            namespace = self._namespace.since(fetch.ticket.reset)
+            path = namespace.path_of(self._root, fetch.ticket.object_id, self._rank)
             try:
-                read_object(self._device, path, self._identity(fetch.ticket), buffer, self._direct)
+                identity = self._identity(namespace, fetch.ticket)
+                read_object(self._device, path, identity, buffer, self._direct, self._integrity)
             except BadObject as bad:
                 _log.warning(bad.reason, "disk tier: an object was not loaded (%s): %s", bad.reason, path)
                 if bad.is_bad and bad.reason != "missing":
@@ -257,8 +275,8 @@ class DiskTierWorker(TierWorker):
             return BadObject("error", is_bad=False)
         return None
 
-    def _identity(self, ticket: LoadTicket) -> Identity:
-        fingerprint = bytes.fromhex(self._namespace.fingerprint_of(ticket.object_id.kind))
+    def _identity(self, namespace: DiskNamespace, ticket: LoadTicket) -> Identity:
+        fingerprint = bytes.fromhex(namespace.fingerprint_of(ticket.object_id.kind))
         return Identity(fingerprint, ticket.object_id, self._rank, self._world_size, ticket.num_bytes)
 
     def _remove_bad(self, path: str) -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId
+from vllm_overlay.tiers.disk.ground import in_use_path
 from vllm_overlay.tiers.disk.io import is_temporary
 from vllm_overlay.tiers.disk.locks import is_held
-from vllm_overlay.tiers.disk.namespace import IN_USE, parse_file_name
+from vllm_overlay.tiers.disk.namespace import parse_file_name
 from vllm_overlay.tiers.disk.scan import FoundFile, namespaces_under, scan_namespace
 from vllm_overlay.tiers.disk.words import words_or_none
 
@@ -27,6 +28,7 @@ class NamespaceSummary:
     fingerprint: str
     is_in_use: bool
     model: str
+    integrity: str
     description: dict[str, Any]
     kinds: dict[str, list[int]] = field(default_factory=dict)
     num_bytes: int = 0
@@ -54,7 +56,8 @@ def kind_name(kind: str) -> str:
 def _summarize(root: str, fingerprint: str) -> NamespaceSummary:
     top = os.path.join(root, fingerprint)
     words = words_or_none(top)
-    summary = NamespaceSummary(fingerprint, is_held(os.path.join(top, IN_USE)), words.model, words.description)
+    is_in_use = is_held(in_use_path(root, fingerprint))
+    summary = NamespaceSummary(fingerprint, is_in_use, words.model, words.integrity, words.description)
     objects: set[ObjectId] = set()
     files: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

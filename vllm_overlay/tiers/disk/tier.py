@@ -2,11 +2,12 @@
 """The index half of the disk tier."""
 
 import itertools
-import json
 import logging
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from vllm_overlay.config import ConfigError, DiskTierSettings, parse_bytes
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
@@ -14,16 +15,11 @@ from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, Tier, TierUsage
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.format import MAX_PARENTS, file_bytes
-from vllm_overlay.tiers.disk.io import (
-    Device,
-    make_directory,
-    open_root,
-    remove_quietly,
-    temporary_name,
-    write_all,
-)
+from vllm_overlay.tiers.disk.ground import choose_root
+from vllm_overlay.tiers.disk.integrity import integrity_of
+from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, DiskNamespace, check_object_id
+from vllm_overlay.tiers.disk.namespace import DiskNamespace, check_object_id
 from vllm_overlay.tiers.disk.probe import Prober
 from vllm_overlay.tiers.disk.reclaim import Janitor, Limits
 from vllm_overlay.tiers.disk.recover import Recovery
@@ -56,19 +52,23 @@ class DiskTier(Tier):
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
         self._write_rate = WriteRate(rate, self._bytes_on_disk(max_object_bytes))
         self._uses = UseCounter(settings.store_on_nth_use)
-        root = os.path.abspath(settings.root)
-        open_root(device, root)
+        integrity = integrity_of(settings.integrity_key_file)
+        root = choose_root(device, os.path.abspath(settings.root))
         ledger = Ledger(root, device)
         ledger.check()
-        for fingerprint in namespace.fingerprints:
-            _describe(device, root, namespace, fingerprint)
+        self._name = settings.name
+        self._first_namespace = namespace
+        self._reset = ""
         self._tickets = itertools.count(1)
         self._in_flight: dict[int, int] = {}
         self._evicted = 0
         self._dropped = 0
-        self._janitor = Janitor(root, namespace, world_size, self._limits, ledger, device)
-        self._recovery = Recovery(root, namespace, world_size, self._janitor, device)
-        self._prober = Prober(root, namespace, world_size, device)
+        self._janitor = Janitor(root, namespace, world_size, self._limits, ledger, device, integrity, self._knows)
+        self._recover = partial(
+            Recovery, root, world_size=world_size, janitor=self._janitor, device=device, integrity=integrity
+        )
+        self._recovery = self._recover(namespace)
+        self._prober = Prober(root, namespace, world_size, device, integrity)
 
     def _limits_of(self, settings: DiskTierSettings, max_object_bytes: int) -> Limits:
         capacity = parse_bytes(settings.capacity_bytes, "capacity_bytes")
@@ -97,6 +97,8 @@ class DiskTier(Tier):
         return not self._recovery.is_done
 
     def advance(self) -> None:
+        if self._janitor.takes_new_ground():
+            self._begin_anew()
         found = self._recovery.take(_OBJECTS_A_SLICE)
         if found:
             self._forget(self.index.restore([self._charged(item) for item in found]))
@@ -105,6 +107,10 @@ class DiskTier(Tier):
             self._janitor.report_own_bytes(self.index.used_bytes)
         if short_bytes := self._janitor.short_bytes:
             self._make_room(short_bytes)
+
+    def _knows(self, object_id: ObjectId) -> bool:
+        """Called from the janitor's thread: one look into a dictionary."""
+        return self.index.contains(object_id)
 
     def _may_find(self, object_id: ObjectId) -> bool:
         return not self._janitor.is_removing(object_id)
@@ -154,7 +160,13 @@ class DiskTier(Tier):
         self.index.reserve(charged, ticket)
         self._in_flight[ticket] = charged.num_bytes
         return StoreTicket(
-            ticket, planned.object_id, planned.parents, planned.start_tokens, planned.end_tokens, planned.num_bytes
+            ticket,
+            planned.object_id,
+            planned.parents,
+            planned.start_tokens,
+            planned.end_tokens,
+            planned.num_bytes,
+            reset=self._reset,
         )
 
     def commit(self, ticket: int) -> None:
@@ -172,7 +184,7 @@ class DiskTier(Tier):
         if entries is None:
             return None
         return [
-            LoadTicket(entry.ticket, item.object_id, item.num_bytes)
+            LoadTicket(entry.ticket, item.object_id, item.num_bytes, reset=self._reset)
             for entry, item in zip(entries, planned, strict=True)
         ]
 
@@ -186,10 +198,23 @@ class DiskTier(Tier):
         self._forget(self.index.drop(object_id))
 
     def clear(self) -> None:
-        """Also ends the search for what others store: after new weights in place it would be of the old ones."""
+        """Begin a new namespace of this process alone: the weights may be others from now on.
+
+        What was stored before stays for those who serve it, and goes first when nobody does. This process finds it
+        again once it is restarted and the weights' files say that it is right.
+        """
+        self._reset = secrets.token_hex(8)
         self._prober.stop()
-        self._forget([self._charged(item) for item in self._recovery.forget()])
-        self._forget(self.index.clear())
+        self._recovery.stop()
+        self.index.clear()
+        self._janitor.move(self._first_namespace.since(self._reset))
+        logger.info("%s: reset; objects of before are not loaded any more", self._name)
+
+    def _begin_anew(self) -> None:
+        """Another root, or none, lies where ours was: know what is there."""
+        self._recovery.stop()
+        self.index.clear()
+        self._recovery = self._recover(self._first_namespace.since(self._reset))
 
     def usage(self) -> TierUsage:
         return TierUsage(
@@ -214,26 +239,3 @@ def _has_a_name(planned: PlannedObject) -> bool:
     except ValueError:
         return False
     return len(planned.parents) <= MAX_PARENTS and planned.num_bytes > 0
-
-
-def _describe(device: Device, root: str, namespace: DiskNamespace, fingerprint: str) -> None:
-    """Write ``namespace.json``: for people and tools, what serves does not read it."""
-    directory = os.path.join(root, fingerprint)
-    temporary = os.path.join(directory, temporary_name())
-    words = {
-        "fingerprint": fingerprint,
-        "attention": namespace.attention,
-        "snapshot": namespace.snapshot,
-        "description": namespace.description,
-    }
-    try:
-        make_directory(device, directory)
-        fd = device.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            write_all(device, fd, [memoryview(json.dumps(words, indent=2, default=str).encode())])
-        finally:
-            device.close(fd)
-        device.rename(temporary, os.path.join(directory, DESCRIPTION))
-    except OSError as error:
-        remove_quietly(device, temporary)
-        logger.warning("disk tier: %s has no namespace.json: %s", directory, error)

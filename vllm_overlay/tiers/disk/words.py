@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``namespace.json`` says, read with the distrust that files deserve. For tools: what serves does not read it."""
+"""``namespace.json``: for people and tools, read with the distrust that files deserve."""
 
 import json
+import logging
 import os
 import stat
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT
+from vllm_overlay.tiers.disk.io import Device, remove_quietly, temporary_name, write_all
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, INTEGRITY, RESET, DiskNamespace
 
 _MAX_BYTES = 1 << 20
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,16 @@ class Words:
     @property
     def model(self) -> str:
         return str(self.description.get("model", ""))
+
+    @property
+    def integrity(self) -> str:
+        """What the checksums need; empty when the file does not say."""
+        return str(self.description.get(INTEGRITY, ""))
+
+    @property
+    def is_of_one_process(self) -> bool:
+        """Whether the namespace was made by a reset: when its process is gone, nobody finds it again."""
+        return bool(self.description.get(RESET))
 
 
 def read_words(directory: str) -> Words:
@@ -52,3 +65,24 @@ def words_or_none(directory: str) -> Words:
         return read_words(directory)
     except (OSError, ValueError):
         return Words()
+
+
+def write_words(device: Device, directory: str, namespace: DiskNamespace, fingerprint: str) -> None:
+    """Best effort: a namespace without words works. Called by what serves, when it begins to."""
+    temporary = os.path.join(directory, temporary_name())
+    words = {
+        "fingerprint": fingerprint,
+        "attention": namespace.attention,
+        "snapshot": namespace.snapshot,
+        "description": namespace.description,
+    }
+    try:
+        fd = device.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            write_all(device, fd, [memoryview(json.dumps(words, indent=2, default=str).encode())])
+        finally:
+            device.close(fd)
+        device.rename(temporary, os.path.join(directory, DESCRIPTION))
+    except OSError as error:
+        remove_quietly(device, temporary)
+        logger.warning("disk tier: %s has no namespace.json: %s", directory, error)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way a disk can fail, in one running engine: a miss or a dropped store, counted; the output is equal."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.client import Engine, Output, disk_child, multi, prompt
+from tests.engine.test_restore import assert_restored
+
+pytestmark = pytest.mark.engine
+
+LENGTH = 150
+MAX_TOKENS = 3
+LOAD_TIMEOUT_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The disk tier's."""
+    return tmp_path_factory.mktemp("faults") / "root"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, root: Path) -> Iterator[Engine]:
+    """One engine with a disk tier alone, so that every restore is read from the disk."""
+    child = disk_child(root, load_timeout_s=LOAD_TIMEOUT_S, report_timeout_s=10)
+    with Engine(tiny_model, kv_transfer_config=multi(child)) as running:
+        yield running
+
+
+def counted(engine: Engine, name: str, **labels: str) -> float:
+    return engine.metric(f"vllm:hybrid_offload_{name}", connector="disk", **labels)
+
+
+def stored(engine: Engine, seed: int) -> tuple[list[int], Output]:
+    """A prompt that is on disk and not in the device cache, and its output."""
+    tokens = prompt(LENGTH, seed)
+    cold = engine.generate(tokens, MAX_TOKENS)
+    engine.wait_for_stores()
+    engine.reset_device_cache()
+    return tokens, cold
+
+
+def works(engine: Engine, seed: int) -> None:
+    """What is stored is restored. A write may need a second: a lease comes with the janitor's next turn."""
+    for attempt in range(20):
+        tokens, cold = stored(engine, 1000 * seed + attempt)
+        restored = engine.generate(tokens, MAX_TOKENS)
+        assert restored.same_as(cold)
+        if restored.num_cached_tokens:
+            assert_restored(cold, restored, LENGTH)
+            return
+        engine.call("rest", seconds=0.2)
+    raise AssertionError("the tier does not store any more")
+
+
+@contextmanager
+def fault(engine: Engine, root: Path, fault_name: str, **arguments: Any) -> Iterator[None]:
+    engine.call("fault", name=fault_name, **arguments)
+    try:
+        yield
+    finally:
+        engine.call("fault", name="disk_works", root=str(root))
+
+
+READ = ["preadv"]
+WRITE = ["pwritev"]
+FAULTS = [
+    *((calls, "EIO") for calls in (["open"], ["fstat"], READ, WRITE, ["rename"], ["unlink"])),
+    *((calls, "ESTALE") for calls in (["open"], READ, WRITE, ["rename"], ["lstat"])),
+    *((calls, "ETIMEDOUT") for calls in (["open"], READ, WRITE)),
+    *((["open", "pwritev"], error) for error in ("ENOSPC", "EDQUOT")),
+    (["open", "rename", "unlink", "mkdir"], "EROFS"),
+    (["open"], "EMFILE"),
+    (["open"], "EACCES"),
+]
+FAILS_LOADS = {"open", "fstat", "preadv"}
+FAILS_STORES = {"open", "pwritev", "rename", "lstat"}
+
+
+@pytest.mark.parametrize(("calls", "error"), FAULTS, ids=lambda value: value if isinstance(value, str) else value[0])
+def test_an_error_of_the_disk_costs_a_recomputation(engine: Engine, root: Path, calls: list[str], error: str) -> None:
+    seed = FAULTS.index((calls, error)) + 1
+    tokens, cold = stored(engine, seed)
+    failed, dropped = counted(engine, "failed_loads"), counted(engine, "dropped_stores")
+    with fault(engine, root, "disk_raises", calls=calls, error=error):
+        recomputed = engine.generate(tokens, MAX_TOKENS)
+        engine.generate(prompt(LENGTH, seed + 100), MAX_TOKENS)
+        engine.wait_for_stores()
+    assert recomputed.same_as(cold)
+    if set(calls) & FAILS_LOADS:
+        assert recomputed.num_cached_tokens == 0
+        assert counted(engine, "failed_loads") > failed
+    else:
+        assert recomputed.num_cached_tokens > 0
+    if set(calls) & FAILS_STORES:
+        assert counted(engine, "dropped_stores") > dropped
+    engine.reset_device_cache()
+    assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
+    works(engine, seed)
+
+
+def test_a_disk_that_hangs_holds_a_request_once_and_the_next_not_at_all(engine: Engine, root: Path) -> None:
+    (one, one_cold), (two, two_cold) = stored(engine, 31), stored(engine, 32)
+    late, rested = counted(engine, "failed_loads", reason="timeout"), counted(engine, "lookup_limits", reason="breaker")
+    with fault(engine, root, "disk_delays", seconds=600):
+        assert engine.generate(one, MAX_TOKENS).same_as(one_cold)
+        assert engine.generate(two, MAX_TOKENS).same_as(two_cold)
+        assert counted(engine, "failed_loads", reason="timeout") == late + 1
+        assert counted(engine, "lookup_limits", reason="breaker") > rested
+    works(engine, 31)
+
+
+def test_a_disk_that_takes_a_second_a_call_is_waited_for(engine: Engine, root: Path) -> None:
+    tokens, cold = stored(engine, 33)
+    with fault(engine, root, "disk_delays", seconds=1.0):
+        assert_restored(cold, engine.generate(tokens, MAX_TOKENS), LENGTH)
+    works(engine, 33)
+
+
+@pytest.mark.parametrize("error", ["ENOLCK", "EIO"])
+def test_locks_that_are_lost_drop_stores(engine: Engine, root: Path, error: str) -> None:
+    tokens, cold = stored(engine, 34 + len(error))
+    dropped = counted(engine, "dropped_stores")
+    with fault(engine, root, "locks_raise", error=error):
+        assert_restored(cold, engine.generate(tokens, MAX_TOKENS), LENGTH)
+        engine.generate(prompt(LENGTH, 134 + len(error)), MAX_TOKENS)
+        engine.wait_for_stores()
+    assert counted(engine, "dropped_stores") > dropped
+    works(engine, 34 + len(error))
+
+
+@pytest.mark.parametrize("seconds", [-1e9, 1e9])
+def test_jumps_of_the_clock_change_nothing(engine: Engine, root: Path, seconds: float) -> None:
+    seed = 50 + int(seconds > 0)
+    tokens, cold = stored(engine, seed)
+    with fault(engine, root, "clock_jumps", seconds=seconds):
+        assert_restored(cold, engine.generate(tokens, MAX_TOKENS), LENGTH)
+        works(engine, seed)
+
+
+def test_a_real_limit_of_file_sizes_drops_stores(engine: Engine, root: Path) -> None:
+    dropped = counted(engine, "dropped_stores", reason="io_error")
+    with fault(engine, root, "limit_resource", limit="RLIMIT_FSIZE", value=700_000):  # above the log, below a snapshot
+        tokens, cold = stored(engine, 60)
+        assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
+    assert counted(engine, "dropped_stores", reason="io_error") > dropped
+    works(engine, 60)
+
+
+def test_a_process_that_is_out_of_descriptors_recomputes_and_keeps_its_objects(engine: Engine, root: Path) -> None:
+    tokens, cold = stored(engine, 61)
+    with fault(engine, root, "limit_resource", limit="RLIMIT_NOFILE", value=3):
+        recomputed = engine.generate(tokens, MAX_TOKENS)
+    assert recomputed.same_as(cold)
+    assert recomputed.num_cached_tokens == 0
+    engine.reset_device_cache()
+    assert_restored(cold, engine.generate(tokens, MAX_TOKENS), LENGTH)
+
+
+def test_a_permission_that_is_lost_costs_a_recomputation(engine: Engine, root: Path) -> None:
+    tokens, cold = stored(engine, 62)
+    failed = counted(engine, "failed_loads")
+    with fault(engine, root, "lose_permission", directory=str(root)):
+        recomputed = engine.generate(tokens, MAX_TOKENS)
+    assert recomputed.same_as(cold)
+    assert recomputed.num_cached_tokens == 0
+    assert counted(engine, "failed_loads") > failed
+    works(engine, 62)
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def extend(path: Path) -> None:
+    os.truncate(path, path.stat().st_size + 4096)
+
+
+def swap(path: Path) -> None:
+    other = next(one for one in path.parents[1].glob("??/*") if one.stat().st_size == path.stat().st_size)
+    content, others = path.read_bytes(), other.read_bytes()
+    path.write_bytes(others)
+    other.write_bytes(content)
+
+
+DAMAGES = [flip, truncate, extend, swap, Path.unlink]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_files_that_were_changed_are_never_loaded(engine: Engine, root: Path, damage: Any) -> None:
+    seed = 70 + DAMAGES.index(damage)
+    before = set(root.glob("*/??/*"))
+    tokens, cold = stored(engine, seed)
+    failed = counted(engine, "failed_loads")
+    for path in sorted(set(root.glob("*/??/*")) - before):
+        damage(path)
+    recomputed = engine.generate(tokens, MAX_TOKENS)
+    assert recomputed.same_as(cold)
+    assert recomputed.num_cached_tokens == 0
+    assert counted(engine, "failed_loads") > failed
+    works(engine, seed)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_root_that_goes_while_it_is_served_costs_a_recomputation(
+    engine: Engine, root: Path, is_replaced: bool
+) -> None:
+    tokens, cold = stored(engine, 80 + is_replaced)
+    shutil.rmtree(root)
+    if is_replaced:
+        root.mkdir(mode=0o700)
+    assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
+    works(engine, 80 + is_replaced)
+    assert any(root.glob("*/in-use"))
+
+
+def test_after_all_that_no_hook_has_failed_and_the_root_is_sound(engine: Engine, root: Path) -> None:
+    from vllm_overlay.tiers.disk.check import Check
+
+    engine.wait_for_stores()
+    assert counted(engine, "hook_errors") == 0
+    assert Check(str(root)).run().problems == []

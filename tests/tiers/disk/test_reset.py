@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a reset the weights may be others: nothing stored before is loaded, and nobody else loads what comes after."""
+
+import threading
+
+import pytest
+
+from tests.tiers.disk.engine import (
+    NAMESPACE,
+    OBJECT,
+    Engine,
+    bytes_of,
+    chain,
+    content,
+    engine,
+    fill,
+    object_files,
+    on_disk,
+    settings,
+    until,
+)
+from tests.tiers.disk.test_tier import kill, start
+from vllm_overlay.tiers.base import LoadTicket
+from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.namespace import RESET
+from vllm_overlay.tiers.disk.tier import DiskTier
+from vllm_overlay.tiers.disk.words import words_or_none
+
+
+def namespaces(root):
+    """The directories that hold objects."""
+    return {path.parents[1].name for path in object_files(root)}
+
+
+def is_serving_another(made: Engine) -> bool:
+    """Whether the janitor has arrived in the namespace of the last reset."""
+    namespace = made.tier._janitor._claim.namespace
+    return namespace is not None and namespace.description.get(RESET) == made.tier._reset
+
+
+def store_after_reset(made: Engine, planned, data=None) -> None:
+    """Store it in the namespace of now; ``data`` for other bytes than ``content``."""
+    tickets = []
+    until(lambda: made.tier.advance() or tickets.append(made.tier.reserve(planned)) or tickets[-1])
+    buffer = made.workers[0].begin_store(tickets[-1])
+    fill(buffer, content(planned, 0) if data is None else data)
+    made.workers[0].submit_store(tickets[-1], buffer)
+    results = []
+    until(lambda: results.extend(made.workers[0].poll()[0]) or results)
+    assert results[0].reason == ""
+    made.tier.commit(tickets[-1].ticket)
+
+
+def load(made: Engine, planned):
+    """The bytes that the tier has for the object."""
+    (ticket,) = made.tier.acquire([planned])
+    worker = made.workers[0]
+    worker.begin_load("one", [ticket])
+    results = []
+    until(lambda: results.extend(worker.poll()[1]) or results)
+    data = None if results[0].buffer is None else bytes_of(results[0].buffer).copy()
+    if data is not None:
+        worker.end_fetch("one", 0)
+    made.tier.release([planned.object_id])
+    return data
+
+
+def test_what_was_stored_before_is_not_found_and_the_same_name_gets_new_bytes(tmp_path):
+    with engine(tmp_path / "root") as made:
+        objects = chain("p", 2)
+        made.store(objects)
+        made.tier.clear()
+        assert made.coverage(objects) == [False] * 3
+        assert made.tier.acquire(objects) is None
+        other = 255 - content(objects[0], 0)
+        store_after_reset(made, objects[0], other)
+        assert (load(made, objects[0]) == other).all()
+        assert len(namespaces(made.root)) == 3
+        assert made.path(objects[0]).exists()
+
+
+def test_other_processes_keep_what_they_have_and_do_not_see_what_comes(tmp_path):
+    with engine(tmp_path / "root") as made, engine(tmp_path / "root") as other:
+        objects = chain("p", 2)
+        made.store(objects)
+        other.recovered()
+        other.store(chain("q", 2))
+        made.tier.clear()
+        store_after_reset(made, objects[0])
+        assert other.reasons([*objects, *chain("q", 2)]) == [""] * 6
+        with engine(tmp_path / "root") as third:
+            third.recovered()
+            assert len(third.tier.index) == 6
+
+
+class GatedWrites(Device):
+    """Objects are written when the test says so."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def pwritev(self, fd, segments, offset):
+        assert self.go_on.wait(20)
+        return super().pwritev(fd, segments, offset)
+
+
+def test_a_store_under_way_goes_where_it_was_promised_and_is_not_found(tmp_path):
+    device = GatedWrites()
+    with engine(tmp_path / "root", device=device) as made:
+        made.store(chain("before", 1))
+        planned = chain("p", 1)[0]
+        ticket = made.tier.reserve(planned)
+        buffer = made.workers[0].begin_store(ticket)
+        fill(buffer, content(planned, 0))
+        device.go_on.clear()
+        made.workers[0].submit_store(ticket, buffer)
+        made.tier.clear()
+        device.go_on.set()
+        results = []
+        until(lambda: results.extend(made.workers[0].poll()[0]) or results)
+        assert made.path(planned).exists()
+        assert len(namespaces(made.root)) == 2
+        made.tier.commit(ticket.ticket)
+        assert not made.has(planned)
+        until(lambda: made.tier.advance() or not made.tier._janitor.is_removing(planned.object_id))
+        store_after_reset(made, planned)
+        assert made.has(planned)
+
+
+def test_a_load_under_way_reads_what_it_was_promised(tmp_path):
+    with engine(tmp_path / "root") as made:
+        planned = chain("p", 1)[0]
+        made.store([planned])
+        (ticket,) = made.tier.acquire([planned])
+        made.tier.clear()
+        assert ticket.reset == ""
+        assert made.reasons([planned]) == [""]
+        made.workers[0].begin_load("new", [LoadTicket(0, planned.object_id, OBJECT, reset=made.tier._reset)])
+        results = []
+        until(lambda: results.extend(made.workers[0].poll()[1]) or results)
+        assert results[0].reason == "missing"
+        made.tier.release([planned.object_id])
+
+
+def test_a_restart_finds_what_was_stored_before_the_reset_and_nothing_of_after(tmp_path):
+    with engine(tmp_path / "root") as made:
+        made.store(chain("p", 2))
+        made.tier.clear()
+        until(lambda: is_serving_another(made))
+        for planned in chain("p", 2)[:2]:
+            store_after_reset(made, planned)
+    assert namespaces(made.root) == set(NAMESPACE.fingerprints)  # what nobody finds again goes at the end
+    with engine(tmp_path / "root") as again:
+        again.recovered()
+        assert again.coverage(chain("p", 2)) == [True] * 3
+        assert again.reasons(chain("p", 2)) == [""] * 3
+
+
+STORE_AFTER_RESET = """
+import sys, time
+from pathlib import Path
+from tests.tiers.disk.engine import Engine, chain, until
+from tests.tiers.disk.test_reset import is_serving_another, store_after_reset
+made = Engine(Path(sys.argv[1])).recovered()
+print("ready", flush=True)
+made.store(chain("p", 1))
+made.tier.clear()
+until(lambda: is_serving_another(made))
+store_after_reset(made, chain("p", 1)[0])
+print("stored", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_stored_after_a_reset_is_removed_by_the_next(tmp_path):
+    root = tmp_path / "root"
+    process = start(STORE_AFTER_RESET, root)
+    try:
+        assert process.stdout.readline() == "stored\n"
+        with engine(root) as made:
+            made.store(chain("q", 1))
+            assert len(namespaces(root)) == 3  # it is served
+    finally:
+        kill(process)
+    with engine(root) as made:
+        until(lambda: namespaces(root) == set(NAMESPACE.fingerprints))
+        made.recovered()
+        assert made.reasons([*chain("p", 1), *chain("q", 1)]) == [""] * 4
+        with Ledger(str(root), Device()).locked() as state:
+            assert state.file_bytes == 4 * on_disk()
+
+
+def test_each_reset_is_a_namespace_and_the_one_before_goes(tmp_path):
+    with engine(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+        for _ in range(3):
+            made.tier.clear()
+            until(lambda: is_serving_another(made))
+            store_after_reset(made, chain("p", 1)[0])
+        until(lambda: len(namespaces(made.root)) == 3)
+        words = [words_or_none(str(made.root / name)).is_of_one_process for name in namespaces(made.root)]
+        assert sorted(words) == [False, False, True]
+
+
+def test_what_was_stored_before_goes_when_room_is_needed(tmp_path):
+    with engine(tmp_path / "root", capacity_bytes=12 * on_disk()) as made:
+        made.store(chain("p", 8))
+        kept = [made.path(planned) for planned in chain("p", 8)]
+        made.tier.clear()
+        for planned in chain("q", 8):
+            store_after_reset(made, planned)
+        assert sum(path.exists() for path in kept) <= 3
+        assert made.coverage(chain("q", 8)) == [True] * 9
+
+
+class SlowHeaders(Device):
+    """Recovery's reads wait for the test."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    def preadv(self, fd, segments, offset):
+        assert self.go_on.wait(20)
+        return super().preadv(fd, segments, offset)
+
+
+@pytest.mark.parametrize("is_scanning", [False, True])
+def test_what_recovery_finds_of_before_is_not_taken(tmp_path, is_scanning):
+    with engine(tmp_path / "root") as made:
+        made.store(chain("p", 3))
+    device = SlowHeaders()
+    tier = DiskTier(settings(tmp_path / "root"), NAMESPACE, 1, OBJECT, device)
+    if not is_scanning:
+        device.go_on.set()
+        until(lambda: not tier._recovery._is_scanning)
+    tier.clear()
+    device.go_on.set()
+    until(lambda: tier.advance() or not tier.is_recovering)
+    assert len(tier.index) == 0
+    assert len(object_files(made.root)) == 4
+    tier.close()
