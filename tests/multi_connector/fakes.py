@@ -88,6 +88,7 @@ class FakeStats(KVConnectorStats):
         return {"loads": self.data["loads"]}
 
     def reset(self) -> None:
+        self._maybe_raise("reset")
         self.data["loads"] = 0
 
     def is_empty(self) -> bool:

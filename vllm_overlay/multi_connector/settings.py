@@ -13,6 +13,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from vllm_overlay.config import ConfigError, load_weight_of
+from vllm_overlay.multi_connector.stats import OWN
 
 
 class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +90,10 @@ def _names(entries: list[dict[str, Any]]) -> list[str]:
         name = _extra_of(entry, f"connector {position} of the MultiConnector").get("name")
         if name is not None and (not isinstance(name, str) or not name):
             raise ConfigError(f'name={name!r} of connector {position} must be a word such as "cpu"')
+        if name == OWN:
+            raise ConfigError(
+                f'name="{OWN}" of connector {position} is taken by the statistics: use a word such as "cpu"'
+            )
         if name is not None and name in given:
             raise ConfigError(f"two connectors of the MultiConnector have the name {name!r}: give each its own")
         given.append(name)
