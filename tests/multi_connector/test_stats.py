@@ -181,6 +181,14 @@ def test_each_childs_counters_are_exported_under_its_name():
     assert front.value("vllm:kv_connector_errors_total", connector="a", hook="take_events") == 3
 
 
+def test_gauges_hold_their_latest_value():
+    front = Front(child("a"))
+    front.metrics.observe(own(a={"gauges": {"state": 1, "quarantined_requests": 3}}))
+    front.metrics.observe(own(a={"gauges": {"state": 0}}))
+    assert front.value("vllm:kv_connector_state", connector="a") == 0
+    assert front.value("vllm:kv_connector_quarantined_requests", connector="a") == 3
+
+
 def test_another_engines_counters_are_its_own():
     front = Front(child("a"))
     front.metrics.observe(own(a={"queries": 2}), engine_idx=1)
@@ -190,7 +198,7 @@ def test_another_engines_counters_are_its_own():
 
 def test_every_counter_has_a_metric_and_every_metric_a_counter():
     fields = {counter.field for counter in (*MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS)}
-    assert fields == set(Counters.__dataclass_fields__)
+    assert fields == set(Counters.__dataclass_fields__) - {"gauges"}
     assert all(counter.name.startswith("vllm:kv_connector_") for counter in MULTI_CONNECTOR)
 
 
@@ -224,6 +232,7 @@ def test_a_child_whose_metrics_cannot_be_built_keeps_our_counters():
         {"*": {"counters": {"a": {"queries": -5, "errors": {"x": -1}}}}},
         {"*": {"counters": {"a": {"queries": float("nan")}}}},
         {"*": {"counters": {"unknown": {"queries": 1}}}},
+        {"*": {"counters": {"a": {"gauges": {"unknown": 1}}}}},
         {"a": {"loads": -1}},
         {"a": {}},
         {"unknown": {"loads": 1}},

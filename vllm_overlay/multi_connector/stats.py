@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 
-from vllm_overlay.metrics import CONNECTOR, MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS
+from vllm_overlay.metrics import CONNECTOR, MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS, MULTI_CONNECTOR_GAUGES
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -41,6 +41,7 @@ class Counters:
     offered_tokens: int = 0
     chosen: int = 0
     outbid: int = 0
+    too_slow: int = 0
     loaded_tokens: int = 0
     failed_loads: int = 0
     load_seconds: float = 0.0
@@ -48,8 +49,12 @@ class Counters:
     invalid_answers: int = 0
     ignored_reports: int = 0
     isolations: int = 0
+    returns: int = 0
+    hangs: int = 0
     errors: dict[str, int] = field(default_factory=dict)
     """Exceptions by hook."""
+    gauges: dict[str, float] = field(default_factory=dict)
+    """The scheduler's latest values, where they have changed."""
 
     def count_error(self, hook: str) -> None:
         self.errors[hook] = self.errors.get(hook, 0) + 1
@@ -59,14 +64,19 @@ class Counters:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for hook, count in other.errors.items():
             self.errors[hook] = self.errors.get(hook, 0) + count
+        self.gauges.update(other.gauges)
 
     def is_empty(self) -> bool:
         return self == Counters()
 
     def to_dict(self) -> dict[str, Any]:
         """Only what is not zero."""
-        numbers = {name: value for name in _NUMBERS if (value := getattr(self, name))}
-        return {**numbers, "errors": dict(self.errors)} if self.errors else numbers
+        numbers: dict[str, Any] = {name: value for name in _NUMBERS if (value := getattr(self, name))}
+        if self.errors:
+            numbers["errors"] = dict(self.errors)
+        if self.gauges:
+            numbers["gauges"] = dict(self.gauges)
+        return numbers
 
     @classmethod
     def from_dict(cls, data: object) -> "Counters":
@@ -75,13 +85,15 @@ class Counters:
             for name in _NUMBERS:
                 if _is_amount(value := data.get(name, 0)):
                     setattr(counters, name, value)
-            errors = data.get("errors")
-            if isinstance(errors, Mapping):
-                counters.errors = {str(hook): count for hook, count in errors.items() if _is_amount(count)}
+            counters.errors, counters.gauges = _amounts(data.get("errors")), _amounts(data.get("gauges"))
         return counters
 
 
-_NUMBERS = tuple(field.name for field in dataclasses.fields(Counters) if field.name != "errors")
+_NUMBERS = tuple(field.name for field in dataclasses.fields(Counters) if field.name not in ("errors", "gauges"))
+
+
+def _amounts(table: object) -> dict[str, Any]:
+    return {str(k): v for k, v in table.items() if _is_amount(v)} if isinstance(table, Mapping) else {}
 
 
 def _is_amount(value: object) -> bool:
@@ -95,7 +107,7 @@ class OwnStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
     them without a registered name. On the wire counters are dictionaries.
     """
 
-    def __init__(self, data: dict[str, Any] | None = None) -> None:
+    def __init__(self, data: Mapping[str, Any] | None = None) -> None:
         data = data or {}
         counters, classes = data.get("counters"), data.get("classes")
         super().__init__(
@@ -322,6 +334,12 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
             )
             for counter in (*MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS)
         }
+        self._gauges = {
+            gauge.field: self._gauge_cls(
+                name=gauge.name, documentation=gauge.documentation, labelnames=[*labelnames, *gauge.labels]
+            )
+            for gauge in MULTI_CONNECTOR_GAUGES
+        }
         registry = _Registry({kind: metric_types[kind] for kind in (Gauge, Counter, Histogram)})
         self._children: dict[str, KVConnectorPromMetrics] = {}
         for name, cls, config in children:
@@ -350,3 +368,5 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
                     self._counters[counter.field].labels(*engine, name).inc(amount)
             for hook, amount in counters.errors.items():
                 self._counters[MULTI_CONNECTOR_ERRORS.field].labels(*engine, name, hook).inc(amount)
+            for field_name, value in counters.gauges.items():
+                self._gauges[field_name].labels(*engine, name).set(value)
