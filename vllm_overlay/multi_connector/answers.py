@@ -25,6 +25,13 @@ def optional(kind: type[Kind]) -> Callable[[Any], Kind | None]:
     return parse
 
 
+def worker_metadata(answer: Any) -> Any:
+    """Anything that can be added up: ``vllm.v1.outputs`` has ``object`` under the name of the class at run time."""
+    if answer is None or callable(getattr(answer, "aggregate", None)):
+        return answer
+    raise TypeError(f"{type(answer).__name__} is no KVConnectorWorkerMetadata")
+
+
 def truth(answer: Any) -> bool:
     """A bool, and not what only happens to be truthy: that would keep an engine waiting for ever."""
     if isinstance(answer, bool):

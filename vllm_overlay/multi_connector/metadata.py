@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_overlay.multi_connector import answers
 from vllm_overlay.multi_connector.completion import Load
 from vllm_overlay.multi_connector.service import Order
 
@@ -55,9 +56,7 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unus
         for index, (mine, theirs) in enumerate(zip(self.children, other.children, strict=True)):
             try:
                 merged = theirs if mine is None else mine if theirs is None else mine.aggregate(theirs)
-                if merged is not None and not isinstance(merged, KVConnectorWorkerMetadata):
-                    raise TypeError(f"{type(merged).__name__} is not a KVConnectorWorkerMetadata")
-                children.append(merged)
+                children.append(answers.worker_metadata(merged))
             except Exception:
                 broken.add(index)
                 children.append(None)

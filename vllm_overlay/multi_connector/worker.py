@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
 )
 
 from vllm_overlay.multi_connector import answers
@@ -207,8 +206,9 @@ class WorkerSide:
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         """Each child's part, and how the scheduler's orders went. Every rank speaks while an order is unusual."""
-        parse = answers.optional(KVConnectorWorkerMetadata)
-        parts = tuple(child.call("build_connector_worker_meta", None, parse=parse) for child in self._children)
+        parts = tuple(
+            child.call("build_connector_worker_meta", None, parse=answers.worker_metadata) for child in self._children
+        )
         duties = [order.duty for order in self._orders] or [Duty.SERVE] * len(self._children)
         isolated = {child.index for child in self._children if child.isolated}
         broken = frozenset(index for index in isolated if duties[index] is not Duty.STOP)
