@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_overlay.connector.connector import HybridOffloadConnector
 
 KINDS = ("raises", "raises once", "returns garbage", "hangs")
-HANG_S = 0.4
+HANG_S = 2.5
 GARBAGE: tuple[Any, ...] = (
     None,
     object(),
@@ -61,7 +61,7 @@ class Fault:
         self._random = random.Random(f"{self.hook} {self.kind} {self.role} {self.seed}")
 
     def meets(self, hook: str, role: KVConnectorRole) -> bool:
-        return hook == self.hook and role.name.lower() == self.role and not (self.kind == "raises once" and self.fired)
+        return hook == self.hook and role.name.lower() == self.role and not (self.kind in ("raises once", "hangs") and self.fired)
 
     def strike(self, real: Any) -> Any:
         """In place of the hook ``real``, which it may call, so that a part of the work is done before it fails."""

@@ -70,7 +70,7 @@ class Matrix:
                 "enable_prefix_caching": True,
                 "enforce_eager": True,
                 "disable_log_stats": False,
-                "kv_transfer_config": multi(faulty, steady, retry_first_s=0.02, retry_longest_s=0.1, hang_after_s=0.2),
+                "kv_transfer_config": multi(faulty, steady, retry_first_s=0.02, retry_longest_s=0.1, hang_after_s=2.0),
             }
         )
         self._seed = seed

@@ -280,3 +280,21 @@ def test_a_request_that_ends_while_its_child_is_being_stopped_keeps_its_blocks_t
     engine.workers[0].sub_connectors[0].raising = set()
     engine.clock.now += 10
     assert engine.step().finished_sending == {"r"}
+
+
+def test_what_was_held_for_the_old_instance_is_not_expected_of_the_new_one():
+    engine = Returning()
+    engine.scheduler.update_state_after_alloc(request("r"), blocks(1), 0)
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    metadata = engine.scheduler.build_connector_meta(scheduler_output())
+    (worker_side,) = engine.workers
+    worker_side.bind_connector_metadata(metadata)
+    worker_side.get_transfer_results(set())
+    news = worker_side.build_connector_worker_meta()
+    assert engine.finish("r")  # while it is being stopped
+    engine.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=news))
+    engine.clock.now += 100  # and the pause is over before the workers hear of the hold
+    assert engine.step().finished_sending == {"r"}
+    assert engine.recover()
+    engine.step()
+    assert engine.tables_are_empty()

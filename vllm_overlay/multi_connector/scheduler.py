@@ -456,9 +456,13 @@ class SchedulerSide:
         self._notice_isolations()
 
     def _try_again(self, now: float) -> None:
-        """Puts a new instance of each child whose pause is over on trial."""
+        """Puts a new instance of each child whose pause is over on trial.
+
+        Not in a step that still tells the workers of blocks held for the old one: they would expect them of the new.
+        """
+        held_for = {index for children in self._new_saves.values() for index in children}
         for child, service in zip(self._children, self._services, strict=True):
-            if not service.may_try(now):
+            if not service.may_try(now) or child.index in held_for:
                 continue
             child.stop()
             hooks = [] if self._kv_cache_manager is None else [("bind_kv_cache_manager", self._kv_cache_manager)]
