@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup, demo, test, test-crash, lint, format, clean. Another Python: make setup PYTHON=python3.12
+# make setup, demo, test, test-crash, test-faults, lint, format, clean. Another Python: make setup PYTHON=python3.12
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CODE := vllm_overlay tools tests bench hatch_build.py
 
-.PHONY: setup demo test test-crash lint format clean
+.PHONY: setup demo test test-crash test-faults lint format clean
 .DEFAULT_GOAL := setup
 
 setup:
@@ -24,6 +24,12 @@ test-crash: setup
 	$(BIN)/python -m tests.tiers.disk.test_crash --kills 500 --seed 1
 	$(BIN)/python -m tests.tiers.disk.test_fuzz --mutations 10000 --seed 1
 
+# Every hook x kind of fault x side, then 1,000 random requests, in one real engine each: about half an hour.
+test-faults: setup
+	$(BIN)/python -m tools.tiny_model .faults/tiny
+	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.matrix .faults/tiny
+	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.churn .faults/tiny --requests 1000
+
 lint: setup
 	$(BIN)/ruff format --check $(wildcard $(CODE))
 	$(BIN)/ruff check $(wildcard $(CODE))
@@ -34,5 +40,5 @@ format: setup
 	$(BIN)/ruff check --fix $(wildcard $(CODE))
 
 clean:
-	rm -rf build dist .demo .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist .demo .benchmarks .faults .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -61,7 +61,11 @@ class Fault:
         self._random = random.Random(f"{self.hook} {self.kind} {self.role} {self.seed}")
 
     def meets(self, hook: str, role: KVConnectorRole) -> bool:
-        return hook == self.hook and role.name.lower() == self.role and not (self.kind in ("raises once", "hangs") and self.fired)
+        return (
+            hook == self.hook
+            and role.name.lower() == self.role
+            and not (self.kind in ("raises once", "hangs") and self.fired)
+        )
 
     def strike(self, real: Any) -> Any:
         """In place of the hook ``real``, which it may call, so that a part of the work is done before it fails."""
