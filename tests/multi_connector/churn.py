@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from tests.engine.client import cpu_child, multi, prompt
 from tests.engine.driver import Driver
-from tests.multi_connector.faulty import KINDS, Fault, Faulty, hooks
+from tests.multi_connector.faulty import KINDS, Fault, Faults, hooks
 
 N = 1152
 MAX_RUNNING = 6
@@ -32,7 +32,7 @@ class Churn:
     def __init__(self, model: str, seed: int) -> None:
         faulty = {
             **cpu_child(name="faulty", load_weight=2.0, capacity_bytes="64 MiB"),
-            "kv_connector": "Faulty",
+            "kv_connector": "FaultyHybridOffloadConnector",
             "kv_connector_module_path": "tests.multi_connector.faulty",
         }
         children = faulty, cpu_child(name="steady", capacity_bytes="64 MiB")
@@ -77,10 +77,10 @@ class Churn:
         if self._random.random() < 0.1:
             kind = self._random.choice([kind for kind in KINDS if kind != "hangs"])
             role = self._random.choice(["scheduler", "worker"])
-            Faulty.fault = Fault(self._random.choice(hooks()), kind, role, self._random.random())
+            Faults.fault = Fault(self._random.choice(hooks()), kind, role, self._random.random())
         elif self._random.random() < 0.3:
-            self.seen["faults"] += Faulty.fault is not None and Faulty.fault.fired > 0
-            Faulty.fault = None
+            self.seen["faults"] += Faults.fault is not None and Faults.fault.fired > 0
+            Faults.fault = None
 
     def run(self, requests: int) -> None:
         """Until that many are finished or aborted."""
@@ -106,7 +106,7 @@ class Churn:
 
     def left(self) -> dict[str, int]:
         """Entries in every table of requests, and device blocks that are not free."""
-        Faulty.fault = None
+        Faults.fault = None
         scheduler = self.driver.engine_core.scheduler
         connector, worker = scheduler.connector, get_kv_transfer_group()
         for _ in range(300):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real tier whose hooks can be made to fail while it serves: every hook of vLLM's interface, by introspection."""
+"""Real connectors whose hooks can be made to fail while they serve: all of vLLM's interface, by introspection."""
 
 import functools
 import inspect
@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from vllm_overlay.connector.connector import HybridOffloadConnector
 
@@ -80,34 +81,31 @@ class Fault:
         raise Broken(self.hook)
 
 
-class Faulty(HybridOffloadConnector):
-    """One fault at a time, for all instances in the process."""
+class Faults:
+    """What is wrong now, with every faulty child in the process."""
 
     fault: ClassVar[Fault | None] = None
     also: ClassVar[Fault | None] = None
     """A second one, to bring about what the first one needs."""
 
 
-def _strike(self: Any, hook: str, role: KVConnectorRole, real: Any) -> Any:
-    for fault in (Faulty.fault, Faulty.also):
+def _strike(hook: str, role: KVConnectorRole, real: Any) -> Any:
+    for fault in (Faults.fault, Faults.also):
         if fault is not None and fault.meets(hook, role):
             return fault.strike(real)
     return real()
 
 
-def _faulty_method(name: str) -> Any:
-    inherited = getattr(HybridOffloadConnector, name)
-
+def _faulty_method(name: str, inherited: Any) -> Any:
     @functools.wraps(inherited)
-    def hook(self: Faulty, *args: Any, **kwargs: Any) -> Any:
-        return _strike(self, name, self._role, functools.partial(inherited, self, *args, **kwargs))
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _strike(name, self._role, functools.partial(inherited, self, *args, **kwargs))
 
     return hook
 
 
-def _faulty_property(name: str) -> property:
-    inherited = inspect.getattr_static(HybridOffloadConnector, name)
-    return property(lambda self: _strike(self, name, self._role, lambda: inherited.fget(self)))
+def _faulty_property(name: str, inherited: property) -> property:
+    return property(lambda self: _strike(name, self._role, lambda: inherited.__get__(self)))
 
 
 def hooks() -> list[str]:
@@ -117,18 +115,21 @@ def hooks() -> list[str]:
     return ["__init__", *sorted(name for name, member in members.items() if not isinstance(member, classmethod))]
 
 
-def _construct(self: Faulty, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-    _strike(
-        self,
-        "__init__",
-        role,
-        lambda: HybridOffloadConnector.__init__(self, vllm_config, role, kv_cache_config),
-    )
+def _faulty(base: type[Any]) -> type[Any]:
+    """``base`` with every hook of the interface made breakable."""
+
+    def construct(self: Any, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        _strike("__init__", role, lambda: base.__init__(self, vllm_config, role, kv_cache_config))
+
+    body: dict[str, Any] = {"__init__": construct, "__module__": __name__}
+    for name in hooks()[1:]:
+        if name == "role":
+            continue  # the connector's own attribute, which this module reads to know where it is
+        member = inspect.getattr_static(base, name)
+        make: Any = _faulty_property if isinstance(member, property) else _faulty_method
+        body[name] = make(name, member)
+    return type(f"Faulty{base.__name__}", (base,), body)
 
 
-Faulty.__init__ = _construct  # type: ignore[method-assign]
-for _name in hooks()[1:]:
-    if _name == "role":
-        continue  # the connector's own attribute, which this module reads to know where it is
-    _member = inspect.getattr_static(HybridOffloadConnector, _name)
-    setattr(Faulty, _name, _faulty_property(_name) if isinstance(_member, property) else _faulty_method(_name))
+FaultyHybridOffloadConnector = _faulty(HybridOffloadConnector)
+FaultyOffloadingConnector = _faulty(OffloadingConnector)

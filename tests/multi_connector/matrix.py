@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fault matrix: every hook x kind of fault x side, one after the other in one real engine with two children.
 
-    python -m tests.multi_connector.matrix MODEL [--cells N] [--seed S]
+    python -m tests.multi_connector.matrix MODEL [--cells N] [--seed S] [--child ours|offloading]
 
 For each cell, with the fault on: requests finish and equal the cold run exactly, and the steady child hits. With the
 fault off: the faulty child returns to service, and loads again. One JSON line a cell, then one with the totals.
@@ -22,7 +22,7 @@ from vllm import SamplingParams
 
 from tests.engine.client import cpu_child, multi, prompt
 from tests.engine.driver import Driver
-from tests.multi_connector.faulty import KINDS, Fault, Faulty, hooks
+from tests.multi_connector.faulty import KINDS, Fault, Faults, hooks
 
 LENGTH = 200
 RESTORABLE = 192
@@ -51,15 +51,33 @@ def cells() -> list[tuple[str, str, str]]:
     return [(hook, kind, role) for hook in hooks() for kind in KINDS for role in ("scheduler", "worker")]
 
 
+CHILDREN = {
+    "ours": {
+        **cpu_child(name="faulty", load_weight=2.0, capacity_bytes="64 MiB"),
+        "kv_connector": "FaultyHybridOffloadConnector",
+        "kv_connector_module_path": "tests.multi_connector.faulty",
+    },
+    "offloading": {
+        "kv_connector": "FaultyOffloadingConnector",
+        "kv_connector_module_path": "tests.multi_connector.faulty",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "name": "faulty",
+            "load_weight": 2.0,
+            "spec_name": "CpuTiering",
+            "spec_module_path": "tests.multi_connector.third_party",
+            "cpu_bytes_to_use": 64 << 20,
+        },
+    },
+}
+"""Which connector is faulty: a CPU tier of ours, or vLLM's own in its tiering form."""
+
+
 class Matrix:
     """One engine, a reference output, and the cells."""
 
-    def __init__(self, model: str, seed: int) -> None:
-        faulty = {
-            **cpu_child(name="faulty", load_weight=2.0, capacity_bytes="64 MiB"),
-            "kv_connector": "Faulty",
-            "kv_connector_module_path": "tests.multi_connector.faulty",
-        }
+    def __init__(self, model: str, seed: int, child: str) -> None:
+        faulty = CHILDREN[child]
         steady = cpu_child(name="steady", capacity_bytes="128 MiB")
         self.driver = Driver(
             {
@@ -121,9 +139,9 @@ class Matrix:
         """One cell; what of it did not hold is under "wrong"."""
         started, wrong = time.monotonic(), []
         returns_before = self._counted("returns")
-        fault = Faulty.fault = Fault(hook, kind, role, self._seed)
+        fault = Faults.fault = Fault(hook, kind, role, self._seed)
         if hook in AT_RETURN:
-            Faulty.also = Fault("wait_for_save", "raises once", "worker")
+            Faults.also = Fault("wait_for_save", "raises once", "worker")
         if hook == "reset_cache":
             self.driver.llm.reset_prefix_cache(reset_connector=True)
         salt = self._new_salt()
@@ -139,7 +157,7 @@ class Matrix:
             if output["num_cached_tokens"] < RESTORABLE:
                 wrong.append(f"only {output['num_cached_tokens']} tokens hit under the fault")
         self._abort_one()
-        Faulty.fault = Faulty.also = None
+        Faults.fault = Faults.also = None
         if fault.fired or hook in AT_RETURN:
             wrong += self._heal()
         return {
@@ -199,12 +217,13 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hook", help="only this hook's")
+    parser.add_argument("--child", choices=CHILDREN, default="ours", help="which connector is faulty")
     arguments = parser.parse_args()
     chosen = [cell for cell in cells() if arguments.hook in (None, cell[0])]
     if arguments.cells:
         chosen = [cell for cell in chosen if cell[0] not in NOT_CALLED]
         chosen = random.Random(arguments.seed).sample(chosen, arguments.cells)
-    matrix, results = Matrix(arguments.model, arguments.seed), []
+    matrix, results = Matrix(arguments.model, arguments.seed, arguments.child), []
     for cell in chosen:
         result = matrix.run(*cell)
         results.append(result)
