@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup, demo, test, test-crash, test-upstream, lint, format, clean. Another Python: make setup PYTHON=python3.12
+# make setup, demo, test, test-crash, test-faults, test-upstream, lint, format, clean. Another Python: make setup PYTHON=python3.12
 # make test-upstream SOURCE=path: vLLM's source distribution; without it pip downloads it.
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CODE := vllm_overlay tools tests bench hatch_build.py
 
-.PHONY: setup demo test test-crash test-upstream lint format clean
+.PHONY: setup demo test test-crash test-faults test-upstream lint format clean
 .DEFAULT_GOAL := setup
 
 setup:
@@ -28,6 +28,12 @@ test-crash: setup
 test-upstream: setup
 	$(BIN)/python tools/upstream_tests.py $(if $(SOURCE),--source $(SOURCE))
 
+# Every hook x kind of fault x side, then 1,000 random requests, in one real engine each: about half an hour.
+test-faults: setup
+	$(BIN)/python -m tools.tiny_model .faults/tiny
+	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.matrix .faults/tiny
+	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.churn .faults/tiny --requests 1000
+
 lint: setup
 	$(BIN)/ruff format --check $(wildcard $(CODE))
 	$(BIN)/ruff check $(wildcard $(CODE))
@@ -38,5 +44,5 @@ format: setup
 	$(BIN)/ruff check --fix $(wildcard $(CODE))
 
 clean:
-	rm -rf build dist .demo .upstream .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist .demo .upstream .benchmarks .faults .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import msgspec
 
 from vllm_overlay.config import CpuTierSettings, DiskTierSettings, TierSettings
-from vllm_overlay.multi_connector.settings import MultiSettings
+from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- settings:begin", "<!-- settings:end -->"
@@ -48,6 +48,7 @@ def settings_section() -> str:
     return "\n\n".join(
         [
             _table("MultiConnector", MultiSettings),
+            _table("any connector, as a child of the MultiConnector", ChildSettings),
             _table("HybridOffloadConnector, every tier", TierSettings),
             _table('HybridOffloadConnector, `"tier": "cpu"`', CpuTierSettings, TierSettings),
             _table('HybridOffloadConnector, `"tier": "disk"`', DiskTierSettings, TierSettings),

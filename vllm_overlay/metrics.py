@@ -30,6 +30,11 @@ MULTI_CONNECTOR = (
     CounterName("offered_tokens", "vllm:kv_connector_offered_tokens", "Tokens it offered to load."),
     CounterName("chosen", "vllm:kv_connector_chosen", "Requests for which it was chosen and asked to load."),
     CounterName("outbid", "vllm:kv_connector_outbid", "Requests for which it had tokens but another was chosen."),
+    CounterName(
+        "too_slow",
+        "vllm:kv_connector_too_slow",
+        "Requests for which it had tokens but computing them was expected to be faster (selection by cost).",
+    ),
     CounterName("loaded_tokens", "vllm:kv_connector_loaded_tokens", "Tokens it reported loaded."),
     CounterName("failed_loads", "vllm:kv_connector_failed_loads", "Loads it was chosen for that failed."),
     CounterName(
@@ -51,12 +56,28 @@ MULTI_CONNECTOR = (
         "Completions it reported twice, or of requests it had not been given.",
     ),
     CounterName("isolations", "vllm:kv_connector_isolations", "Times it was taken out of service in a process."),
+    CounterName("returns", "vllm:kv_connector_returns", "Times it came back into service as a new instance."),
+    CounterName("hangs", "vllm:kv_connector_hangs", "Hooks of it that took longer than hang_after_s."),
 )
 """What a MultiConnector counts for each child; labels ``connector``."""
 
 MULTI_CONNECTOR_ERRORS = CounterName(
     "errors", "vllm:kv_connector_errors", "Exceptions it raised while serving.", (CONNECTOR, HOOK)
 )
+
+MULTI_CONNECTOR_GAUGES = (
+    CounterName(
+        "state",
+        "vllm:kv_connector_state",
+        "0: in service, 1: being stopped, 2: waiting to be tried again, 3: on trial.",
+    ),
+    CounterName(
+        "quarantined_requests",
+        "vllm:kv_connector_quarantined_requests",
+        "Requests whose blocks are held because it is out of service and may still touch them.",
+    ),
+)
+"""What a MultiConnector's scheduler side says of each child; labels ``connector``."""
 
 REASON = "reason"
 """Label: why something was dropped, failed or limited."""

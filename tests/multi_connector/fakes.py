@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from vllm_overlay.multi_connector import MultiConnector
@@ -88,6 +89,7 @@ class FakeStats(KVConnectorStats):
         return {"loads": self.data["loads"]}
 
     def reset(self) -> None:
+        self._maybe_raise("reset")
         self.data["loads"] = 0
 
     def is_empty(self) -> bool:
@@ -304,5 +306,7 @@ def blocks(*ids: int, groups: int = 1) -> Any:
     return SimpleNamespace(get_block_ids=lambda: (list(ids),) * groups)
 
 
-def scheduler_output(preempted: Iterable[str] = ()) -> Any:
-    return SimpleNamespace(preempted_req_ids=set(preempted))
+def scheduler_output(preempted: Iterable[str] = ()) -> SchedulerOutput:
+    output = SchedulerOutput.make_empty()
+    output.preempted_req_ids = set(preempted)
+    return output

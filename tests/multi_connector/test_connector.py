@@ -3,11 +3,12 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
+from tests.multi_connector.engine import Engine, allocated, answering, counters
 from tests.multi_connector.fakes import (
     Boom,
     FakeEvents,
@@ -23,35 +24,6 @@ from tests.multi_connector.fakes import (
 )
 from vllm_overlay.multi_connector.completion import UnreportableLoad
 from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiWorkerMetadata
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-def answering(*answers, **settings):
-    """A MultiConnector whose children a, b, c... offer these tokens, asynchronously."""
-    weights = settings.pop("weights", [1.0] * len(answers))
-    children = [child(name, weight=weight) for name, weight in zip("abcdefgh", weights, strict=False)]
-    connector = multi(*children[: len(answers)], **settings)
-    connector._clock = Clock()
-    for fake, answer in zip(connector.sub_connectors, answers, strict=True):
-        fake.answers["get_num_new_matched_tokens"] = answer if isinstance(answer, tuple) else (answer, True)
-    return connector
-
-
-def allocated(fake):
-    """The numbers of tokens a child was told to load."""
-    return [tokens for (_, _, tokens) in fake.called("update_state_after_alloc")]
-
-
-def counters(connector, name="a"):
-    return connector._children["abcdefgh".index(name)].counters
-
 
 # ---- Lookup and selection.
 
@@ -116,30 +88,30 @@ def test_a_child_still_looking_does_not_hide_an_offer_it_cannot_beat():
 def test_a_child_still_looking_that_could_win_is_waited_for_until_the_deadline():
     connector = answering(16, None, lookup_timeout_ms=50)
     for passed_s in (0.0, 0.04):
-        connector._clock.now = 100.0 + passed_s
+        connector._scheduler._clock.now = 100.0 + passed_s
         assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)
-    connector._clock.now = 100.051
+    connector._scheduler._clock.now = 100.051
     assert connector.get_num_new_matched_tokens(request(), 0) == (16, True)
 
 
 def test_the_deadline_is_each_requests_own():
     connector = answering(16, None, lookup_timeout_ms=50)
     connector.get_num_new_matched_tokens(request("first"), 0)
-    connector._clock.now += 1
+    connector._scheduler._clock.now += 1
     assert connector.get_num_new_matched_tokens(request("second"), 0) == (None, False)
 
 
 def test_a_request_that_found_no_blocks_does_not_wait_again():
     connector = answering(16, None)
     connector.get_num_new_matched_tokens(request(), 0)
-    connector._clock.now += 1
+    connector._scheduler._clock.now += 1
     assert [connector.get_num_new_matched_tokens(request(), 0)[0] for _ in range(2)] == [16, 16]
 
 
 def test_a_request_that_was_admitted_may_wait_again():
     connector = answering(16, None)
     connector.get_num_new_matched_tokens(request(), 0)
-    connector._clock.now += 1
+    connector._scheduler._clock.now += 1
     connector.get_num_new_matched_tokens(request(), 0)
     connector.update_state_after_alloc(request(), blocks(1), 16)
     assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)  # after a preemption, say
@@ -250,71 +222,6 @@ def test_a_raising_childs_junction_does_not_count():
 
 
 # ---- One step from scheduler to workers and back.
-
-
-class Engine:
-    """A scheduler-side and one or more worker-side MultiConnectors, joined as vLLM joins them."""
-
-    def __init__(self, *children, ranks=1, **settings):
-        found = children or (child("a"), child("b"))
-        self.scheduler = multi(*found, **settings)
-        self.workers = [worker(*found, **settings) for _ in range(ranks)]
-        self.aggregator = KVOutputAggregator(ranks)
-        self.reported = {}
-
-    def fakes(self, index):
-        return [connector.sub_connectors[index] for connector in (self.scheduler, *self.workers)]
-
-    def admit(self, request_id, child_index, tokens=64, asynchronous=True):
-        for index, fake in enumerate(self.scheduler.sub_connectors):
-            fake.answers["get_num_new_matched_tokens"] = (tokens if index == child_index else 0, asynchronous)
-        r = request(request_id)
-        assert self.scheduler.get_num_new_matched_tokens(r, 0)[0] == tokens
-        self.scheduler.update_state_after_alloc(r, blocks(4, 5), tokens)
-
-    def finish(self, request_id, *holders):
-        for index, fake in enumerate(self.scheduler.sub_connectors):
-            fake.answers["request_finished_all_groups"] = (index in holders, None)
-        return self.scheduler.request_finished_all_groups(request(request_id), ([1],))[0]
-
-    def report(self, child_index, rank=0, sending=(), recving=(), failed=()):
-        self.reported[rank, child_index] = KVConnectorTransferResults(set(sending), set(recving), set(failed))
-
-    def step(self):
-        """One engine step; returns what vLLM's scheduler is told."""
-        metadata = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(scheduler_output())))
-        outputs = []
-        for rank, connector in enumerate(self.workers):
-            for index, fake in enumerate(connector.sub_connectors):
-                results = self.reported.pop((rank, index), KVConnectorTransferResults())
-                fake.answers["get_transfer_results"] = lambda ids, results=results: results
-            connector.handle_preemptions(metadata)
-            connector.bind_connector_metadata(metadata)
-            connector.start_load_kv(None)
-            connector.wait_for_layer_load("layer")
-            connector.wait_for_save()
-            results = connector.get_transfer_results(set())
-            output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
-            output.kv_connector_output = KVConnectorOutput(
-                finished_sending=results.finished_sending,
-                finished_recving=results.finished_recving,
-                failed_recving=results.failed_recving,
-                invalid_block_ids=connector.get_block_ids_with_load_errors(),
-                kv_connector_stats=connector.get_kv_connector_stats(),
-                kv_cache_events=connector.get_kv_connector_kv_cache_events(),
-                kv_connector_worker_meta=connector.build_connector_worker_meta(),
-            )
-            connector.clear_connector_metadata()
-            outputs.append(pickle.loads(pickle.dumps(output)))
-        told = self.aggregator.aggregate(outputs).kv_connector_output
-        self.scheduler.update_connector_output(told)
-        return told
-
-    def tables_are_empty(self):
-        s = self.scheduler
-        tables = (s._lookups, s._waiting_since, s._failed_attempts, s._partial_tails, s._new_loads, s._new_saves)
-        open_requests = [s._ledger.open_requests, *(w._completions.open_requests for w in self.workers)]
-        return not any(tables) and not any(open_requests)
 
 
 def test_each_child_gets_its_own_metadata():
@@ -438,10 +345,10 @@ def test_an_aborted_request_is_freed_once_after_its_load_and_its_saves(load_firs
 def test_an_aborted_lookup_leaves_nothing():
     connector = answering(16, None)
     connector.get_num_new_matched_tokens(request(), 0)
-    connector._clock.now += 1
+    connector._scheduler._clock.now += 1
     connector.get_num_new_matched_tokens(request(), 0)
     connector.request_finished_all_groups(request(), ([],))
-    assert not connector._lookups and not connector._waiting_since
+    assert not connector._scheduler.tracked
 
 
 def test_parameters_of_all_children_are_returned_and_the_first_of_equal_keys_wins():
@@ -476,16 +383,16 @@ def test_each_child_sees_its_own_worker_metadata_loads_and_saves():
 
 def test_worker_metadata_of_ranks_is_added_up_per_child():
     merged = MultiWorkerMetadata((FakeWorkerMetadata({"x"}), None)).aggregate(
-        MultiWorkerMetadata((FakeWorkerMetadata({"y"}), FakeWorkerMetadata({"z"})), frozenset({1}))
+        MultiWorkerMetadata((FakeWorkerMetadata({"y"}), FakeWorkerMetadata({"z"})), broken=frozenset({1}))
     )
     assert merged.children == (FakeWorkerMetadata({"x", "y"}), FakeWorkerMetadata({"z"}))
-    assert merged.isolated == {1}
+    assert merged.broken == {1}
 
 
 def test_worker_metadata_that_cannot_be_added_up_isolates_its_child():
     boom = MultiWorkerMetadata((FakeWorkerMetadata({"boom"}), FakeWorkerMetadata({"x"})))
     merged = boom.aggregate(boom)
-    assert (merged.children, merged.isolated) == ((None, FakeWorkerMetadata({"x"})), {0})
+    assert (merged.children, merged.broken) == ((None, FakeWorkerMetadata({"x"})), {0})
 
 
 def test_nothing_to_say_is_no_worker_metadata():
@@ -494,20 +401,27 @@ def test_nothing_to_say_is_no_worker_metadata():
 
 def test_events_of_the_scheduler_side_are_chained():
     connector = multi()
-    connector.sub_connectors[0].answers["take_events"] = lambda: iter(["x"])
-    connector.sub_connectors[1].answers["take_events"] = lambda: ["y", "z"]
-    assert list(connector.take_events()) == ["x", "y", "z"]
+    x, y, z = (BlockRemoved(block_hashes=[i], medium=None) for i in range(3))
+    connector.sub_connectors[0].answers["take_events"] = lambda: iter([x])
+    connector.sub_connectors[1].answers["take_events"] = lambda: [y, z]
+    assert list(connector.take_events()) == [x, y, z]
 
 
 def test_an_exception_inside_a_childs_event_generator_loses_only_its_events():
     def events():
-        yield "x"
+        yield AllBlocksCleared()
         raise Boom
 
     connector = multi()
     connector.sub_connectors[0].answers["take_events"] = events
-    connector.sub_connectors[1].answers["take_events"] = lambda: ["y"]
-    assert list(connector.take_events()) == ["y"]
+    connector.sub_connectors[1].answers["take_events"] = lambda: [AllBlocksCleared()]
+    assert len(list(connector.take_events())) == 1
+
+
+def test_what_are_no_events_is_not_published():
+    connector = multi()
+    connector.sub_connectors[0].answers["take_events"] = lambda: ["x"]
+    assert list(connector.take_events()) == []
 
 
 def test_events_of_all_ranks_are_added_up_per_child():
@@ -679,8 +593,9 @@ def test_a_child_the_scheduler_took_out_of_service_gets_no_hook_of_that_step():
 def test_a_worker_tells_of_an_isolation_until_the_scheduler_has_heard():
     engine = Engine()
     engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
-    assert engine.step().kv_connector_worker_meta.isolated == {0}
-    assert engine.step().kv_connector_worker_meta is None
+    assert engine.step().kv_connector_worker_meta.broken == {0}
+    told = engine.step().kv_connector_worker_meta
+    assert (told.broken, told.unstopped) == (frozenset(), frozenset())
     assert counters(engine.scheduler).isolations == 1
 
 
@@ -756,15 +671,6 @@ def test_block_errors_on_several_groups_fail_the_childs_loads_instead_of_the_eng
     assert (told.invalid_block_ids, told.finished_recving, told.failed_recving) == (set(), {"r", "s"}, {"r"})
 
 
-def test_a_tolerated_exception_leaves_the_child_in_service():
-    connector = answering(64, 16)
-    connector.sub_connectors[0].raising = {"get_num_new_matched_tokens"}
-    assert connector.get_num_new_matched_tokens(request(), 0) == (16, True)
-    connector.sub_connectors[0].raising = set()
-    assert connector.get_num_new_matched_tokens(request(), 0) == (64, True)
-    assert not connector._children[0].isolated
-
-
 def test_an_exception_is_logged_once_with_child_hook_and_traceback(monkeypatch):
     from vllm_overlay.multi_connector import isolation
 
@@ -773,10 +679,11 @@ def test_an_exception_is_logged_once_with_child_hook_and_traceback(monkeypatch):
     connector = multi()
     connector.sub_connectors[0].raising = {"take_events"}
     for _ in range(3):
+        connector._children[0].isolated = False
         connector.take_events()
     ((message, *args), error) = lines[0]
     assert len(lines) == 1
-    assert (message % tuple(args)).startswith("Connector 'a' raised in take_events")
+    assert (message % tuple(args)).startswith("Connector 'a' failed in take_events")
     assert isinstance(error, Boom)
     assert counters(connector).errors == {"take_events": 3}
 
@@ -787,7 +694,7 @@ def test_shutdown_reaches_every_child_and_never_raises():
     a.raising = {"shutdown"}
     connector.shutdown()
     connector.shutdown()
-    assert len(a.called("shutdown")) == len(b.called("shutdown")) == 1
+    assert (len(a.called("shutdown")), len(b.called("shutdown"))) == (2, 1)  # it is tried again while it raises
 
 
 def test_binding_the_cache_manager_reaches_each_child_once():
@@ -826,7 +733,7 @@ def test_a_hit_the_scheduler_does_not_use_was_not_chosen():
 def test_the_wait_is_counted_for_the_child_that_was_still_looking():
     connector = answering(16, None)
     connector.get_num_new_matched_tokens(request(), 0)
-    connector._clock.now += 0.25
+    connector._scheduler._clock.now += 0.25
     connector.get_num_new_matched_tokens(request(), 0)
     connector.update_state_after_alloc(request(), blocks(1), 16)
     assert (counters(connector, "a").lookup_wait_seconds, counters(connector, "b").lookup_wait_seconds) == (0, 0.25)
@@ -836,6 +743,6 @@ def test_load_seconds_run_from_allocation_to_completion():
     connector = answering(16)
     connector.get_num_new_matched_tokens(request(), 0)
     connector.update_state_after_alloc(request(), blocks(1), 16)
-    connector._clock.now += 0.5
+    connector._scheduler._clock.now += 0.5
     connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
     assert (counters(connector).load_seconds, counters(connector).loaded_tokens) == (0.5, 16)

@@ -33,7 +33,7 @@ def test_a_default_name_avoids_the_given_ones():
 
 
 def test_weights_default_to_one_and_are_read_per_child():
-    assert [spec.weight for spec in specs(child(), child(weight=0), child(weight=2.5))] == [1.0, 0.0, 2.5]
+    assert [spec.settings.load_weight for spec in specs(child(), child(weight=0), child(weight=2.5))] == [1.0, 0.0, 2.5]
 
 
 def test_a_child_inherits_what_it_does_not_give():
@@ -106,8 +106,9 @@ def test_extra_config_that_is_no_mapping_is_refused():
 
 def test_an_unknown_setting_is_refused():
     assert refusal(child(), lookup_timeout=1) == (
-        "unknown setting 'lookup_timeout' of the MultiConnector: it takes connectors, lookup_timeout_ms, "
-        "max_load_attempts"
+        "unknown setting 'lookup_timeout' of the MultiConnector: it takes connectors, selection, "
+        "lookup_timeout_ms, max_load_attempts, load_timeout_s, retry_first_s, retry_longest_s, hang_after_s, "
+        "control_file"
     )
 
 
@@ -162,3 +163,25 @@ def test_children_get_configurations_of_their_own():
     assert a._vllm_config is not b._vllm_config
     assert a._kv_transfer_config.kv_connector_extra_config["name"] == "a"
     assert b._kv_transfer_config.kv_connector_extra_config["name"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"min_tokens": -1}, "connector 'cpu': Expected `int` >= 0"),
+        ({"store": "no"}, "connector 'cpu': Expected `bool`"),
+        ({"promote": 1}, "connector 'cpu': Expected `bool`"),
+    ],
+)
+def test_a_switch_of_a_child_that_is_none_is_refused_by_child(given, words):
+    assert words in refusal(child("cpu", **given))
+
+
+def test_a_child_is_not_shown_the_switches_that_are_ours():
+    (spec,) = specs(child("cpu", min_tokens=5, store=False, load=True, promote=False, own=1))
+    assert spec.kv_transfer_config.kv_connector_extra_config == {"name": "cpu", "own": 1}
+    assert (spec.settings.min_tokens, spec.settings.store, spec.settings.promote) == (5, False, False)
+
+
+def test_the_name_of_our_own_statistics_is_no_childs():
+    assert "is taken by the statistics" in refusal(child("*"))

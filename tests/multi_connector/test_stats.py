@@ -33,9 +33,14 @@ def wire(found):
     return msgspec.msgpack.decode(packed)
 
 
+def counted(found, name):
+    """Our own counters of one child."""
+    return found.data["*"].counters[name]
+
+
 def test_two_children_of_one_class_stay_apart():
     data = wire(connector_with_stats(1, 2).get_kv_connector_stats())
-    assert {name: part["data"] for name, part in data.items()} == {"a": {"loads": 1}, "b": {"loads": 2}}
+    assert (data["a"], data["b"]) == ({"loads": 1}, {"loads": 2})
     json.dumps(data)
 
 
@@ -44,19 +49,20 @@ def test_stats_survive_the_way_to_the_front_end():
     connector._children[0].counters.add(Counters(chosen=3, load_seconds=0.5, errors={"take_events": 2}))
     sent = connector.get_kv_connector_stats()
     received = MultiConnector.build_kv_connector_stats(wire(sent))
-    assert received.data["a"].counters == Counters(chosen=3, load_seconds=0.5, errors={"take_events": 2})
-    assert isinstance(received.data["a"].stats, FakeStats)
+    assert counted(received, "a") == Counters(chosen=3, load_seconds=0.5, errors={"take_events": 2})
+    assert isinstance(received.data["a"], FakeStats)
     assert received.to_dict() == sent.to_dict()
     assert received.reduce() == {
-        "a": {"chosen": 3, "load_seconds": 0.5, "errors": {"take_events": 2}, "own": {"loads": 1}},
-        "b": {"own": {"loads": 2}},
+        "*": {"a": {"chosen": 3, "load_seconds": 0.5, "errors": {"take_events": 2}}},
+        "a": {"loads": 1},
+        "b": {"loads": 2},
     }
 
 
 def test_counters_are_increments():
     connector = connector_with_stats(0)
     connector._children[0].counters.chosen = 1
-    assert connector.get_kv_connector_stats().data["a"].counters.chosen == 1
+    assert counted(connector.get_kv_connector_stats(), "a").chosen == 1
     assert connector.get_kv_connector_stats() is None
 
 
@@ -67,14 +73,14 @@ def test_workers_and_schedulers_stats_add_up():
     total = total.aggregate(other.get_kv_connector_stats()).aggregate(
         MultiStats.of("a", Counters(chosen=1, errors={"x": 1, "y": 1}), None, object())
     )
-    assert (total.data["a"].stats.data, total.data["b"].stats.data) == ({"loads": 11}, {"loads": 5})
-    assert total.data["a"].counters == Counters(chosen=3, errors={"x": 2, "y": 1})
+    assert (total.data["a"].data, total.data["b"].data) == ({"loads": 11}, {"loads": 5})
+    assert counted(total, "a") == Counters(chosen=3, errors={"x": 2, "y": 1})
 
 
 def test_a_child_without_stats_takes_the_first_that_come():
     total = MultiStats.of("a", Counters(), None, object()).aggregate(connector_with_stats(1).get_kv_connector_stats())
-    assert wire(total)["a"]["data"] == {"loads": 1}
-    assert wire(total)["a"]["cls"] == "FakeChild"
+    assert wire(total)["a"] == {"loads": 1}
+    assert wire(total)["*"]["classes"] == {"a": "tests.multi_connector.fakes:FakeChild"}
 
 
 def test_nothing_is_empty_and_reset_makes_it_so():
@@ -94,31 +100,38 @@ def test_a_childs_stats_that_raise_harm_nobody(what):
     found = connector.get_kv_connector_stats()
     found = found.aggregate(connector_with_stats(1, 2).get_kv_connector_stats())
     found.is_empty()
-    assert found.reduce()["b"] == {"own": {"loads": 4}}
-    assert wire(found)["b"]["data"] == {"loads": 4}
+    assert found.reduce()["b"] == {"loads": 4}
+    assert wire(found)["b"] == {"loads": 4}
 
 
 @pytest.mark.parametrize(
-    "part",
+    "classes",
     [
-        {"data": {"loads": 1}, "module": "tests.multi_connector.fakes", "cls": "Impostor"},
-        {"data": {"loads": 1}, "module": "no.such.module", "cls": "X"},
-        {"data": {"loads": 1}, "module": "tests.multi_connector.fakes", "cls": "NoSuchClass"},
-        {"data": {"loads": 1}},
-        {"data": {"loads": 1}, "module": 5, "cls": None},
+        {"a": "tests.multi_connector.fakes:Impostor"},
+        {"a": "no.such.module:X"},
+        {"a": "tests.multi_connector.fakes:NoSuchClass"},
+        {"a": ""},
+        {},
+        None,
     ],
 )
-def test_stats_of_a_child_that_cannot_be_rebuilt_keep_our_counters(part):
-    received = MultiConnector.build_kv_connector_stats({"a": {"counters": {"chosen": 1}, **part}})
-    assert received.data["a"].counters.chosen == 1
-    assert received.data["a"].stats is None
-    assert received.reduce() == {"a": {"chosen": 1}}
+def test_stats_of_a_child_that_cannot_be_rebuilt_keep_our_counters(classes):
+    own = {"counters": {"a": {"chosen": 1}}, "classes": classes}
+    received = MultiConnector.build_kv_connector_stats({"*": own, "a": {"loads": 1}})
+    assert counted(received, "a").chosen == 1
+    assert received.reduce() == {"*": {"a": {"chosen": 1}}}
 
 
-@pytest.mark.parametrize("part", [None, 5, [], {"counters": None}, {"counters": {"chosen": "x", "errors": 5}}])
-def test_what_is_no_payload_is_nothing(part):
-    received = MultiConnector.build_kv_connector_stats({"a": part})
-    assert received.is_empty()
+@pytest.mark.parametrize("own", [None, 5, [], {"counters": None}, {"counters": {"a": {"chosen": "x", "errors": 5}}}])
+def test_what_is_no_payload_is_nothing(own):
+    assert MultiConnector.build_kv_connector_stats({"*": own}).is_empty()
+
+
+def test_stats_that_cannot_be_reset_do_not_stop_the_others_reset():
+    found = connector_with_stats(1, 2).get_kv_connector_stats()
+    found.data["a"].data["raises"] = "reset"
+    found.reset()
+    assert (found.data["a"].data["loads"], found.data["b"].data["loads"]) == (1, 0)
 
 
 def test_vllms_log_line_shows_each_child():
@@ -127,7 +140,7 @@ def test_vllms_log_line_shows_each_child():
         logging.observe(wire(connector_with_stats(1, 2).get_kv_connector_stats()))
     lines = []
     logging.log(log_fn=lambda *args: lines.append(args))
-    assert lines == [("KV Transfer metrics: %s", "a={'own': {'loads': 2}}, b={'own': {'loads': 4}}")]
+    assert lines == [("KV Transfer metrics: %s", "*={}, a={'loads': 2}, b={'loads': 4}")]
 
 
 # ---- Prometheus.
@@ -153,46 +166,59 @@ class Front:
         return self.registry.get_sample_value(name, {**ENGINE, **labels})
 
 
+def own(**children):
+    """A payload of our own counters."""
+    return {"*": {"counters": children, "classes": {}}}
+
+
 def test_each_childs_counters_are_exported_under_its_name():
     front = Front(child("a"), child("b"))
-    front.metrics.observe({"a": {"counters": {"queries": 2, "load_seconds": 0.5, "errors": {"take_events": 3}}}})
-    front.metrics.observe({"a": {"counters": {"queries": 1}}, "b": {"counters": {"queries": 7}}}, 0)
+    front.metrics.observe(own(a={"queries": 2, "load_seconds": 0.5, "errors": {"take_events": 3}}))
+    front.metrics.observe(own(a={"queries": 1}, b={"queries": 7}), 0)
     assert front.value("vllm:kv_connector_queries_total", connector="a") == 3
     assert front.value("vllm:kv_connector_queries_total", connector="b") == 7
     assert front.value("vllm:kv_connector_load_seconds_total", connector="a") == 0.5
     assert front.value("vllm:kv_connector_errors_total", connector="a", hook="take_events") == 3
 
 
+def test_gauges_hold_their_latest_value():
+    front = Front(child("a"))
+    front.metrics.observe(own(a={"gauges": {"state": 1, "quarantined_requests": 3}}))
+    front.metrics.observe(own(a={"gauges": {"state": 0}}))
+    assert front.value("vllm:kv_connector_state", connector="a") == 0
+    assert front.value("vllm:kv_connector_quarantined_requests", connector="a") == 3
+
+
 def test_another_engines_counters_are_its_own():
     front = Front(child("a"))
-    front.metrics.observe({"a": {"counters": {"queries": 2}}}, engine_idx=1)
+    front.metrics.observe(own(a={"queries": 2}), engine_idx=1)
     assert front.value("vllm:kv_connector_queries_total", connector="a", engine="1") == 2
     assert front.value("vllm:kv_connector_queries_total", connector="a") is None
 
 
 def test_every_counter_has_a_metric_and_every_metric_a_counter():
     fields = {counter.field for counter in (*MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS)}
-    assert fields == set(Counters.__dataclass_fields__)
+    assert fields == set(Counters.__dataclass_fields__) - {"gauges"}
     assert all(counter.name.startswith("vllm:kv_connector_") for counter in MULTI_CONNECTOR)
 
 
 def test_two_children_of_one_class_export_their_own_metrics_apart():
     front = Front(child("a"), child("b"))
-    front.metrics.observe({"a": {"data": {"loads": 1}}, "b": {"data": {"loads": 2}}})
+    front.metrics.observe({"a": {"loads": 1}, "b": {"loads": 2}})
     assert front.value("vllm:fake_loads_total", kind="k", connector="a") == 1
     assert front.value("vllm:fake_loads_total", kind="k", connector="b") == 2
 
 
 def test_a_class_with_a_connector_label_of_its_own_keeps_it():
     front = Front(child("a", "NamedChild"), child("b", "NamedChild"))
-    front.metrics.observe({"a": {"data": {"loads": 1}}, "b": {"data": {"loads": 2}}})
+    front.metrics.observe({"a": {"loads": 1}, "b": {"loads": 2}})
     assert front.value("vllm:named_loads_total", connector="a") == 1
     assert front.value("vllm:named_loads_total", connector="b") == 2
 
 
 def test_a_child_whose_metrics_cannot_be_built_keeps_our_counters():
     front = Front(child("a", "UnfitPromChild"), child("b"))
-    front.metrics.observe({"a": {"counters": {"queries": 1}, "data": {"loads": 1}}, "b": {"data": {"loads": 2}}})
+    front.metrics.observe({**own(a={"queries": 1}), "a": {"loads": 1}, "b": {"loads": 2}})
     assert front.value("vllm:kv_connector_queries_total", connector="a") == 1
     assert front.value("vllm:fake_loads_total", kind="k", connector="b") == 2
 
@@ -202,28 +228,31 @@ def test_a_child_whose_metrics_cannot_be_built_keeps_our_counters():
     [
         None,
         {"a": None},
-        {"a": {"counters": {"queries": -5, "errors": {"x": -1}}}},
-        {"a": {"counters": {"queries": float("nan")}}},
-        {"a": {"data": {"loads": -1}}},
-        {"a": {"data": None}},
-        {"unknown": {"data": {"loads": 1}}},
+        {"*": None},
+        {"*": {"counters": {"a": {"queries": -5, "errors": {"x": -1}}}}},
+        {"*": {"counters": {"a": {"queries": float("nan")}}}},
+        {"*": {"counters": {"unknown": {"queries": 1}}}},
+        {"*": {"counters": {"a": {"gauges": {"unknown": 1}}}}},
+        {"a": {"loads": -1}},
+        {"a": {}},
+        {"unknown": {"loads": 1}},
     ],
 )
 def test_no_payload_can_raise_into_the_metrics_loop(payload):
     front = Front(child("a"))
     front.metrics.observe(payload)
-    front.metrics.observe({"a": {"counters": {"queries": 1}}}, engine_idx=99)
+    front.metrics.observe(own(a={"queries": 1}), engine_idx=99)
 
 
 def test_an_amount_that_cannot_be_counted_does_not_hide_the_others():
     front = Front(child("a"))
-    front.metrics.observe({"a": {"counters": {"queries": -5, "asked_tokens": "x", "chosen": 1, "errors": {"x": -1}}}})
+    front.metrics.observe(own(a={"queries": -5, "asked_tokens": "x", "chosen": 1, "errors": {"x": -1}}))
     assert front.value("vllm:kv_connector_chosen_total", connector="a") == 1
 
 
 def test_one_childs_bad_payload_does_not_hide_another_childs():
     front = Front(child("a"), child("b"))
-    front.metrics.observe({"a": {"data": {"loads": -1}}, "b": {"data": {"loads": 2}}})
+    front.metrics.observe({"a": {"loads": -1}, "b": {"loads": 2}})
     assert front.value("vllm:fake_loads_total", kind="k", connector="b") == 2
 
 

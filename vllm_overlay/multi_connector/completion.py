@@ -48,6 +48,14 @@ class Completions:
     def open_requests(self) -> int:
         return len(self._loads.keys() | self._saves.keys() | self._synchronous.keys())
 
+    def owes(self, child: int) -> bool:
+        """Whether ``child`` still has something to report."""
+        return (
+            child in self._loads.values()
+            or any(child in owed for owed in self._saves.values())
+            or any(load.child == child for load in self._synchronous.values())
+        )
+
     def expect_load(self, request_id: str, load: Load) -> None:
         """A load was handed to its child with this step's metadata."""
         if load.synchronous_blocks is None:
@@ -177,6 +185,15 @@ class Ledger:
 
     def hold(self, request_id: str, children: frozenset[int]) -> None:
         self._held[request_id] = children
+
+    def owed_by(self, child: int) -> int:
+        """Requests whose blocks ``child`` may still touch."""
+        loads = {request_id for request_id, load in self._loads.items() if load.child == child}
+        return len(loads | {request_id for request_id, children in self._held.items() if child in children})
+
+    def overdue(self, started_before: float) -> set[int]:
+        """Children with a load that was handed out before then."""
+        return {load.child for load in self._loads.values() if load.started < started_before}
 
     def loader_of(self, request_id: str) -> int | None:
         load = self._loads.get(request_id)

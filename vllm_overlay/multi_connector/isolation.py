@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One child and the fence around it: whatever it raises is logged, counted and answered for, never passed on.
+"""One child and the fence around it: what it raises or garbles is logged, counted, answered for, never passed on.
 
-Two kinds of hooks, two consequences:
-
-- A hook in ``TOLERATED`` only asks or only informs. When it raises, a neutral answer is used and the child stays.
-- Any other hook changes the child's books or moves bytes. A child that raised there has done an unknown part of its
-  work, so it is *isolated*: no hook of it is called any more in this process, and the MultiConnector isolates it on the
-  scheduler and on every worker. Blocks it may still touch are given back only once its worker side has been shut down
-  (vLLM's interface: shutdown() ends its asynchronous operations). If that raises too, the child is *stuck*: what it
-  holds stays held.
-
-An isolated child does not come back yet; that needs a new instance, in step on scheduler and workers. A hook that
-hangs is not bounded yet. Both are where this module is meant to grow.
+A child that raised, or answered what cannot be an answer, has done an unknown part of its work, so it is *isolated*: no
+hook of it is called any more, here and (service.py) in all processes. It comes back as a new instance. Blocks that the
+old one may still touch are given back only once it cannot touch them: see ``WorkerSide``.
 """
 
 import inspect
@@ -19,52 +11,68 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 
 from vllm_overlay.multi_connector.stats import Counters
+from vllm_overlay.multi_connector.watchdog import Watchdog
 
 # Below vLLM's own logger, whose handlers and level it shares.
 logger = init_logger(f"vllm.{__name__}")
 Answer = TypeVar("Answer")
 
-TOLERATED = frozenset(
-    {
-        "get_num_new_matched_tokens",  # the interface calls it side-effect free; the answer becomes 0
-        "get_loaded_kv_cache_group_ids",
-        "get_external_cache_hit_sources",
-        "supports_divergent_local_hybrid_hits",
-        "has_pending_block_frees",
-        "has_pending_push_work",
-        "take_events",
-        "get_kv_connector_stats",
-        "get_kv_connector_kv_cache_events",
-    }
-)
-"""Hooks whose exception leaves the child's books whole. A hook that is not listed isolates, so a new one is safe."""
-
 
 class Child:
-    """A child connector under its configured name. One per child and process."""
+    """A child connector under its configured name. One per child and process; its instances come and go."""
 
     __slots__ = (
+        "_build",
         "_logged",
+        "_watchdog",
         "connector",
         "counters",
+        "generation",
         "index",
         "isolated",
+        "keeps_memory",
         "name",
+        "standing_by",
         "stopped",
-        "stuck",
         "wants_preempted_ids",
-        "weight",
     )
 
-    def __init__(self, index: int, name: str, weight: float, connector: Any) -> None:
-        self.index, self.name, self.weight, self.connector = index, name, weight, connector
+    def __init__(
+        self, index: int, name: str, connector: Any, build: Callable[[], Any], watchdog: Watchdog | None = None
+    ) -> None:
+        """``build`` makes another instance like ``connector``."""
+        self.index, self.name, self._build = index, name, build
+        self._watchdog = watchdog or Watchdog(0.0)
         self.counters = Counters()
-        self.isolated = self.stopped = self.stuck = False
-        self.wants_preempted_ids = _wants_preempted_ids(connector)
+        self.generation = 0
+        self.isolated = False
+        """Whether the present instance has failed, here or elsewhere."""
+        self.standing_by = False
+        """Whether the present instance waits for the other processes' instances."""
+        self.stopped = False
+        """Whether the present instance can touch nothing any more."""
+        self.keeps_memory = False
+        """Whether the KV cache lives in memory of the present instance, so that it can never be replaced."""
         self._logged: set[str] = set()
+        self._adopt(connector)
+
+    def _adopt(self, connector: Any) -> None:
+        self.connector = connector
+        self.wants_preempted_ids = _wants_preempted_ids(connector)
+
+    @property
+    def in_service(self) -> bool:
+        return not self.isolated and not self.standing_by
+
+    @property
+    def can_be_stopped(self) -> bool:
+        """Whether ``shutdown`` ends its transfers: the interface's own does nothing."""
+        own_shutdown = getattr(type(self.connector), "shutdown", None) is not KVConnectorBase_V1.shutdown
+        return own_shutdown and not self.keeps_memory
 
     def call(
         self,
@@ -74,59 +82,97 @@ class Child:
         parse: Callable[[Any], Answer] | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Answer:
-        """The child's answer to ``hook(*args, **options)``, or ``default`` when it is isolated or raises.
+        """The child's answer to ``hook(*args, **options)``, or ``default`` when it is out of service or raises.
 
         ``parse`` checks and converts the answer inside the fence: what it raises counts as the hook's exception.
         """
-        if self.isolated:
+        return self._fenced(hook, default, args, parse, options) if self.in_service else default
+
+    def ask(self, hook: str, default: Answer, *args: Any, parse: Callable[[Any], Answer] | None = None) -> Answer:
+        """As ``call``, also of a child out of service."""
+        return self._fenced(hook, default, args, parse, MappingProxyType({}))
+
+    def read(self, hook: str, default: Answer, parse: Callable[[Any], Answer]) -> Answer:
+        """As ``call`` for a property."""
+        if not self.in_service:
             return default
+        try:
+            return parse(getattr(self.connector, hook))
+        except Exception as error:
+            self.failed(hook, error)
+            return default
+
+    def _fenced(
+        self,
+        hook: str,
+        default: Answer,
+        args: tuple[Any, ...],
+        parse: Callable[[Any], Answer] | None,
+        options: Mapping[str, Any],
+    ) -> Answer:
+        self._watchdog.began(self.name, hook)
         try:
             answer = getattr(self.connector, hook)(*args, **options)
             return parse(answer) if parse is not None else answer
         except Exception as error:
             self.failed(hook, error)
             return default
-
-    def read(self, hook: str, default: Answer) -> Answer:
-        """As ``call`` for a property."""
-        if self.isolated:
-            return default
-        try:
-            answer: Answer = getattr(self.connector, hook)
-            return answer
-        except Exception as error:
-            self.failed(hook, error)
-            return default
+        finally:
+            if seconds := self._watchdog.ended():
+                self.counters.hangs += 1
+                self.isolate(f"it took {seconds:.1f} s in {hook} (hang_after_s)")
 
     def start(self, hook: str, *args: Any) -> Any:
         """As ``call`` for a hook that runs before serving; see ``at_start``."""
         return at_start(self.name, hook, lambda: getattr(self.connector, hook)(*args))
 
     def failed(self, hook: str, error: Exception) -> None:
-        """Counts and logs one exception, and isolates the child unless the hook is one to tolerate."""
+        """Counts and logs one exception, and isolates the child."""
         self.counters.count_error(hook)
-        self.log_once(hook, "raised in %s; it is logged once and counted from here on.", hook, exc_info=error)
-        if hook not in TOLERATED:
-            self.isolate(f"it raised in {hook}")
+        self.log_once(hook, "failed in %s; it is logged once and counted from here on.", hook, exc_info=error)
+        self.isolate(f"it failed in {hook}")
 
     def isolate(self, reason: str) -> None:
-        """Takes the child out of service in this process. Its asynchronous transfers may still run."""
+        """Takes the present instance out of service in this process. Its asynchronous transfers may still run."""
         if not self.isolated:
             self.isolated = True
             self.counters.isolations += 1
-            self.log_once("isolated", "is out of service in this process: %s.", reason)
+            logger.warning("Connector %r is out of service in this process: %s.", self.name, reason)
 
-    def stop(self) -> None:
-        """Worker side: shuts an isolated child down, once, so that nothing of it touches a block any more."""
-        if self.stopped or self.stuck:
-            return
+    def stop(self) -> bool:
+        """Shuts the present instance down; True when that worked, now or before. It may be tried again."""
+        if self.stopped:
+            return True
+        self._watchdog.began(self.name, "shutdown")
         try:
             self.connector.shutdown()
             self.stopped = True
         except Exception as error:
-            self.stuck = True
             self.counters.count_error("shutdown")
-            self.log_once("shutdown", "could not be shut down; the blocks it holds stay held.", exc_info=error)
+            self.log_once("shutdown", "could not be shut down; what it still holds stays held.", exc_info=error)
+        finally:
+            self._watchdog.ended()
+        return self.stopped
+
+    def renew(self, generation: int, *start_hooks: tuple[str, Any]) -> bool:
+        """Replaces the stopped instance by a new one, which stands by; False when it cannot be built or started.
+
+        ``start_hooks``: what else vLLM gives an instance before serving, with its one argument.
+        """
+        self.generation = generation
+        hook = "__init__"
+        try:
+            if self.keeps_memory:
+                raise RuntimeError("the KV cache lives in its memory, so that it cannot be replaced")
+            self._adopt(self._build())
+            self.isolated = self.stopped = False
+            for hook, argument in start_hooks:
+                getattr(self.connector, hook)(argument)
+        except Exception as error:
+            self.failed(hook, error)
+            return False
+        self.standing_by = True
+        return True
 
     def log_once(self, topic: str, message: str, *args: object, exc_info: Exception | None = None) -> None:
         if topic not in self._logged:

@@ -12,7 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_overlay.multi_connector import answers
 from vllm_overlay.multi_connector.completion import Load
+from vllm_overlay.multi_connector.service import Order
 
 
 @dataclass(slots=True)
@@ -24,8 +26,10 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     """Request -> the load its chosen child was handed since the last step."""
     saves: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Request finished since the last step -> the children that hold its blocks."""
-    isolated: tuple[int, ...] = ()
-    """Children the scheduler has taken out of service; they have no part in ``children``."""
+    orders: tuple[Order, ...] = ()
+    """What every rank has to do with each child; a child that does not serve has no part in ``children``."""
+    strangers: dict[int, frozenset[str]] = field(default_factory=dict)
+    """Child that came back since the last step -> requests that lived then, of which it has never heard."""
     preempted: frozenset[str] = frozenset()
     """For children whose handle_preemptions is the older one that takes request ids."""
 
@@ -35,8 +39,14 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unus
     """Workers to scheduler, once a step. vLLM adds the ranks' up with ``aggregate``."""
 
     children: tuple[KVConnectorWorkerMetadata | None, ...]
-    isolated: frozenset[int] = frozenset()
-    """Children some rank has taken out of service."""
+    orders: tuple[Order, ...] = ()
+    """The orders that this answers; empty when ranks answer different ones."""
+    broken: frozenset[int] = frozenset()
+    """Children that have failed on some rank and are not ordered to stop."""
+    unstopped: frozenset[int] = frozenset()
+    """Children ordered to stop that may still touch blocks on some rank."""
+    handshakes: dict[int, dict[tuple[int, int], KVConnectorHandshakeMetadata]] = field(default_factory=dict)
+    """Child that stands by -> (pipeline rank, tensor rank) -> what its new instance there says."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "MultiWorkerMetadata":
         """A child whose own ``aggregate`` raises has lost a rank's news, so its books are broken: isolated."""
@@ -45,11 +55,19 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unus
         children: list[KVConnectorWorkerMetadata | None] = []
         for index, (mine, theirs) in enumerate(zip(self.children, other.children, strict=True)):
             try:
-                children.append(theirs if mine is None else mine if theirs is None else mine.aggregate(theirs))
+                merged = theirs if mine is None else mine if theirs is None else mine.aggregate(theirs)
+                children.append(answers.worker_metadata(merged))
             except Exception:
                 broken.add(index)
                 children.append(None)
-        return MultiWorkerMetadata(tuple(children), self.isolated | other.isolated | broken)
+        indexes = self.handshakes.keys() | other.handshakes.keys()
+        return MultiWorkerMetadata(
+            tuple(children),
+            self.orders if self.orders == other.orders else (),
+            self.broken | other.broken | broken,
+            self.unstopped | other.unstopped,
+            {i: {**self.handshakes.get(i, {}), **other.handshakes.get(i, {})} for i in indexes},
+        )
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which child loads a request, and where its prefill should stop. Pure: no vLLM, no clock, no state."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -11,13 +11,21 @@ class Offer:
 
     tokens: int | None
     weight: float
+    value: Callable[[int], float] | None = None
+    """What a number of tokens from this child is worth; None: tokens x weight. 0 or less is never loaded.
+
+    It must not fall and then rise, so that the largest possible answer is also the best one or none is any good.
+    """
+
+    def worth(self, tokens: int) -> float:
+        return tokens * self.weight if self.value is None else self.value(tokens)
 
     def score(self) -> float:
-        return (self.tokens or 0) * self.weight
+        return self.worth(self.tokens) if self.tokens else 0.0
 
     def could_reach(self, ceiling: int) -> float:
         """The best score this offer can still become."""
-        return ceiling * self.weight if self.tokens is None else self.score()
+        return self.worth(ceiling) if self.tokens is None else self.score()
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,7 +37,7 @@ class Verdict:
 
 
 def decide(offers: Sequence[Offer], ceiling: int, may_wait: bool) -> Verdict:
-    """The offer with the highest ``tokens x weight``, the first of equals; an offer that scores 0 never loads.
+    """The offer with the highest score, the first of equals; an offer that scores 0 or less never loads.
 
     ``ceiling`` is the largest number of tokens anyone may offer. While ``may_wait``, a child that is still looking
     postpones the decision only if its best possible answer would win.

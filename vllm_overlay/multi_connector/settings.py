@@ -5,7 +5,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from vllm_overlay.config import ConfigError, load_weight_of
+from vllm_overlay.multi_connector.stats import OWN
 
 
 class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +23,10 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         list[dict[str, Any]],
         Meta(description="the children, in order; each takes the fields of `--kv-transfer-config`"),
     ]
+    selection: Annotated[
+        Literal["weighted", "cost"],
+        Meta(description="who loads: `weighted`, the highest tokens x load_weight; `cost`, the most seconds saved"),
+    ] = "weighted"
     lookup_timeout_ms: Annotated[
         float,
         Meta(description="ms a request waits for children still looking, when one could beat the ready offers", ge=0),
@@ -29,6 +34,39 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_load_attempts: Annotated[
         int, Meta(description="failed loads of one request after which a child is not chosen for it again", ge=1)
     ] = 3
+    load_timeout_s: Annotated[
+        float,
+        Meta(
+            description="seconds after which a load that its child has not reported isolates the child; 0: never", ge=0
+        ),
+    ] = 120.0
+    retry_first_s: Annotated[
+        float, Meta(description="seconds a child stays out of service after its first failure; doubles each time", gt=0)
+    ] = 1.0
+    retry_longest_s: Annotated[
+        float, Meta(description="the longest such pause; serving for as long makes the next failure a first one", gt=0)
+    ] = 60.0
+    hang_after_s: Annotated[
+        float,
+        Meta(description="seconds in one hook after which the log says whose; once back, it is isolated; 0: off", ge=0),
+    ] = 30.0
+    control_file: Annotated[
+        str, Meta(description="a JSON file that changes the children's switches while serving; re-read when it changes")
+    ] = ""
+
+
+class ChildSettings(msgspec.Struct, kw_only=True, frozen=True):
+    """What any connector may carry in its ``kv_connector_extra_config`` as a child of the MultiConnector."""
+
+    load_weight: Annotated[float, Meta(description="weight of what it offers: `matched_tokens x load_weight`")] = 1.0
+    min_tokens: Annotated[int, Meta(description="an offer of fewer tokens counts as none", ge=0)] = 0
+    load: Annotated[bool, Meta(description="whether requests are loaded from it")] = True
+    store: Annotated[bool, Meta(description="whether it stores requests")] = True
+    promote: Annotated[bool, Meta(description="whether it stores requests that another child loads")] = True
+
+
+_OURS_ALONE = ("min_tokens", "load", "store", "promote")
+"""Settings that the child itself is not shown: it may refuse what it does not know."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +74,7 @@ class ChildSpec:
     """One configured child, not built yet."""
 
     name: str
-    weight: float
+    settings: ChildSettings
     cls: type[Any]
     kv_transfer_config: KVTransferConfig
 
@@ -89,6 +127,10 @@ def _names(entries: list[dict[str, Any]]) -> list[str]:
         name = _extra_of(entry, f"connector {position} of the MultiConnector").get("name")
         if name is not None and (not isinstance(name, str) or not name):
             raise ConfigError(f'name={name!r} of connector {position} must be a word such as "cpu"')
+        if name == OWN:
+            raise ConfigError(
+                f'name="{OWN}" of connector {position} is taken by the statistics: use a word such as "cpu"'
+            )
         if name is not None and name in given:
             raise ConfigError(f"two connectors of the MultiConnector have the name {name!r}: give each its own")
         given.append(name)
@@ -109,20 +151,30 @@ def _child_spec(entry: Mapping[str, Any], name: str, inherited: Mapping[str, Any
     if unknown := sorted(set(entry) - set(known)):
         hint = (
             "it belongs in this connector's kv_connector_extra_config"
-            if unknown[0] in ("name", "load_weight", "tier")
+            if unknown[0] in ("name", "load_weight", "tier", *_OURS_ALONE)
             else f"it takes {', '.join(known)}, and what is the connector's own goes in kv_connector_extra_config"
         )
         raise ConfigError(f"unknown key {unknown[0]!r} of connector {name!r}: {hint}")
     if not isinstance(entry.get("kv_connector"), str):
         raise ConfigError(f"kv_connector={entry.get('kv_connector')!r} of connector {name!r} must be a class name")
-    weight = load_weight_of(_extra_of(entry, f"connector {name!r}"), name)
+    settings = _child_settings(_extra_of(entry, f"connector {name!r}"), name)
     try:
         # The child gets its own copy of the nested settings: what it changes there is not its siblings' or ours.
         config = KVTransferConfig(**{**inherited, **copy.deepcopy(dict(entry))})
+        for setting in _OURS_ALONE:
+            config.kv_connector_extra_config.pop(setting, None)
         cls = KVConnectorFactory.get_connector_class(config)
     except Exception as error:
         raise ConfigError(f"connector {name!r} cannot be configured: {_sentence(error)}") from error
-    return ChildSpec(name, weight, cls, config)
+    return ChildSpec(name, settings, cls, config)
+
+
+def _child_settings(extra: Mapping[str, Any], name: str) -> ChildSettings:
+    given = {setting: extra[setting] for setting in _OURS_ALONE if setting in extra}
+    try:
+        return msgspec.convert({**given, "load_weight": load_weight_of(extra, name)}, ChildSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"connector {name!r}: {error}") from error
 
 
 def _sentence(error: Exception) -> str:

@@ -5,21 +5,26 @@ Two children of one class stay apart, a child loaded by module path works, and n
 into the loop that serves metrics: what cannot be added up or exported is dropped and logged once.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 
-from vllm_overlay.metrics import CONNECTOR, MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS
+from vllm_overlay.metrics import CONNECTOR, MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS, MULTI_CONNECTOR_GAUGES
 
 logger = init_logger(f"vllm.{__name__}")
+
+OWN = "*"
+"""The key of our own part among the children's names; no child may have this name."""
 
 
 @functools.cache
@@ -36,6 +41,7 @@ class Counters:
     offered_tokens: int = 0
     chosen: int = 0
     outbid: int = 0
+    too_slow: int = 0
     loaded_tokens: int = 0
     failed_loads: int = 0
     load_seconds: float = 0.0
@@ -43,8 +49,12 @@ class Counters:
     invalid_answers: int = 0
     ignored_reports: int = 0
     isolations: int = 0
+    returns: int = 0
+    hangs: int = 0
     errors: dict[str, int] = field(default_factory=dict)
     """Exceptions by hook."""
+    gauges: dict[str, float] = field(default_factory=dict)
+    """The scheduler's latest values, where they have changed."""
 
     def count_error(self, hook: str) -> None:
         self.errors[hook] = self.errors.get(hook, 0) + 1
@@ -54,14 +64,19 @@ class Counters:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for hook, count in other.errors.items():
             self.errors[hook] = self.errors.get(hook, 0) + count
+        self.gauges.update(other.gauges)
 
     def is_empty(self) -> bool:
         return self == Counters()
 
     def to_dict(self) -> dict[str, Any]:
         """Only what is not zero."""
-        numbers = {name: value for name in _NUMBERS if (value := getattr(self, name))}
-        return {**numbers, "errors": dict(self.errors)} if self.errors else numbers
+        numbers: dict[str, Any] = {name: value for name in _NUMBERS if (value := getattr(self, name))}
+        if self.errors:
+            numbers["errors"] = dict(self.errors)
+        if self.gauges:
+            numbers["gauges"] = dict(self.gauges)
+        return numbers
 
     @classmethod
     def from_dict(cls, data: object) -> "Counters":
@@ -70,118 +85,172 @@ class Counters:
             for name in _NUMBERS:
                 if _is_amount(value := data.get(name, 0)):
                     setattr(counters, name, value)
-            errors = data.get("errors")
-            if isinstance(errors, Mapping):
-                counters.errors = {str(hook): count for hook, count in errors.items() if _is_amount(count)}
+            counters.errors, counters.gauges = _amounts(data.get("errors")), _amounts(data.get("gauges"))
         return counters
 
 
-_NUMBERS = tuple(field.name for field in dataclasses.fields(Counters) if field.name != "errors")
+_NUMBERS = tuple(field.name for field in dataclasses.fields(Counters) if field.name not in ("errors", "gauges"))
+
+
+def _amounts(table: object) -> dict[str, Any]:
+    return {str(k): v for k, v in table.items() if _is_amount(v)} if isinstance(table, Mapping) else {}
 
 
 def _is_amount(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
-@dataclass(slots=True)
-class ChildStats:
-    """One child's part: our counters, and the child's own stats with the class that can rebuild them."""
+class OwnStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
+    """The MultiConnector's own part: ``data`` is {"counters": {child name: Counters}, "classes": {child name: class}}.
 
-    counters: Counters = field(default_factory=Counters)
-    stats: KVConnectorStats | None = None
-    module: str = ""
-    cls: str = ""
+    The class of a child, as "module:qualname", is there when the child has stats, so that another process can rebuild
+    them without a registered name. On the wire counters are dictionaries.
+    """
 
-    def add(self, name: str, other: "ChildStats") -> None:
-        self.counters.add(other.counters)
-        if other.stats is None:
-            return
-        if self.stats is None:
-            self.stats, self.module, self.cls = other.stats, other.module, other.cls
-            return
-        try:
-            self.stats = self.stats.aggregate(other.stats)
-        except Exception:
-            log_once(f"Stats of connector {name!r} could not be added up; some are lost.")
+    def __init__(self, data: Mapping[str, Any] | None = None) -> None:
+        data = data or {}
+        counters, classes = data.get("counters"), data.get("classes")
+        super().__init__(
+            data={
+                "counters": {name: _counters(part) for name, part in counters.items()}
+                if isinstance(counters, Mapping)
+                else {},
+                "classes": dict(classes) if isinstance(classes, Mapping) else {},
+            }
+        )
+
+    @property
+    def counters(self) -> dict[str, Counters]:
+        counters: dict[str, Counters] = self.data["counters"]
+        return counters
+
+    @property
+    def classes(self) -> dict[str, Any]:
+        classes: dict[str, Any] = self.data["classes"]
+        return classes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "counters": {name: part.to_dict() for name, part in self.counters.items() if not part.is_empty()},
+            "classes": dict(self.classes),
+        }
+
+    def aggregate(self, other: KVConnectorStats) -> "OwnStats":
+        assert isinstance(other, OwnStats)
+        for name, part in other.counters.items():
+            self.counters.setdefault(name, Counters()).add(part)
+        self.classes.update(other.classes)
+        return self
+
+    def reset(self) -> None:
+        self.counters.clear()
+
+    def reduce(self) -> dict[str, Any]:
+        return {name: part.to_dict() for name, part in self.counters.items() if not part.is_empty()}
 
     def is_empty(self) -> bool:
-        return self.counters.is_empty() and (self.stats is None or self.stats.is_empty())
+        return all(part.is_empty() for part in self.counters.values())
+
+
+def _counters(part: object) -> Counters:
+    return part if isinstance(part, Counters) else Counters.from_dict(part)
 
 
 class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
-    """``data``: {child name: ChildStats}. On the wire, {name: {"counters", "module", "cls", "data"}}."""
+    """``data``: {child name: the child's own stats}, as the shipped MultiConnector has it, and OwnStats under OWN."""
 
-    data: dict[str, ChildStats]
+    data: dict[str, KVConnectorStats]
 
     @classmethod
     def of(cls, name: str, counters: Counters, stats: KVConnectorStats | None, connector: object) -> "MultiStats":
         """One child's part, as its process sees it."""
+        own = OwnStats({"counters": {name: counters}})
+        if stats is None:
+            return cls(data={OWN: own})
         connector_cls = type(connector)
-        part = ChildStats(counters, stats, connector_cls.__module__, connector_cls.__qualname__)
-        return cls(data={name: part})
+        own.classes[name] = f"{connector_cls.__module__}:{connector_cls.__qualname__}"
+        return cls(data={OWN: own, name: stats})
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> "MultiStats":
-        """From what ``to_dict`` wrote in another process. A child that cannot be rebuilt keeps our counters."""
-        return cls(data={name: _child_from_wire(name, part) for name, part in data.items()})
+        """From what ``to_dict`` wrote in another process. A child that cannot be rebuilt keeps our counters.
+
+        A payload without our own part is none of ours: as with the shipped MultiConnector its names are those of
+        registered connectors, and one that is not registered raises ValueError.
+        """
+        found: dict[str, KVConnectorStats] = {}
+        own = data.get(OWN)
+        if own is not None and not isinstance(own, OwnStats):
+            own = OwnStats(own if isinstance(own, Mapping) else None)
+        if own is not None:
+            found[OWN] = own
+        for name, part in data.items():
+            if name == OWN:
+                continue
+            stats = _rebuilt(name, part, None if own is None else own.classes.get(name, ""))
+            if stats is not None:
+                found[name] = stats
+        return cls(data=found)
 
     def to_dict(self) -> dict[str, Any]:
         wire: dict[str, Any] = {}
         for name, part in self.data.items():
-            child: dict[str, Any] = {"counters": part.counters.to_dict()}
-            try:
-                if part.stats is not None and not part.stats.is_empty():
-                    child |= {"module": part.module, "cls": part.cls, "data": part.stats.to_dict()}
-            except Exception:
-                log_once(f"Stats of connector {name!r} could not be written; they are lost.")
-            wire[name] = child
+            with _harmless(f"Stats of connector {name!r} could not be written; they are lost."):
+                wire[name] = part.to_dict()
         return wire
 
     def aggregate(self, other: KVConnectorStats) -> "MultiStats":
         for name, part in other.data.items():
-            if name in self.data:
-                self.data[name].add(name, part)
-            else:
-                self.data[name] = part
+            mine = self.data.setdefault(name, part)
+            if mine is not part:
+                with _harmless(f"Stats of connector {name!r} could not be added up; some are lost."):
+                    self.data[name] = mine.aggregate(part)
         return self
 
     def reset(self) -> None:
-        self.data = {}
+        for name, part in self.data.items():
+            with _harmless(f"Stats of connector {name!r} could not be reset."):
+                part.reset()
 
     def reduce(self) -> dict[str, Any]:
         reduced: dict[str, Any] = {}
         for name, part in self.data.items():
-            reduced[name] = part.counters.to_dict()
-            try:
-                if part.stats is not None:
-                    # Apart, because a child may count something under a name of ours.
-                    reduced[name]["own"] = part.stats.reduce()
-            except Exception:
-                log_once(f"Stats of connector {name!r} could not be reduced; they are not logged.")
+            with _harmless(f"Stats of connector {name!r} could not be reduced; they are not logged."):
+                reduced[name] = part.reduce()
         return reduced
 
     def is_empty(self) -> bool:
-        try:
-            return all(part.is_empty() for part in self.data.values())
-        except Exception:
-            log_once("Stats of a connector could not be asked whether they are empty; taken as not empty.")
-            return False
+        for name, part in self.data.items():
+            empty = False
+            with _harmless(f"Stats of connector {name!r} could not be asked whether they are empty; taken as not."):
+                empty = part.is_empty()
+            if not empty:
+                return False
+        return True
 
 
-def _child_from_wire(name: str, part: object) -> ChildStats:
-    if isinstance(part, ChildStats):
+@contextlib.contextmanager
+def _harmless(message: str) -> Iterator[None]:
+    """What raises inside is logged once and left out."""
+    try:
+        yield
+    except Exception:
+        log_once(message)
+
+
+def _rebuilt(name: str, part: object, class_name: str | None) -> KVConnectorStats | None:
+    """One child's stats from the wire. ``class_name`` is None where the payload says nothing of classes."""
+    if isinstance(part, KVConnectorStats):
         return part
-    if not isinstance(part, Mapping):
-        return ChildStats()
-    child = ChildStats(Counters.from_dict(part.get("counters")))
-    if "data" in part:
-        try:
-            cls = connector_class(str(part.get("module")), str(part.get("cls")))
-            child.stats = cls.build_kv_connector_stats(data=part["data"])
-            child.module, child.cls = cls.__module__, cls.__qualname__
-        except Exception:
-            log_once(f"Stats of connector {name!r} could not be rebuilt; they are not logged.")
-    return child
+    if class_name is None:
+        cls: Any = KVConnectorFactory.get_connector_class_by_name(name)
+        registered: KVConnectorStats | None = cls.build_kv_connector_stats(data=part)
+        return registered
+    with _harmless(f"Stats of connector {name!r} could not be rebuilt; they are not logged."):
+        module, _, qualname = class_name.partition(":")
+        stats: KVConnectorStats | None = connector_class(module, qualname).build_kv_connector_stats(data=part)
+        return stats
+    return None
 
 
 @functools.cache
@@ -265,6 +334,12 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
             )
             for counter in (*MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS)
         }
+        self._gauges = {
+            gauge.field: self._gauge_cls(
+                name=gauge.name, documentation=gauge.documentation, labelnames=[*labelnames, *gauge.labels]
+            )
+            for gauge in MULTI_CONNECTOR_GAUGES
+        }
         registry = _Registry({kind: metric_types[kind] for kind in (Gauge, Counter, Histogram)})
         self._children: dict[str, KVConnectorPromMetrics] = {}
         for name, cls, config in children:
@@ -278,22 +353,20 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Called by vLLM with what ``MultiStats.to_dict`` wrote. Never raises."""
-        try:
+        with _harmless("Statistics of the MultiConnector could not be exported."):
             for name, part in transfer_stats_data.items():
-                self._observe_child(name, part, engine_idx)
-        except Exception:
-            log_once("Statistics of the MultiConnector could not be exported.")
+                if name == OWN:
+                    self._observe_own(OwnStats(part), self.per_engine_labelvalues[engine_idx])
+                elif name in self._children:
+                    with _harmless(f"Statistics of connector {name!r} could not be exported."):
+                        self._children[name].observe(part, engine_idx)
 
-    def _observe_child(self, name: str, part: Mapping[str, Any], engine_idx: int) -> None:
-        engine = self.per_engine_labelvalues[engine_idx]
-        counters = Counters.from_dict(part.get("counters"))
-        for counter in MULTI_CONNECTOR:
-            if amount := getattr(counters, counter.field):
-                self._counters[counter.field].labels(*engine, name).inc(amount)
-        for hook, amount in counters.errors.items():
-            self._counters[MULTI_CONNECTOR_ERRORS.field].labels(*engine, name, hook).inc(amount)
-        if name in self._children and "data" in part:
-            try:
-                self._children[name].observe(part["data"], engine_idx)
-            except Exception:
-                log_once(f"Statistics of connector {name!r} could not be exported.")
+    def _observe_own(self, own: OwnStats, engine: list[object]) -> None:
+        for name, counters in own.counters.items():
+            for counter in MULTI_CONNECTOR:
+                if amount := getattr(counters, counter.field):
+                    self._counters[counter.field].labels(*engine, name).inc(amount)
+            for hook, amount in counters.errors.items():
+                self._counters[MULTI_CONNECTOR_ERRORS.field].labels(*engine, name, hook).inc(amount)
+            for field_name, value in counters.gauges.items():
+                self._gauges[field_name].labels(*engine, name).set(value)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the MultiConnector adds to a lookup: ``python -m bench.selection``. Children answer at once; no engine."""
+
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from bench.measure import table
+from vllm_overlay.multi_connector.isolation import Child
+from vllm_overlay.multi_connector.scheduler import SchedulerSide
+from vllm_overlay.multi_connector.selection import Offer, decide
+from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
+from vllm_overlay.multi_connector.watchdog import Watchdog
+
+ROUNDS, CALLS = 7, 2000
+
+
+class Instant:
+    """A child that has the same tokens for everyone."""
+
+    def __init__(self, tokens: int) -> None:
+        self._answer = tokens, True
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return self._answer
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Looked at when the child is built."""
+
+
+def microseconds(action: Callable[[], object]) -> float:
+    """The median of some rounds of many calls, of one call."""
+    rounds = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            action()
+        rounds.append((time.perf_counter() - started) / CALLS * 1e6)
+    return statistics.median(rounds)
+
+
+def scheduler_side(num_children: int, selection: str, watchdog: Watchdog) -> SchedulerSide:
+    """Children with 100, 200, ... tokens; with ``cost``, all lines measured."""
+    children = [Child(i, str(i), Instant(100 * (i + 1)), lambda: None, watchdog) for i in range(num_children)]
+    settings = MultiSettings(connectors=[{}], selection=selection)  # type: ignore[arg-type]
+    side = SchedulerSide(children, settings, {child.name: ChildSettings() for child in children}, True)
+    for tokens in (100, 1000, 5000):
+        side._prices.step_took(tokens, 0.001 * tokens)
+        for cost in side._prices.loads:
+            cost.measured(tokens, 0.01 + 0.0001 * tokens)
+    return side
+
+
+def main() -> None:
+    """Prints the table of docs/benchmarks.md."""
+    watchdog = Watchdog(30.0)
+    request = SimpleNamespace(request_id="r", num_tokens=10_000, shared_prefix_boundary=0)
+    rows = []
+    for num_children in (1, 2, 8):
+        offers = [Offer(100 * (i + 1), 1.0) for i in range(num_children)]
+        bare = [Instant(100) for _ in range(num_children)]
+        sides = {name: scheduler_side(num_children, name, watchdog) for name in ("weighted", "cost")}
+        times = [
+            microseconds(lambda bare=bare: [one.get_num_new_matched_tokens(request, 0) for one in bare]),
+            microseconds(lambda offers=offers: decide(offers, 9_999, may_wait=True)),
+            *(microseconds(lambda side=side: side.get_num_new_matched_tokens(request, 0)) for side in sides.values()),
+        ]
+        rows.append([num_children, *(f"{one:.1f}" for one in times)])
+    watchdog.stop()
+    columns = ["children", "asking them alone", "the decision alone", "a whole lookup, weighted", "by cost"]
+    print(table(columns, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MultiConnectors over fakes, one a process, joined step by step as vLLM joins them."""
+
+import pickle
+
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from tests.multi_connector.fakes import (
+    blocks,
+    child,
+    multi,
+    request,
+    scheduler_output,
+    worker,
+)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def answering(*answers, **settings):
+    """A MultiConnector whose children a, b, c... offer these tokens, asynchronously."""
+    weights = settings.pop("weights", [1.0] * len(answers))
+    children = [child(name, weight=weight) for name, weight in zip("abcdefgh", weights, strict=False)]
+    connector = multi(*children[: len(answers)], **settings)
+    connector._scheduler._clock = Clock()
+    for fake, answer in zip(connector.sub_connectors, answers, strict=True):
+        fake.answers["get_num_new_matched_tokens"] = answer if isinstance(answer, tuple) else (answer, True)
+    return connector
+
+
+def allocated(fake):
+    """The numbers of tokens a child was told to load."""
+    return [tokens for (_, _, tokens) in fake.called("update_state_after_alloc")]
+
+
+def counters(connector, name="a"):
+    return connector._children["abcdefgh".index(name)].counters
+
+
+class Engine:
+    """A scheduler-side and one or more worker-side MultiConnectors, joined as vLLM joins them."""
+
+    def __init__(self, *children, ranks=1, **settings):
+        found = children or (child("a"), child("b"))
+        self.scheduler = multi(*found, **settings)
+        self.workers = [worker(*found, **settings) for _ in range(ranks)]
+        self.aggregator = KVOutputAggregator(ranks)
+        self.reported = {}
+
+    def fakes(self, index):
+        return [connector.sub_connectors[index] for connector in (self.scheduler, *self.workers)]
+
+    def admit(self, request_id, child_index, tokens=64, asynchronous=True):
+        for index, fake in enumerate(self.scheduler.sub_connectors):
+            fake.answers["get_num_new_matched_tokens"] = (tokens if index == child_index else 0, asynchronous)
+        r = request(request_id)
+        assert self.scheduler.get_num_new_matched_tokens(r, 0)[0] == tokens
+        self.scheduler.update_state_after_alloc(r, blocks(4, 5), tokens)
+
+    def finish(self, request_id, *holders):
+        for index, fake in enumerate(self.scheduler.sub_connectors):
+            fake.answers["request_finished_all_groups"] = (index in holders, None)
+        return self.scheduler.request_finished_all_groups(request(request_id), ([1],))[0]
+
+    def report(self, child_index, rank=0, sending=(), recving=(), failed=()):
+        self.reported[rank, child_index] = KVConnectorTransferResults(set(sending), set(recving), set(failed))
+
+    def step(self):
+        """One engine step; returns what vLLM's scheduler is told."""
+        metadata = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(scheduler_output())))
+        outputs = []
+        for rank, connector in enumerate(self.workers):
+            for index, fake in enumerate(connector.sub_connectors):
+                results = self.reported.pop((rank, index), KVConnectorTransferResults())
+                fake.answers["get_transfer_results"] = lambda ids, results=results: results
+            connector.handle_preemptions(metadata)
+            connector.bind_connector_metadata(metadata)
+            connector.start_load_kv(None)
+            connector.wait_for_layer_load("layer")
+            connector.wait_for_save()
+            results = connector.get_transfer_results(set())
+            output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+            output.kv_connector_output = KVConnectorOutput(
+                finished_sending=results.finished_sending,
+                finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
+                invalid_block_ids=connector.get_block_ids_with_load_errors(),
+                kv_connector_stats=connector.get_kv_connector_stats(),
+                kv_cache_events=connector.get_kv_connector_kv_cache_events(),
+                kv_connector_worker_meta=connector.build_connector_worker_meta(),
+            )
+            connector.clear_connector_metadata()
+            outputs.append(pickle.loads(pickle.dumps(output)))
+        told = self.aggregator.aggregate(outputs).kv_connector_output
+        self.scheduler.update_connector_output(told)
+        return told
+
+    def tables_are_empty(self):
+        return not self.scheduler._scheduler.tracked and not any(w._worker.tracked for w in self.workers)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real connectors whose hooks can be made to fail while they serve: all of vLLM's interface, by introspection."""
+
+import functools
+import inspect
+import random
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from vllm_overlay.connector.connector import HybridOffloadConnector
+
+KINDS = ("raises", "raises once", "returns garbage", "hangs")
+HANG_S = 2.5
+GARBAGE: tuple[Any, ...] = (
+    None,
+    object(),
+    -1,
+    float("nan"),
+    "garbage",
+    b"",
+    (),
+    {},
+    [object()],
+    (1, 2, 3),
+    (-1, True),
+    (10**9, True),
+    (64, True),
+    ("64", None),
+    (object(), object()),
+    lambda: None,
+    KVConnectorMetadata(),
+    KVConnectorTransferResults({"x"}, {"y"}, {"z"}),
+    KVConnectorTransferResults({1}, {None}, {object()}),
+)
+
+
+class Broken(Exception):
+    """What a faulty hook raises."""
+
+
+@dataclass
+class Fault:
+    """One cell of the matrix. ``fired`` counts how often it took effect."""
+
+    hook: str
+    kind: str
+    role: str
+    seed: int = 0
+    fired: int = 0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(f"{self.hook} {self.kind} {self.role} {self.seed}")
+
+    def meets(self, hook: str, role: KVConnectorRole) -> bool:
+        return (
+            hook == self.hook
+            and role.name.lower() == self.role
+            and not (self.kind in ("raises once", "hangs") and self.fired)
+        )
+
+    def strike(self, real: Any) -> Any:
+        """In place of the hook ``real``, which it may call, so that a part of the work is done before it fails."""
+        self.fired += 1
+        if self.kind == "hangs":
+            time.sleep(HANG_S)
+            return real()
+        if self._random.random() < 0.5:
+            real()
+        if self.kind == "returns garbage":
+            return self._random.choice(GARBAGE)
+        raise Broken(self.hook)
+
+
+class Faults:
+    """What is wrong now, with every faulty child in the process."""
+
+    fault: ClassVar[Fault | None] = None
+    also: ClassVar[Fault | None] = None
+    """A second one, to bring about what the first one needs."""
+
+
+def _strike(hook: str, role: KVConnectorRole, real: Any) -> Any:
+    for fault in (Faults.fault, Faults.also):
+        if fault is not None and fault.meets(hook, role):
+            return fault.strike(real)
+    return real()
+
+
+def _faulty_method(name: str, inherited: Any) -> Any:
+    @functools.wraps(inherited)
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _strike(name, self._role, functools.partial(inherited, self, *args, **kwargs))
+
+    return hook
+
+
+def _faulty_property(name: str, inherited: property) -> property:
+    return property(lambda self: _strike(name, self._role, lambda: inherited.__get__(self)))
+
+
+def hooks() -> list[str]:
+    """Every instance-level name of vLLM's interface, and the constructor."""
+    names = {name for cls in (KVConnectorBase_V1, SupportsHMA) for name in dir(cls) if not name.startswith("_")}
+    members = {name: inspect.getattr_static(HybridOffloadConnector, name) for name in names}
+    return ["__init__", *sorted(name for name, member in members.items() if not isinstance(member, classmethod))]
+
+
+def _faulty(base: type[Any]) -> type[Any]:
+    """``base`` with every hook of the interface made breakable."""
+
+    def construct(self: Any, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        _strike("__init__", role, lambda: base.__init__(self, vllm_config, role, kv_cache_config))
+
+    body: dict[str, Any] = {"__init__": construct, "__module__": __name__}
+    for name in hooks()[1:]:
+        if name == "role":
+            continue  # the connector's own attribute, which this module reads to know where it is
+        member = inspect.getattr_static(base, name)
+        make: Any = _faulty_property if isinstance(member, property) else _faulty_method
+        body[name] = make(name, member)
+    return type(f"Faulty{base.__name__}", (base,), body)
+
+
+FaultyHybridOffloadConnector = _faulty(HybridOffloadConnector)
+FaultyOffloadingConnector = _faulty(OffloadingConnector)

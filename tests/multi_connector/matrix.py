@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fault matrix: every hook x kind of fault x side, one after the other in one real engine with two children.
+
+    python -m tests.multi_connector.matrix MODEL [--cells N] [--seed S] [--child ours|offloading]
+
+For each cell, with the fault on: requests finish and equal the cold run exactly, and the steady child hits. With the
+fault off: the faulty child returns to service, and loads again. One JSON line a cell, then one with the totals.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+from vllm import SamplingParams
+
+from tests.engine.client import cpu_child, multi, prompt
+from tests.engine.driver import Driver
+from tests.multi_connector.faulty import KINDS, Fault, Faults, hooks
+
+LENGTH = 200
+RESTORABLE = 192
+NOT_CALLED = {
+    "get_finished": "the MultiConnector asks get_transfer_results",
+    "request_finished": "the child supports several groups",
+    "has_connector_metadata": "vLLM asks the MultiConnector, which answers itself",
+    "role": "vLLM asks the MultiConnector, which answers itself",
+    "get_finished_count": "asked once, at start",
+    "get_mem_pool_context": "asked once, at start",
+    "requires_kv_delivery": "asked once, at start",
+    "reset_capture_state": "called while CUDA graphs are captured",
+    "finish_forward": "called by the V2 model runner",
+    "has_pending_block_frees": "asked when a request would be preempted: churn.py does that",
+}
+"""Hooks that do not reach a child in a running CPU engine, and why; a fault in them cannot fire."""
+AT_RETURN = (
+    *("__init__", "register_kv_caches", "get_handshake_metadata", "bind_kv_cache_manager", "bind_gpu_block_pool"),
+    *("set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "set_host_xfer_buffer_ops", "shutdown"),
+)
+"""Hooks that a child meets when it is stopped or comes back: another fault has to bring that about."""
+
+
+def cells() -> list[tuple[str, str, str]]:
+    """All of them."""
+    return [(hook, kind, role) for hook in hooks() for kind in KINDS for role in ("scheduler", "worker")]
+
+
+CHILDREN = {
+    "ours": {
+        **cpu_child(name="faulty", load_weight=2.0, capacity_bytes="64 MiB"),
+        "kv_connector": "FaultyHybridOffloadConnector",
+        "kv_connector_module_path": "tests.multi_connector.faulty",
+    },
+    "offloading": {
+        "kv_connector": "FaultyOffloadingConnector",
+        "kv_connector_module_path": "tests.multi_connector.faulty",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "name": "faulty",
+            "load_weight": 2.0,
+            "spec_name": "CpuTiering",
+            "spec_module_path": "tests.multi_connector.third_party",
+            "cpu_bytes_to_use": 64 << 20,
+        },
+    },
+}
+"""Which connector is faulty: a CPU tier of ours, or vLLM's own in its tiering form."""
+
+
+class Matrix:
+    """One engine, a reference output, and the cells."""
+
+    def __init__(self, model: str, seed: int, child: str) -> None:
+        faulty = CHILDREN[child]
+        steady = cpu_child(name="steady", capacity_bytes="128 MiB")
+        self.driver = Driver(
+            {
+                "model": model,
+                "max_model_len": 2304,
+                "max_num_batched_tokens": 2304,
+                "prefix_match_unit": 64,
+                "enable_prefix_caching": True,
+                "enforce_eager": True,
+                "disable_log_stats": False,
+                "kv_transfer_config": multi(
+                    faulty, steady, retry_first_s=0.02, retry_longest_s=0.1, hang_after_s=2.0, load_timeout_s=3.0
+                ),
+            }
+        )
+        self._seed = seed
+        self._names = 0
+        self._tokens = prompt(LENGTH, seed)
+        self._cold = self._run("reference")
+
+    @property
+    def _scheduler(self) -> Any:
+        return self.driver.engine_core.scheduler.connector._scheduler
+
+    def _run(self, salt: str) -> dict[str, Any]:
+        return self.driver.generate([self._tokens], max_tokens=3, salts=[salt])[0]
+
+    def _equal(self, output: dict[str, Any]) -> bool:
+        return all(output[key] == self._cold[key] for key in ("token_ids", "logprobs"))
+
+    def _new_salt(self) -> str:
+        self._names += 1
+        return f"salt-{self._names}"
+
+    def _abort_one(self) -> None:
+        """A request that is gone before it is finished: that is when some hooks are called."""
+        engine, name = self.driver.llm.llm_engine, self._new_salt()
+        parameters = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+        engine.add_request(name, {"prompt_token_ids": self._tokens, "cache_salt": name}, parameters)
+        engine.step()
+        engine.abort_request([name])
+        engine.step()
+
+    def _settle(self) -> None:
+        """Steps until no child has stores under way; a fault may make a child say for ever that it has some."""
+        for _ in range(50):
+            if not self.driver.engine_core.scheduler.connector.has_pending_push_work():
+                return
+            self.driver._step()
+
+    def _reset_device(self) -> bool:
+        for _ in range(200):
+            if self.driver.llm.reset_prefix_cache():
+                return True
+            self.driver._step()
+        return False
+
+    def run(self, hook: str, kind: str, role: str) -> dict[str, Any]:
+        """One cell; what of it did not hold is under "wrong"."""
+        started, wrong = time.monotonic(), []
+        returns_before = self._counted("returns")
+        fault = Faults.fault = Fault(hook, kind, role, self._seed)
+        if hook in AT_RETURN:
+            Faults.also = Fault("wait_for_save", "raises once", "worker")
+        if hook == "reset_cache":
+            self.driver.llm.reset_prefix_cache(reset_connector=True)
+        salt = self._new_salt()
+        if not self._equal(self._run(salt)):
+            wrong.append("a cold request under the fault differs")
+        self._settle()
+        for _ in range(2):
+            if not self._reset_device():
+                wrong.append("blocks stay held under the fault")
+            output = self._run(salt)
+            if not self._equal(output):
+                wrong.append("a request served under the fault differs")
+            if output["num_cached_tokens"] < RESTORABLE:
+                wrong.append(f"only {output['num_cached_tokens']} tokens hit under the fault")
+        self._abort_one()
+        Faults.fault = Faults.also = None
+        if fault.fired or hook in AT_RETURN:
+            wrong += self._heal()
+        return {
+            "cell": [hook, kind, role],
+            "fired": fault.fired,
+            "isolated": self._counted("returns") > returns_before,
+            "wrong": wrong,
+            "seconds": round(time.monotonic() - started, 2),
+        }
+
+    def _counted(self, what: str) -> float:
+        return self.driver.metric(f"vllm:kv_connector_{what}", {"connector": "faulty"})
+
+    def _heal(self) -> Iterator[str]:
+        for _ in range(60):
+            self._run(self._new_salt())
+            if self._scheduler._services[0].phase.name == "SERVING":
+                break
+            time.sleep(0.02)
+        else:
+            yield "the faulty child does not come back"
+        salt = self._new_salt()
+        if not self._equal(self._run(salt)):
+            yield "a cold request after the fault differs"
+        self._settle()
+        if not self._reset_device():
+            yield "blocks stay held after the fault"
+        chosen = self._counted("chosen")
+        output = self._run(salt)
+        if not self._equal(output) or output["num_cached_tokens"] < RESTORABLE:
+            yield "a request served after the fault differs or does not hit"
+        if self._counted("chosen") <= chosen:
+            yield "the faulty child does not load again"
+
+    def tables(self) -> dict[str, int]:
+        """Entries left in all tables once nothing runs, and device blocks not free."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self._run(self._new_salt())
+        self._settle()
+        for _ in range(3):
+            self.driver._step()
+        self._reset_device()
+        pool = self.driver.engine_core.scheduler.kv_cache_manager.block_pool
+        return {
+            "scheduler": self._scheduler.tracked,
+            "worker": get_kv_transfer_group()._worker.tracked,
+            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument(
+        "--cells", type=int, default=0, help="so many of those that can fire, drawn by the seed; 0: all"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--hook", help="only this hook's")
+    parser.add_argument("--child", choices=CHILDREN, default="ours", help="which connector is faulty")
+    arguments = parser.parse_args()
+    chosen = [cell for cell in cells() if arguments.hook in (None, cell[0])]
+    if arguments.cells:
+        chosen = [cell for cell in chosen if cell[0] not in NOT_CALLED]
+        chosen = random.Random(arguments.seed).sample(chosen, arguments.cells)
+    matrix, results = Matrix(arguments.model, arguments.seed, arguments.child), []
+    for cell in chosen:
+        result = matrix.run(*cell)
+        results.append(result)
+        print("CELL " + json.dumps(result), flush=True)
+    bad = [result for result in results if result["wrong"]]
+    fired = {result["cell"][0] for result in results if result["fired"]}
+    left = matrix.tables()
+    total = {
+        "cells": len(results),
+        "fired": sum(bool(result["fired"]) for result in results),
+        "isolated": sum(result["isolated"] for result in results),
+        "bad": len(bad),
+        "never_fired": sorted({cell[0] for cell in chosen} - fired - set(NOT_CALLED)),
+        "left": left,
+    }
+    print("TOTAL " + json.dumps(total), flush=True)
+    forgotten = total["never_fired"] if len(chosen) == len(cells()) else []
+    return 1 if bad or forgotten or any(left.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

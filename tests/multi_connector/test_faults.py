@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded parts of the fault matrix and of the churn; ``make test-faults`` runs the whole of both."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multi_connector.fakes import public_hooks
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SEED = 4
+CELLS = 20
+REQUESTS = 60
+
+
+def run(module: str, model: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+    """The program's total, its cells, and its log."""
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    }
+    ran = subprocess.run(
+        [sys.executable, "-m", f"tests.multi_connector.{module}", str(model), *arguments],
+        cwd=REPOSITORY,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=580,
+    )
+    lines = ran.stdout.splitlines()
+    totals = [json.loads(line.removeprefix("TOTAL ")) for line in lines if line.startswith("TOTAL ")]
+    assert totals, ran.stderr[-6000:]
+    return totals[0], [json.loads(line.removeprefix("CELL ")) for line in lines if line.startswith("CELL ")], ran.stderr
+
+
+@pytest.mark.engine
+def test_whatever_a_child_does_requests_are_right_and_the_child_comes_back(tiny_model: Path) -> None:
+    total, cells, _ = run("matrix", tiny_model, "--cells", str(CELLS), "--seed", str(SEED))
+    assert [cell for cell in cells if cell["wrong"]] == []
+    assert total["cells"] == CELLS
+    assert total["fired"] >= CELLS // 3
+    assert total["left"] == {"scheduler": 0, "worker": 0, "blocks": 0}
+
+
+@pytest.mark.engine
+def test_random_aborts_preemptions_and_faults_leave_nothing(tiny_model: Path) -> None:
+    total, _, log = run("churn", tiny_model, "--requests", str(REQUESTS), "--seed", str(SEED))
+    assert total["finished"] + total["aborted"] == REQUESTS
+    assert total["aborted"] and total["faults"] and total["returns"]
+    assert not any(total["left"].values()), (total, log[-4000:])
+
+
+def test_the_matrix_has_every_hook_of_the_interface() -> None:
+    from tests.multi_connector import matrix
+    from tests.multi_connector.faulty import KINDS, FaultyHybridOffloadConnector, FaultyOffloadingConnector
+
+    instance_level = {name for name, member in public_hooks().items() if not isinstance(member, classmethod)}
+    assert {hook for hook, _, _ in matrix.cells()} == instance_level | {"__init__"}
+    assert len(matrix.cells()) == (len(instance_level) + 1) * len(KINDS) * 2
+    for faulty in (FaultyHybridOffloadConnector, FaultyOffloadingConnector):
+        assert all(name in faulty.__dict__ for name in instance_level - {"role"})
+    assert set(matrix.NOT_CALLED) <= instance_level and set(matrix.AT_RETURN) <= instance_level | {"__init__"}

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.outputs import KVConnectorOutput
+
+from tests.multi_connector.engine import Clock, Engine, counters
+from tests.multi_connector.fakes import (
+    Boom,
+    FakeChild,
+    FakeHandshake,
+    FakeMetadata,
+    blocks,
+    child,
+    request,
+    scheduler_output,
+)
+from vllm_overlay.multi_connector.metadata import MultiWorkerMetadata
+from vllm_overlay.multi_connector.service import Phase
+
+
+class Returning(Engine):
+    """An engine whose clock the test moves, and which rests for a second after a first failure."""
+
+    def __init__(self, *children, ranks=1, **settings):
+        super().__init__(*children, ranks=ranks, retry_first_s=1.0, **settings)
+        self.clock = Clock()
+        self.scheduler._scheduler._clock = self.clock
+        self.manager = SimpleNamespace(block_pool="pool")
+        self.scheduler.bind_kv_cache_manager(self.manager)
+        for rank, connector in enumerate(self.workers):
+            connector._worker._clock = self.clock
+            connector.register_kv_caches({"layer": rank})
+            connector.set_host_xfer_buffer_ops("copy")
+
+    def state(self, index=0):
+        return self.scheduler._scheduler._services[index].phase
+
+    def recover(self, steps=4):
+        """Lets the pause pass and steps until the first child serves again."""
+        self.clock.now += 100
+        for _ in range(steps):
+            self.step()
+            if self.state() is Phase.SERVING:
+                return True
+        return False
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_child_comes_back_as_a_new_instance_everywhere(ranks):
+    engine = Returning(ranks=ranks)
+    old = engine.fakes(0)
+    old[0].raising = {"build_connector_meta"}
+    engine.step()
+    engine.step()
+    assert engine.state() is Phase.RESTING
+    assert engine.recover()
+    engine.step()  # the workers hear that it serves
+    new = engine.fakes(0)
+    assert not {id(one) for one in new} & {id(one) for one in old}
+    assert [len(one.called("shutdown")) for one in old] == [1] * len(old)
+    assert [name for name, *_ in new[0].calls[:3]] == [
+        "bind_kv_cache_manager",
+        "bind_gpu_block_pool",
+        "set_xfer_handshake_metadata_pp_aware",
+    ]
+    assert "reset_cache" in [name for name, *_ in new[0].calls]
+    for rank, fake in enumerate(new[1:]):
+        assert fake.called("register_kv_caches") == [[{"layer": rank}]]
+        assert fake.called("set_host_xfer_buffer_ops") == [["copy"]]
+        assert fake.called("bind_connector_metadata") == [[FakeMetadata("a")]]
+    assert counters(engine.scheduler).returns == 1
+    engine.admit("r", 0)
+    engine.step()
+    for rank in range(ranks):
+        engine.report(0, rank=rank, recving={"r"})
+    assert engine.step().finished_recving == {"r"}
+
+
+def test_its_new_workers_handshake_reaches_its_new_scheduler_side():
+    engine = Returning()
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    build = engine.workers[0]._children[0]._build
+
+    def with_handshake():
+        fake = build()
+        fake.answers["get_handshake_metadata"] = FakeHandshake("new")
+        return fake
+
+    engine.workers[0]._children[0]._build = with_handshake
+    assert engine.recover()
+    assert engine.scheduler.sub_connectors[0].called("set_xfer_handshake_metadata_pp_aware") == [
+        [{(0, 0): FakeHandshake("new")}]
+    ]
+
+
+def test_it_gets_no_hook_between_its_failure_and_its_return():
+    engine = Returning()
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    old = engine.scheduler.sub_connectors[0]
+    before = len(old.calls)
+    for _ in range(3):
+        engine.scheduler.on_new_request(request("x"))
+        engine.scheduler.get_num_new_matched_tokens(request("x"), 0)
+        engine.step()
+    engine.finish("x")
+    assert [name for name, *_ in old.calls[before:]] == []
+
+
+def test_an_instance_that_fails_again_rests_longer():
+    engine = Returning()
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    rests = []
+    for _ in range(3):
+        assert engine.recover()
+        engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+        engine.step()
+        rests.append(engine.scheduler._scheduler._services[0].breaker.pause_s)
+    assert rests[0] <= 2.0  # it had served, though not for long
+
+
+@pytest.mark.parametrize("where", ["scheduler", "worker"])
+@pytest.mark.parametrize("hook", ["__init__", "bind_kv_cache_manager", "register_kv_caches", "reset_cache"])
+def test_an_instance_that_cannot_be_built_leaves_the_child_out_and_is_tried_again(where, hook):
+    engine = Returning(ranks=2)
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    side = engine.scheduler if where == "scheduler" else engine.workers[1]
+    build, broken = side._children[0]._build, [True]
+
+    def building():
+        if hook == "__init__" and broken[0]:
+            raise Boom("__init__")
+        fake = build()
+        fake.raising = {hook} if broken[0] else set()
+        return fake
+
+    side._children[0]._build = building
+    called = hook == "__init__" or (hook == "register_kv_caches") == (where == "worker")
+    assert engine.recover(steps=3) == (not called)
+    engine.admit("r", 1)
+    engine.report(1, rank=0, recving={"r"})
+    engine.report(1, rank=1, recving={"r"})
+    assert engine.step().finished_recving == {"r"}
+    broken[0] = False
+    assert engine.recover(steps=6) or engine.recover(steps=6)
+
+
+def test_requests_older_than_the_instance_are_never_shown_to_it():
+    engine = Returning()
+    for name in ("old", "older"):
+        engine.scheduler.on_new_request(request(name))
+        engine.scheduler.get_num_new_matched_tokens(request(name), 0)
+        engine.scheduler.update_state_after_alloc(request(name), blocks(1), 0)
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    engine.scheduler.on_new_request(request("meanwhile"))
+    assert engine.recover()
+    engine.step()
+    new = engine.scheduler.sub_connectors[0]
+    for name in ("old", "meanwhile"):
+        engine.scheduler.get_num_new_matched_tokens(request(name), 0)
+        engine.scheduler.update_state_after_alloc(request(name), blocks(1), 0)
+        engine.finish(name)
+    assert not new.called("get_num_new_matched_tokens") and not new.called("update_state_after_alloc")
+    assert not new.called("request_finished_all_groups")
+    engine.workers[0].sub_connectors[0].calls.clear()
+    engine.workers[0].get_transfer_results({"old", "new"})
+    assert engine.workers[0].sub_connectors[0].called("get_transfer_results") == [[{"new"}]]
+    engine.finish("older")
+    engine.step()
+    engine.workers[0].get_transfer_results({"older", "meanwhile"})
+    assert engine.tables_are_empty()
+
+
+def test_an_answer_to_an_older_order_is_none_to_the_present_one():
+    engine = Returning()
+    metadata = engine.scheduler.build_connector_meta(scheduler_output())
+    engine.workers[0].bind_connector_metadata(metadata)
+    late = MultiWorkerMetadata((None, None), metadata.orders, frozenset({0}))
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    assert engine.recover()
+    engine.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=late))
+    assert engine.state() is Phase.SERVING
+
+
+def test_an_idle_engine_goes_on_stepping_while_workers_must_be_told_but_not_while_it_rests():
+    engine = Returning()
+    assert not engine.scheduler.has_pending_push_work()
+    engine.scheduler.sub_connectors[0].raising = {"on_new_request"}
+    engine.scheduler.on_new_request(request())
+    assert engine.scheduler.has_pending_push_work()
+    engine.step()
+    assert not engine.scheduler.has_pending_push_work()
+
+
+class Unstoppable(FakeChild):
+    """A child without a shutdown of its own, and with transfers that nobody can end for it."""
+
+    shutdown = KVConnectorBase_V1.shutdown
+
+
+def unstoppable(name):
+    return {**child(name), "kv_connector": "Unstoppable", "kv_connector_module_path": __name__}
+
+
+def test_a_child_that_cannot_be_stopped_keeps_its_blocks_until_it_has_reported_them():
+    engine = Returning(unstoppable("a"), child("b"))
+    engine.admit("r", 0)
+    engine.finish("s", 0)
+    engine.step()
+    engine.workers[0].sub_connectors[0].raising = {"wait_for_save"}
+    for _ in range(3):
+        told = engine.step()
+        assert (told.finished_recving, told.finished_sending) == (None, None)
+    assert not engine.recover()
+    engine.scheduler._scheduler.record_gauges()
+    assert counters(engine.scheduler).gauges == {"state": 1.0, "quarantined_requests": 2.0}
+    engine.report(0, recving={"r"}, failed={"r"}, sending={"s"})
+    told = engine.step()
+    assert (told.failed_recving, told.finished_sending) == ({"r"}, {"s"})
+    assert engine.recover()
+
+
+def test_a_child_whose_shutdown_raises_is_shut_down_again_after_a_pause_and_then_comes_back():
+    engine = Returning()
+    engine.admit("r", 0)
+    bad = engine.workers[0].sub_connectors[0]
+    bad.raising = {"start_load_kv", "shutdown"}
+    for _ in range(3):
+        assert engine.step().finished_recving is None
+    assert len(bad.called("shutdown")) == 1
+    engine.clock.now += 1.0
+    engine.step()
+    assert len(bad.called("shutdown")) == 2
+    bad.raising = set()
+    engine.clock.now += 2.0
+    assert engine.step().failed_recving == {"r"}
+    assert engine.recover()
+
+
+def test_a_load_that_is_never_reported_isolates_its_child_and_fails():
+    engine = Returning(load_timeout_s=30)
+    engine.admit("r", 0)
+    engine.step()
+    engine.clock.now += 29
+    assert engine.step().finished_recving is None
+    engine.clock.now += 2
+    assert engine.step().failed_recving == {"r"}
+    assert len(engine.workers[0].sub_connectors[0].called("shutdown")) == 1
+
+
+def test_a_child_in_whose_memory_the_cache_lives_is_never_shut_down_nor_replaced():
+    engine = Returning()
+    for connector in engine.workers:
+        connector.sub_connectors[0].answers["get_mem_pool_context"] = contextlib.nullcontext()
+        connector.get_mem_pool_context()
+    engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
+    engine.step()
+    assert not engine.recover()
+    assert not engine.workers[0].sub_connectors[0].called("shutdown")
+
+
+def test_a_request_that_ends_while_its_child_is_being_stopped_keeps_its_blocks_till_then():
+    engine = Returning()
+    engine.scheduler.update_state_after_alloc(request("r"), blocks(1), 0)
+    engine.workers[0].sub_connectors[0].raising = {"start_load_kv", "shutdown"}
+    engine.admit("load", 0)
+    engine.step()
+    engine.step()
+    assert engine.finish("r")  # the child may still read its blocks
+    engine.scheduler.on_new_request(request("new"))
+    assert not engine.finish("new")  # it never saw this one
+    engine.workers[0].sub_connectors[0].raising = set()
+    engine.clock.now += 10
+    assert engine.step().finished_sending == {"r"}
+
+
+def test_what_was_held_for_the_old_instance_is_not_expected_of_the_new_one():
+    engine = Returning()
+    engine.scheduler.update_state_after_alloc(request("r"), blocks(1), 0)
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    metadata = engine.scheduler.build_connector_meta(scheduler_output())
+    (worker_side,) = engine.workers
+    worker_side.bind_connector_metadata(metadata)
+    worker_side.get_transfer_results(set())
+    news = worker_side.build_connector_worker_meta()
+    assert engine.finish("r")  # while it is being stopped
+    engine.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=news))
+    engine.clock.now += 100  # and the pause is over before the workers hear of the hold
+    assert engine.step().finished_sending == {"r"}
+    assert engine.recover()
+    engine.step()
+    assert engine.tables_are_empty()

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connectors that are not ours, as children in a real engine."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.client import Engine, cpu_child, multi, prompt
+
+pytestmark = pytest.mark.engine
+
+LENGTH = 2400
+BLOCK = 1152
+
+
+def offloading_child(root: Path, **settings: Any) -> dict[str, Any]:
+    """vLLM's OffloadingConnector: a CPU tier, and behind it a file system."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "name": "offloading",
+            "spec_name": "CpuTiering",
+            "spec_module_path": "tests.multi_connector.third_party",
+            "cpu_bytes_to_use": 128 << 20,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(root)}],
+            **settings,
+        },
+    }
+
+
+def test_vllms_offloading_connector_loads_what_it_stored_beside_a_tier_of_ours(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = multi(offloading_child(tmp_path / "fs", load_weight=10.0), cpu_child())
+    tokens, other = prompt(LENGTH, seed=1), prompt(LENGTH, seed=2)
+    with Engine(tiny_model, kv_transfer_config=config) as engine:
+        cold = engine.generate(tokens)
+        engine.generate(other)
+        engine.wait_for_stores()
+        engine.reset_device_cache()
+        restored = engine.generate(tokens)
+        assert restored.same_as(cold)
+        assert restored.num_cached_tokens >= 2 * BLOCK
+        assert engine.metric("vllm:kv_connector_chosen", connector="offloading") == 1
+        assert engine.metric("vllm:kv_connector_loaded_tokens", connector="offloading") >= 2 * BLOCK
+        assert engine.metric("vllm:kv_connector_isolations", connector="offloading") == 0
+        # Ours has the finer restore point, and is chosen when its weight says so.
+        assert engine.metric("vllm:kv_connector_outbid", connector="cpu") == 1

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own tests of its MultiConnector (0.32.0), unchanged, against our class.
+
+They are in vLLM's source distribution alone: VLLM_SOURCE names one that is unpacked.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+UNIT = Path("tests/v1/kv_connector/unit")
+FILES = ("__init__.py", "conftest.py", "utils.py", "test_multi_connector.py")
+
+
+def make_llama(directory: Path) -> Path:
+    """A tiny Llama with a tokenizer of words, in place of the models of vLLM's tests."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["<unk>", "</s>", "Hi", *map(chr, range(33, 127))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(directory)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=16384,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def run_upstream(workplace: Path, source: Path, whose: str) -> tuple[dict[str, int], str]:
+    """Numbers of outcomes, and the output, against "ours" or the "shipped" class."""
+    for file in FILES:
+        (workplace / UNIT).mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / UNIT / file, workplace / UNIT / file)
+    for package in (UNIT.parent, UNIT.parent.parent, Path("tests")):
+        (workplace / package / "__init__.py").touch()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(workplace), str(workplace / "shim"), str(REPOSITORY)]),
+        "UPSTREAM_MODEL": str(make_llama(workplace / "llama")),
+        "UPSTREAM_MULTI_CONNECTOR": whose,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TMPDIR": str(workplace),
+    }
+    # Alone in a directory: beside it lies our own package "tests".
+    (workplace / "shim").mkdir(exist_ok=True)
+    shutil.copy(Path(__file__).with_name("upstream_shim.py"), workplace / "shim")
+    command = [sys.executable, "-m", "pytest", "-p", "upstream_shim", "-p", "no:cacheprovider", "-q", "-rA"]
+    ran = subprocess.run(
+        [*command, str(UNIT / "test_multi_connector.py")],
+        cwd=workplace,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=500,
+    )
+    output = ran.stdout + ran.stderr
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", output.rsplit("\n=", 1)[-1] + output.splitlines()[-1])
+    return {what: int(number) for number, what in counts}, output
+
+
+@pytest.mark.engine
+def test_vllms_own_tests_pass_against_our_class(tmp_path: Path) -> None:
+    source = os.environ.get("VLLM_SOURCE")
+    if not source:
+        pytest.skip("VLLM_SOURCE names no unpacked source distribution of vLLM 0.32.0")
+    outcomes, output = run_upstream(tmp_path, Path(source), "ours")
+    assert outcomes.get("passed") == 29 and not outcomes.get("failed") and not outcomes.get("error"), output[-8000:]

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+import threading
+
+import pytest
+
+from tests.multi_connector.fakes import child, multi, scheduler_output
+from vllm_overlay.multi_connector import watchdog
+from vllm_overlay.multi_connector.watchdog import Watchdog
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    found = []
+    monkeypatch.setattr(watchdog.logger, "error", lambda message, *args: found.append(message % args))
+    return found
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def watched(limit_s=10.0):
+    clock = Clock()
+    dog = Watchdog(limit_s, clock)
+    dog._thread = threading.current_thread()  # no thread of its own: the test looks
+    return dog, clock
+
+
+def test_a_hook_that_hangs_is_reported_once_with_child_hook_and_place(lines):
+    dog, clock = watched()
+    dog.began("cpu", "wait_for_save")
+    clock.now += 10.5
+    dog.look()
+    dog.look()
+    (line,) = lines
+    assert line.startswith("Connector 'cpu' has not returned from wait_for_save for 10.5 s (hang_after_s)")
+    assert "test_a_hook_that_hangs_is_reported_once_with_child_hook_and_place" in line
+    assert dog.ended() == 10.5
+
+
+def test_a_hook_in_time_is_not_reported(lines):
+    dog, clock = watched()
+    dog.began("cpu", "wait_for_save")
+    clock.now += 9.0
+    dog.look()
+    assert dog.ended() == 0.0
+    clock.now += 100.0
+    dog.look()
+    assert not lines
+
+
+def test_switched_off_it_has_no_thread():
+    dog = Watchdog(0.0)
+    dog.began("cpu", "wait_for_save")
+    assert dog.ended() == 0.0
+    assert dog._thread is None
+
+
+def test_its_thread_reports_while_the_hook_hangs_and_ends_when_stopped(lines):
+    """The real thread: the hook returns only when the watchdog has spoken."""
+    spoken = threading.Event()
+    dog = Watchdog(0.02)
+    dog.began("cpu", "start_load_kv")
+    for _ in range(1000):
+        if lines:
+            spoken.set()
+            break
+        threading.Event().wait(0.01)
+    assert spoken.is_set()
+    dog.ended()
+    dog.stop()
+    dog._thread.join(timeout=10)
+    assert not dog._thread.is_alive()
+
+
+def test_a_child_that_comes_back_from_a_hang_is_isolated_and_counted():
+    connector = multi(child("a"), child("b"), hang_after_s=10)
+    dog, clock = watched()
+    for one in connector._children:
+        one._watchdog = dog
+
+    def hang(output):
+        clock.now += 11
+        return None
+
+    connector.sub_connectors[0].answers["build_connector_meta"] = hang
+    connector.build_connector_meta(scheduler_output())
+    first, second = connector._children
+    assert (first.isolated, first.counters.hangs) == (True, 1)
+    assert (second.isolated, second.counters.hangs) == (False, 0)

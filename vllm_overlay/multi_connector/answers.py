@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a child's answers may be. Each function returns the answer or raises TypeError; used as ``parse`` in ``Child``.
+
+An answer that passes here does no more harm in vLLM's scheduler, or on its way to another process, than a wrong number.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+Kind = TypeVar("Kind")
+
+
+def optional(kind: type[Kind]) -> Callable[[Any], Kind | None]:
+    """An instance of ``kind``, or None."""
+
+    def parse(answer: Any) -> Kind | None:
+        if answer is None or isinstance(answer, kind):
+            return answer
+        raise TypeError(f"{type(answer).__name__} is not a {kind.__name__}")
+
+    return parse
+
+
+def worker_metadata(answer: Any) -> Any:
+    """Anything that can be added up: ``vllm.v1.outputs`` has ``object`` under the name of the class at run time."""
+    if answer is None or callable(getattr(answer, "aggregate", None)):
+        return answer
+    raise TypeError(f"{type(answer).__name__} is no KVConnectorWorkerMetadata")
+
+
+def truth(answer: Any) -> bool:
+    """A bool, and not what only happens to be truthy: that would keep an engine waiting for ever."""
+    if isinstance(answer, bool):
+        return answer
+    raise TypeError(f"{answer!r} is neither True nor False")
+
+
+def lookup(answer: Any) -> tuple[object, bool] | None:
+    """The two parts of an answer to a lookup; whether the number is possible is not judged here."""
+    tokens, asynchronous = answer
+    return tokens, bool(asynchronous)
+
+
+def integers(answer: Any) -> tuple[int, ...]:
+    found = tuple(answer)
+    if all(isinstance(number, int) for number in found):
+        return found
+    raise TypeError(f"{found!r} are not integers")
+
+
+def block_ids(answer: Any) -> set[int] | None:
+    return set(integers(answer or ()))
+
+
+def hit_sources(answer: Any) -> dict[CacheHitSource, int]:
+    if isinstance(answer, dict):
+        integers(answer.values())
+        if all(isinstance(source, CacheHitSource) for source in answer):
+            return answer
+    raise TypeError(f"{answer!r} are not tokens by source")
+
+
+def request_ids(answer: Any) -> set[str]:
+    found = set(answer or ())
+    if all(isinstance(request_id, str) for request_id in found):
+        return found
+    raise TypeError(f"{found!r} are not request ids")
+
+
+def transfer_results(answer: Any) -> KVConnectorTransferResults | None:
+    return KVConnectorTransferResults(
+        finished_sending=request_ids(answer.finished_sending),
+        finished_recving=request_ids(answer.finished_recving),
+        failed_recving=request_ids(answer.failed_recving),
+    )
+
+
+def finished(answer: Any) -> tuple[bool, dict[str, Any] | None] | None:
+    """Whether it holds the blocks, and what it says to the client."""
+    holds, parameters = answer
+    if parameters is not None and not all(isinstance(key, str) for key in dict(parameters)):
+        raise TypeError(f"{parameters!r} are not kv_transfer_params")
+    return truth(holds), None if parameters is None else dict(parameters)
+
+
+def events(answer: "Iterable[KVCacheEvent] | None") -> list[KVCacheEvent]:
+    """All of them: an answer may be a generator, which has to run inside the fence."""
+    found = list(answer or ())
+    if all(isinstance(event, KVCacheEvent) for event in found):
+        return found
+    raise TypeError("some are not KV cache events")

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file with which an operator changes children's switches while the server runs.
+
+    {"disk": {"store": false}, "cpu": {"min_tokens": 512}}
+
+A JSON object: child name -> any of ``min_tokens``, ``store``, ``load``. What it does not name is as configured; a file
+that is not there changes nothing. It is looked at once a second while requests are served, in the scheduler's process.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from vllm.logger import init_logger
+
+from vllm_overlay.multi_connector.settings import ChildSettings
+
+logger = init_logger(f"vllm.{__name__}")
+
+LOOK_EVERY_S = 1.0
+_SWITCHES = ("min_tokens", "store", "load")
+
+
+class ControlError(ValueError):
+    """A control file that cannot be meant."""
+
+
+def read_switches(content: bytes, configured: Mapping[str, ChildSettings]) -> dict[str, ChildSettings]:
+    """Every child's settings under this content; raises ControlError with a sentence."""
+    try:
+        given = msgspec.json.decode(content, type=dict[str, dict[str, bool | int]])
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ControlError(str(error)) from error
+    if unknown := sorted(set(given) - set(configured)):
+        raise ControlError(f"there is no child {unknown[0]!r}: its children are {', '.join(configured)}")
+    settings = dict(configured)
+    for name, switches in given.items():
+        if wrong := sorted(set(switches) - set(_SWITCHES)):
+            raise ControlError(f"{wrong[0]!r} of {name!r} cannot be changed: {', '.join(_SWITCHES)} can")
+        try:
+            settings[name] = msgspec.convert({**msgspec.structs.asdict(configured[name]), **switches}, ChildSettings)
+        except msgspec.ValidationError as error:
+            raise ControlError(f"{name}: {error}") from error
+    return settings
+
+
+class ControlFile:
+    """The present settings of every child. Not there, unreadable or bad: a warning, and the last good ones hold."""
+
+    def __init__(self, path: str, configured: Mapping[str, ChildSettings]) -> None:
+        """``path`` may be empty: then the settings never change."""
+        self._path = Path(path) if path else None
+        self._configured = dict(configured)
+        self._seen: tuple[int, int, int] | None = None
+        self._looked_at = float("-inf")
+        self.settings = self._configured
+
+    def look(self, now: float) -> None:
+        """Called often; reads the file when it has changed, at most once a second."""
+        if self._path is None or now - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        try:
+            stat = os.stat(self._path)
+            seen = stat.st_mtime_ns, stat.st_size, stat.st_ino
+            if seen == self._seen:
+                return
+            self._seen = seen
+            self.settings = read_switches(self._path.read_bytes(), self._configured)
+            logger.info("%s: the children's switches are now %s", self._path, self._changed())
+        except FileNotFoundError:
+            if self._seen is not None:
+                self._seen, self.settings = None, self._configured
+                logger.info("%s is gone: the children's switches are as configured", self._path)
+        except (ControlError, OSError) as error:
+            logger.warning("%s changes nothing, the last good switches hold: %s", self._path, error)
+
+    def _changed(self) -> dict[str, dict[str, object]]:
+        now = {name: msgspec.structs.asdict(settings) for name, settings in self.settings.items()}
+        return {name: {switch: settings[switch] for switch in _SWITCHES} for name, settings in now.items()}

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names the child and the hook that an engine hangs in. It watches; it cannot end a hook.
+
+A hook runs on the thread that called it, because a worker's current stream and inference mode are that thread's. So a
+hook that never returns stops the engine whatever we do; what we can do is say whose it is.
+"""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass(slots=True)
+class _Call:
+    child: str
+    hook: str
+    started: float
+    thread_id: int
+    reported: bool = False
+
+
+class Watchdog:
+    """One per MultiConnector. ``began`` and ``ended`` bracket each hook; they cost well under a microsecond."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """``limit_s``: a call that lasts longer is reported; 0 switches the watching off."""
+        self.limit_s = limit_s
+        self._clock = clock
+        self._call: _Call | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def began(self, child: str, hook: str) -> None:
+        """A child's hook is about to be called on this thread."""
+        if self.limit_s > 0:
+            self._call = _Call(child, hook, self._clock(), threading.get_ident())
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="multi-connector-watchdog", daemon=True)
+                self._thread.start()
+
+    def ended(self) -> float:
+        """The hook has returned; how many seconds it took when that is over the limit, else 0."""
+        call, self._call = self._call, None
+        if call is None:
+            return 0.0
+        seconds = self._clock() - call.started
+        return seconds if seconds > self.limit_s else 0.0
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.limit_s / 4):
+            self.look()
+
+    def look(self) -> None:
+        """Reports the present call once if it has lasted too long."""
+        call = self._call
+        if call is None or call.reported or self._clock() - call.started <= self.limit_s:
+            return
+        call.reported = True
+        frame = sys._current_frames().get(call.thread_id)
+        where = "".join(traceback.format_stack(frame)[-12:]) if frame is not None else "(its thread is gone)"
+        logger.error(
+            "Connector %r has not returned from %s for %.1f s (hang_after_s); the engine waits for it here:\n%s",
+            call.child,
+            call.hook,
+            self._clock() - call.started,
+            where,
+        )

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's half of the MultiConnector: each child gets its own part, and each request one report.
+
+When an isolated child's blocks are given back: once it has reported what it owes, or was shut down. A child whose class
+has no ``shutdown`` of its own cannot be stopped, so it has to report; one whose ``shutdown`` raises is asked for its
+reports and shut down again at growing intervals. Until then what it owes is in quarantine: no block of it is freed, no
+load of it is told failed, and no new instance is built, so that quarantine never holds more than was under way when the
+child failed.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import KVConnectorKVEvents
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    CopyBlocksOp,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+)
+
+from vllm_overlay.multi_connector import answers
+from vllm_overlay.multi_connector.breaker import Breaker
+from vllm_overlay.multi_connector.completion import Completions
+from vllm_overlay.multi_connector.isolation import Child
+from vllm_overlay.multi_connector.metadata import (
+    MultiHandshakeMetadata,
+    MultiKVEvents,
+    MultiMetadata,
+    MultiWorkerMetadata,
+)
+from vllm_overlay.multi_connector.service import Duty, Order
+from vllm_overlay.multi_connector.settings import MultiSettings
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WorkerSide:
+    """Every method is called from the thread that runs the model; those with the name of a hook, by that hook."""
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        settings: MultiSettings,
+        block_errors_name_requests: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``block_errors_name_requests``: see ``Completions``."""
+        self._children = children
+        self._clock = clock
+        self._completions = Completions(block_errors_name_requests)
+        self._load_errors: set[int] = set()
+        self._obeyed: KVConnectorMetadata | None = None
+        self._orders: tuple[Order, ...] = ()
+        self._stop_attempts = [Breaker(settings.retry_first_s, settings.retry_longest_s) for _ in children]
+        self._strangers: list[set[str]] = [set() for _ in children]
+        self._start_hooks: dict[str, Any] = {}
+        self._handshakes: dict[int, dict[tuple[int, int], KVConnectorHandshakeMetadata]] = {}
+
+    # ---- Start.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        self._start_everywhere("register_kv_caches", kv_caches)
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        self._start_everywhere("set_host_xfer_buffer_ops", copy_operation)
+
+    def _start_everywhere(self, hook: str, argument: Any) -> None:
+        """Remembered for the instances to come."""
+        self._start_hooks[hook] = argument
+        for child in self._children:
+            child.start(hook, argument)
+
+    def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
+        parts = tuple(child.start("get_handshake_metadata") for child in self._children)
+        return MultiHandshakeMetadata(parts) if any(part is not None for part in parts) else None
+
+    # ---- A step's way.
+
+    def handle_preemptions(self, metadata: MultiMetadata) -> None:
+        self._obey(metadata)
+        for child, part in self._parts(metadata):
+            if not child.wants_preempted_ids:
+                child.call("handle_preemptions", None, part)
+            elif known := set(metadata.preempted) - self._strangers[child.index]:
+                child.call("handle_preemptions", None, known)
+
+    def bind_connector_metadata(self, metadata: MultiMetadata) -> None:
+        self._obey(metadata)
+        for request_id, load in metadata.loads.items():
+            if self._children[load.child].in_service:
+                self._completions.expect_load(request_id, load)
+            else:
+                # Its part of this metadata reaches no hook of it, so nothing will write.
+                self._completions.refuse_load(request_id, load)
+        for request_id, holders in metadata.saves.items():
+            self._completions.expect_saves(request_id, holders)
+        for child, part in self._parts(metadata):
+            child.call("bind_connector_metadata", None, part)
+
+    def clear_connector_metadata(self) -> None:
+        self._obeyed = None
+        for child in self._children:
+            child.call("clear_connector_metadata", None)
+
+    def _parts(self, metadata: MultiMetadata) -> Iterator[tuple[Child, KVConnectorMetadata | None]]:
+        """Children in service with their part of the scheduler's metadata."""
+        for child, part in zip(self._children, metadata.children, strict=True):
+            if child.in_service:
+                yield child, part
+
+    def _obey(self, metadata: MultiMetadata) -> None:
+        """Carries out the scheduler's orders, with the first hook that brings this step's metadata."""
+        if metadata is self._obeyed:
+            return
+        self._obeyed, self._orders = metadata, metadata.orders
+        for index, request_ids in metadata.strangers.items():
+            self._strangers[index] = set(request_ids)
+        for child, order in zip(self._children, metadata.orders, strict=False):
+            if order.generation > child.generation:
+                self._renew(child, order.generation)
+            if order.duty is Duty.STOP:
+                child.isolate("the scheduler process took it out of service")
+            elif order.duty is Duty.SERVE:
+                child.standing_by = False
+
+    def _renew(self, child: Child, generation: int) -> None:
+        """Builds the new instance; the old one has been stopped on every rank."""
+        self._handshakes.pop(child.index, None)
+        self._stop_attempts[child.index] = Breaker(
+            self._stop_attempts[child.index].first_s, self._stop_attempts[child.index].longest_s
+        )
+        if not child.renew(generation, *self._start_hooks.items()):
+            return
+        own = child.ask("get_handshake_metadata", None, parse=answers.optional(KVConnectorHandshakeMetadata))
+        if own is not None:
+            self._handshakes[child.index] = {_rank(): own}
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """This rank's reports. Also where an isolated child is stopped and what it owed is released."""
+        for child in self._children:
+            if child.in_service:
+                self._collect(child, self._known_of(child, finished_req_ids))
+        for child in self._children:
+            if child.isolated and not child.stopped:
+                self._stop(child, self._known_of(child, finished_req_ids))
+            if child.stopped:
+                self._completions.abandon(child.index)
+        for strangers in self._strangers:
+            strangers -= finished_req_ids
+        done = self._completions.take()
+        self._load_errors |= done.invalid_blocks
+        return KVConnectorTransferResults(
+            finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
+        )
+
+    def _known_of(self, child: Child, request_ids: set[str]) -> set[str]:
+        return request_ids - self._strangers[child.index]
+
+    def _collect(self, child: Child, finished_req_ids: set[str]) -> None:
+        results = child.ask("get_transfer_results", None, finished_req_ids, parse=answers.transfer_results)
+        if results is None:
+            return
+        # Asked now rather than when vLLM asks us: a load must not be reported good before its errors are known.
+        blocks = child.ask("get_block_ids_with_load_errors", None, parse=answers.block_ids)
+        received, failed = results.finished_recving, results.failed_recving
+        if blocks is None:
+            # It raised: any of these may have failed.
+            failed = failed | received
+        ignored = self._completions.received(child.index, received, failed)
+        self._completions.load_errors(child.index, blocks or (), received)
+        ignored += self._completions.sent(child.index, results.finished_sending)
+        child.counters.ignored_reports += ignored
+
+    def _stop(self, child: Child, finished_req_ids: set[str]) -> None:
+        """One step of ending an isolated instance; see the top of this page."""
+        attempts, now = self._stop_attempts[child.index], self._clock()
+        owes = self._completions.owes(child.index)
+        if (child.can_be_stopped or not owes) and attempts.may_try(now):
+            if child.keeps_memory or child.stop():
+                child.stopped = True
+                return
+            attempts.trip(now)
+        if owes:
+            self._collect(child, finished_req_ids)
+        if not self._completions.owes(child.index):
+            # Nothing is left that it could touch, whatever became of its shutdown.
+            child.stopped = True
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """What the last ``get_transfer_results`` found, which vLLM calls just before in every step."""
+        errors, self._load_errors = self._load_errors, set()
+        return errors
+
+    def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
+        found = {
+            child.index: child.call(
+                "get_kv_connector_kv_cache_events", None, parse=answers.optional(KVConnectorKVEvents)
+            )
+            for child in self._children
+        }
+        events = {index: own for index, own in found.items() if own is not None}
+        return MultiKVEvents(events) if events else None
+
+    def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
+        """Each child's part, and how the scheduler's orders went. Every rank speaks while an order is unusual."""
+        parts = tuple(
+            child.call("build_connector_worker_meta", None, parse=answers.worker_metadata) for child in self._children
+        )
+        duties = [order.duty for order in self._orders] or [Duty.SERVE] * len(self._children)
+        isolated = {child.index for child in self._children if child.isolated}
+        broken = frozenset(index for index in isolated if duties[index] is not Duty.STOP)
+        ordered = {index for index, duty in enumerate(duties) if duty is Duty.STOP}
+        unstopped = frozenset(index for index in ordered if not self._children[index].stopped)
+        if not broken and all(duty is Duty.SERVE for duty in duties) and all(part is None for part in parts):
+            return None
+        standing_by = {index: duty for index, duty in enumerate(duties) if duty is Duty.STAND_BY}
+        handshakes = {index: own for index, own in self._handshakes.items() if index in standing_by}
+        return MultiWorkerMetadata(parts, self._orders, broken, unstopped, handshakes)
+
+    @property
+    def open_requests(self) -> int:
+        """Requests on which some child still owes a report."""
+        return self._completions.open_requests
+
+    @property
+    def tracked(self) -> int:
+        """Entries in all tables of requests."""
+        return self.open_requests + sum(map(len, self._strangers))
+
+
+def _rank() -> tuple[int, int]:
+    """(pipeline rank, tensor rank) of this worker, as vLLM keys handshake metadata at start."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group, model_parallel_is_initialized
+
+    if not model_parallel_is_initialized():
+        return 0, 0
+    return get_pp_group().rank_in_group, get_tp_group().rank_in_group
