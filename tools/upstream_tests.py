@@ -59,6 +59,17 @@ MODELS = {
 }
 """Configurations that tests read from the Hub; these have the architecture's defaults and no weights."""
 
+PLUGIN = "no_global_cleanup"
+PLUGIN_TEXT = """\
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.skip_global_cleanup)
+"""
+"""vLLM's own mark for tests without a GPU: else most of the time goes into what is cleaned up after each."""
+
 Outcomes = dict[str, str]
 
 
@@ -77,6 +88,12 @@ def pip_install(directory: Path, requirements: Sequence[str]) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", fresh, *requirements]
     run(pip, f"installing {', '.join(requirements)}")
     fresh.rename(directory)
+
+
+def prepare_site(work: Path) -> None:
+    """What the tests need besides the overlay's environment, in a directory for ``PYTHONPATH``."""
+    pip_install(work / "site", REQUIREMENTS)
+    (work / "site" / f"{PLUGIN}.py").write_text(PLUGIN_TEXT)
 
 
 def download(work: Path) -> Path:
@@ -136,7 +153,8 @@ def make_models(home: Path) -> None:
         model = home / "hub" / f"models--{name.replace('/', '--')}"
         (model / "refs").mkdir(parents=True, exist_ok=True)
         (model / "refs" / "main").write_text("0")
-        configuration = getattr(transformers, kind)(**settings)
+        # Without a dtype vLLM asks the Hub for that of the weights, several times.
+        configuration = getattr(transformers, kind)(dtype="float16", **settings)
         configuration.architectures = [kind.replace("Config", "ForCausalLM")]
         if kind == "LlavaConfig":
             configuration.architectures = ["LlavaForConditionalGeneration"]
@@ -157,7 +175,18 @@ def run_tests(work: Path, name: str, root: Path | None, chosen: Sequence[str], j
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     command = [sys.executable, "-m", "pytest", "-q", "--timeout", "300", "-p", "no:cacheprovider"]
-    command += ["-n", str(jobs), "--dist", "loadfile", f"--junitxml={report}", f"--rootdir={work}", "-c", os.devnull]
+    command += [
+        "-p",
+        PLUGIN,
+        "-n",
+        str(jobs),
+        "--dist",
+        "loadfile",
+        f"--junitxml={report}",
+        f"--rootdir={work}",
+        "-c",
+        os.devnull,
+    ]
     command += [f"--ignore={path}" for path in LEFT_OUT]
     with open(work / f"{name}.log", "w") as log:
         subprocess.run([*command, *chosen], cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -221,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     work.mkdir(parents=True, exist_ok=True)
     try:
         take_tests(arguments.source or download(work), work)
-        pip_install(work / "site", REQUIREMENTS)
+        prepare_site(work)
         make_models(work / "hf")
         unpatched = make_unpatched(work)
         before = run_tests(work, "before", unpatched, arguments.tests, arguments.jobs)
