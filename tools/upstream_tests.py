@@ -80,19 +80,20 @@ def run(command: Sequence[str | Path], what: str, **options: object) -> None:
         raise PatchError(f"{what} failed:\n{(done.stdout + done.stderr)[-3000:]}")
 
 
-def pip_install(directory: Path, requirements: Sequence[str]) -> None:
+def pip_install(directory: Path, *requirements: str) -> None:
+    """Installs into a directory of its own, once."""
     if directory.is_dir():
         return
     fresh = directory.with_suffix(".part")
     shutil.rmtree(fresh, ignore_errors=True)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", fresh, *requirements]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", fresh, *requirements]
     run(pip, f"installing {', '.join(requirements)}")
     fresh.rename(directory)
 
 
 def prepare_site(work: Path) -> None:
     """What the tests need besides the overlay's environment, in a directory for ``PYTHONPATH``."""
-    pip_install(work / "site", REQUIREMENTS)
+    pip_install(work / "site", "--no-deps", *REQUIREMENTS)
     (work / "site" / f"{PLUGIN}.py").write_text(PLUGIN_TEXT)
 
 
@@ -100,7 +101,7 @@ def download(work: Path) -> Path:
     """The source distribution, by pip: it builds nothing but asks the build backend for the metadata."""
     archive = work / f"vllm-{VLLM_VERSION}.tar.gz"
     if not archive.is_file():
-        pip_install(work / "build", BUILD_REQUIREMENTS)
+        pip_install(work / "build", *BUILD_REQUIREMENTS)
         environment = {
             **os.environ,
             "PYTHONPATH": str(work / "build"),
