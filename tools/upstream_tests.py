@@ -32,7 +32,6 @@ TESTS = (
     f"{UNIT}/test_invalid_blocks_correctness.py",
     f"{UNIT}/test_kv_connector_lifecycle.py",
     f"{UNIT}/test_kv_load_failure_recovery.py",
-    f"{UNIT}/test_moriio_hma_scheduler.py",
     f"{UNIT}/test_multi_connector.py",
     f"{UNIT}/test_output_aggregator.py",
     f"{UNIT}/test_remote_decode_lifecycle.py",
@@ -41,12 +40,24 @@ TESTS = (
 )
 LEFT_OUT = {
     "tests/v1/core/test_reset_prefix_cache_e2e.py": "serves a model from the Hub",
+    "tests/v1/core/test_priority_scheduler_random.py": "reads a multimodal model from the Hub",
     "tests/v1/core/test_scheduler_e2e.py": "serves a model from the Hub",
     "tests/v1/core/prefix_cache/test_hybrid_prefix_cache_hit_rate.py": "serves a model from the Hub",
 }
+_SPLIT = "patch 0009: the split that it wants to be 0 is the starvation that the patch ends"
+_WHOLE = "patch 0002: its connector loads the whole prompt of a model with states, which applies the last token twice"
 KNOWN = {
-    "tests.v1.core.test_mamba_align_chunk_split::test_internal_checkpoint_split[3602-512-True-0]": "patch 0009: the "
-    "split that this test wants to be 0 is the starvation that the patch ends",
+    "tests.v1.core.test_mamba_align_chunk_split::test_internal_checkpoint_split[3602-512-True-0]": _SPLIT,
+    "tests.v1.core.prefix_cache.test_partial_prefix_cache_hits"
+    "::test_mamba_align_split_when_block_exceeds_scheduling_budget": _SPLIT,
+    "tests.v1.core.test_scheduler::test_delayed_kv_connector_free_keeps_scheduler_active": "patch 0003: it puts a "
+    "finished request into the scheduler by hand, past the place that notes what the request waits for",
+    f"{UNIT.replace('/', '.')}.test_kv_load_failure_recovery"
+    "::test_block_level_load_failure_fails_closed_with_multiple_groups": "patch 0006: it wants the RuntimeError",
+    f"{UNIT.replace('/', '.')}.test_remote_prefill_lifecycle"
+    "::test_async_load_does_not_double_reserve_mamba_spec_blocks[none-128-18]": _WHOLE,
+    f"{UNIT.replace('/', '.')}.test_remote_prefill_lifecycle"
+    "::test_async_load_does_not_double_reserve_mamba_spec_blocks[align-16-18]": _WHOLE,
 }
 """Tests that the series makes fail, and why that is meant."""
 REQUIREMENTS = ("tblib", "pytest-asyncio", "pytest-forked")
@@ -54,6 +65,7 @@ BUILD_REQUIREMENTS = ("setuptools<81", "setuptools-scm", "setuptools-rust", "whe
 MODELS = {
     "facebook/opt-125m": ("OPTConfig", {}),
     "facebook/opt-350m": ("OPTConfig", {"hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24}),
+    "Qwen/Qwen3-0.6B": ("Qwen3Config", {}),
     "Qwen/Qwen1.5-7B": ("Qwen2Config", {"num_key_value_heads": 32}),
     "llava-hf/llava-1.5-7b-hf": ("LlavaConfig", {}),
 }
