@@ -54,7 +54,7 @@ def shift(chosen: random.Random, raw: bytearray, place: int, others: list[bytes]
     """The length stays: what is taken out here comes in elsewhere."""
     taken = raw[place : place + chosen.randrange(1, 600)]
     del raw[place : place + len(taken)]
-    elsewhere = chosen.randrange(len(raw))
+    elsewhere = chosen.randrange(len(raw)) if raw else 0
     raw[elsewhere:elsewhere] = taken
 
 
