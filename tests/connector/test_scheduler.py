@@ -105,8 +105,22 @@ def test_while_a_rank_rests_nothing_is_offered_and_afterwards_again(
     now[0] += 3.9
     assert made.scheduler.lookup(made.request("p"), 0) == 0
     assert made.stats.data["counters"]["lookup_limits:breaker"] == 1
-    made.scheduler.update(NOTHING, OffloadWorkerMetadata())
+    made.scheduler.update(NOTHING, OffloadWorkerMetadata().aggregate(OffloadWorkerMetadata()))
+    assert made.scheduler.lookup(made.request("p"), 0) == 0
     now[0] += 0.2
+    assert made.scheduler.lookup(made.request("p"), 0) == 128
+
+
+def test_a_pause_ends_when_no_rank_rests_any_more(made: Harness) -> None:
+    request = made.request("p")
+    made.scheduler.lookup(request, 0)
+    made.step(request, 140)
+    works, rests = OffloadWorkerMetadata(load_pause_s=0.0), OffloadWorkerMetadata(load_pause_s=60.0)
+    made.scheduler.update(NOTHING, works.aggregate(rests))
+    assert made.scheduler.lookup(made.request("p"), 0) == 0
+    ended = works.aggregate(OffloadWorkerMetadata())
+    assert ended
+    made.scheduler.update(NOTHING, ended)
     assert made.scheduler.lookup(made.request("p"), 0) == 128
 
 
@@ -148,3 +162,8 @@ def test_a_late_load_is_told_to_the_tier_and_the_pause_to_the_scheduler(monkeypa
     metadata = worker.take_metadata()
     assert metadata is not None
     assert (metadata.failed_loads, metadata.load_pause_s) == ({"p": "timeout"}, 7.0)
+    tier.late.clear()
+    ended = worker.take_metadata()
+    assert ended is not None
+    assert ended.load_pause_s == 0.0
+    assert worker.take_metadata() is None

@@ -69,16 +69,13 @@ def fault(engine: Engine, root: Path, fault_name: str, **arguments: Any) -> Iter
         engine.call("fault", name="disk_works", root=str(root))
 
 
-READ = ["preadv"]
-WRITE = ["pwritev"]
+EVERY_CALL = ["open", "fstat", "preadv", "pwritev", "rename", "lstat", "unlink"]
 FAULTS = [
-    *((calls, "EIO") for calls in (["open"], ["fstat"], READ, WRITE, ["rename"], ["unlink"])),
-    *((calls, "ESTALE") for calls in (["open"], READ, WRITE, ["rename"], ["lstat"])),
-    *((calls, "ETIMEDOUT") for calls in (["open"], READ, WRITE)),
+    *((calls, "EIO") for calls in (["open"], ["preadv"], ["pwritev"], ["rename", "unlink"])),
+    *((EVERY_CALL, error) for error in ("ESTALE", "ETIMEDOUT")),
     *((["open", "pwritev"], error) for error in ("ENOSPC", "EDQUOT")),
     (["open", "rename", "unlink", "mkdir"], "EROFS"),
-    (["open"], "EMFILE"),
-    (["open"], "EACCES"),
+    *((["open"], error) for error in ("EMFILE", "EACCES")),
 ]
 FAILS_LOADS = {"open", "fstat", "preadv"}
 FAILS_STORES = {"open", "pwritev", "rename", "lstat"}

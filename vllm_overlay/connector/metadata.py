@@ -54,14 +54,14 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
 
     ``reported`` counts, by store ticket, the ranks that are done with it; ``failed_stores`` are those that failed in
     some rank. ``bad_objects`` did not verify in some rank; ``failed_loads`` maps request ids to a reason. For
-    ``load_pause_s`` seconds every load would fail in some rank.
+    ``load_pause_s`` seconds every load would fail in some rank; 0.0 ends such a pause, None is no news.
     """
 
     reported: Counter[int] = field(default_factory=Counter)
     failed_stores: set[int] = field(default_factory=set)
     bad_objects: set[ObjectId] = field(default_factory=set)
     failed_loads: dict[str, str] = field(default_factory=dict)
-    load_pause_s: float = 0.0
+    load_pause_s: float | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadWorkerMetadata":
         """Called in the executor, with the metadata of another rank of the same step."""
@@ -71,11 +71,12 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
             self.failed_stores | other.failed_stores,
             self.bad_objects | other.bad_objects,
             self.failed_loads | other.failed_loads,
-            max(self.load_pause_s, other.load_pause_s),
+            max((pause for pause in (self.load_pause_s, other.load_pause_s) if pause is not None), default=None),
         )
 
     def __bool__(self) -> bool:
-        return any((self.reported, self.failed_stores, self.bad_objects, self.failed_loads, self.load_pause_s))
+        reports = (self.reported, self.failed_stores, self.bad_objects, self.failed_loads)
+        return any(reports) or self.load_pause_s is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,7 +274,7 @@ class OffloadScheduler:
                 self._tier.drop(object_id)
             for request_id, reason in metadata.failed_loads.items():
                 self._load_failed(request_id, reason)
-            if metadata.load_pause_s:
+            if metadata.load_pause_s is not None:
                 self._loads_resume_at = time.monotonic() + metadata.load_pause_s
         for request_id in output.finished_recving or ():
             self._end_load(request_id)

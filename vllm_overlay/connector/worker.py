@@ -39,6 +39,7 @@ class OffloadWorker:
         self._bad_objects: set[ObjectId] = set()
         self._reported: Counter[int] = Counter()
         self._failed_stores: set[int] = set()
+        self._is_pausing = False
 
     # Loads.
 
@@ -166,9 +167,10 @@ class OffloadWorker:
 
     def take_metadata(self) -> OffloadWorkerMetadata | None:
         """What the scheduler's half must know of this step; None when nothing happened."""
-        metadata = OffloadWorkerMetadata(
-            self._reported, self._failed_stores, self._bad_objects, self._failed, self._tier.load_pause_s()
-        )
+        pause_s = self._tier.load_pause_s()
+        news = pause_s if pause_s or self._is_pausing else None
+        self._is_pausing = pause_s > 0
+        metadata = OffloadWorkerMetadata(self._reported, self._failed_stores, self._bad_objects, self._failed, news)
         self._reported, self._failed_stores = Counter(), set()
         self._bad_objects, self._failed = set(), {}
         return metadata if metadata else None

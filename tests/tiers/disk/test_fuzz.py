@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.engine import OBJECT, UNIT, Engine, chain, on_disk
-from vllm_overlay.tiers.disk.integrity import XXH3
+from vllm_overlay.tiers.disk.integrity import XXH3, integrity_of
 from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.objectfile import BadObject, read_header, verify_file
 
@@ -54,7 +54,7 @@ def shift(chosen: random.Random, raw: bytearray, place: int, others: list[bytes]
     """The length stays: what is taken out here comes in elsewhere."""
     taken = raw[place : place + chosen.randrange(1, 600)]
     del raw[place : place + len(taken)]
-    elsewhere = chosen.randrange(len(raw))
+    elsewhere = chosen.randrange(len(raw)) if raw else 0
     raw[elsewhere:elsewhere] = taken
 
 
@@ -89,10 +89,11 @@ MUTATIONS: list[Callable[[random.Random, bytearray, int, list[bytes]], None]] = 
 class Fuzz:
     """Changes one object's file again and again; its twin files are other objects of the same size."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: int, key_file: str = "") -> None:
         self.outcomes: Counter[str] = Counter()
         self._random = random.Random(seed)
-        self._engine = Engine(root, read_threads=1).recovered()
+        self._engine = Engine(root, read_threads=1, integrity_key_file=key_file).recovered()
+        self._integrity = integrity_of(key_file)
         self._objects = chain("p", 3)
         self._engine.store(self._objects)
         self._target = self._objects[1]
@@ -125,26 +126,30 @@ class Fuzz:
             assert not self._path.exists()
         else:
             assert is_readable
-            assert is_forged or raw == self._good
+            assert self._may_read(raw, is_forged)
 
     def _reads(self, raw: bytes, is_forged: bool) -> bool:
         """Whether every byte verifies; what verifies has the good payload, or is another object's file."""
         try:
-            read_header(Device(), str(self._path))
-            verify_file(Device(), str(self._path))
+            read_header(Device(), str(self._path), self._integrity)
+            verify_file(Device(), str(self._path), integrity=self._integrity)
         except BadObject as bad:
             assert bad.reason in ("header", "size", "checksum")
             return False
-        assert is_forged or raw == self._good or raw in self._others
+        assert self._may_read(raw, is_forged) or raw in self._others
         return True
+
+    def _may_read(self, raw: bytes, is_forged: bool) -> bool:
+        """Only what was stored; without a key also what somebody has forged."""
+        return raw == self._good or (is_forged and self._integrity == XXH3)
 
     def close(self) -> None:
         self._engine.close()
 
 
-def fuzz(root: Path, count: int, seed: int) -> Counter[str]:
+def fuzz(root: Path, count: int, seed: int, key_file: str = "") -> Counter[str]:
     """How the loads of ``count`` changed files ended; every class of bytes takes its turn."""
-    fuzz = Fuzz(root, seed)
+    fuzz = Fuzz(root, seed, key_file)
     places = list(PLACES)
     for turn in range(count):
         fuzz.round(places[turn % len(places)])
@@ -157,6 +162,14 @@ def test_a_file_changed_at_random_is_never_a_wrong_load(tmp_path, seed):
     outcomes = fuzz(tmp_path / "root", 112, seed)
     assert {"header", "size", "checksum"} <= set(outcomes)
     assert outcomes["loaded"] < 30  # a forged header may change what no reader depends on
+
+
+def test_with_a_key_a_forged_file_is_never_loaded(tmp_path):
+    key_file = tmp_path / "key"
+    key_file.write_bytes(bytes(32))
+    key_file.chmod(0o600)
+    outcomes = fuzz(tmp_path / "root", 112, 7, str(key_file))
+    assert {"header", "size", "checksum"} <= set(outcomes)
 
 
 def test_the_classes_of_bytes_cover_the_file():

@@ -554,23 +554,35 @@ def test_two_processes_keep_one_capacity(tmp_path):
 
 
 SHARER = """
-import sys
+import itertools, sys, time
 from collections import Counter
 from pathlib import Path
-from tests.tiers.disk.engine import Engine, chain, on_disk
+from tests.tiers.disk.engine import Engine, chain, until
 made = Engine(Path(sys.argv[1]), capacity_bytes=int(sys.argv[2]))
 print("ready", flush=True)
 reasons = Counter()
+
+def store(planned):
+    # A parent may go while its child waits for room: then the child is given up, as the connector does.
+    if made.has(planned):
+        return "there"
+    while all(made.tier.index.has(parent) for parent in planned.parents):
+        if (reason := made.try_store(planned)) != "no_room":
+            return reason
+        time.sleep(0.001)
+    return "no parent"
+
 held = []
-for turn in range(60):
+for turn in itertools.count():
     objects = chain(f"{sys.argv[3]}-{turn % 45}", 2)
-    for planned in objects:
-        reasons[made.outcome(planned) if not made.has(planned) else "there"] += 1
+    reasons.update(store(planned) for planned in objects)
     held = [planned for planned in held[-9:] + objects if made.has(planned)]
     for planned, reason in zip(held, made.reasons(held)):  # compares the bytes
-        reasons[reason and f"load {reason}"] += 1
+        reasons[f"load {reason}"] += 1
         if reason:
             made.tier.drop(planned.object_id)
+    if reasons[""] >= 180:
+        break
 made.close()
 print(dict(reasons), flush=True)
 """
@@ -591,9 +603,7 @@ def test_three_processes_keep_one_capacity_and_what_they_read_is_right(tmp_path)
             kill(sharer)
     assert max(seen) <= capacity
     assert max(seen) >= capacity // 2
-    stored = sum(reasons[""] for reasons in ended)
-    assert stored >= 20 * 26
-    assert set().union(*ended) <= {"", "there", "load missing"}
+    assert set().union(*ended) <= {"", "there", "no parent", "load ", "load missing"}
 
 
 def test_two_processes_that_store_the_same_objects_count_them_once(tmp_path):

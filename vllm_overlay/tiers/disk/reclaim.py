@@ -246,6 +246,7 @@ class Janitor:
             _log.warning("ground", "disk tier: %s was removed or replaced; beginning anew in what is there", self._root)
             self._claim.let_go()
             self._allowance.forfeit()
+            self._forget_doomed()
             self._must_count = self._is_on_new_ground = True
         if self._claim.slot is None:
             self._claim.take(namespace)
@@ -283,6 +284,13 @@ class Janitor:
                 self._doomed.popleft()
                 self._doomed_bytes -= doomed.num_bytes
                 self._removing.difference_update(doomed.object_ids)
+
+    def _forget_doomed(self) -> None:
+        """They are not here: files of these names, if there are any, are others'."""
+        with self._changed:
+            self._doomed.clear()
+            self._doomed_bytes = 0
+            self._removing.clear()
 
     def _paths_of(self, doomed: _Doomed) -> Iterator[str]:
         for object_id in doomed.object_ids:
