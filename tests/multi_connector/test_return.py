@@ -303,3 +303,27 @@ def test_what_was_held_for_the_old_instance_is_not_expected_of_the_new_one():
     assert engine.recover()
     engine.step()
     assert engine.tables_are_empty()
+
+
+@pytest.mark.parametrize("hook", ["__init__", "bind_kv_cache_manager"])
+def test_a_new_instance_that_hangs_while_it_starts_is_named_too(hook, monkeypatch):
+    engine = Returning()
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    hanging, build = engine.scheduler._children[0], engine.scheduler._children[0]._build
+    seen = []
+
+    def look(*args):
+        seen.append(hanging._watchdog._call.hook)
+
+    def building():
+        if hook == "__init__":
+            look()
+        fake = build()
+        fake.answers[hook] = look
+        return fake
+
+    hanging._build = building
+    assert engine.recover()
+    assert seen == [hook]
+    assert hanging._watchdog._call is None
