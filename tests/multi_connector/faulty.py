@@ -3,11 +3,15 @@
 
 import functools
 import inspect
+import json
+import os
 import random
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -87,9 +91,28 @@ class Faults:
     fault: ClassVar[Fault | None] = None
     also: ClassVar[Fault | None] = None
     """A second one, to bring about what the first one needs."""
+    _seen: ClassVar[str] = ""
+
+    @classmethod
+    def look(cls) -> None:
+        """With several processes: the fault is what the file says that FAULT_FILE names, ``rank`` whose it is."""
+        path = os.environ.get("FAULT_FILE")
+        text = Path(path).read_text() if path and os.path.exists(path) else ""
+        if path and text != cls._seen:
+            cls._seen, cls.fault = text, None
+            if text:
+                wanted = json.loads(text)
+                if wanted.pop("rank") == torch_rank():
+                    cls.fault = Fault(**wanted)
+
+
+def torch_rank() -> int:
+    """This process's rank; 0 in the scheduler's."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def _strike(hook: str, role: KVConnectorRole, real: Any) -> Any:
+    Faults.look()
     for fault in (Faults.fault, Faults.also):
         if fault is not None and fault.meets(hook, role):
             return fault.strike(real)

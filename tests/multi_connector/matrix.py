@@ -3,8 +3,9 @@
 
     python -m tests.multi_connector.matrix MODEL [--cells N] [--seed S] [--child ours|offloading]
 
-For each cell, with the fault on: requests finish and equal the cold run exactly, and the steady child hits. With the
-fault off: the faulty child returns to service, and loads again. One JSON line a cell, then one with the totals.
+For each cell, with the fault on, first while the faulty child loads a request: requests finish and equal the cold run
+exactly, and the steady child hits. With the fault off: the faulty child returns to service, and loads again. One JSON
+line a cell, then one with the totals.
 """
 
 import argparse
@@ -96,7 +97,10 @@ class Matrix:
         self._seed = seed
         self._names = 0
         self._tokens = prompt(LENGTH, seed)
-        self._cold = self._run("reference")
+        self._stored = "reference"
+        """The salt of a request that the faulty child holds, and will be chosen for."""
+        self._cold = self._run(self._stored)
+        self._settle()
 
     @property
     def _scheduler(self) -> Any:
@@ -139,9 +143,12 @@ class Matrix:
         """One cell; what of it did not hold is under "wrong"."""
         started, wrong = time.monotonic(), []
         returns_before = self._counted("returns")
+        self._reset_device()
         fault = Faults.fault = Fault(hook, kind, role, self._seed)
         if hook in AT_RETURN:
             Faults.also = Fault("wait_for_save", "raises once", "worker")
+        if not self._equal(self._run(self._stored)):
+            wrong.append("a request that the faulty child was loading differs")
         if hook == "reset_cache":
             self.driver.llm.reset_prefix_cache(reset_connector=True)
         salt = self._new_salt()
@@ -158,7 +165,7 @@ class Matrix:
                 wrong.append(f"only {output['num_cached_tokens']} tokens hit under the fault")
         self._abort_one()
         Faults.fault = Faults.also = None
-        if fault.fired or hook in AT_RETURN:
+        if fault.fired or hook in (*AT_RETURN, "reset_cache"):
             wrong += self._heal()
         return {
             "cell": [hook, kind, role],
@@ -191,6 +198,7 @@ class Matrix:
             yield "a request served after the fault differs or does not hit"
         if self._counted("chosen") <= chosen:
             yield "the faulty child does not load again"
+        self._stored = salt
 
     def tables(self) -> dict[str, int]:
         """Entries left in all tables once nothing runs, and device blocks not free."""

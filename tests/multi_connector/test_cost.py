@@ -58,7 +58,7 @@ def test_a_child_that_is_too_slow_is_tried_again_some_time():
     for _ in range(ENOUGH):
         cost.measured(1000, 4.0)
     refusals = 0
-    while cost.saved_s(1000, prefill_s=2.0) <= 0:
+    while cost.saved_s(1000, prefill_s=2.0) <= 0 and refusals < 1000:
         cost.lost_to_computing()
         refusals += 1
     assert 60 < refusals < 80

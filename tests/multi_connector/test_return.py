@@ -261,8 +261,12 @@ def test_a_child_in_whose_memory_the_cache_lives_is_never_shut_down_nor_replaced
     for connector in engine.workers:
         connector.sub_connectors[0].answers["get_mem_pool_context"] = contextlib.nullcontext()
         connector.get_mem_pool_context()
+    engine.admit("r", 0)
     engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
-    engine.step()
+    assert engine.step().finished_recving is None
+    assert engine.step().finished_recving is None
+    engine.report(0, recving={"r"}, failed={"r"})
+    assert engine.step().failed_recving == {"r"}
     assert not engine.recover()
     assert not engine.workers[0].sub_connectors[0].called("shutdown")
 
@@ -292,9 +296,34 @@ def test_what_was_held_for_the_old_instance_is_not_expected_of_the_new_one():
     worker_side.get_transfer_results(set())
     news = worker_side.build_connector_worker_meta()
     assert engine.finish("r")  # while it is being stopped
+    assert engine.scheduler.has_pending_push_work()  # or an idle engine would keep its blocks
     engine.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=news))
     engine.clock.now += 100  # and the pause is over before the workers hear of the hold
     assert engine.step().finished_sending == {"r"}
     assert engine.recover()
     engine.step()
     assert engine.tables_are_empty()
+
+
+@pytest.mark.parametrize("hook", ["__init__", "bind_kv_cache_manager"])
+def test_a_new_instance_that_hangs_while_it_starts_is_named_too(hook, monkeypatch):
+    engine = Returning()
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    hanging, build = engine.scheduler._children[0], engine.scheduler._children[0]._build
+    seen = []
+
+    def look(*args):
+        seen.append(hanging._watchdog._call.hook)
+
+    def building():
+        if hook == "__init__":
+            look()
+        fake = build()
+        fake.answers[hook] = look
+        return fake
+
+    hanging._build = building
+    assert engine.recover()
+    assert seen == [hook]
+    assert hanging._watchdog._call is None

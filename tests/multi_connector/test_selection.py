@@ -67,6 +67,10 @@ def test_weight_zero_and_zero_tokens_never_load(found):
         ([Offer(64, 1.0), Offer(32, 2.0)], 0),
         ([Offer(5000, 0.0), Offer(16, 1.0)], 1),
         ([Offer(5000, 1e308), Offer(16, 1.0)], 0),
+        ([Offer(16, 1.0)], 0),
+        ([Offer(0, 1.0)] * 8, None),
+        ([Offer(100 + i, 1.0) for i in range(8)], 7),
+        ([Offer(100, 1.0)] * 8, 0),
     ],
 )
 def test_decisions_a_user_would_expect(found, chosen):

@@ -8,8 +8,6 @@ How the children's answers become one (``tests/multi_connector/test_interface.py
 | get_num_new_matched_tokens | all, in the same call | highest tokens x load_weight, first of equals (selection.py) |
 | update_state_after_alloc | all | the chosen one gets the tokens, the others the real blocks and 0 |
 | get_loaded_kv_cache_group_ids, get_external_cache_hit_sources | the chosen one | its answer |
-| on_new_request, update_state_after_alloc, build_connector_meta, request_finished*, register_finished_partial_tail | \
-those that see the request (visibility.py) | |
 | request.shared_prefix_boundary | all, each from the scheduler's value | selection.merge_junctions |
 | build_connector_meta, build_connector_worker_meta | all | one part each |
 | get_handshake_metadata, set_xfer_handshake_metadata(_pp_aware) | all | one part each; each gets back its own |
@@ -32,7 +30,8 @@ set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown |
 | get_finished_count | all | None if one says None; must agree, else a refusal |
 | kv_load_failure_policy | all | "recompute" if a child's is once it is built |
 
-A child out of service (isolation.py) is not asked, and nothing waits for it.
+"All" are those in service (service.py), and for hooks that concern one request those that see it (visibility.py). For
+a child out of service nothing waits but the blocks that it may still touch (worker.py).
 """
 
 import contextlib

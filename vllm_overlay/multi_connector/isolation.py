@@ -164,13 +164,17 @@ class Child:
         try:
             if self.keeps_memory:
                 raise RuntimeError("the KV cache lives in its memory, so that it cannot be replaced")
+            self._watchdog.began(self.name, hook)
             self._adopt(self._build())
             self.isolated = self.stopped = False
             for hook, argument in start_hooks:
+                self._watchdog.began(self.name, hook)
                 getattr(self.connector, hook)(argument)
         except Exception as error:
             self.failed(hook, error)
             return False
+        finally:
+            self._watchdog.ended()
         self.standing_by = True
         return True
 

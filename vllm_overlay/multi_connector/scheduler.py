@@ -421,7 +421,12 @@ class SchedulerSide:
     def has_pending_push_work(self) -> bool:
         working = any(child.call("has_pending_push_work", False, parse=answers.truth) for child in self._children)
         self._notice_isolations()
-        return working or any(service.needs_steps for service in self._services)
+        return working or any(service.needs_steps for service in self._services) or self._holds_for_the_stopped()
+
+    def _holds_for_the_stopped(self) -> bool:
+        """Whether blocks are held for a child that is being stopped, and the workers do not know of it yet."""
+        holders = {index for children in self._new_saves.values() for index in children}
+        return any(self._services[index].phase is not Phase.SERVING for index in holders)
 
     def reset_cache(self) -> bool:
         """A child out of service comes back empty anyway."""
