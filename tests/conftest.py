@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures that tests of several rooms share."""
 
+import signal
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C need it heard."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
