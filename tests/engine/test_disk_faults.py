@@ -29,8 +29,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path, root: Path) -> Iterator[Engine]:
     """One engine with a disk tier alone, so that every restore is read from the disk."""
-    child = disk_child(root, load_timeout_s=LOAD_TIMEOUT_S, report_timeout_s=10)
+    child = disk_child(root, load_timeout_s=LOAD_TIMEOUT_S)
     with Engine(tiny_model, kv_transfer_config=multi(child)) as running:
+        works(running, 0)  # compiles what is compiled at first use
         yield running
 
 
