@@ -36,7 +36,9 @@ def namespaces(root):
 def is_serving_another(made: Engine) -> bool:
     """Whether the janitor has arrived in the namespace of the last reset."""
     namespace = made.tier._janitor._claim.namespace
-    return namespace is not None and namespace.description.get(RESET) == made.tier._reset
+    if namespace is None or namespace.description.get(RESET) != made.tier._reset:
+        return False
+    return all(words_or_none(str(made.root / name)).is_of_one_process for name in namespace.fingerprints)
 
 
 def store_after_reset(made: Engine, planned, data=None) -> None:

@@ -61,7 +61,7 @@ def test_the_root_is_created_private_and_says_whose_it_is(tmp_path):
     root = tmp_path / "a" / "root"
     with engine(root) as made:
         made.recovered()
-        until(lambda: all((root / name / "in-use").exists() for name in NAMESPACE.fingerprints))
+        until(lambda: all((root / name / "namespace.json").exists() for name in NAMESPACE.fingerprints))
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
     for fingerprint in NAMESPACE.fingerprints:
         words = json.loads((root / fingerprint / "namespace.json").read_text())

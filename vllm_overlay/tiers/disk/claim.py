@@ -25,6 +25,7 @@ class Claim:
         self._held: dict[str, int] = {}
         self.slot: int | None = None
         self.namespace: DiskNamespace | None = None
+        self._described: DiskNamespace | None = None
 
     def take(self, namespace: DiskNamespace) -> None:
         """Lock everything anew, under a root that is made if it is not there. Raises ConfigError like ``open_root``."""
@@ -40,7 +41,6 @@ class Claim:
             for fingerprint in namespace.fingerprints:
                 directory = os.path.join(self._root, fingerprint)
                 make_directory(self._device, directory)
-                write_words(self._device, directory, namespace, fingerprint)
                 path = in_use_path(self._root, fingerprint)
                 make_directory(self._device, os.path.dirname(path))
                 self._held[path] = lock(path, shared=True)
@@ -48,6 +48,13 @@ class Claim:
         finally:
             for fd in before.values():
                 os.close(fd)
+
+    def describe(self) -> None:
+        """Write the words of what is served, once. Nobody who serves waits for them."""
+        if self.namespace is not None and self._described is not self.namespace:
+            self._described = self.namespace
+            for fingerprint in self.namespace.fingerprints:
+                write_words(self._device, os.path.join(self._root, fingerprint), self.namespace, fingerprint)
 
     def is_lost(self) -> bool:
         """Whether something we keep locked is not there any more: the root was removed, replaced or unmounted."""
@@ -66,4 +73,4 @@ class Claim:
     def stop_serving(self) -> None:
         while self._held:
             os.close(self._held.popitem()[1])
-        self.namespace = None
+        self.namespace = self._described = None

@@ -238,6 +238,7 @@ class Janitor:
             short = self._refill(slot)
         with self._changed:
             self._short_bytes = max(0, short - self._doomed_bytes)
+        self._claim.describe()
 
     def _stand(self) -> int:
         """Hold a lease and the namespace that is served, under the root that is there now; returns the lease's slot."""
