@@ -48,6 +48,17 @@ GARBAGE: tuple[Any, ...] = (
 )
 
 
+AT_RETURN = (
+    *("__init__", "register_kv_caches", "get_handshake_metadata", "bind_kv_cache_manager", "bind_gpu_block_pool"),
+    *("set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "set_host_xfer_buffer_ops", "shutdown"),
+)
+"""Hooks that an instance meets once, when it is stopped or comes back: another fault has to bring that about.
+
+Garbage from them comes after their work: an instance that silently does nothing there is no faulty one that could be
+told from a right one, but a connector that never has anything.
+"""
+
+
 class Broken(Exception):
     """What a faulty hook raises."""
 
@@ -78,7 +89,7 @@ class Fault:
         if self.kind == "hangs":
             time.sleep(HANG_S)
             return real()
-        if self._random.random() < 0.5:
+        if self._random.random() < 0.5 or (self.kind == "returns garbage" and self.hook in AT_RETURN):
             real()
         if self.kind == "returns garbage":
             return self._random.choice(GARBAGE)

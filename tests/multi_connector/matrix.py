@@ -23,7 +23,7 @@ from vllm import SamplingParams
 
 from tests.engine.client import cpu_child, multi, prompt
 from tests.engine.driver import Driver
-from tests.multi_connector.faulty import KINDS, Fault, Faults, hooks
+from tests.multi_connector.faulty import AT_RETURN, KINDS, Fault, Faults, hooks
 
 LENGTH = 200
 RESTORABLE = 192
@@ -40,11 +40,6 @@ NOT_CALLED = {
     "has_pending_block_frees": "asked when a request would be preempted: churn.py does that",
 }
 """Hooks that do not reach a child in a running CPU engine, and why; a fault in them cannot fire."""
-AT_RETURN = (
-    *("__init__", "register_kv_caches", "get_handshake_metadata", "bind_kv_cache_manager", "bind_gpu_block_pool"),
-    *("set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "set_host_xfer_buffer_ops", "shutdown"),
-)
-"""Hooks that a child meets when it is stopped or comes back: another fault has to bring that about."""
 
 
 def cells() -> list[tuple[str, str, str]]:

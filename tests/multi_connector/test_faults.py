@@ -59,11 +59,11 @@ def test_random_aborts_preemptions_and_faults_leave_nothing(tiny_model: Path) ->
 
 def test_the_matrix_has_every_hook_of_the_interface() -> None:
     from tests.multi_connector import matrix
-    from tests.multi_connector.faulty import KINDS, FaultyHybridOffloadConnector, FaultyOffloadingConnector
+    from tests.multi_connector.faulty import AT_RETURN, KINDS, FaultyHybridOffloadConnector, FaultyOffloadingConnector
 
     instance_level = {name for name, member in public_hooks().items() if not isinstance(member, classmethod)}
     assert {hook for hook, _, _ in matrix.cells()} == instance_level | {"__init__"}
     assert len(matrix.cells()) == (len(instance_level) + 1) * len(KINDS) * 2
     for faulty in (FaultyHybridOffloadConnector, FaultyOffloadingConnector):
         assert all(name in faulty.__dict__ for name in instance_level - {"role"})
-    assert set(matrix.NOT_CALLED) <= instance_level and set(matrix.AT_RETURN) <= instance_level | {"__init__"}
+    assert set(matrix.NOT_CALLED) <= instance_level and set(AT_RETURN) <= instance_level | {"__init__"}
