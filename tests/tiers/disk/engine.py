@@ -241,14 +241,23 @@ def temporaries(root: Path) -> list[Path]:
 
 
 def bytes_under(root: Path) -> int:
-    """Bytes of all objects and temporaries, while others may remove them."""
-    total = 0
+    """Bytes of all objects and temporaries that were there at one moment, while others may write and remove them: one
+    walk alone would count what goes behind it and what comes before it. What two walks see was there between them."""
+    first, second = _sizes_under(root), _sizes_under(root)
+    return sum(min(size, second[file]) for file, size in first.items() if file in second)
+
+
+def _sizes_under(root: Path) -> dict[tuple[int, int], int]:
+    """By inode (a rename keeps it) and time of the last write (an inode's number is used again)."""
+    sizes = {}
     for path in _files_under(root):
         try:
-            total += path.lstat().st_size
+            status = path.lstat()
         except OSError as error:
             assert error.errno == errno.ENOENT
-    return total
+        else:
+            sizes[status.st_ino, status.st_mtime_ns] = status.st_size
+    return sizes
 
 
 def on_disk(num_bytes: int = OBJECT) -> int:
