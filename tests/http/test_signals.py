@@ -52,7 +52,7 @@ def test_sigterm_gives_pending_stores_the_time_they_need(tiny_model: Path, compi
     tokens = prompt(6000, seed=1)
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     root = tmp_path / "root"
-    config = multi(disk_child(root, write_threads=1, shutdown_timeout_s=8.0))
+    config = multi(disk_child(root, write_threads=1))
 
     slow = slow_disk(tmp_path / "plugin", seconds_a_write=0.05)
     first = Server(tiny_model, config, log_path=tmp_path / "first.log", environment={**environment, **slow})
