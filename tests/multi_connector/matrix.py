@@ -150,6 +150,8 @@ class Matrix:
         if not self._equal(self._run(salt)):
             wrong.append("a cold request under the fault differs")
         self._settle()
+        if hook in AT_RETURN:
+            self._wait_for_return(fault)
         for _ in range(2):
             if not self._reset_device():
                 wrong.append("blocks stay held under the fault")
@@ -170,13 +172,25 @@ class Matrix:
             "seconds": round(time.monotonic() - started, 2),
         }
 
+    def _wait_for_return(self, fault: Fault) -> None:
+        """Until the fault has met the new instance, or that serves because the hook is not called on this side."""
+        for _ in range(60):
+            if fault.fired or self._phase == "SERVING":
+                return
+            self._run(self._new_salt())
+            time.sleep(0.02)
+
+    @property
+    def _phase(self) -> str:
+        return str(self._scheduler._services[0].phase.name)
+
     def _counted(self, what: str) -> float:
         return self.driver.metric(f"vllm:kv_connector_{what}", {"connector": "faulty"})
 
     def _heal(self) -> Iterator[str]:
         for _ in range(60):
             self._run(self._new_salt())
-            if self._scheduler._services[0].phase.name == "SERVING":
+            if self._phase == "SERVING":
                 break
             time.sleep(0.02)
         else:
