@@ -28,7 +28,7 @@ test-crash: setup
 test-upstream: setup
 	$(BIN)/python tools/upstream_tests.py $(if $(SOURCE),--source $(SOURCE))
 
-# Every hook x kind of fault x side, then 1,000 random requests, in one real engine each: about half an hour.
+# Every hook x kind of fault x side, then 1,000 random requests, in one real engine each: about a quarter of an hour.
 test-faults: setup
 	$(BIN)/python -m tools.tiny_model .faults/tiny
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.matrix .faults/tiny
