@@ -27,6 +27,7 @@ test-crash: setup
 
 test-upstream: setup
 	$(BIN)/python tools/upstream_tests.py $(if $(SOURCE),--source $(SOURCE))
+	VLLM_SOURCE=$(CURDIR)/.upstream $(BIN)/python -m pytest tests/multi_connector/test_upstream.py
 
 # Every hook x kind of fault x side, then 1,000 random requests, in one real engine each: about a quarter of an hour.
 test-faults: setup

@@ -46,7 +46,7 @@ def read_switches(content: bytes, configured: Mapping[str, ChildSettings]) -> di
 
 
 class ControlFile:
-    """The present settings of every child. Not there, unreadable or bad: a warning, and the last good ones hold."""
+    """The present settings of every child. Bad: a warning, and the last good ones hold; gone: as configured."""
 
     def __init__(self, path: str, configured: Mapping[str, ChildSettings]) -> None:
         """``path`` may be empty: then the settings never change."""

@@ -23,7 +23,7 @@ from tests.tiers.disk.test_tier import kill, start
 from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.ledger import Ledger
-from vllm_overlay.tiers.disk.namespace import RESET
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, RESET
 from vllm_overlay.tiers.disk.tier import DiskTier
 from vllm_overlay.tiers.disk.words import words_or_none
 
@@ -176,7 +176,8 @@ time.sleep(600)
 """
 
 
-def test_what_a_killed_process_stored_after_a_reset_is_removed_by_the_next(tmp_path):
+@pytest.mark.parametrize("has_words", [True, False], ids=["with words", "killed before it had any"])
+def test_what_a_killed_process_stored_after_a_reset_is_removed_by_the_next(tmp_path, has_words):
     root = tmp_path / "root"
     process = start(STORE_AFTER_RESET, root)
     try:
@@ -186,6 +187,8 @@ def test_what_a_killed_process_stored_after_a_reset_is_removed_by_the_next(tmp_p
             assert len(namespaces(root)) == 3  # it is served
     finally:
         kill(process)
+    for name in namespaces(root) - set(NAMESPACE.fingerprints) if not has_words else ():
+        (root / name / DESCRIPTION).unlink()
     with engine(root) as made:
         until(lambda: namespaces(root) == set(NAMESPACE.fingerprints))
         made.recovered()

@@ -48,13 +48,15 @@ class Neighbours:
         return self._remove_idle(self._others(), num_bytes)
 
     def remove_forsaken(self) -> None:
-        """Remove idle namespaces that nobody will serve again: those that a reset began, in whatever process."""
-        forsaken = [
-            fingerprint
-            for fingerprint in self._others()
-            if words_or_none(os.path.join(self._root, fingerprint)).is_of_one_process
-        ]
-        self._remove_idle(forsaken, sys.maxsize)
+        """Remove idle namespaces that nobody will serve again: those that a reset began, in whatever process.
+
+        Also those without words: whoever began one was killed before it could say whether it is such a one.
+        """
+        self._remove_idle([each for each in self._others() if self._is_forsaken(each)], sys.maxsize)
+
+    def _is_forsaken(self, fingerprint: str) -> bool:
+        directory = os.path.join(self._root, fingerprint)
+        return not os.path.lexists(os.path.join(directory, DESCRIPTION)) or words_or_none(directory).is_of_one_process
 
     def _remove_idle(self, fingerprints: Iterable[str], num_bytes: int) -> int:
         with contextlib.ExitStack() as locks:
