@@ -311,9 +311,9 @@ class OffloadScheduler:
         self._tracked.pop(request_id, None)
 
     def has_pending_work(self) -> bool:
-        """Whether workers still owe reports, for which an idle engine must go on stepping."""
+        """Whether workers owe reports or the tier has more to take in, for which an idle engine must go on stepping."""
         self._write_off()
-        return bool(self._stores or self._loads)
+        return bool(self._stores or self._loads) or self._tier.has_more_to_come()
 
     def _deadline(self) -> float:
         return time.monotonic() + self._report_timeout_s

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of what a tier keeps: chunks and snapshots."""
+"""The names of what a tier keeps: chunks and snapshots.
 
-from dataclasses import dataclass
-from typing import NamedTuple
+A full tier has hundreds of thousands of them, so they are structs that the garbage collector passes by.
+"""
+
+import msgspec
 
 SNAPSHOT_KIND = "s"
 
 
-class ObjectId(NamedTuple):
+class ObjectId(msgspec.Struct, frozen=True, order=True, gc=False):
     """Names one object of a tier.
 
     ``kind`` is ``f<n>`` for a chunk of the n-th attention group when that group is full attention, ``w<n>`` when it
@@ -19,8 +21,7 @@ class ObjectId(NamedTuple):
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedObject:
+class PlannedObject(msgspec.Struct, frozen=True, gc=False):
     """One object to store or to load, as the planner names it.
 
     ``start_tokens`` and ``end_tokens`` bound the tokens whose attention KV it holds; a snapshot's ``end_tokens`` is

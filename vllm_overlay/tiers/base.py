@@ -63,6 +63,10 @@ class Tier(ABC):
     def advance(self) -> None:
         """Take in what background work has found or freed. Called before lookups and once a scheduler step."""
 
+    def has_more_to_come(self) -> bool:
+        """Whether an idle engine should go on stepping, because ``advance`` will have more to take in soon."""
+        return False
+
     def look_further(  # noqa: B027
         self, planner: HybridOffloadPlanner, keys: Sequence[bytes], num_tokens: int, num_known: int
     ) -> None:

@@ -4,8 +4,8 @@
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from vllm_overlay.config import ConfigError
@@ -54,7 +54,7 @@ class CpuTier(Tier):
 
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
         needed = units_needed(planned.num_bytes, self._unit_bytes)
-        rounded = replace(planned, num_bytes=needed * self._unit_bytes)
+        rounded = msgspec.structs.replace(planned, num_bytes=needed * self._unit_bytes)
         if not self.index.may_reserve(rounded):
             return None
         evicted = self.index.evict(rounded.num_bytes, keep=planned.parents)

@@ -381,6 +381,70 @@ def test_a_file_in_a_wrong_place_goes_and_the_object_in_the_right_one_stays(tmp_
         assert again.reasons(objects) == ["", ""]
 
 
+class OutOfDescriptors(Device):
+    """One file cannot be opened now, and nothing is wrong with it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def open(self, path: str, flags: int) -> int:
+        if path == self._path:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().open(path, flags)
+
+
+def test_what_builds_on_an_object_that_could_not_be_read_now_stays_for_the_next_start(tmp_path):
+    objects = chain("p", 5)
+    with engine(tmp_path / "root") as made:
+        made.store(objects)
+    time.sleep(0.1)
+    with engine(tmp_path / "root", device=OutOfDescriptors(made.path(objects[2]))) as short:
+        short.recovered()
+        assert short.coverage(objects) == [True, True, False, False, False, False]
+    assert len(object_files(made.root)) == 6
+    with engine(tmp_path / "root") as again:
+        assert all(again.recovered().coverage(objects))
+
+
+class Defect(Device):
+    """A scan meets what nobody has thought of."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def open(self, path: str, flags: int) -> int:
+        if path == self._path:
+            raise RuntimeError("nobody has thought of this")
+        return super().open(path, flags)
+
+
+def test_a_scan_that_fails_finds_nothing_and_removes_nothing(tmp_path, caplog):
+    objects = chain("p", 5)
+    with engine(tmp_path / "root") as made:
+        made.store(objects)
+    time.sleep(0.1)
+    with engine(tmp_path / "root", device=Defect(made.path(objects[2]))) as failed:
+        failed.recovered()
+        assert len(failed.tier.index) == 0
+    assert any("nobody has thought of this" in message for message in caplog.messages)
+    assert len(object_files(made.root)) == 6
+
+
+def test_an_idle_engine_steps_until_what_was_there_is_known(tmp_path, monkeypatch):
+    with engine(tmp_path / "root") as made:
+        made.recovered()
+        made.store(chain("p", 3))
+        assert not made.tier.has_more_to_come()
+    with engine(tmp_path / "root") as again:
+        assert again.tier.has_more_to_come()
+        until(lambda: again.tier.advance() or not again.tier.has_more_to_come())
+        assert all(again.coverage(chain("p", 3)))
+    monkeypatch.setattr("vllm_overlay.tiers.disk.tier._AWAKE_S", 0.0)
+    with engine(tmp_path / "root") as slow:
+        assert slow.tier.is_recovering
+        assert not slow.tier.has_more_to_come()
+
+
 def test_files_of_no_object_are_left_alone(tmp_path):
     with engine(tmp_path / "root") as made:
         made.store(chain("p", 1))

@@ -5,6 +5,7 @@ import errno
 import mmap
 import os
 import stat
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -22,12 +23,16 @@ from vllm_overlay.tiers.disk.io import Device, make_directory, read_all, write_a
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
 _PIECE_BYTES = 1 << 20
+_own = threading.local()
 _OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
 
 
 def _page() -> memoryview:
-    """An aligned header page."""
-    return memoryview(mmap.mmap(-1, HEADER_BYTES))
+    """An aligned header page, this thread's own: what it held before means nothing."""
+    if not hasattr(_own, "page"):
+        _own.page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+    page: memoryview = _own.page
+    return page
 
 
 class BadObject(Exception):

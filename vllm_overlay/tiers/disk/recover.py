@@ -2,11 +2,15 @@
 """The scan at start: which objects of a namespace are whole and can be reached."""
 
 import logging
+import queue
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.format import Identity
@@ -16,18 +20,19 @@ from vllm_overlay.tiers.disk.log import RateLimitedLog
 from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
 from vllm_overlay.tiers.disk.objectfile import BadObject, read_header
 from vllm_overlay.tiers.disk.reclaim import Janitor
-from vllm_overlay.tiers.disk.scan import ORPHAN_AGE_S, FoundFile, scan_namespace
+from vllm_overlay.tiers.disk.scan import ORPHAN_AGE_S, FoundFile, fan_out_directories, scan_directory
 from vllm_overlay.tiers.disk.summary import summarize
+from vllm_overlay.tiers.disk.threads import Crew
 
 _PROGRESS_S = 10.0
+_READ_THREADS = 4
 _CLOCK_TICK_S = 0.05
 _SHOWN_OTHERS = 5
 logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundObject:
+class FoundObject(msgspec.Struct, frozen=True, gc=False):
     """An object whose ranks' files all say the same. ``mtime`` is the youngest file's."""
 
     planned: PlannedObject
@@ -60,11 +65,27 @@ def parents_first(found: Iterable[FoundObject]) -> tuple[list[FoundObject], list
     )
 
 
+@dataclass(slots=True)
+class _Part:
+    """What some directories hold: whole objects, files of which no object can be made, and objects that could not be
+    read now, though nothing is known to be wrong with them."""
+
+    objects: list[FoundObject] = field(default_factory=list)
+    useless: list[FoundFile] = field(default_factory=list)
+    num_unread: int = 0
+
+    def add(self, other: "_Part") -> None:
+        self.objects.extend(other.objects)
+        self.useless.extend(other.useless)
+        self.num_unread += other.num_unread
+
+
 class Recovery:
     """Scans in a thread of its own while the tier already serves; the scheduler takes what it found in slices.
 
     Files that no object needs are handed to the janitor, but not those that may be on their way: files younger than
-    this scan, and those younger than an hour while other processes use the root.
+    this scan, and those younger than an hour while other processes use the root. Where an object could not be read
+    now, say for want of descriptors, what builds on it stays for the next start.
     """
 
     def __init__(
@@ -123,9 +144,11 @@ class Recovery:
             self._is_scanning = False
 
     def _recover(self) -> None:
-        found, useless = self._scan()
-        reachable, unreachable = parents_first(found)
-        useless += [file for item in unreachable for file in item.files]
+        found = self._scan()
+        reachable, unreachable = parents_first(found.objects)
+        useless = found.useless
+        if not found.num_unread:
+            useless += [file for item in unreachable for file in item.files]
         with self._lock:
             if self._is_closing:
                 return
@@ -141,7 +164,7 @@ class Recovery:
 
     def _tell_of_others(self) -> None:
         """Whoever opens a root learns what else takes its room."""
-        others = [item for item in summarize(self._root) if item.fingerprint not in self._namespace.fingerprints]
+        others = summarize(self._root, but=self._namespace.fingerprints)
         if others and not self._is_closing:
             shown = ", ".join(
                 f"{item.num_bytes} bytes of model {item.model or '?'!r} ({'served' if item.is_in_use else 'idle'})"
@@ -158,42 +181,74 @@ class Recovery:
             youngest = self._started - (_CLOCK_TICK_S if self._janitor.is_alone() else ORPHAN_AGE_S)
             self._janitor.remove_paths([file.path for file in files if file.mtime < youngest])
 
-    def _scan(self) -> tuple[list[FoundObject], list[FoundFile]]:
-        """Whole objects, and the files of those that are not."""
-        by_object, useless = self._sort_files()
-        objects: list[FoundObject] = []
+    def _scan(self) -> _Part:
+        """Whole objects, and the files of those that are not: several threads, each with a directory at a time."""
+        directories = [
+            directory
+            for fingerprint in self._namespace.fingerprints
+            for directory in fan_out_directories(self._root, fingerprint)
+        ]
+        parts: queue.SimpleQueue[_Part | Exception] = queue.SimpleQueue()
+        crew = Crew("disk-recovery-read", _READ_THREADS)
+        for directory in directories:
+            crew.submit(partial(self._scan_directory, directory, parts))
+        all_parts = _Part()
         logged = time.monotonic()
-        for object_id, files in by_object.items():
-            if self._is_closing:
-                return [], []
-            try:
-                objects.append(self._read(object_id, files))
-            except BadObject as bad:
-                _log.warning(bad.reason, "disk tier: not recovered (%s): %s", bad.reason, files[0].path)
-                useless += files if bad.is_bad else ()
-            if time.monotonic() - logged > _PROGRESS_S:
+        for number in range(1, 1 + len(directories)):
+            part = parts.get()
+            if isinstance(part, Exception):
+                raise part
+            all_parts.add(part)
+            if time.monotonic() - logged > _PROGRESS_S and not self._is_closing:
                 logged = time.monotonic()
-                logger.info("disk tier: recovering, %d of %d objects so far", len(objects), len(by_object))
-        return objects, useless
+                logger.info(
+                    "disk tier: recovering, %d objects in %d of %d directories so far",
+                    len(all_parts.objects), number, len(directories),
+                )  # fmt: skip
+        crew.stop(0.0)
+        return all_parts
 
-    def _sort_files(self) -> tuple[dict[ObjectId, list[FoundFile]], list[FoundFile]]:
-        """The files in their places, by object, and those that have an object's name in another place."""
-        by_object: defaultdict[ObjectId, list[FoundFile]] = defaultdict(list)
-        useless = []
-        for fingerprint in self._namespace.fingerprints:
-            for file in scan_namespace(self._root, fingerprint):
-                if self._is_closing or (parsed := parse_file_name(file.name)) is None:
-                    continue
-                object_id, rank = parsed
-                if rank < self._world_size and file.path == self._namespace.path_of(self._root, object_id, rank):
-                    by_object[object_id].append(file)
-                else:
-                    useless.append(file)
-        return by_object, useless
+    # In the threads that read.
 
-    def _read(self, object_id: ObjectId, files: list[FoundFile]) -> FoundObject:
-        planned = read_planned(self._device, self._root, self._namespace, self._world_size, object_id, self._integrity)
-        return FoundObject(planned, max(file.mtime for file in files), tuple(files))
+    def _scan_directory(self, directory: str, parts: "queue.SimpleQueue[_Part | Exception]") -> None:
+        """Puts one part, or what went wrong: either is waited for."""
+        part = _Part()
+        try:
+            for object_id, files in self._sort_files(directory, part).items():
+                if self._is_closing:
+                    break
+                self._read(object_id, files, part)
+        except Exception as error:
+            parts.put(error)
+        else:
+            parts.put(part)
+
+    def _sort_files(self, directory: str, part: _Part) -> dict[ObjectId, list[FoundFile]]:
+        """The files in their places, by object; those that have an object's name in another place are useless."""
+        by_object: dict[ObjectId, list[FoundFile]] = {}
+        for file in scan_directory(directory):
+            if (parsed := parse_file_name(file.name)) is None:
+                continue
+            object_id, rank = parsed
+            if rank < self._world_size and file.path == self._namespace.path_of(self._root, object_id, rank):
+                by_object.setdefault(object_id, []).append(file)
+            else:
+                part.useless.append(file)
+        return by_object
+
+    def _read(self, object_id: ObjectId, files: list[FoundFile], part: _Part) -> None:
+        try:
+            planned = read_planned(
+                self._device, self._root, self._namespace, self._world_size, object_id, self._integrity
+            )
+        except BadObject as bad:
+            _log.warning(bad.reason, "disk tier: not recovered (%s): %s", bad.reason, files[0].path)
+            if bad.is_bad:
+                part.useless.extend(files)
+            else:
+                part.num_unread += 1
+        else:
+            part.objects.append(FoundObject(planned, max(file.mtime for file in files), tuple(files)))
 
 
 def read_planned(

@@ -6,7 +6,8 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from vllm_overlay.tiers.disk.io import Device, is_temporary, remove_quietly, writer_is_alive
 from vllm_overlay.tiers.disk.namespace import FINGERPRINT
@@ -15,8 +16,7 @@ ORPHAN_AGE_S = 3600.0
 FAN_OUT = re.compile(r"[0-9a-f]{2}")
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFile:
+class FoundFile(msgspec.Struct, frozen=True, gc=False):
     """A file in a namespace's directories. ``mtime`` is in seconds since the epoch."""
 
     path: str
@@ -31,12 +31,16 @@ def namespaces_under(root: str) -> list[str]:
     return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
+def fan_out_directories(root: str, fingerprint: str) -> list[str]:
+    """The directories ``<root>/<fingerprint>/<aa>``, in which files of objects lie; links to some are not followed."""
+    entries = (entry for entry in _entries(os.path.join(root, fingerprint)) if FAN_OUT.fullmatch(entry.name))
+    return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+
+
 def scan_namespace(root: str, fingerprint: str) -> Iterator[FoundFile]:
     """Everything but directories in ``<root>/<fingerprint>/<aa>``. What vanishes or cannot be read is left out."""
-    top = os.path.join(root, fingerprint)
-    for fan_out in _entries(top):
-        if FAN_OUT.fullmatch(fan_out.name) and fan_out.is_dir(follow_symlinks=False):
-            yield from scan_directory(fan_out.path)
+    for directory in fan_out_directories(root, fingerprint):
+        yield from scan_directory(directory)
 
 
 def scan_objects(root: str, fingerprint: str) -> Iterator[FoundFile]:
@@ -45,11 +49,15 @@ def scan_objects(root: str, fingerprint: str) -> Iterator[FoundFile]:
 
 
 def scan_directory(path: str) -> Iterator[FoundFile]:
+    """Everything but directories that lies right in ``path``."""
     for entry in _entries(path):
-        with contextlib.suppress(OSError):
-            if not entry.is_dir(follow_symlinks=False):
-                found = entry.stat(follow_symlinks=False)
-                yield FoundFile(entry.path, entry.name, found.st_size, found.st_mtime)
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                continue
+            found = entry.stat(follow_symlinks=False)
+        except OSError:
+            continue
+        yield FoundFile(entry.path, entry.name, found.st_size, found.st_mtime)
 
 
 def _entries(path: str) -> Iterator[os.DirEntry[str]]:

@@ -3,6 +3,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +40,11 @@ class NamespaceSummary:
     largest: list[tuple[str, int]] = field(default_factory=list)
 
 
-def summarize(root: str) -> list[NamespaceSummary]:
-    """One summary a namespace, the largest first. Raises OSError when the root cannot be read."""
+def summarize(root: str, but: Collection[str] = ()) -> list[NamespaceSummary]:
+    """One summary a namespace, the largest first, ``but`` for these fingerprints. Raises OSError when the root cannot
+    be read."""
     os.listdir(root)
-    summaries = [_summarize(root, fingerprint) for fingerprint in namespaces_under(root)]
+    summaries = [_summarize(root, fingerprint) for fingerprint in namespaces_under(root) if fingerprint not in but]
     return sorted(summaries, key=lambda summary: -summary.num_bytes)
 
 

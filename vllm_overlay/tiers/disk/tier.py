@@ -5,9 +5,11 @@ import itertools
 import logging
 import os
 import secrets
+import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
+
+import msgspec
 
 from vllm_overlay.config import ConfigError, DiskTierSettings, parse_bytes
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
@@ -26,6 +28,7 @@ from vllm_overlay.tiers.disk.recover import Recovery
 from vllm_overlay.tiers.index import Entry, PrefixIndex
 
 _OBJECTS_A_SLICE = 256
+_AWAKE_S = 60.0
 _JOIN_S = 2.0
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class DiskTier(Tier):
             Recovery, root, world_size=world_size, janitor=self._janitor, device=device, integrity=integrity
         )
         self._recovery = self._recover(namespace)
+        self._awake_until = time.monotonic() + _AWAKE_S
         self._prober = Prober(root, namespace, world_size, device, integrity)
 
     def _limits_of(self, settings: DiskTierSettings, max_object_bytes: int) -> Limits:
@@ -87,7 +91,7 @@ class DiskTier(Tier):
 
     def _charged(self, planned: PlannedObject) -> PlannedObject:
         """As the index counts it: with the bytes of all ranks' files."""
-        return replace(planned, num_bytes=self._bytes_on_disk(planned.num_bytes))
+        return msgspec.structs.replace(planned, num_bytes=self._bytes_on_disk(planned.num_bytes))
 
     # Background work's results.
 
@@ -107,6 +111,10 @@ class DiskTier(Tier):
             self._janitor.report_own_bytes(self.index.used_bytes)
         if short_bytes := self._janitor.short_bytes:
             self._make_room(short_bytes)
+
+    def has_more_to_come(self) -> bool:
+        """So that the first request after a start finds what is there; a scan that takes minutes is not waited for."""
+        return self.is_recovering and time.monotonic() < self._awake_until
 
     def _knows(self, object_id: ObjectId) -> bool:
         """Called from the janitor's thread: one look into a dictionary."""
