@@ -25,6 +25,7 @@ from bench.rawdisk import RawFiles, settle
 from vllm_overlay.config import GIB, KIB, MIB, DiskTierSettings
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
+from vllm_overlay.tiers.disk.format import file_bytes
 from vllm_overlay.tiers.disk.io import Device, takes_direct_io
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.store import DiskTierWorker
@@ -41,11 +42,11 @@ _PAUSE_S = 0.3
 class Ours:
     """The disk tier as the connector's worker drives it, without the copies to and from the KV cache."""
 
-    def __init__(self, directory: Path, object_bytes: int, key_file: str) -> None:
+    def __init__(self, directory: Path, object_bytes: int, key_file: str, capacity_bytes: int = 64 * GIB) -> None:
         self.directory = directory
         settings = DiskTierSettings(
             root=str(directory),
-            capacity_bytes=64 * GIB,
+            capacity_bytes=capacity_bytes,
             min_free_bytes=0,
             staging_bytes=_STAGING_BYTES,
             write_threads=_WRITE_THREADS,
@@ -54,20 +55,45 @@ class Ours:
         )
         namespace = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
         self._object_bytes = object_bytes
-        self._tier = DiskTier(settings, namespace, 1, object_bytes)
+        self.tier = DiskTier(settings, namespace, 1, object_bytes)
         self._worker = DiskTierWorker(settings, namespace, 0, 1, unit_size(object_bytes), object_bytes)
         self._tickets: list[StoreTicket] = []
         self._loads = itertools.count()
+
+    def planned(self, key: bytes) -> PlannedObject:
+        return PlannedObject(ObjectId("f0", key), (), 0, 64, self._object_bytes, 0)
 
     def prepare(self, keys: Sequence[bytes]) -> None:
         """Tickets; they need the janitor's lease, which the scheduler has ahead of its stores."""
         self._tickets = []
         for key in keys:
-            planned = PlannedObject(ObjectId("f0", key), (), 0, 64, self._object_bytes, 0)
-            while (ticket := self._tier.reserve(planned)) is None:
-                self._tier.advance()
+            while (ticket := self.tier.reserve(self.planned(key))) is None:
+                self.tier.advance()
                 time.sleep(_POLL_S)
             self._tickets.append(ticket)
+
+    def store_and_commit(self, objects: Sequence[PlannedObject]) -> None:
+        """Reserves as it goes, and evicts for that."""
+        self._tickets = []
+        waiting, num_stored = list(reversed(objects)), 0
+        ready: StoreTicket | None = None
+        while num_stored < len(objects):
+            self.tier.advance()
+            while waiting and (ready := ready or self.tier.reserve(waiting[-1])) is not None:
+                if (buffer := self._worker.begin_store(ready)) is None:
+                    break
+                self._worker.submit_store(ready, buffer)
+                self._tickets.append(ready)
+                waiting.pop()
+                ready = None
+            stored, _ = self._worker.poll()
+            for result in stored:
+                if result.reason:
+                    raise RuntimeError(f"a store failed: {result.reason}")
+                self.tier.commit(result.ticket)
+            num_stored += len(stored)
+            if not stored:
+                time.sleep(_POLL_S)
 
     def store(self) -> None:
         left, num_stored = list(reversed(self._tickets)), 0
@@ -98,12 +124,47 @@ class Ours:
 
     def remove(self) -> None:
         for ticket in self._tickets:
-            self._tier.commit(ticket.ticket)
-            self._tier.drop(ticket.object_id)
+            self.tier.commit(ticket.ticket)
+            self.tier.drop(ticket.object_id)
 
     def close(self) -> None:
         self._worker.close(4.0)
-        self._tier.close()
+        self.tier.close()
+
+
+class Full:
+    """The disk tier at its capacity, as it is after some time: each store evicts, and goes over what was evicted."""
+
+    _KEPT = 3
+    """Rounds' worth of objects that have room."""
+
+    def __init__(self, directory: Path, object_bytes: int, count: int) -> None:
+        capacity = self._KEPT * count * file_bytes(object_bytes)
+        self._ours = Ours(directory, object_bytes, "", max(capacity, 8 * file_bytes(object_bytes)))
+        self.directory = directory
+        self._turn = 0
+        self._objects: list[PlannedObject] = []
+        while self._ours.tier.usage().evicted_objects < 2 * count:
+            self.prepare([f"filling {self._turn} {number}".encode() for number in range(count)])
+            self.store()
+
+    def prepare(self, keys: Sequence[bytes]) -> None:
+        self._turn += 1
+        self._objects = [self._ours.planned(key) for key in keys]
+        time.sleep(0.1)
+        self._ours.tier.advance()
+
+    def store(self) -> None:
+        self._ours.store_and_commit(self._objects)
+
+    def load(self) -> None:
+        self._ours.load()
+
+    def remove(self) -> None:
+        """Eviction does."""
+
+    def close(self) -> None:
+        self._ours.close()
 
 
 class Vllm:
@@ -193,7 +254,7 @@ class LMCache:
         self._client.close()
 
 
-Side = Ours | Vllm | LMCache
+Side = Ours | Full | Vllm | LMCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +282,7 @@ def bench_size(directory: Path, object_bytes: int, total_bytes: int, rounds: int
     key_file.chmod(0o600)
     sides: dict[str, Side] = {
         "ours, XXH3": Ours(directory / "tier", object_bytes, ""),
+        "ours, XXH3, full: over evicted files": Full(directory / "full" / "kept", object_bytes, count),
         "ours, BLAKE3 with a key": Ours(directory / "keyed" / "tier", object_bytes, str(key_file)),
         "vLLM's fs tier, no checksum": Vllm(directory / "vllm", object_bytes, memory, direct),
     }

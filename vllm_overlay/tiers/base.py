@@ -19,7 +19,8 @@ from vllm_overlay.tiers.memory import HostBuffer
 class StoreTicket:
     """Permission to write one object. ``ticket`` is unique in the engine's life and serves as generation tag.
 
-    ``reset`` names the last ``Tier.clear``, for tiers whose objects outlive it; empty before the first.
+    ``reset`` names the last ``Tier.clear``, for tiers whose objects outlive it; empty before the first. ``over`` has a
+    file a rank to write over, or nothing.
     """
 
     ticket: int
@@ -30,6 +31,7 @@ class StoreTicket:
     num_bytes: int
     units: tuple[int, ...] = ()
     reset: str = ""
+    over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

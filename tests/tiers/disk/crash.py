@@ -24,6 +24,7 @@ from tests.tiers.disk.engine import (
     chain,
     content,
     fill,
+    object_files,
     on_disk,
     temporaries,
     until,
@@ -182,8 +183,8 @@ def _examine(root: Path, answer: Connection) -> None:
             tally.wrong_objects += 1
     tally.objects_read = len(objects)
     try:
-        until(lambda: temporaries(root) == [])
-        until(lambda: _ledger_bytes(root) == bytes_under(root))
+        until(lambda: temporaries(root) == made.spares())
+        until(lambda: _ledger_bytes(root) == sum(path.stat().st_size for path in object_files(root)))
     except AssertionError:
         tally.leftovers = 1
     made.close()

@@ -197,6 +197,11 @@ class Engine:
         until(poll, "a load's results")
         return [results[place] for place in range(len(objects))]
 
+    def spares(self) -> list[Path]:
+        """Files that wait to be written over."""
+        kept = self.tier._janitor._spares._by_size.copy().values()
+        return sorted(Path(path) for spares in kept for spare in spares for path in spare.paths)
+
     def reasons(self, objects: list[PlannedObject], rank: int = 0) -> list[str]:
         return [result.reason for result in self.fetch(objects, rank)]
 

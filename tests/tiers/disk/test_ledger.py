@@ -62,6 +62,26 @@ def test_a_lease_that_does_not_cover_it_publishes_nothing(ledger, tmp_path):
     assert not (tmp_path / "f").exists()
 
 
+def test_a_retired_file_moves_its_bytes_back_to_the_lease(ledger, tmp_path):
+    grant(ledger, 3, 1000)
+    for name in ("a", "b"):
+        assert ledger.publish(3, write(tmp_path / "t", 300), str(tmp_path / name))
+    assert read(ledger, 3) == (600, 400)
+    renames = [(str(tmp_path / name), str(tmp_path / f"spare {name}")) for name in ("a", "b")]
+    assert ledger.retire(3, renames) == 600
+    assert read(ledger, 3) == (0, 1000)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file() and "a" in path.name) == [
+        "spare a",
+        "spare b",
+    ]
+    assert ledger.publish(3, renames[0][1], renames[0][0])
+    assert ledger.retire(3, renames) == 0  # one of them is missing
+    write(tmp_path / "b", 200)
+    assert ledger.retire(3, renames) == 0  # they differ
+    assert (tmp_path / "a").exists() and (tmp_path / "b").exists()
+    assert read(ledger, 3) == (300, 700)
+
+
 def test_what_was_done_before_an_error_is_kept(tmp_path):
     device = FailingDevice()
     ledger = Ledger(str(tmp_path), device)

@@ -176,6 +176,21 @@ class Ledger:
             state.forget_file(replaced)
             return True
 
+    def retire(self, slot: int, renames: Sequence[tuple[str, str]]) -> int:
+        """Give files of one size temporary names and their bytes to the lease of ``slot``; returns the bytes.
+
+        0, and nothing changed, when a file is missing or they differ in size: they are then as good as unlinked.
+        """
+        with self.locked() as state:
+            sizes = [self._size_of(path) for path, _ in renames]
+            if state.file_bytes is None or not all(sizes) or len(set(sizes)) != 1:
+                return 0
+            for (path, temporary), num_bytes in zip(renames, sizes, strict=True):
+                self._device.rename(path, temporary)
+                state.forget_file(num_bytes)
+                state.leases[slot] += num_bytes
+            return sum(sizes)
+
     def _size_of(self, path: str) -> int:
         try:
             return self._device.lstat(path).st_size

@@ -19,7 +19,7 @@ from vllm_overlay.tiers.disk.format import (
     padded_bytes,
 )
 from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
-from vllm_overlay.tiers.disk.io import Device, make_directory, read_all, write_all
+from vllm_overlay.tiers.disk.io import Device, make_directory, read_all, remove_quietly, write_all
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
 _PIECE_BYTES = 1 << 20
@@ -69,21 +69,46 @@ def _with_padding(buffer: HostBuffer) -> tuple[list[memoryview], Bytes]:
 
 
 def write_object(
-    device: Device, path: str, header: ObjectHeader, buffer: HostBuffer, direct: bool, integrity: Integrity = XXH3
+    device: Device,
+    path: str,
+    header: ObjectHeader,
+    buffer: HostBuffer,
+    direct: bool,
+    integrity: Integrity = XXH3,
+    is_spare: bool = False,
 ) -> None:
-    """Write the object to the new file ``path``, a temporary. Creates directories as needed.
+    """Write the object to ``path``, a temporary: over what is there if that is a spare of its size, else to a new file.
 
-    Called by a write thread. Raises OSError; removing what was written is the caller's.
+    Called by a write thread. Creates directories as needed. Raises OSError; removing what was written is the caller's.
     """
     segments, padding = _with_padding(buffer)
     padding[:] = 0
     page = _page()
     page[:] = header.encode(integrity)
-    fd = _create(device, path, os.O_DIRECT if direct else 0)
+    flags = os.O_DIRECT if direct else 0
+    fd = _open_spare(device, path, flags, file_bytes(header.payload_bytes)) if is_spare else None
+    if fd is None:
+        fd = _create(device, path, flags)
     try:
         write_all(device, fd, [page, *segments])
     finally:
         device.close(fd)
+
+
+def _open_spare(device: Device, path: str, flags: int, num_bytes: int) -> int | None:
+    """The descriptor of a file that can be written over from end to end; None, and no such file, when it cannot."""
+    fd = None
+    try:
+        fd = device.open(path, os.O_WRONLY | os.O_NONBLOCK | flags)
+        found = device.fstat(fd)
+        if found.st_size == num_bytes and found.st_nlink == 1:  # so it is no pipe or device
+            return fd
+    except OSError:  # a new file will do, or say what is wrong with the disk
+        pass
+    if fd is not None:
+        device.close(fd)
+    remove_quietly(device, path)
+    return None
 
 
 def _create(device: Device, path: str, flags: int) -> int:

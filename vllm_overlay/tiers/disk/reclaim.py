@@ -2,6 +2,7 @@
 """Room: a lease kept filled ahead of the stores, and the thread that unlinks what was evicted."""
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +11,13 @@ from dataclasses import dataclass
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.claim import Claim
 from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
-from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.io import Device, remove_quietly, temporary_name
 from vllm_overlay.tiers.disk.ledger import Ledger, LedgerState
 from vllm_overlay.tiers.disk.log import RateLimitedLog
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.neighbours import Neighbours
 from vllm_overlay.tiers.disk.scan import count_files, sweep_temporaries
+from vllm_overlay.tiers.disk.spares import Spare, Spares
 
 TICK_S = 1.0
 _READY_S = 60.0
@@ -34,12 +36,25 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Doomed:
-    """What to unlink: the files of all ranks of ``object_ids``, of ``num_bytes`` together, and ``paths``."""
+    """What to unlink: the files of all ranks of ``object_ids``, of ``num_bytes`` together, and ``paths``.
+
+    ``may_be_kept`` says that stores may as well write over these objects' files.
+    """
 
     namespace: DiskNamespace
     object_ids: tuple[ObjectId, ...]
     paths: tuple[str, ...]
     num_bytes: int
+    may_be_kept: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Bytes set aside for a store, in the lease ``slot``. ``over`` are files to write over, one a rank, or none."""
+
+    slot: int
+    num_bytes: int
+    over: tuple[str, ...] = ()
 
 
 class Allowance:
@@ -49,10 +64,16 @@ class Allowance:
         self._lock = threading.Lock()
         self._available = 0
         self._in_flight = 0
+        self._spare = 0
 
     @property
     def available(self) -> int:
         return self._available
+
+    @property
+    def ready(self) -> int:
+        """What stores can have now, in new files or over spares."""
+        return self._available + self._spare
 
     @property
     def in_flight(self) -> int:
@@ -67,6 +88,22 @@ class Allowance:
             self._in_flight += num_bytes
             return True
 
+    def lay_by(self, num_bytes: int) -> None:
+        """So much of the lease is the bytes of a spare now."""
+        with self._lock:
+            self._spare += num_bytes
+
+    def take_spare(self, num_bytes: int) -> None:
+        """A spare's bytes are for a store now. Called from the scheduler's thread."""
+        with self._lock:
+            self._spare -= num_bytes
+            self._in_flight += num_bytes
+
+    def scrap(self, num_bytes: int) -> None:
+        """A spare was unlinked: its bytes can be had with the next ``refill``."""
+        with self._lock:
+            self._spare -= num_bytes
+
     def settle(self, num_bytes: int) -> None:
         """A store that took bytes has ended: whatever it left in the lease comes back with the next ``refill``."""
         with self._lock:
@@ -75,16 +112,16 @@ class Allowance:
     def forfeit(self) -> None:
         """The lease is lost, and with it what no store has taken."""
         with self._lock:
-            self._available = 0
+            self._available = self._spare = 0
 
     def refill(self, leased_bytes: int, batch_bytes: int, room: int) -> tuple[int, int]:
-        """The new lease and how many bytes short of a batch it is. Called with the ledger locked.
+        """The new lease and how many bytes short of a batch, spares included, it is. Called with the ledger locked.
 
         ``room`` may be added to all leases; when it is negative, what no store has taken is given back.
         """
         with self._lock:
-            idle = leased_bytes - self._in_flight
-            wanted = batch_bytes - idle
+            idle = leased_bytes - self._in_flight - self._spare
+            wanted = batch_bytes - idle - self._spare
             granted = max(min(wanted, room), -max(idle, 0))
             self._available = max(0, idle + granted)
             return leased_bytes + granted, max(0, wanted - room)
@@ -127,6 +164,9 @@ class Janitor:
         self._is_closing = False
         self._doomed: deque[_Doomed] = deque()
         self._doomed_bytes = 0
+        self._spares = Spares()
+        self._returned: deque[Grant] = deque()
+        self._must_shrink = False
         self._removing: set[ObjectId] = set()
         self._short_bytes = 0
         self._own_bytes: int | None = None
@@ -135,16 +175,35 @@ class Janitor:
 
     # From the scheduler's thread.
 
-    def take(self, num_bytes: int) -> int | None:
-        """Set bytes aside for a store and return the slot of the lease they are in; None when there is no room now."""
-        taken = self._allowance.take(num_bytes)
-        if self._allowance.available < self._limits.batch_bytes // 2:
+    def take(self, num_bytes: int) -> Grant | None:
+        """Set bytes aside for a store, in files to write over if there are some; None when there is no room now."""
+        if (slot := self._claim.slot) is None:
+            return None
+        grant = None
+        if (spare := self._spares.take(num_bytes)) is not None:
+            self._allowance.take_spare(num_bytes)
+            grant = Grant(slot, num_bytes, spare.paths)
+        elif self._allowance.take(num_bytes):
+            grant = Grant(slot, num_bytes)
+        if self._allowance.ready < self._limits.batch_bytes // 2:
             self._wake()
-        return self._claim.slot if taken else None
+        return grant
 
-    def settle(self, num_bytes: int) -> None:
-        """A store that took bytes has ended, well or not."""
-        self._allowance.settle(num_bytes)
+    def settle(self, grant: Grant) -> None:
+        """All ranks have stored."""
+        self._allowance.settle(grant.num_bytes)
+
+    def take_back(self, grant: Grant) -> None:
+        """A rank has not stored: what it did not write over is unlinked before its bytes can be had again."""
+        if not grant.over:
+            return self._allowance.settle(grant.num_bytes)
+        self._returned.append(grant)
+        return self._wake()
+
+    def reuse(self, object_ids: Sequence[ObjectId], num_bytes: int) -> None:
+        """As ``remove``, but their files may stay under other names for stores to write over."""
+        if object_ids:
+            self._doom(_Doomed(self._namespace, tuple(object_ids), (), num_bytes, may_be_kept=True))
 
     def remove(self, object_ids: Sequence[ObjectId], num_bytes: int) -> None:
         """Unlink all ranks' files of these objects, which are of ``num_bytes`` together."""
@@ -217,6 +276,7 @@ class Janitor:
                 self._changed.wait_for(lambda: self._is_woken or self._is_closing, TICK_S)
                 self._is_woken = False
         self._try(self._remove_doomed)
+        self._try(self._scrap_spares)
         self._try(self._give_lease_back)
 
     def _try(self, step: Callable[[], None]) -> None:
@@ -233,6 +293,7 @@ class Janitor:
             self._ledger.reconcile(lambda: count_files(self._root, self._device))
             self._must_count = False
         self._remove_doomed()
+        self._unlink_returned()
         short = self._refill(slot)
         while short and self._remove_others(short):
             short = self._refill(slot)
@@ -248,6 +309,7 @@ class Janitor:
             self._claim.let_go()
             self._allowance.forfeit()
             self._forget_doomed()
+            self._spares.take_all()
             self._must_count = self._is_on_new_ground = True
         if self._claim.slot is None:
             self._claim.take(namespace)
@@ -262,13 +324,17 @@ class Janitor:
     def _refill(self, slot: int) -> int:
         """Bring the lease to a full batch; returns how many bytes it is short of that, once counting cannot help."""
         batch_bytes = self._limits.batch_bytes
-        free_bytes = self._device.free_bytes(self._root) - self._limits.min_free_bytes
+        free_bytes = self._device.free_bytes(self._root) + self._spares.num_bytes - self._limits.min_free_bytes
         with self._ledger.locked() as state:
             room = self._room(state, free_bytes)
             state.leases[slot], short = self._allowance.refill(state.leases[slot], batch_bytes, room)
+            self._must_shrink = room < 0
             if state.file_bytes is None or (short and self._ledger.dead_slots(state)):
                 self._must_count = self._is_woken = True
                 return 0
+        if self._must_shrink and self._spares.num_bytes:
+            self._scrap_spares()
+            self._is_woken = True
         return min(short, batch_bytes)
 
     def _room(self, state: LedgerState, free_bytes: int) -> int:
@@ -280,7 +346,7 @@ class Janitor:
     def _remove_doomed(self) -> None:
         while self._doomed:
             doomed = self._doomed[0]
-            self._ledger.remove_files([*doomed.paths, *self._paths_of(doomed)])
+            self._ledger.remove_files([*doomed.paths, *self._paths_to_unlink(doomed)])
             with self._changed:
                 self._doomed.popleft()
                 self._doomed_bytes -= doomed.num_bytes
@@ -293,10 +359,41 @@ class Janitor:
             self._doomed_bytes = 0
             self._removing.clear()
 
-    def _paths_of(self, doomed: _Doomed) -> Iterator[str]:
+    def _paths_to_unlink(self, doomed: _Doomed) -> Iterator[str]:
+        """The files of all ranks of the objects, but for those that are kept as spares.
+
+        None is kept while there is less room than was leased, nor while others use the root: they may be reading it.
+        """
+        may_be_kept = doomed.may_be_kept and not self._must_shrink and self._ledger.count_processes() == 1
+        slot = self._claim.slot if may_be_kept else None
         for object_id in doomed.object_ids:
-            for rank in range(self._world_size):
-                yield doomed.namespace.path_of(self._root, object_id, rank)
+            paths = [doomed.namespace.path_of(self._root, object_id, rank) for rank in range(self._world_size)]
+            if slot is None or not self._keep(slot, paths):
+                yield from paths
+
+    def _keep(self, slot: int, paths: Sequence[str]) -> bool:
+        """Make a spare of an object's files; False when there are enough spares or not all of the files."""
+        if self._spares.num_bytes >= self._limits.batch_bytes // 2:
+            return False
+        temporaries = tuple(os.path.join(os.path.dirname(path), temporary_name()) for path in paths)
+        num_bytes = self._ledger.retire(slot, list(zip(paths, temporaries, strict=True)))
+        if num_bytes:
+            self._allowance.lay_by(num_bytes)
+            self._spares.lay_by(Spare(temporaries, num_bytes))
+        return bool(num_bytes)
+
+    def _scrap_spares(self) -> None:
+        for spare in self._spares.take_all():
+            for path in spare.paths:
+                remove_quietly(self._device, path)
+            self._allowance.scrap(spare.num_bytes)
+
+    def _unlink_returned(self) -> None:
+        while self._returned:
+            grant = self._returned.popleft()
+            for path in grant.over:
+                remove_quietly(self._device, path)
+            self._allowance.settle(grant.num_bytes)
 
     def _remove_others(self, num_bytes: int) -> int:
         """Remove what nobody serves; and while we have less than an equal share, what others serve."""

@@ -17,7 +17,7 @@ from vllm_overlay.tiers.disk.breaker import Breaker
 from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
 from vllm_overlay.tiers.disk.ground import choose_root
 from vllm_overlay.tiers.disk.integrity import integrity_of
-from vllm_overlay.tiers.disk.io import Device, remove_quietly, takes_direct_io, temporary_name
+from vllm_overlay.tiers.disk.io import Device, make_directory, remove_quietly, takes_direct_io, temporary_name
 from vllm_overlay.tiers.disk.ledger import Ledger, slot_of
 from vllm_overlay.tiers.disk.log import RateLimitedLog
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
@@ -140,12 +140,15 @@ class DiskTierWorker(TierWorker):
     def _write(self, ticket: StoreTicket, buffer: HostBuffer) -> str:
         namespace = self._namespace.since(ticket.reset)
         path = namespace.path_of(self._root, ticket.object_id, self._rank)
-        temporary = os.path.join(os.path.dirname(path), temporary_name())
+        spare = ticket.over[self._rank] if ticket.over else ""
+        temporary = spare or os.path.join(os.path.dirname(path), temporary_name())
         self._temporaries.add(temporary)
         has_its_name = False
         try:
             header = self._header(namespace, ticket, buffer)
-            write_object(self._device, temporary, header, buffer, self._direct, self._integrity)
+            if spare:
+                make_directory(self._device, os.path.dirname(path))
+            write_object(self._device, temporary, header, buffer, self._direct, self._integrity, is_spare=bool(spare))
             has_its_name = self._ledger.publish(slot_of(ticket.ticket), temporary, path)
             return "" if has_its_name else "no_lease"
         finally:

@@ -23,7 +23,7 @@ from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger
 from vllm_overlay.tiers.disk.namespace import DiskNamespace, check_object_id
 from vllm_overlay.tiers.disk.probe import Prober
-from vllm_overlay.tiers.disk.reclaim import Janitor, Limits
+from vllm_overlay.tiers.disk.reclaim import Grant, Janitor, Limits
 from vllm_overlay.tiers.disk.recover import Recovery
 from vllm_overlay.tiers.index import Entry, PrefixIndex
 
@@ -63,7 +63,7 @@ class DiskTier(Tier):
         self._first_namespace = namespace
         self._reset = ""
         self._tickets = itertools.count(1)
-        self._in_flight: dict[int, int] = {}
+        self._in_flight: dict[int, Grant] = {}
         self._evicted = 0
         self._dropped = 0
         self._janitor = Janitor(root, namespace, world_size, self._limits, ledger, device, integrity, self._knows)
@@ -140,7 +140,7 @@ class DiskTier(Tier):
             evicted.append(leaf)
             freed += leaf.num_bytes
         self._evicted += len(evicted)
-        self._forget(evicted)
+        self._janitor.reuse([leaf.object_id for leaf in evicted], freed)
 
     def _forget(self, released: Sequence[Entry | PlannedObject]) -> None:
         """Nobody needs these objects' bytes any more."""
@@ -159,14 +159,14 @@ class DiskTier(Tier):
         if not self.index.may_reserve(charged):
             return None
         may_write = self._write_rate.allows(charged.num_bytes)
-        slot = self._janitor.take(charged.num_bytes) if may_write else None
-        if slot is None:
+        grant = self._janitor.take(charged.num_bytes) if may_write else None
+        if grant is None:
             self._dropped += 1
             return None
         self._write_rate.spend(charged.num_bytes)
-        ticket = next(self._tickets) * NUM_SLOTS + slot
+        ticket = next(self._tickets) * NUM_SLOTS + grant.slot
         self.index.reserve(charged, ticket)
-        self._in_flight[ticket] = charged.num_bytes
+        self._in_flight[ticket] = grant
         return StoreTicket(
             ticket,
             planned.object_id,
@@ -175,14 +175,17 @@ class DiskTier(Tier):
             planned.end_tokens,
             planned.num_bytes,
             reset=self._reset,
+            over=grant.over,
         )
 
     def commit(self, ticket: int) -> None:
-        self._janitor.settle(self._in_flight.pop(ticket, 0))
+        if (grant := self._in_flight.pop(ticket, None)) is not None:
+            self._janitor.settle(grant)
         self._forget(self.index.commit(ticket).released)
 
     def abort(self, ticket: int) -> None:
-        self._janitor.settle(self._in_flight.pop(ticket, 0))
+        if (grant := self._in_flight.pop(ticket, None)) is not None:
+            self._janitor.take_back(grant)
         self._forget(self.index.abort(ticket))
 
     # Loads.

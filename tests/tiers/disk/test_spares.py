@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores over the files of evicted objects."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.disk.engine import (
+    OBJECT,
+    OTHER_NAMESPACE,
+    Engine,
+    FailingDevice,
+    bytes_under,
+    chain,
+    engine,
+    object_files,
+    on_disk,
+    temporaries,
+    until,
+)
+from vllm_overlay.planner.objects import PlannedObject
+from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.ledger import Ledger
+
+RANKS = 2
+CAPACITY = 128 * RANKS * on_disk()
+"""A batch is four objects then, and up to two objects' files are spares."""
+
+
+@contextmanager
+def full_tier(root: Path, **changes: object) -> Iterator[Engine]:
+    """A tier that evicts for each store and has spares now."""
+    with engine(root, world_size=RANKS, **{"capacity_bytes": CAPACITY, **changes}) as made:
+        for turn in range(32):
+            made.store(chain(f"old {turn}", 4))
+        wait_for_spares(made)
+        yield made
+
+
+def wait_for_spares(made: Engine) -> None:
+    until(lambda: made.tier.advance() or len(made.spares()) >= RANKS, "spares")
+
+
+def inodes(paths: list[Path]) -> set[int]:
+    return {path.stat().st_ino for path in paths}
+
+
+def store_anew(made: Engine, name: str) -> list[Path]:
+    """Stores one chunk; its files."""
+    (chunk, _) = chain(name, 1)
+    made.store([chunk])
+    return [made.path(chunk, rank) for rank in range(RANKS)]
+
+
+def ticket_for(made: Engine, planned: PlannedObject) -> StoreTicket:
+    tickets: list[StoreTicket | None] = []
+    until(lambda: made.tier.advance() or tickets.append(made.tier.reserve(planned)) or tickets[-1], "room")
+    ticket = tickets[-1]
+    assert ticket is not None
+    return ticket
+
+
+def is_right(made: Engine, name: str) -> bool:
+    return all(made.reasons(chain(name, 1)[:1], rank) == [""] for rank in range(RANKS))
+
+
+def test_a_full_tier_stores_over_what_it_evicted(tmp_path, monkeypatch):
+    with full_tier(tmp_path / "root") as made:
+        promised: list[set[int]] = []
+        reserve = made.tier.reserve
+
+        def watched(planned: PlannedObject) -> StoreTicket | None:
+            ticket = reserve(planned)
+            if ticket is not None and planned.object_id.kind == "f0":
+                promised.append(inodes([Path(path) for path in ticket.over]))
+            return ticket
+
+        monkeypatch.setattr(made.tier, "reserve", watched)
+        for turn in range(6):
+            files = store_anew(made, f"new {turn}")
+            assert inodes(files) == promised[-1]
+            assert is_right(made, f"new {turn}")
+            wait_for_spares(made)
+        assert bytes_under(made.root) <= CAPACITY
+        with Ledger(str(made.root), Device()).locked() as state:
+            assert state.file_bytes == sum(path.stat().st_size for path in object_files(made.root))
+            assert state.file_bytes + sum(state.leases) <= CAPACITY
+            assert sum(state.leases) >= sum(path.stat().st_size for path in made.spares())
+    assert temporaries(made.root) == []
+
+
+def test_an_object_of_another_size_gets_a_new_file_at_once(tmp_path):
+    with full_tier(tmp_path / "root") as made:
+        spares = inodes(made.spares())
+        chunk = chain("small", 1, num_bytes=OBJECT // 2)[0]
+        made.store([chunk])
+        assert not spares & inodes([made.path(chunk, rank) for rank in range(RANKS)])
+        assert inodes(made.spares()) >= spares
+
+
+def test_while_another_process_uses_the_root_evicted_files_are_unlinked(tmp_path):
+    """It may be reading them."""
+    with (
+        full_tier(tmp_path / "root") as made,
+        engine(tmp_path / "root", namespace=OTHER_NAMESPACE, capacity_bytes=CAPACITY) as other,
+    ):
+        other.recovered()
+        until(lambda: Ledger(str(made.root), Device()).count_processes() == 2)
+        for turn in range(4):
+            made.store(chain(f"uses up what there is {turn}", 1))
+        assert made.spares() == []
+        for turn in range(4):
+            (chunk, _) = chain(f"new {turn}", 1)
+            ticket = ticket_for(made, chunk)
+            assert made.spares() == [] and ticket.over == ()
+            made.tier.abort(ticket.ticket)
+            store_anew(made, f"new {turn}")
+
+
+def unlink(path: Path) -> None:
+    path.unlink()
+
+
+def replace_by_link(path: Path) -> None:
+    target = path.with_name("not ours")
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def make_second_name(path: Path) -> None:
+    os.link(path, path.with_name("not ours"))
+
+
+def lengthen(path: Path) -> None:
+    os.truncate(path, 2 * on_disk())
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+    os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or nobody could write to it; open until the tests end
+
+
+@pytest.mark.parametrize("change", [unlink, replace_by_link, make_second_name, lengthen, replace_by_pipe])
+def test_what_is_no_spare_any_more_is_not_written_over(tmp_path, change: Callable[[Path], None]):
+    with full_tier(tmp_path / "root") as made:
+        for spare in made.spares():
+            if not (spare.parent / "not ours").exists():
+                change(spare)
+        strangers = {path: path.read_bytes() for path in made.root.rglob("not ours")}
+        for name in ("p", "q"):
+            files = store_anew(made, name)
+            assert all(path.is_file() and not path.is_symlink() for path in files)
+            assert is_right(made, name)
+        assert {path: path.read_bytes() for path in strangers} == strangers
+        for path in strangers:
+            path.unlink()
+    assert temporaries(made.root) == []
+
+
+def test_a_store_that_ends_early_leaves_no_spare_and_gives_its_room_back(tmp_path):
+    with full_tier(tmp_path / "root") as made:
+        (chunk, _) = chain("p", 1)
+        ticket = ticket_for(made, chunk)
+        assert len(ticket.over) == RANKS
+        made.tier.abort(ticket.ticket)  # as when a rank has no staging room
+        until(lambda: not any(os.path.exists(path) for path in ticket.over))
+        until(lambda: made.tier.advance() or made.tier._janitor._allowance.in_flight == 0)
+        for turn in range(10):
+            made.store(chain(f"new {turn}", 1))
+            assert bytes_under(made.root) <= CAPACITY
+
+
+def test_a_write_over_a_spare_that_fails_leaves_nothing(tmp_path):
+    device = FailingDevice()
+    with full_tier(tmp_path / "root", device=device) as made:
+        device.faults = {"pwritev": errno.EIO}
+        assert made.try_store(chain("p", 1)[0]) == "io_error"
+        device.faults = {}
+        until(lambda: temporaries(made.root) == made.spares())
+        store_anew(made, "q")
+        assert is_right(made, "q")
+
+
+class FillingDevice(FailingDevice):
+    """A file system with so many bytes free."""
+
+    free = 1 << 40
+    num_asked = 0
+
+    def free_bytes(self, path: str) -> int:
+        self.num_asked += 1
+        return self.free
+
+
+def test_spares_go_when_the_file_system_runs_full(tmp_path):
+    device = FillingDevice()
+    with full_tier(tmp_path / "root", device=device, min_free_bytes="1 GiB") as made:
+        device.free = 1 << 20
+        until(lambda: made.tier.advance() or (made.spares() == [] and temporaries(made.root) == []))
+        assert made.try_store(chain("q", 1)[0]) == "no_room"
+        device.free = 1 << 40
+        store_anew(made, "q")
+
+
+def test_spares_take_no_room_twice(tmp_path):
+    device = FillingDevice()
+    with full_tier(tmp_path / "root", device=device, min_free_bytes="1 GiB") as made:
+        spares = made.spares()
+        with Ledger(str(made.root), Device()).locked() as state:
+            still_to_come = sum(state.leases) - len(spares) * on_disk()
+        device.free = (1 << 30) + still_to_come
+        asked = device.num_asked
+        until(lambda: device.num_asked > asked + 2)
+        assert made.spares() == spares
+
+
+def test_nothing_is_written_over_that_is_loaded(tmp_path):
+    with full_tier(tmp_path / "root") as made:
+        held: list[PlannedObject] = [item for turn in range(32) for item in chain(f"old {turn}", 4) if made.has(item)]
+        held = held[:10]
+        assert made.tier.acquire(held) is not None
+        for turn in range(100):
+            made.store(chain(f"new {turn}", 1))
+        assert made.reasons(held) == [""] * len(held)
+        made.tier.release([item.object_id for item in held])
