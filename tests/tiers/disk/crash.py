@@ -38,6 +38,8 @@ from vllm_overlay.tiers.disk.ledger import Ledger
 RANKS = 2
 CAPACITY = 60 * RANKS * on_disk()
 THREADS = {"write_threads": 2, "read_threads": 2}
+_MOST_TEMPORARIES = RANKS * (10 + 1)
+"""Each store that staging has room for may have a spare to go over, and one object's files lie by."""
 _CALLS = ("open", "pwritev", "rename", "unlink", "mkdir", "lstat")
 _WHENS = ("before", "after", "half")
 
@@ -65,7 +67,7 @@ class Tally:
     @property
     def is_sound(self) -> bool:
         bad = (self.wrong_objects, self.unreadable_starts, self.leftovers, self.over_limit, self.problems)
-        return not any(bad) and self.most_temporaries <= RANKS * THREADS["write_threads"]
+        return not any(bad) and self.most_temporaries <= _MOST_TEMPORARIES
 
 
 class KillingDevice(Device):
