@@ -4,11 +4,20 @@
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm_overlay.connector.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from vllm_overlay.connector.adapters import AdapterKeys, Adapters
+from vllm_overlay.connector.metadata import (
+    AdapterCheck,
+    AdapterWeights,
+    LoadJob,
+    OffloadMetadata,
+    OffloadWorkerMetadata,
+    StoreJob,
+)
 from vllm_overlay.connector.stats import OffloadStats
 from vllm_overlay.planner.coverage import LimitReason
 from vllm_overlay.planner.geometry import Geometry, Group
@@ -38,8 +47,12 @@ class _Tracked:
     num_local: int = 0
     failed_loads: int = 0
     stalled_at: ObjectId | None = None
-    may_be_stored: bool = True
-    """Not when some of its blocks may be of before the last reset, nor when an adapter computed them."""
+    keys: Sequence[bytes] | None = None
+    """The names of its objects. None while it is passed by: some of its blocks may be of before the last reset, or it
+    is not known which weights of its adapter compute it."""
+    weights: AdapterWeights | None = None
+    is_uncomputed: bool = True
+    """Since its last lookup: an adapter that is reported with the first pass after that has computed all of it."""
 
 
 @dataclass(slots=True)
@@ -60,10 +73,7 @@ class _PendingLoad:
 
 
 class OffloadScheduler:
-    """Serves one tier. Every method is called from the scheduler's thread, in the order of vLLM's connector hooks.
-
-    ``serves_adapters`` is False for a tier that outlives the process: a LoRA adapter's keys name it, not its weights.
-    """
+    """Serves one tier. Every method is called from the scheduler's thread, in the order of vLLM's connector hooks."""
 
     def __init__(
         self,
@@ -74,7 +84,6 @@ class OffloadScheduler:
         max_load_attempts: int,
         report_timeout_s: float,
         stats: OffloadStats,
-        serves_adapters: bool = True,
     ) -> None:
         self._geometry = geometry
         self._planner = HybridOffloadPlanner(geometry)
@@ -83,8 +92,10 @@ class OffloadScheduler:
         self._max_load_attempts = max_load_attempts
         self._report_timeout_s = report_timeout_s
         self._stats = stats
-        self._serves_adapters = serves_adapters
+        self._adapters = Adapters(world_size)
         self._tracked: dict[str, _Tracked] = {}
+        self._first_passes: list[_Tracked] = []
+        self._unchecked: dict[str, AdapterCheck] = {}
         self._loads: dict[str, _PendingLoad] = {}
         self._stores: dict[int, _PendingStore] = {}
         self._new_loads: list[LoadJob] = []
@@ -94,13 +105,20 @@ class OffloadScheduler:
 
     # Lookups and loads.
 
-    def lookup(self, request: "Request", num_local: int) -> int:
-        """Tokens that a load would add to ``num_local``; sets the request's junction when attention runs ahead."""
+    def lookup(self, request: "Request", num_local: int) -> int | None:
+        """Tokens that a load would add to ``num_local``; sets the request's junction when attention runs ahead.
+
+        None asks for another lookup after this step, which may bring the weights of the request's adapter.
+        """
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
         tracked.request, tracked.num_local, tracked.lookup = request, num_local, None
         tracked.cursors, tracked.stalled_at = {}, None
-        tracked.may_be_stored = self._serves_adapters or request.lora_request is None
-        if not tracked.may_be_stored:
+        tracked.is_uncomputed = True
+        self._unchecked.pop(request.request_id, None)
+        self._name_objects(tracked)
+        if tracked.keys is None:
+            if self._adapters.may_be_reported(request.lora_request.lora_int_id):
+                return None
             self._stats.count("lookup_limits", reason="adapter")
             return 0
         if tracked.failed_loads >= self._max_load_attempts:
@@ -109,10 +127,10 @@ class OffloadScheduler:
             self._stats.count("lookup_limits", reason="breaker")
             return 0
         self._tier.advance()
-        lookup = self._planner.lookup(request.block_hashes, request.num_tokens, num_local, self._tier.index)
+        lookup = self._planner.lookup(tracked.keys, request.num_tokens, num_local, self._tier.index)
         if lookup.limited_by in _MORE_IS_WANTED:
             known = max(num_local, lookup.restore_point)
-            self._tier.look_further(self._planner, request.block_hashes, request.num_tokens, known)
+            self._tier.look_further(self._planner, tracked.keys, request.num_tokens, known)
         self._stats.count("lookups")
         self._stats.count("queried_tokens", max(0, request.num_tokens - num_local))
         self._stats.count("lookup_limits", reason=str(lookup.limited_by))
@@ -121,13 +139,28 @@ class OffloadScheduler:
         tracked.lookup = lookup
         return lookup.num_new_tokens
 
+    def _name_objects(self, tracked: _Tracked) -> None:
+        """By block hashes and, with an adapter, what is loaded of it: names that other weights do not have."""
+        adapter = tracked.request.lora_request
+        if adapter is None:
+            tracked.keys = tracked.request.block_hashes
+            return
+        weights = self._adapters.loaded(adapter.lora_int_id)
+        if weights is not None and not weights.is_only and tracked.num_local:
+            weights = None  # vLLM's block hashes do not tell which weights its local hit was computed with
+        tracked.weights = weights
+        tracked.keys = AdapterKeys(tracked.request.block_hashes, weights.digest) if weights is not None else None
+
     def allocated(self, request: "Request", block_ids: BlockIds, num_external_tokens: int) -> None:
         """The scheduler took the offer (or, with 0 tokens, did not): the restore point becomes a load job."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or num_external_tokens <= 0:
             return
+        if tracked.keys is None:
+            self._unplanned_loads.append(request.request_id)
+            return
         restore_point = tracked.num_local + num_external_tokens
-        planned = self._planner.load_plan(request.block_hashes, tracked.num_local, restore_point)
+        planned = self._planner.load_plan(tracked.keys, tracked.num_local, restore_point)
         planned = [item for item in planned if not self._is_local(item, block_ids)]
         tickets = self._tier.acquire(planned)
         if tickets is None:
@@ -135,15 +168,19 @@ class OffloadScheduler:
             return
         object_ids = tuple(item.object_id for item in planned)
         self._loads[request.request_id] = _PendingLoad(self._deadline(), object_ids)
+        placements = tuple(self._placement(item, block_ids) for item in planned)
         self._new_loads.append(
             LoadJob(
                 load_id=f"{request.request_id}#{next(self._attempts)}",
                 request_id=request.request_id,
                 tickets=tuple(tickets),
-                placements=tuple(self._placement(item, block_ids) for item in planned),
+                placements=placements,
                 zeros=self._spans_beyond(restore_point, block_ids),
             )
         )
+        if tracked.weights is not None:
+            blocks = frozenset(block_id for placement in placements for block_id in placement.block_ids)
+            self._unchecked[request.request_id] = AdapterCheck(request.request_id, tracked.weights, blocks)
         self._stats.count("restored_requests")
         self._stats.count("restored_tokens", num_external_tokens)
 
@@ -153,9 +190,16 @@ class OffloadScheduler:
 
     # Stores.
 
-    def take_loads(self) -> OffloadMetadata:
-        """This step's loads, and the requests that were promised one in vain."""
-        metadata = OffloadMetadata(loads=tuple(self._new_loads), failed_loads=tuple(self._unplanned_loads))
+    def take_loads(self, scheduled: Collection[str]) -> OffloadMetadata:
+        """This step's loads, the requests that were promised one in vain, and what is to be checked of earlier loads
+        now that their requests are ``scheduled``."""
+        self._adapters.next_step()
+        checks = tuple(
+            self._unchecked.pop(request_id) for request_id in list(self._unchecked) if request_id in scheduled
+        )
+        metadata = OffloadMetadata(
+            loads=tuple(self._new_loads), failed_loads=tuple(self._unplanned_loads), checks=checks
+        )
         self._new_loads, self._unplanned_loads = [], []
         return metadata
 
@@ -163,6 +207,7 @@ class OffloadScheduler:
         """This step's stores. When it fails, no ticket of this step stays out."""
         self._tier.advance()
         self._write_off()
+        self._note_first_passes(scheduler_output.num_scheduled_tokens)
         block_state = scheduler_output.kv_connector_block_state
         if block_state is None:
             return ()
@@ -175,22 +220,29 @@ class OffloadScheduler:
                 self._tier.abort(ticket)
             raise
 
+    def _note_first_passes(self, scheduled: Collection[str]) -> None:
+        """Whose adapter may become known with this pass, if it is loaded by it."""
+        computed = [self._tracked[request_id] for request_id in scheduled if request_id in self._tracked]
+        self._first_passes = [tracked for tracked in computed if tracked.keys is None and tracked.is_uncomputed]
+        for tracked in computed:
+            tracked.is_uncomputed = False
+
     def _stores_of_step(self, num_scheduled: dict[str, int], block_state: "KVConnectorBlockState") -> list[StoreJob]:
         jobs: list[StoreJob] = []
         for request_id, num_tokens in num_scheduled.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.may_be_stored:
+            if tracked is not None and tracked.keys is not None:
                 computed = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
-                jobs += self._store_chunks(tracked, computed, block_state)
+                jobs += self._store_chunks(tracked, tracked.keys, computed, block_state)
         for request_id, offers in block_state.boundary_state_offloads.items():
             tracked = self._tracked.get(request_id)
             block_ids = block_state.get_block_ids(request_id)
-            if tracked is not None and tracked.may_be_stored and block_ids is not None:
-                jobs += self._store_snapshots(tracked, offers, block_ids)
+            if tracked is not None and tracked.keys is not None and block_ids is not None:
+                jobs += self._store_snapshots(tracked, tracked.keys, offers, block_ids)
         return jobs
 
     def _store_chunks(
-        self, tracked: _Tracked, computed_tokens: int, block_state: "KVConnectorBlockState"
+        self, tracked: _Tracked, keys: Sequence[bytes], computed_tokens: int, block_state: "KVConnectorBlockState"
     ) -> list[StoreJob]:
         if not self._has_complete_chunk(tracked, computed_tokens):
             return []
@@ -199,7 +251,7 @@ class OffloadScheduler:
             return []
         jobs = []
         stalled: set[int] = set()
-        planned = self._planner.store_plan(tracked.request.block_hashes, tracked.cursors, computed_tokens)
+        planned = self._planner.store_plan(keys, tracked.cursors, computed_tokens)
         for chunk in planned:
             assert chunk.group_id is not None
             if chunk.group_id in stalled:
@@ -230,7 +282,7 @@ class OffloadScheduler:
         return self._group(chunk.group_id).is_full and not self._tier.index.contains(chunk.object_id)
 
     def _store_snapshots(
-        self, tracked: _Tracked, offers: Sequence[tuple[int, int, int]], block_ids: BlockIds
+        self, tracked: _Tracked, keys: Sequence[bytes], offers: Sequence[tuple[int, int, int]], block_ids: BlockIds
     ) -> list[StoreJob]:
         pages: dict[int, dict[int, int]] = {}
         for group_id, block_id, boundary in offers:
@@ -238,10 +290,10 @@ class OffloadScheduler:
         wanted = {group.group_id for group in self._geometry.recurrent}
         jobs = []
         for boundary, states in pages.items():
-            known = len(tracked.request.block_hashes) * self._geometry.match_unit
+            known = len(keys) * self._geometry.match_unit
             if set(states) != wanted or boundary > known or not self._geometry.is_restore_point(boundary):
                 continue
-            snapshot = self._planner.snapshot(tracked.request.block_hashes, boundary)
+            snapshot = self._planner.snapshot(keys, boundary)
             if not self._tier.wants(snapshot.object_id):
                 continue
             job = self._reserve(tracked, snapshot, block_ids, states)
@@ -262,7 +314,7 @@ class OffloadScheduler:
                 self._stats.count("dropped_stores", reason="no_room")
             return None
         self._stores[ticket.ticket] = _PendingStore(self._deadline(), self._world_size)
-        return StoreJob(ticket, placement)
+        return StoreJob(ticket, placement, tracked.weights)
 
     # Completions.
 
@@ -276,8 +328,21 @@ class OffloadScheduler:
                 self._load_failed(request_id, reason)
             if metadata.load_pause_s is not None:
                 self._loads_resume_at = time.monotonic() + metadata.load_pause_s
+            if metadata.adapters:
+                self._learn_adapters(metadata.adapters)
         for request_id in output.finished_recving or ():
             self._end_load(request_id)
+
+    def _learn_adapters(self, reports: Counter[AdapterWeights]) -> None:
+        """What other weights have begun is stored no more; requests whose first pass brought theirs are from now on."""
+        self._adapters.learn(reports)
+        for tracked in self._tracked.values():
+            if tracked.weights is not None:
+                now = self._adapters.loaded(tracked.weights.adapter_id)
+                if now is None or now.digest != tracked.weights.digest:
+                    tracked.keys = None
+        for tracked in self._first_passes:
+            self._name_objects(tracked)
 
     def _end_load(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
@@ -309,6 +374,7 @@ class OffloadScheduler:
     def finished(self, request_id: str) -> None:
         """The request is over; a load of it that is still under way keeps its pins until it is reported."""
         self._tracked.pop(request_id, None)
+        self._unchecked.pop(request_id, None)
 
     def has_pending_work(self) -> bool:
         """Whether workers still owe reports, for which an idle engine must go on stepping."""
@@ -335,7 +401,8 @@ class OffloadScheduler:
         A request that vLLM preempts for the reset is looked up again, and all of it computed anew.
         """
         for tracked in self._tracked.values():
-            tracked.may_be_stored = False
+            tracked.keys, tracked.is_uncomputed = None, False
+        self._first_passes = []
         self._tier.clear()
 
     def close(self) -> None:
