@@ -120,10 +120,40 @@ def test_a_local_hit_of_unknown_weights_is_neither_completed_nor_stored(made: Ha
     assert made.step(request, 140) == 2
     with_hit = made.request("p", adapter_id=1)
     assert made.scheduler.lookup(with_hit, 64) == 0
-    assert made.step(with_hit, 140) == 0
+    with_hit.num_computed_tokens = 64
+    assert made.step(with_hit, 70) == 0
     assert made.step(with_hit, 10, OTHER) == 0
     assert made.stats.data["counters"]["lookup_limits:adapter"] == 1
     assert made.scheduler.lookup(made.request("p", adapter_id=1), 0) == 128
+
+
+def test_a_local_hit_that_the_lookup_is_not_told_of_is_not_stored(made: Harness) -> None:
+    """vLLM asks from the last whole block, and takes its own partial block when that is longer."""
+    known(made, OTHER)
+    request = made.request("p", adapter_id=1)
+    assert made.scheduler.lookup(request, 0) == 0
+    request.num_computed_tokens = 48
+    assert made.step(request, 92) == 0
+    unknown = made.request("q", adapter_id=2)
+    made.scheduler.lookup(unknown, 0)
+    unknown.num_computed_tokens = 48
+    assert made.step(unknown, 20, AdapterWeights(2, b"2" * 32, is_only=False)) == 0
+    assert made.step(unknown, 72) == 0
+    again = made.request("p", adapter_id=1)
+    assert made.scheduler.lookup(again, 0) == 0
+    assert made.step(again, 140) == 2
+
+
+def test_what_was_restored_here_is_no_such_hit(made: Harness) -> None:
+    known(made, OTHER)
+    request = made.request("p", adapter_id=1)
+    made.scheduler.lookup(request, 0)
+    made.step(request, 140)
+    longer = made.request("p", num_tokens=256, adapter_id=1)
+    assert made.scheduler.lookup(longer, 0) == 128
+    made.scheduler.allocated(longer, [[1, 2, 3, 4]], 128)
+    longer.num_computed_tokens = 128
+    assert made.step(longer, 70) == 1
 
 
 def test_a_local_hit_of_the_only_weights_is_completed(made: Harness) -> None:
@@ -131,7 +161,10 @@ def test_a_local_hit_of_the_only_weights_is_completed(made: Harness) -> None:
     request = made.request("p", adapter_id=1)
     made.scheduler.lookup(request, 0)
     made.step(request, 140)
-    assert made.scheduler.lookup(made.request("p", adapter_id=1), 64) == 64
+    longer = made.request("p", num_tokens=256, adapter_id=1)
+    assert made.scheduler.lookup(longer, 64) == 64
+    longer.num_computed_tokens = 64
+    assert made.step(longer, 140) == 1
 
 
 def test_after_a_reset_a_request_whose_adapter_comes_to_be_known_is_not_stored(made: Harness) -> None:
@@ -169,12 +202,12 @@ def test_a_restored_request_is_checked_in_the_first_pass_that_computes_it_and_on
         request.request_id = name
         assert made.scheduler.lookup(request, 0) == 128
         made.scheduler.allocated(request, blocks, 128)
-    assert len(made.scheduler.take_loads({"p": 1}).loads) == 4
+    assert len(made.scheduler.begin_step({"p": 1}).loads) == 4
     made.scheduler.lookup(request_like("preempted", made), 0)
     made.scheduler.finished("aborted")
     scheduled = dict.fromkeys(("plain", "restored", "preempted", "aborted"), 1)
-    assert made.scheduler.take_loads(scheduled).checks == (AdapterCheck("restored", ONE, frozenset({5, 6})),)
-    assert made.scheduler.take_loads(scheduled).checks == ()
+    assert made.scheduler.begin_step(scheduled).checks == (AdapterCheck("restored", ONE, frozenset({5, 6})),)
+    assert made.scheduler.begin_step(scheduled).checks == ()
 
 
 def request_like(name: str, made: Harness) -> Any:
@@ -297,6 +330,9 @@ def test_objects_are_stored_only_while_their_weights_are_loaded() -> None:
     assert tier.stored == [0, 1]
     metadata = worker.take_metadata()
     assert metadata is not None and metadata.failed_stores == {2, 3}
+    adapters.heard(named(adapter_id=2), adapter_model(nudge=1.0))  # of the same name and path
+    worker.store(jobs[1:2])
+    assert tier.stored == [0, 1]
 
 
 def test_blocks_restored_for_other_weights_are_reported_bad_in_that_pass() -> None:

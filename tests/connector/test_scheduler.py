@@ -50,6 +50,7 @@ class Harness:
         output: Any = SimpleNamespace(
             num_scheduled_tokens={request.request_id: num_tokens}, kv_connector_block_state=state
         )
+        self.scheduler.begin_step(output.num_scheduled_tokens)
         jobs = self.scheduler.plan_stores(output)
         request.num_computed_tokens += num_tokens
         reported = Counter({job.ticket.ticket: 2 for job in jobs})
@@ -58,7 +59,7 @@ class Harness:
 
     def idle_step(self, *loaded: AdapterWeights) -> None:
         """A step that computes nothing."""
-        self.scheduler.take_loads({})
+        self.scheduler.begin_step({})
         self.scheduler.update(NOTHING, OffloadWorkerMetadata(adapters=Counter(2 * loaded)))
 
 

@@ -51,11 +51,12 @@ def test_adapters_are_restored_by_both_tiers_and_never_mix(tiny_model: Path, tmp
         restored(cold["one"], one)
         make_adapter(tmp_path / "one", seed=4)
         engine.call("load_adapter", adapter=one, in_place=True)
-        stale = engine.generate(tokens, adapter=one)
-        assert stale.num_cached_tokens > 0
+        for _ in range(2):  # before and after the scheduler has heard of it
+            stale = engine.generate(tokens, adapter=one)
+            assert stale.num_cached_tokens > 0
         engine.reset_device_cache()
         assert not computed("four", one).same_as(stale)
-        restored(cold["four"], one)
+        restored(cold["four"], {**one, "load_inplace": True})  # read anew in each step
 
         # They change again while a restore is under way.
         make_adapter(tmp_path / "one", seed=1)
@@ -83,8 +84,8 @@ def test_adapters_are_restored_by_both_tiers_and_never_mix(tiny_model: Path, tmp
     with Engine(tiny_model, **options) as engine:
         for of in (one, two):
             engine.call("load_adapter", adapter=of)
-        assert_restored(cold["base"], engine.generate(tokens), LENGTH)
         assert_restored(cold["one"], engine.generate(tokens, adapter=one), LENGTH)
+        assert_restored(cold["base"], engine.generate(tokens), LENGTH)
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu") == 0
         nudged = engine.generate(tokens, adapter=two)
         assert nudged.num_cached_tokens == 0

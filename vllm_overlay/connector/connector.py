@@ -157,7 +157,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         if self._scheduler is None:
             return OffloadMetadata()
-        metadata = self._scheduler.take_loads(scheduler_output.num_scheduled_tokens)
+        metadata = self._scheduler.begin_step(scheduler_output.num_scheduled_tokens)
         metadata.stores = self._plan_stores(scheduler_output)
         return metadata
 

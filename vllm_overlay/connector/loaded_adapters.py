@@ -52,12 +52,19 @@ class LoadedAdapters:
 
     def weights(self) -> Iterator[AdapterWeights]:
         """What is loaded, or was until vLLM evicted it: then it is loaded anew, and heard of, before it computes."""
-        for adapter_id, digest in self._digests.items():
-            yield AdapterWeights(adapter_id, digest, len(self._seen[self._names[adapter_id]]) == 1)
+        return map(self._weights_of, self._digests)
 
-    def have(self, weights: AdapterWeights) -> bool:
-        """Whether this pass computes with them, if it computes with their adapter at all."""
+    def computes_with(self, weights: AdapterWeights) -> bool:
+        """Whether the adapter that a pass computes with under their id is the same."""
         return self._digests.get(weights.adapter_id) == weights.digest
+
+    def have_still(self, weights: AdapterWeights) -> bool:
+        """Also whether as much is known of their name and path as when they were reported."""
+        return self.computes_with(weights) and self._weights_of(weights.adapter_id) == weights
+
+    def _weights_of(self, adapter_id: int) -> AdapterWeights:
+        is_only = len(self._seen[self._names[adapter_id]]) == 1
+        return AdapterWeights(adapter_id, self._digests[adapter_id], is_only)
 
     def _digest(self, model: "LoRAModel") -> bytes:
         facts = {

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from vllm_overlay.connector.adapters import AdapterKeys, Adapters
 from vllm_overlay.connector.metadata import (
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _MORE_IS_WANTED = (LimitReason.ATTENTION, LimitReason.STATE, LimitReason.WINDOW)
 BlockIds = Sequence[Sequence[int]]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -51,8 +52,9 @@ class _Tracked:
     """The names of its objects. None while it is passed by: some of its blocks may be of before the last reset, or it
     is not known which weights of its adapter compute it."""
     weights: AdapterWeights | None = None
-    is_uncomputed: bool = True
-    """Since its last lookup: an adapter that is reported with the first pass after that has computed all of it."""
+    num_found: int = 0
+    """Tokens that were in the KV cache when it began, and not from here."""
+    is_restored: bool = False
 
 
 @dataclass(slots=True)
@@ -94,6 +96,7 @@ class OffloadScheduler:
         self._stats = stats
         self._adapters = Adapters(world_size)
         self._tracked: dict[str, _Tracked] = {}
+        self._beginning: dict[str, _Tracked] = {}
         self._first_passes: list[_Tracked] = []
         self._unchecked: dict[str, AdapterCheck] = {}
         self._loads: dict[str, _PendingLoad] = {}
@@ -113,8 +116,10 @@ class OffloadScheduler:
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
         tracked.request, tracked.num_local, tracked.lookup = request, num_local, None
         tracked.cursors, tracked.stalled_at = {}, None
-        tracked.is_uncomputed = True
-        self._unchecked.pop(request.request_id, None)
+        tracked.num_found, tracked.is_restored = num_local, False
+        self._leave_adapters(request.request_id)
+        if request.lora_request is not None:
+            self._beginning[request.request_id] = tracked
         self._name_objects(tracked)
         if tracked.keys is None:
             if self._adapters.may_be_reported(request.lora_request.lora_int_id):
@@ -145,11 +150,14 @@ class OffloadScheduler:
         if adapter is None:
             tracked.keys = tracked.request.block_hashes
             return
-        weights = self._adapters.loaded(adapter.lora_int_id)
-        if weights is not None and not weights.is_only and tracked.num_local:
-            weights = None  # vLLM's block hashes do not tell which weights its local hit was computed with
-        tracked.weights = weights
+        weights = tracked.weights = self._adapters.loaded(adapter.lora_int_id)
         tracked.keys = AdapterKeys(tracked.request.block_hashes, weights.digest) if weights is not None else None
+        self._doubt_what_was_found(tracked)
+
+    def _doubt_what_was_found(self, tracked: _Tracked) -> None:
+        """Block hashes do not tell which of several weights of one name and path have computed it."""
+        if tracked.weights is not None and not tracked.weights.is_only and tracked.num_found:
+            tracked.keys = None
 
     def allocated(self, request: "Request", block_ids: BlockIds, num_external_tokens: int) -> None:
         """The scheduler took the offer (or, with 0 tokens, did not): the restore point becomes a load job."""
@@ -178,6 +186,7 @@ class OffloadScheduler:
                 zeros=self._spans_beyond(restore_point, block_ids),
             )
         )
+        tracked.is_restored = True
         if tracked.weights is not None:
             blocks = frozenset(block_id for placement in placements for block_id in placement.block_ids)
             self._unchecked[request.request_id] = AdapterCheck(request.request_id, tracked.weights, blocks)
@@ -190,24 +199,31 @@ class OffloadScheduler:
 
     # Stores.
 
-    def take_loads(self, scheduled: Collection[str]) -> OffloadMetadata:
+    def begin_step(self, scheduled: Collection[str]) -> OffloadMetadata:
         """This step's loads, the requests that were promised one in vain, and what is to be checked of earlier loads
         now that their requests are ``scheduled``."""
         self._adapters.next_step()
-        checks = tuple(
-            self._unchecked.pop(request_id) for request_id in list(self._unchecked) if request_id in scheduled
-        )
+        checks = tuple(_pop_those(scheduled, self._unchecked))
+        self._begin_first_passes(scheduled)
         metadata = OffloadMetadata(
             loads=tuple(self._new_loads), failed_loads=tuple(self._unplanned_loads), checks=checks
         )
         self._new_loads, self._unplanned_loads = [], []
         return metadata
 
+    def _begin_first_passes(self, scheduled: Collection[str]) -> None:
+        """What vLLM found in its own cache shows only now: lookups are told of whole blocks."""
+        begun = _pop_those(scheduled, self._beginning)
+        for tracked in begun:
+            if not tracked.is_restored:
+                tracked.num_found = tracked.request.num_computed_tokens
+            self._doubt_what_was_found(tracked)
+        self._first_passes = [tracked for tracked in begun if tracked.weights is None]
+
     def plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
         """This step's stores. When it fails, no ticket of this step stays out."""
         self._tier.advance()
         self._write_off()
-        self._note_first_passes(scheduler_output.num_scheduled_tokens)
         block_state = scheduler_output.kv_connector_block_state
         if block_state is None:
             return ()
@@ -219,13 +235,6 @@ class OffloadScheduler:
                 del self._stores[ticket]
                 self._tier.abort(ticket)
             raise
-
-    def _note_first_passes(self, scheduled: Collection[str]) -> None:
-        """Whose adapter may become known with this pass, if it is loaded by it."""
-        computed = [self._tracked[request_id] for request_id in scheduled if request_id in self._tracked]
-        self._first_passes = [tracked for tracked in computed if tracked.keys is None and tracked.is_uncomputed]
-        for tracked in computed:
-            tracked.is_uncomputed = False
 
     def _stores_of_step(self, num_scheduled: dict[str, int], block_state: "KVConnectorBlockState") -> list[StoreJob]:
         jobs: list[StoreJob] = []
@@ -334,13 +343,12 @@ class OffloadScheduler:
             self._end_load(request_id)
 
     def _learn_adapters(self, reports: Counter[AdapterWeights]) -> None:
-        """What other weights have begun is stored no more; requests whose first pass brought theirs are from now on."""
+        """What other weights have begun is stored no more; requests whose first pass, this step's, brought theirs are
+        stored from now on."""
         self._adapters.learn(reports)
         for tracked in self._tracked.values():
-            if tracked.weights is not None:
-                now = self._adapters.loaded(tracked.weights.adapter_id)
-                if now is None or now.digest != tracked.weights.digest:
-                    tracked.keys = None
+            if tracked.weights is not None and tracked.weights != self._adapters.loaded(tracked.weights.adapter_id):
+                tracked.keys = None
         for tracked in self._first_passes:
             self._name_objects(tracked)
 
@@ -374,7 +382,11 @@ class OffloadScheduler:
     def finished(self, request_id: str) -> None:
         """The request is over; a load of it that is still under way keeps its pins until it is reported."""
         self._tracked.pop(request_id, None)
+        self._leave_adapters(request_id)
+
+    def _leave_adapters(self, request_id: str) -> None:
         self._unchecked.pop(request_id, None)
+        self._beginning.pop(request_id, None)
 
     def has_pending_work(self) -> bool:
         """Whether workers still owe reports, for which an idle engine must go on stepping."""
@@ -401,7 +413,8 @@ class OffloadScheduler:
         A request that vLLM preempts for the reset is looked up again, and all of it computed anew.
         """
         for tracked in self._tracked.values():
-            tracked.keys, tracked.is_uncomputed = None, False
+            tracked.keys = None
+        self._beginning.clear()
         self._first_passes = []
         self._tier.clear()
 
@@ -478,6 +491,11 @@ class OffloadScheduler:
                 block_id = _block_at(block_ids, group, index)
                 spans.append(Span(group.group_id, block_id, offset, group.block_size - offset))
         return tuple(spans)
+
+
+def _pop_those(names: Collection[str], table: dict[str, T]) -> list[T]:
+    """Takes what ``table`` has under ``names`` out of it."""
+    return [table.pop(name) for name in list(table) if name in names]
 
 
 def _block_at(block_ids: BlockIds, group: Group, index: int) -> int:

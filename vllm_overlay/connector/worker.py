@@ -142,7 +142,7 @@ class OffloadWorker:
         """Within the pass that first computes with restored blocks, after it has loaded its adapters: if one is not
         what it was at the lookup, vLLM must hear that the blocks are bad, and computes their requests anew."""
         for check in checks:
-            if not self._adapters.have(check.weights):
+            if not self._adapters.computes_with(check.weights):
                 self._bad_blocks |= check.block_ids
                 self._failed[check.request_id] = "adapter"
 
@@ -152,7 +152,7 @@ class OffloadWorker:
         """Copy this step's objects out of the KV cache; after this the engine may reuse every block."""
         accepted = []
         for job in jobs:
-            if job.weights is not None and not self._adapters.have(job.weights):
+            if job.weights is not None and not self._adapters.have_still(job.weights):
                 self._end_store(job.ticket.ticket, "adapter")
                 continue
             buffer = self._tier.begin_store(job.ticket)
