@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup, demo, test, test-crash, test-faults, test-upstream, lint, format, clean. Another Python: make setup PYTHON=python3.12
+# make setup, demo, test, test-crash, test-faults, test-adapters, test-upstream, lint, format, clean. Another Python: make setup PYTHON=python3.12
 # make test-upstream SOURCE=path: vLLM's source distribution; without it pip downloads it.
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CODE := vllm_overlay tools tests bench hatch_build.py
 
-.PHONY: setup demo test test-crash test-faults test-upstream lint format clean
+.PHONY: setup demo test test-crash test-faults test-adapters test-upstream lint format clean
 .DEFAULT_GOAL := setup
 
 setup:
@@ -34,6 +34,11 @@ test-faults: setup
 	$(BIN)/python -m tools.tiny_model .faults/tiny
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.matrix .faults/tiny
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.churn .faults/tiny --requests 1000
+
+# An adapter whose weights change at random under its name and path, in a real engine: about three minutes.
+test-adapters: setup
+	$(BIN)/python -m tools.tiny_model .faults/tiny
+	$(BIN)/python -m tests.engine.adapter_churn .faults/tiny --steps 80
 
 lint: setup
 	$(BIN)/ruff format --check $(wildcard $(CODE))

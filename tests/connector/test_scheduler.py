@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector's halves without vLLM's engine: resets, and ranks whose disk rests."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.naive_twin import block_hashes
-from vllm_overlay.connector.metadata import LoadJob, OffloadWorkerMetadata
+from vllm_overlay.connector.loaded_adapters import LoadedAdapters
+from vllm_overlay.connector.metadata import AdapterWeights, LoadJob, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.stats import OffloadStats
 from vllm_overlay.connector.worker import OffloadWorker
@@ -23,32 +25,42 @@ NOTHING: Any = SimpleNamespace(finished_recving=None)
 class Harness:
     """A scheduler half over a CPU tier, and requests as it sees them."""
 
-    def __init__(self, serves_adapters: bool = True) -> None:
+    def __init__(self) -> None:
         self.stats = OffloadStats.make("test")
         tier = CpuTier(num_units=64, unit_bytes=512, world_size=2)
         self.scheduler = OffloadScheduler(
-            GEOMETRY, tier, 2, max_load_attempts=3, report_timeout_s=100, stats=self.stats,
-            serves_adapters=serves_adapters,
+            GEOMETRY, tier, 2, max_load_attempts=3, report_timeout_s=100, stats=self.stats
         )  # fmt: skip
 
-    def request(self, name: str, num_tokens: int = 200, adapter: object = None) -> Any:
+    def request(self, name: str, num_tokens: int = 200, adapter_id: int = 0) -> Any:
         hashes = block_hashes(name.encode() * 50)[: num_tokens // 16]
+        adapter = SimpleNamespace(lora_int_id=adapter_id) if adapter_id else None
         return SimpleNamespace(
             request_id=name, block_hashes=hashes, num_tokens=num_tokens, num_computed_tokens=0,
             shared_prefix_boundary=0, lora_request=adapter,
         )  # fmt: skip
 
-    def step(self, request: Any, num_tokens: int) -> int:
-        """Computes so many tokens; returns how many stores that brought. The workers report all at once."""
+    def step(self, request: Any, num_tokens: int, *loaded: AdapterWeights) -> int:
+        """Computes so many tokens; returns how many stores that brought. The workers report all at once, and what
+        adapters they have loaded."""
+        return len(self.jobs_of_step(request, num_tokens, *loaded))
+
+    def jobs_of_step(self, request: Any, num_tokens: int, *loaded: AdapterWeights) -> tuple[StoreJob, ...]:
         state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=lambda _: [[1, 2, 3, 4]])
         output: Any = SimpleNamespace(
             num_scheduled_tokens={request.request_id: num_tokens}, kv_connector_block_state=state
         )
+        self.scheduler.begin_step(output.num_scheduled_tokens)
         jobs = self.scheduler.plan_stores(output)
         request.num_computed_tokens += num_tokens
-        for job in jobs:
-            self.scheduler.update(NOTHING, OffloadWorkerMetadata(reported={job.ticket.ticket: 2}))  # type: ignore[arg-type]
-        return len(jobs)
+        reported = Counter({job.ticket.ticket: 2 for job in jobs})
+        self.scheduler.update(NOTHING, OffloadWorkerMetadata(reported, adapters=Counter(2 * loaded)))
+        return jobs
+
+    def idle_step(self, *loaded: AdapterWeights) -> None:
+        """A step that computes nothing."""
+        self.scheduler.begin_step({})
+        self.scheduler.update(NOTHING, OffloadWorkerMetadata(adapters=Counter(2 * loaded)))
 
 
 @pytest.fixture
@@ -74,20 +86,6 @@ def test_a_request_that_comes_after_a_reset_is_stored(made: Harness) -> None:
     request = made.request("p")
     made.scheduler.lookup(request, 0)
     assert made.step(request, 140) == 2
-
-
-def test_a_tier_that_outlives_the_process_leaves_requests_of_adapters_alone() -> None:
-    """Two adapters of one name and path have the same keys: what one stored, the other would load."""
-    for serves_adapters in (True, False):
-        made = Harness(serves_adapters)
-        with_adapter, plain = made.request("p", adapter=object()), made.request("q")
-        assert (made.scheduler.lookup(with_adapter, 0), made.scheduler.lookup(plain, 0)) == (0, 0)
-        assert made.step(with_adapter, 140) == (2 if serves_adapters else 0)
-        assert made.step(plain, 140) == 2
-        again = made.request("p", adapter=object())
-        assert made.scheduler.lookup(again, 0) == (128 if serves_adapters else 0)
-        assert made.scheduler.lookup(made.request("q"), 0) == 128
-        assert made.stats.data["counters"]["lookup_limits:adapter"] == (0 if serves_adapters else 2)
 
 
 def test_while_a_rank_rests_nothing_is_offered_and_afterwards_again(
@@ -151,7 +149,8 @@ def test_a_late_load_is_told_to_the_tier_and_the_pause_to_the_scheduler(monkeypa
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     tier: Any = SilentTier()
-    worker = OffloadWorker(None, tier, load_timeout_s=5.0, stats=OffloadStats.make("test"))  # type: ignore[arg-type]
+    transfer: Any = None
+    worker = OffloadWorker(transfer, tier, LoadedAdapters(), load_timeout_s=5.0, stats=OffloadStats.make("test"))
     job = LoadJob("p#1", "p", (LoadTicket(0, ObjectId("f0", b"k"), 1),), (), ())
     worker.start_loads((job,), ())
     assert worker.take_metadata() is None

@@ -8,6 +8,7 @@ import traceback
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from tests.engine import faults
 from tests.engine.forcing import FORCED
@@ -25,7 +26,12 @@ class Driver:
         return self.llm.llm_engine.engine_core.engine_core
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, salts: list[str] | None = None, **sampling: Any
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        salts: list[str] | None = None,
+        adapter: dict[str, Any] | None = None,
+        **sampling: Any,
     ) -> list[dict[str, Any]]:
         parameters = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, **sampling)
         inputs = [{"prompt_token_ids": tokens} for tokens in prompts]
@@ -33,7 +39,8 @@ class Driver:
             for item, salt in zip(inputs, salts, strict=True):
                 item["cache_salt"] = salt
         answers = []
-        for output in self.llm.generate(inputs, parameters, use_tqdm=False):
+        lora_request = LoRARequest(**adapter) if adapter is not None else None
+        for output in self.llm.generate(inputs, parameters, use_tqdm=False, lora_request=lora_request):
             completion = output.outputs[0]
             chosen = zip(completion.token_ids, completion.logprobs, strict=True)
             answers.append(
@@ -56,6 +63,10 @@ class Driver:
             [candidates[token].logprob, max(item.logprob for item in candidates.values())]
             for token, candidates in zip(output, completion.logprobs, strict=True)
         ]
+
+    def load_adapter(self, adapter: dict[str, Any], in_place: bool = False) -> bool:
+        """Loads it ahead of its requests, as vLLM's server does."""
+        return bool(self.llm.llm_engine.add_lora(LoRARequest(**adapter, load_inplace=in_place)))
 
     def reset(self) -> bool:
         deadline = time.monotonic() + 30

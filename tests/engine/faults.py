@@ -299,6 +299,20 @@ def disk_works(driver: "Driver", root: str) -> bool:
     return True
 
 
+def reload_adapter_during_a_load(driver: "Driver", tier: str, adapter: dict[str, Any]) -> bool:
+    """An adapter is loaded in place once, after a restore of one of its requests was promised."""
+    half = _scheduler_half(driver, tier)
+
+    def allocated(request: Any, block_ids: Any, num_external_tokens: int) -> None:
+        type(half).allocated(half, request, block_ids, num_external_tokens)
+        if num_external_tokens > 0:
+            del half.allocated
+            driver.load_adapter(adapter, in_place=True)
+
+    half.allocated = allocated
+    return True
+
+
 def change_weights(driver: "Driver") -> int:
     """New weights in place: every token gets its neighbour's embedding."""
     runner = driver.engine_core.model_executor.driver_worker.worker.model_runner

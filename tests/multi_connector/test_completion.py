@@ -113,26 +113,14 @@ def test_a_synchronous_load_that_cannot_be_told_failed_stops_the_engine():
         open_.abandon(0)
 
 
-def test_block_errors_are_passed_on_where_they_name_a_request():
-    open_ = completions()
+@pytest.mark.parametrize("one_group", [True, False])
+def test_block_errors_are_passed_on(one_group: bool):
+    open_ = completions(one_group=one_group)
     open_.expect_load("r", Load(0))
-    open_.load_errors(0, {9}, ())
+    open_.load_errors({9})
     open_.received(0, {"r"}, ())
     done = open_.take()
     assert (done.invalid_blocks, done.failed) == ({9}, set())
-
-
-def test_block_errors_fail_the_childs_loads_where_blocks_are_ambiguous():
-    open_ = completions(one_group=False)
-    for request, owner in {"ends_now": 0, "ends_later": 0, "others": 1}.items():
-        open_.expect_load(request, Load(owner))
-    open_.received(0, {"ends_now"}, ())
-    open_.received(1, {"others"}, ())
-    open_.load_errors(0, {9}, {"ends_now"})
-    done = open_.take()
-    assert (done.invalid_blocks, done.failed) == (set(), {"ends_now"})
-    open_.received(0, {"ends_later"}, ())
-    assert open_.take().failed == {"ends_later"}
 
 
 def test_ledger_passes_a_report_once():

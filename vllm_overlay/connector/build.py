@@ -11,6 +11,7 @@ import torch
 from vllm_overlay.config import GIB, MIB, ConfigError, CpuTierSettings, DiskTierSettings, parse_bytes
 from vllm_overlay.connector.fingerprint import compute_namespace
 from vllm_overlay.connector.groups import group_tensors, page_facts, planner_groups
+from vllm_overlay.connector.loaded_adapters import loaded_adapters
 from vllm_overlay.connector.metadata import OffloadHandshake
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.stats import OffloadStats
@@ -64,7 +65,13 @@ def build_worker(
         unit_bytes = -(-unit_size(_smallest_object(geometry)) // PAGE_BYTES) * PAGE_BYTES
         tier = DiskTierWorker(settings, namespace, rank, world_size, unit_bytes, _largest_object(geometry))
         handshake = OffloadHandshake(rank, geometry, namespace=namespace)
-    worker = OffloadWorker(CpuTransfer(tensors), tier, load_timeout_s=settings.load_timeout_s, stats=stats)
+    worker = OffloadWorker(
+        CpuTransfer(tensors),
+        tier,
+        loaded_adapters(vllm_config),
+        load_timeout_s=settings.load_timeout_s,
+        stats=stats,
+    )
     return worker, handshake
 
 
@@ -117,7 +124,6 @@ def build_scheduler(
         max_load_attempts=settings.max_load_attempts,
         report_timeout_s=settings.report_timeout_s,
         stats=stats,
-        serves_adapters=isinstance(settings, CpuTierSettings),
     )
 
 

@@ -138,10 +138,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._lookup(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     @_never_fatal(lambda: 0)
-    def _lookup(self, request: "Request", num_computed_tokens: int) -> int:
+    def _lookup(self, request: "Request", num_computed_tokens: int) -> int | None:
         return self._scheduler.lookup(request, num_computed_tokens) if self._scheduler is not None else 0
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
@@ -155,7 +155,9 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.plan_failed(request.request_id)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        metadata = self._scheduler.take_loads() if self._scheduler is not None else OffloadMetadata()
+        if self._scheduler is None:
+            return OffloadMetadata()
+        metadata = self._scheduler.begin_step(scheduler_output.num_scheduled_tokens)
         metadata.stores = self._plan_stores(scheduler_output)
         return metadata
 
@@ -200,6 +202,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         if self._worker is None or not isinstance(metadata, OffloadMetadata):
             return
+        self._worker.check_adapters(metadata.checks)
         try:
             self._worker.start_loads(metadata.loads, metadata.failed_loads)
         except Exception as error:
@@ -231,6 +234,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.advance()
         finished, failed = self._worker.take_finished()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    @_never_fatal(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_bad_blocks() if self._worker is not None else set()
 
     @_never_fatal(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

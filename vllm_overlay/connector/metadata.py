@@ -18,11 +18,37 @@ from vllm_overlay.transfer.base import Placement, Span
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """What a rank has loaded under the id of a LoRA adapter.
+
+    ``digest`` is of all its weights, empty when they could not be read. ``is_only`` says that nothing else was loaded
+    under its name and path since the process began: what the device cache holds by these was computed with it.
+    """
+
+    adapter_id: int
+    digest: bytes
+    is_only: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCheck:
+    """A restored request that this pass computes with for the first time, and the blocks of what was loaded for it.
+
+    They are bad unless its adapter is still ``weights``.
+    """
+
+    request_id: str
+    weights: AdapterWeights
+    block_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Copy one object out of the KV cache within this pass, then keep it."""
+    """Copy one object out of the KV cache within this pass, then keep it, if its adapter is still ``weights``."""
 
     ticket: StoreTicket
     placement: Placement
+    weights: AdapterWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +72,7 @@ class OffloadMetadata(KVConnectorMetadata):
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
     failed_loads: tuple[str, ...] = ()
+    checks: tuple[AdapterCheck, ...] = ()
 
 
 @dataclass(slots=True)
@@ -54,7 +81,8 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
 
     ``reported`` counts, by store ticket, the ranks that are done with it; ``failed_stores`` are those that failed in
     some rank. ``bad_objects`` did not verify in some rank; ``failed_loads`` maps request ids to a reason. For
-    ``load_pause_s`` seconds every load would fail in some rank; 0.0 ends such a pause, None is no news.
+    ``load_pause_s`` seconds every load would fail in some rank; 0.0 ends such a pause, None is no news. ``adapters``
+    counts the ranks that have newly loaded these weights.
     """
 
     reported: Counter[int] = field(default_factory=Counter)
@@ -62,6 +90,7 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     bad_objects: set[ObjectId] = field(default_factory=set)
     failed_loads: dict[str, str] = field(default_factory=dict)
     load_pause_s: float | None = None
+    adapters: Counter[AdapterWeights] = field(default_factory=Counter)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadWorkerMetadata":
         """Called in the executor, with the metadata of another rank of the same step."""
@@ -72,10 +101,11 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
             self.bad_objects | other.bad_objects,
             self.failed_loads | other.failed_loads,
             max((pause for pause in (self.load_pause_s, other.load_pause_s) if pause is not None), default=None),
+            self.adapters + other.adapters,
         )
 
     def __bool__(self) -> bool:
-        reports = (self.reported, self.failed_stores, self.bad_objects, self.failed_loads)
+        reports = (self.reported, self.failed_stores, self.bad_objects, self.failed_loads, self.adapters)
         return any(reports) or self.load_pause_s is not None
 
 

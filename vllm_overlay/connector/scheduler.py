@@ -4,11 +4,20 @@
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from vllm_overlay.connector.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
+from vllm_overlay.connector.adapters import AdapterKeys, Adapters
+from vllm_overlay.connector.metadata import (
+    AdapterCheck,
+    AdapterWeights,
+    LoadJob,
+    OffloadMetadata,
+    OffloadWorkerMetadata,
+    StoreJob,
+)
 from vllm_overlay.connector.stats import OffloadStats
 from vllm_overlay.planner.coverage import LimitReason
 from vllm_overlay.planner.geometry import Geometry, Group
@@ -26,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _MORE_IS_WANTED = (LimitReason.ATTENTION, LimitReason.STATE, LimitReason.WINDOW)
 BlockIds = Sequence[Sequence[int]]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -38,8 +48,13 @@ class _Tracked:
     num_local: int = 0
     failed_loads: int = 0
     stalled_at: ObjectId | None = None
-    may_be_stored: bool = True
-    """Not when some of its blocks may be of before the last reset, nor when an adapter computed them."""
+    keys: Sequence[bytes] | None = None
+    """The names of its objects. None while it is passed by: some of its blocks may be of before the last reset, or it
+    is not known which weights of its adapter compute it."""
+    weights: AdapterWeights | None = None
+    num_found: int = 0
+    """Tokens that were in the KV cache when it began, and not from here."""
+    is_restored: bool = False
 
 
 @dataclass(slots=True)
@@ -60,10 +75,7 @@ class _PendingLoad:
 
 
 class OffloadScheduler:
-    """Serves one tier. Every method is called from the scheduler's thread, in the order of vLLM's connector hooks.
-
-    ``serves_adapters`` is False for a tier that outlives the process: a LoRA adapter's keys name it, not its weights.
-    """
+    """Serves one tier. Every method is called from the scheduler's thread, in the order of vLLM's connector hooks."""
 
     def __init__(
         self,
@@ -74,7 +86,6 @@ class OffloadScheduler:
         max_load_attempts: int,
         report_timeout_s: float,
         stats: OffloadStats,
-        serves_adapters: bool = True,
     ) -> None:
         self._geometry = geometry
         self._planner = HybridOffloadPlanner(geometry)
@@ -83,8 +94,11 @@ class OffloadScheduler:
         self._max_load_attempts = max_load_attempts
         self._report_timeout_s = report_timeout_s
         self._stats = stats
-        self._serves_adapters = serves_adapters
+        self._adapters = Adapters(world_size)
         self._tracked: dict[str, _Tracked] = {}
+        self._beginning: dict[str, _Tracked] = {}
+        self._first_passes: list[_Tracked] = []
+        self._unchecked: dict[str, AdapterCheck] = {}
         self._loads: dict[str, _PendingLoad] = {}
         self._stores: dict[int, _PendingStore] = {}
         self._new_loads: list[LoadJob] = []
@@ -94,13 +108,22 @@ class OffloadScheduler:
 
     # Lookups and loads.
 
-    def lookup(self, request: "Request", num_local: int) -> int:
-        """Tokens that a load would add to ``num_local``; sets the request's junction when attention runs ahead."""
+    def lookup(self, request: "Request", num_local: int) -> int | None:
+        """Tokens that a load would add to ``num_local``; sets the request's junction when attention runs ahead.
+
+        None asks for another lookup after this step, which may bring the weights of the request's adapter.
+        """
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
         tracked.request, tracked.num_local, tracked.lookup = request, num_local, None
         tracked.cursors, tracked.stalled_at = {}, None
-        tracked.may_be_stored = self._serves_adapters or request.lora_request is None
-        if not tracked.may_be_stored:
+        tracked.num_found, tracked.is_restored = num_local, False
+        self._leave_adapters(request.request_id)
+        if request.lora_request is not None:
+            self._beginning[request.request_id] = tracked
+        self._name_objects(tracked)
+        if tracked.keys is None:
+            if self._adapters.may_be_reported(request.lora_request.lora_int_id):
+                return None
             self._stats.count("lookup_limits", reason="adapter")
             return 0
         if tracked.failed_loads >= self._max_load_attempts:
@@ -109,10 +132,10 @@ class OffloadScheduler:
             self._stats.count("lookup_limits", reason="breaker")
             return 0
         self._tier.advance()
-        lookup = self._planner.lookup(request.block_hashes, request.num_tokens, num_local, self._tier.index)
+        lookup = self._planner.lookup(tracked.keys, request.num_tokens, num_local, self._tier.index)
         if lookup.limited_by in _MORE_IS_WANTED:
             known = max(num_local, lookup.restore_point)
-            self._tier.look_further(self._planner, request.block_hashes, request.num_tokens, known)
+            self._tier.look_further(self._planner, tracked.keys, request.num_tokens, known)
         self._stats.count("lookups")
         self._stats.count("queried_tokens", max(0, request.num_tokens - num_local))
         self._stats.count("lookup_limits", reason=str(lookup.limited_by))
@@ -121,13 +144,31 @@ class OffloadScheduler:
         tracked.lookup = lookup
         return lookup.num_new_tokens
 
+    def _name_objects(self, tracked: _Tracked) -> None:
+        """By block hashes and, with an adapter, what is loaded of it: names that other weights do not have."""
+        adapter = tracked.request.lora_request
+        if adapter is None:
+            tracked.keys = tracked.request.block_hashes
+            return
+        weights = tracked.weights = self._adapters.loaded(adapter.lora_int_id)
+        tracked.keys = AdapterKeys(tracked.request.block_hashes, weights.digest) if weights is not None else None
+        self._doubt_what_was_found(tracked)
+
+    def _doubt_what_was_found(self, tracked: _Tracked) -> None:
+        """Block hashes do not tell which of several weights of one name and path have computed it."""
+        if tracked.weights is not None and not tracked.weights.is_only and tracked.num_found:
+            tracked.keys = None
+
     def allocated(self, request: "Request", block_ids: BlockIds, num_external_tokens: int) -> None:
         """The scheduler took the offer (or, with 0 tokens, did not): the restore point becomes a load job."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or num_external_tokens <= 0:
             return
+        if tracked.keys is None:
+            self._unplanned_loads.append(request.request_id)
+            return
         restore_point = tracked.num_local + num_external_tokens
-        planned = self._planner.load_plan(request.block_hashes, tracked.num_local, restore_point)
+        planned = self._planner.load_plan(tracked.keys, tracked.num_local, restore_point)
         planned = [item for item in planned if not self._is_local(item, block_ids)]
         tickets = self._tier.acquire(planned)
         if tickets is None:
@@ -135,15 +176,20 @@ class OffloadScheduler:
             return
         object_ids = tuple(item.object_id for item in planned)
         self._loads[request.request_id] = _PendingLoad(self._deadline(), object_ids)
+        placements = tuple(self._placement(item, block_ids) for item in planned)
         self._new_loads.append(
             LoadJob(
                 load_id=f"{request.request_id}#{next(self._attempts)}",
                 request_id=request.request_id,
                 tickets=tuple(tickets),
-                placements=tuple(self._placement(item, block_ids) for item in planned),
+                placements=placements,
                 zeros=self._spans_beyond(restore_point, block_ids),
             )
         )
+        tracked.is_restored = True
+        if tracked.weights is not None:
+            blocks = frozenset(block_id for placement in placements for block_id in placement.block_ids)
+            self._unchecked[request.request_id] = AdapterCheck(request.request_id, tracked.weights, blocks)
         self._stats.count("restored_requests")
         self._stats.count("restored_tokens", num_external_tokens)
 
@@ -153,11 +199,26 @@ class OffloadScheduler:
 
     # Stores.
 
-    def take_loads(self) -> OffloadMetadata:
-        """This step's loads, and the requests that were promised one in vain."""
-        metadata = OffloadMetadata(loads=tuple(self._new_loads), failed_loads=tuple(self._unplanned_loads))
+    def begin_step(self, scheduled: Collection[str]) -> OffloadMetadata:
+        """This step's loads, the requests that were promised one in vain, and what is to be checked of earlier loads
+        now that their requests are ``scheduled``."""
+        self._adapters.next_step()
+        checks = tuple(_pop_those(scheduled, self._unchecked))
+        self._begin_first_passes(scheduled)
+        metadata = OffloadMetadata(
+            loads=tuple(self._new_loads), failed_loads=tuple(self._unplanned_loads), checks=checks
+        )
         self._new_loads, self._unplanned_loads = [], []
         return metadata
+
+    def _begin_first_passes(self, scheduled: Collection[str]) -> None:
+        """What vLLM found in its own cache shows only now: lookups are told of whole blocks."""
+        begun = _pop_those(scheduled, self._beginning)
+        for tracked in begun:
+            if not tracked.is_restored:
+                tracked.num_found = tracked.request.num_computed_tokens
+            self._doubt_what_was_found(tracked)
+        self._first_passes = [tracked for tracked in begun if tracked.weights is None]
 
     def plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
         """This step's stores. When it fails, no ticket of this step stays out."""
@@ -179,18 +240,18 @@ class OffloadScheduler:
         jobs: list[StoreJob] = []
         for request_id, num_tokens in num_scheduled.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.may_be_stored:
+            if tracked is not None and tracked.keys is not None:
                 computed = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
-                jobs += self._store_chunks(tracked, computed, block_state)
+                jobs += self._store_chunks(tracked, tracked.keys, computed, block_state)
         for request_id, offers in block_state.boundary_state_offloads.items():
             tracked = self._tracked.get(request_id)
             block_ids = block_state.get_block_ids(request_id)
-            if tracked is not None and tracked.may_be_stored and block_ids is not None:
-                jobs += self._store_snapshots(tracked, offers, block_ids)
+            if tracked is not None and tracked.keys is not None and block_ids is not None:
+                jobs += self._store_snapshots(tracked, tracked.keys, offers, block_ids)
         return jobs
 
     def _store_chunks(
-        self, tracked: _Tracked, computed_tokens: int, block_state: "KVConnectorBlockState"
+        self, tracked: _Tracked, keys: Sequence[bytes], computed_tokens: int, block_state: "KVConnectorBlockState"
     ) -> list[StoreJob]:
         if not self._has_complete_chunk(tracked, computed_tokens):
             return []
@@ -199,7 +260,7 @@ class OffloadScheduler:
             return []
         jobs = []
         stalled: set[int] = set()
-        planned = self._planner.store_plan(tracked.request.block_hashes, tracked.cursors, computed_tokens)
+        planned = self._planner.store_plan(keys, tracked.cursors, computed_tokens)
         for chunk in planned:
             assert chunk.group_id is not None
             if chunk.group_id in stalled:
@@ -230,7 +291,7 @@ class OffloadScheduler:
         return self._group(chunk.group_id).is_full and not self._tier.index.contains(chunk.object_id)
 
     def _store_snapshots(
-        self, tracked: _Tracked, offers: Sequence[tuple[int, int, int]], block_ids: BlockIds
+        self, tracked: _Tracked, keys: Sequence[bytes], offers: Sequence[tuple[int, int, int]], block_ids: BlockIds
     ) -> list[StoreJob]:
         pages: dict[int, dict[int, int]] = {}
         for group_id, block_id, boundary in offers:
@@ -238,10 +299,10 @@ class OffloadScheduler:
         wanted = {group.group_id for group in self._geometry.recurrent}
         jobs = []
         for boundary, states in pages.items():
-            known = len(tracked.request.block_hashes) * self._geometry.match_unit
+            known = len(keys) * self._geometry.match_unit
             if set(states) != wanted or boundary > known or not self._geometry.is_restore_point(boundary):
                 continue
-            snapshot = self._planner.snapshot(tracked.request.block_hashes, boundary)
+            snapshot = self._planner.snapshot(keys, boundary)
             if not self._tier.wants(snapshot.object_id):
                 continue
             job = self._reserve(tracked, snapshot, block_ids, states)
@@ -262,7 +323,7 @@ class OffloadScheduler:
                 self._stats.count("dropped_stores", reason="no_room")
             return None
         self._stores[ticket.ticket] = _PendingStore(self._deadline(), self._world_size)
-        return StoreJob(ticket, placement)
+        return StoreJob(ticket, placement, tracked.weights)
 
     # Completions.
 
@@ -276,8 +337,20 @@ class OffloadScheduler:
                 self._load_failed(request_id, reason)
             if metadata.load_pause_s is not None:
                 self._loads_resume_at = time.monotonic() + metadata.load_pause_s
+            if metadata.adapters:
+                self._learn_adapters(metadata.adapters)
         for request_id in output.finished_recving or ():
             self._end_load(request_id)
+
+    def _learn_adapters(self, reports: Counter[AdapterWeights]) -> None:
+        """What other weights have begun is stored no more; requests whose first pass, this step's, brought theirs are
+        stored from now on."""
+        self._adapters.learn(reports)
+        for tracked in self._tracked.values():
+            if tracked.weights is not None and tracked.weights != self._adapters.loaded(tracked.weights.adapter_id):
+                tracked.keys = None
+        for tracked in self._first_passes:
+            self._name_objects(tracked)
 
     def _end_load(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
@@ -309,6 +382,11 @@ class OffloadScheduler:
     def finished(self, request_id: str) -> None:
         """The request is over; a load of it that is still under way keeps its pins until it is reported."""
         self._tracked.pop(request_id, None)
+        self._leave_adapters(request_id)
+
+    def _leave_adapters(self, request_id: str) -> None:
+        self._unchecked.pop(request_id, None)
+        self._beginning.pop(request_id, None)
 
     def has_pending_work(self) -> bool:
         """Whether workers owe reports or the tier has more to take in, for which an idle engine must go on stepping."""
@@ -335,7 +413,9 @@ class OffloadScheduler:
         A request that vLLM preempts for the reset is looked up again, and all of it computed anew.
         """
         for tracked in self._tracked.values():
-            tracked.may_be_stored = False
+            tracked.keys = None
+        self._beginning.clear()
+        self._first_passes = []
         self._tier.clear()
 
     def close(self) -> None:
@@ -411,6 +491,11 @@ class OffloadScheduler:
                 block_id = _block_at(block_ids, group, index)
                 spans.append(Span(group.group_id, block_id, offset, group.block_size - offset))
         return tuple(spans)
+
+
+def _pop_those(names: Collection[str], table: dict[str, T]) -> list[T]:
+    """Takes what ``table`` has under ``names`` out of it."""
+    return [table.pop(name) for name in list(table) if name in names]
 
 
 def _block_at(block_ids: BlockIds, group: Group, index: int) -> int:

@@ -8,7 +8,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from vllm_overlay.connector.metadata import LoadJob, OffloadWorkerMetadata, StoreJob
+from vllm_overlay.connector.loaded_adapters import LoadedAdapters
+from vllm_overlay.connector.metadata import AdapterCheck, AdapterWeights, LoadJob, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.stats import OffloadStats
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.base import FetchResult, TierWorker
@@ -28,9 +29,18 @@ class _Load:
 class OffloadWorker:
     """Serves one tier in one rank."""
 
-    def __init__(self, transfer: KVTransfer, tier: TierWorker, *, load_timeout_s: float, stats: OffloadStats) -> None:
+    def __init__(
+        self,
+        transfer: KVTransfer,
+        tier: TierWorker,
+        adapters: LoadedAdapters,
+        *,
+        load_timeout_s: float,
+        stats: OffloadStats,
+    ) -> None:
         self._transfer = transfer
         self._tier = tier
+        self._adapters = adapters
         self._load_timeout_s = load_timeout_s
         self._stats = stats
         self._loads: dict[str, _Load] = {}
@@ -40,6 +50,9 @@ class OffloadWorker:
         self._reported: Counter[int] = Counter()
         self._failed_stores: set[int] = set()
         self._is_pausing = False
+        self._bad_blocks: set[int] = set()
+        self._told_adapters: dict[int, AdapterWeights] = {}
+        self._told_version = 0
 
     # Loads.
 
@@ -125,12 +138,23 @@ class OffloadWorker:
             elif job.request_id not in self._finished:
                 self.fail_request(job.request_id, reason)
 
+    def check_adapters(self, checks: tuple[AdapterCheck, ...]) -> None:
+        """Within the pass that first computes with restored blocks, after it has loaded its adapters: if one is not
+        what it was at the lookup, vLLM must hear that the blocks are bad, and computes their requests anew."""
+        for check in checks:
+            if not self._adapters.computes_with(check.weights):
+                self._bad_blocks |= check.block_ids
+                self._failed[check.request_id] = "adapter"
+
     # Stores.
 
     def store(self, jobs: tuple[StoreJob, ...]) -> None:
         """Copy this step's objects out of the KV cache; after this the engine may reuse every block."""
         accepted = []
         for job in jobs:
+            if job.weights is not None and not self._adapters.have_still(job.weights):
+                self._end_store(job.ticket.ticket, "adapter")
+                continue
             buffer = self._tier.begin_store(job.ticket)
             if buffer is None:
                 self._end_store(job.ticket.ticket, "staging_full")
@@ -165,15 +189,30 @@ class OffloadWorker:
         finished, self._finished = self._finished, set()
         return finished, finished & set(self._failed)
 
+    def take_bad_blocks(self) -> set[int]:
+        """Blocks that this pass has computed with and should not have."""
+        blocks, self._bad_blocks = self._bad_blocks, set()
+        return blocks
+
     def take_metadata(self) -> OffloadWorkerMetadata | None:
         """What the scheduler's half must know of this step; None when nothing happened."""
         pause_s = self._tier.load_pause_s()
         news = pause_s if pause_s or self._is_pausing else None
         self._is_pausing = pause_s > 0
-        metadata = OffloadWorkerMetadata(self._reported, self._failed_stores, self._bad_objects, self._failed, news)
+        metadata = OffloadWorkerMetadata(
+            self._reported, self._failed_stores, self._bad_objects, self._failed, news, self._new_adapters()
+        )
         self._reported, self._failed_stores = Counter(), set()
         self._bad_objects, self._failed = set(), {}
         return metadata if metadata else None
+
+    def _new_adapters(self) -> Counter[AdapterWeights]:
+        if self._told_version == self._adapters.version:
+            return Counter()
+        loaded = {weights.adapter_id: weights for weights in self._adapters.weights()}
+        news = [weights for weights in loaded.values() if self._told_adapters.get(weights.adapter_id) != weights]
+        self._told_adapters, self._told_version = loaded, self._adapters.version
+        return Counter(news)
 
     def close(self, timeout_s: float) -> int:
         """Finish pending stores in that time; returns how many were given up."""

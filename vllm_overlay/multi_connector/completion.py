@@ -104,22 +104,10 @@ class Completions:
                 self._done.sent.add(request_id)
         return ignored
 
-    def load_errors(self, child: int, blocks: Collection[int], finished: Collection[str]) -> None:
-        """Blocks a child could not load, and the loads it reported finished in the same step.
-
-        With one KV cache group the scheduler maps the blocks to requests. With several it raises, because the ids are
-        not unique; then every load of this child that is open or just finished fails, since it may be any of them.
-        """
-        if not blocks:
-            return
-        if self._block_errors_name_requests:
-            self._done.invalid_blocks.update(blocks)
-            return
-        self._doomed.update(request_id for request_id, owner in self._loads.items() if owner == child)
-        self._done.failed.update(self._done.received.intersection(finished))
-        for request_id, load in list(self._synchronous.items()):
-            if load.child == child:
-                self._fail(request_id, load)
+    def load_errors(self, blocks: Collection[int]) -> None:
+        """Blocks that a child says are bad, of a load that is open or of a request that computes with them already:
+        the scheduler maps them to requests (patch 0006)."""
+        self._done.invalid_blocks.update(blocks)
 
     def abandon(self, child: int) -> None:
         """Ends all that ``child`` owes. Only once nothing of it touches a block any more."""

@@ -170,7 +170,7 @@ class WorkerSide:
             # It raised: any of these may have failed.
             failed = failed | received
         ignored = self._completions.received(child.index, received, failed)
-        self._completions.load_errors(child.index, blocks or (), received)
+        self._completions.load_errors(blocks or ())
         ignored += self._completions.sent(child.index, results.finished_sending)
         child.counters.ignored_reports += ignored
 

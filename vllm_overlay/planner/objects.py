@@ -14,7 +14,8 @@ class ObjectId(msgspec.Struct, frozen=True, order=True, gc=False):
 
     ``kind`` is ``f<n>`` for a chunk of the n-th attention group when that group is full attention, ``w<n>`` when it
     is a sliding window, and ``s`` for a snapshot. ``key`` is vLLM's chained block hash of the prompt up to the
-    object's last token, so it stands for everything before it too (and for adapter, media and cache salt).
+    object's last token, so it stands for everything before it too (and for media and cache salt), or what the weights
+    of a LoRA adapter make of that hash.
     """
 
     kind: str

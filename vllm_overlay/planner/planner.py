@@ -40,8 +40,8 @@ class Lookup:
 class HybridOffloadPlanner:
     """Plans loads and stores for one tier. Pure: no state but the geometry. Called by the scheduler's half.
 
-    ``keys`` is ``request.block_hashes`` everywhere: ``keys[i]`` is vLLM's hash of tokens [0, (i + 1) * U), where U is
-    the match unit.
+    ``keys`` is ``request.block_hashes`` everywhere, or what an adapter's weights make of them: ``keys[i]`` names tokens
+    [0, (i + 1) * U), where U is the match unit.
     """
 
     def __init__(self, geometry: Geometry) -> None:

@@ -30,6 +30,11 @@ class Placement:
     pages: tuple[tuple[int, int], ...] = ()
     spans: tuple[Span, ...] = ()
 
+    @property
+    def block_ids(self) -> set[int]:
+        """The blocks of all groups that it touches."""
+        return {block_id for _, block_id in self.pages} | {span.block_id for span in self.spans}
+
 
 class KVTransfer(ABC):
     """Copies between KV tensors and host buffers. Called from the worker's main thread, inside its hooks only."""

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters: restores equal the cold run, and what other weights have computed is never found."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters import RANK, make_adapter
+from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
+from tests.engine.test_restore import assert_restored
+
+pytestmark = pytest.mark.engine
+
+LENGTH = 300
+
+
+def adapter(directory: Path, number: int) -> dict[str, Any]:
+    return {"lora_name": directory.name, "lora_int_id": number, "lora_path": str(directory)}
+
+
+def test_adapters_are_restored_by_both_tiers_and_never_mix(tiny_model: Path, tmp_path: Path) -> None:
+    one = adapter(make_adapter(tmp_path / "one", seed=1), 1)
+    two = adapter(make_adapter(tmp_path / "two", seed=2), 2)
+    three = adapter(make_adapter(tmp_path / "three", seed=3), 3)
+    tokens = prompt(LENGTH, seed=1)
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": RANK}
+    disk = disk_child(tmp_path / "root")
+    cold: dict[str, Output] = {}
+
+    with Engine(tiny_model, kv_transfer_config=multi(cpu_child(), disk), **options) as engine:
+
+        def computed(name: str, of: dict[str, Any] | None) -> Output:
+            """Nothing of it is found, and it differs from all that was computed before."""
+            output = cold[name] = engine.generate(tokens, adapter=of)
+            assert output.num_cached_tokens == 0
+            assert not any(output.same_as(other) for key, other in cold.items() if key != name)
+            return output
+
+        def restored(expected: Output, of: dict[str, Any] | None) -> None:
+            engine.reset_device_cache()
+            assert_restored(expected, engine.generate(tokens, adapter=of), LENGTH)
+
+        for name, of in {"base": None, "one": one, "two": two}.items():
+            computed(name, of)
+        for name, of in {"base": None, "one": one, "two": two}.items():
+            restored(cold[name], of)
+
+        # New weights under the same name and path: the device cache serves what the old ones have computed, we do not,
+        # nor do we keep what was computed upon it.
+        restored(cold["one"], one)
+        make_adapter(tmp_path / "one", seed=4)
+        engine.call("load_adapter", adapter=one, in_place=True)
+        for _ in range(2):  # before and after the scheduler has heard of it
+            stale = engine.generate(tokens, adapter=one)
+            assert stale.num_cached_tokens > 0
+        engine.reset_device_cache()
+        assert not computed("four", one).same_as(stale)
+        restored(cold["four"], {**one, "load_inplace": True})  # read anew in each step
+
+        # They change again while a restore is under way.
+        make_adapter(tmp_path / "one", seed=1)
+        engine.reset_device_cache()
+        engine.call("fault", name="reload_adapter_during_a_load", tier="cpu", adapter=one)
+        assert engine.generate(tokens, adapter=one).same_as(cold["one"])
+        assert engine.metric("vllm:hybrid_offload_failed_loads", connector="cpu", reason="adapter") == 1
+        restored(cold["one"], one)
+
+        # And while vLLM has evicted the adapter, so that its request brings them.
+        for of in (two, three):
+            engine.generate(tokens, adapter=of)
+        make_adapter(tmp_path / "one", seed=5)
+        engine.reset_device_cache()
+        changed = engine.generate(tokens, adapter=one)
+        assert engine.metric("vllm:hybrid_offload_failed_loads", connector="cpu", reason="adapter") == 2
+        assert changed.same_as(engine.generate(tokens, adapter=one, salts=["nobody else's"]))
+        assert engine.metric("vllm:hybrid_offload_hook_errors") == 0
+        engine.wait_for_stores()
+
+    make_adapter(tmp_path / "one", seed=1)
+    make_adapter(tmp_path / "two", seed=2, nudge=0.5)
+    with Engine(tiny_model, kv_transfer_config=disk, **options) as engine:  # the disk tier alone
+        for of in (one, two):
+            engine.call("load_adapter", adapter=of)
+        assert_restored(cold["one"], engine.generate(tokens, adapter=one), LENGTH)
+        assert_restored(cold["base"], engine.generate(tokens), LENGTH)
+        nudged = engine.generate(tokens, adapter=two)
+        assert nudged.num_cached_tokens == 0
+        assert not nudged.same_as(cold["two"])
+        engine.reset_device_cache()
+        assert_restored(nudged, engine.generate(tokens, adapter=two), LENGTH)
+
+        make_adapter(tmp_path / "one", seed=6)
+        engine.reset_device_cache()
+        engine.call("fault", name="reload_adapter_during_a_load", tier="disk", adapter=one)
+        changed = engine.generate(tokens, adapter=one)
+        assert engine.metric("vllm:hybrid_offload_failed_loads", connector="disk", reason="adapter") == 1
+        assert changed.same_as(engine.generate(tokens, adapter=one, salts=["nobody else's"]))
+        assert engine.metric("vllm:hybrid_offload_hook_errors") == 0
