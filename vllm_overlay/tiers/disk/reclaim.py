@@ -19,17 +19,22 @@ from vllm_overlay.tiers.disk.scan import count_files, sweep_temporaries
 
 TICK_S = 1.0
 _READY_S = 60.0
+_BATCHES = 32
 logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """In bytes. ``batch_bytes`` is what a process leases ahead."""
+    """In bytes. A process leases ``least_batch_bytes`` ahead, or more where there is much room."""
 
     capacity_bytes: int
     min_free_bytes: int
-    batch_bytes: int
+    least_batch_bytes: int
+
+    def batch_bytes(self, num_bytes: int) -> int:
+        """What a process leases ahead where all objects together may take ``num_bytes``."""
+        return max(num_bytes // _BATCHES, self.least_batch_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,7 @@ class Janitor:
         self._claim = Claim(root, ledger, device)
         self._neighbours = Neighbours(root, ledger, device, integrity)
         self._allowance = Allowance()
+        self._batch_bytes = limits.least_batch_bytes
         self._must_count = True
         self._is_on_new_ground = False
         self._is_ready = threading.Event()
@@ -138,7 +144,7 @@ class Janitor:
     def take(self, num_bytes: int) -> int | None:
         """Set bytes aside for a store and return the slot of the lease they are in; None when there is no room now."""
         taken = self._allowance.take(num_bytes)
-        if self._allowance.available < self._limits.batch_bytes // 2:
+        if self._allowance.available < self._batch_bytes // 2:
             self._wake()
         return self._claim.slot if taken else None
 
@@ -261,15 +267,19 @@ class Janitor:
 
     def _refill(self, slot: int) -> int:
         """Bring the lease to a full batch; returns how many bytes it is short of that, once counting cannot help."""
-        batch_bytes = self._limits.batch_bytes
         free_bytes = self._device.free_bytes(self._root) - self._limits.min_free_bytes
         with self._ledger.locked() as state:
+            self._batch_bytes = self._limits.batch_bytes(self._usable_bytes(state, free_bytes))
             room = self._room(state, free_bytes)
-            state.leases[slot], short = self._allowance.refill(state.leases[slot], batch_bytes, room)
+            state.leases[slot], short = self._allowance.refill(state.leases[slot], self._batch_bytes, room)
             if state.file_bytes is None or (short and self._ledger.dead_slots(state)):
                 self._must_count = self._is_woken = True
                 return 0
-        return min(short, batch_bytes)
+        return min(short, self._batch_bytes)
+
+    def _usable_bytes(self, state: LedgerState, free_bytes: int) -> int:
+        """What all objects together may take: a file system smaller than ``capacity_bytes`` is the limit."""
+        return min(self._limits.capacity_bytes, (state.file_bytes or 0) + max(0, free_bytes))
 
     def _room(self, state: LedgerState, free_bytes: int) -> int:
         """What all leases together may still grow by; negative when there is too much already."""
