@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,14 @@ def multi(*children: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 
 class Engine:
-    """``arguments`` are those of ``vllm.LLM``; defaults make a small engine on the tiny model with match unit 64."""
+    """``arguments`` are those of ``vllm.LLM``; defaults make a small engine on the tiny model with match unit 64.
 
-    def __init__(self, model: Path, environment: dict[str, str] | None = None, **arguments: Any) -> None:
+    ``launcher`` is what the process's command is begun with, say to run it in namespaces of its own.
+    """
+
+    def __init__(
+        self, model: Path, environment: dict[str, str] | None = None, launcher: Sequence[str] = (), **arguments: Any
+    ) -> None:
         self._arguments = {
             "model": str(model),
             "max_model_len": 8192,
@@ -85,6 +91,7 @@ class Engine:
             **arguments,
         }
         self._environment = environment or {}
+        self._launcher = launcher
 
     def __enter__(self) -> "Engine":
         self._log = tempfile.NamedTemporaryFile(prefix="engine-", suffix=".log", delete=False)
@@ -97,7 +104,7 @@ class Engine:
             **self._environment,
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.driver", json.dumps(self._arguments)],
+            [*self._launcher, sys.executable, "-m", "tests.engine.driver", json.dumps(self._arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -125,6 +132,10 @@ class Engine:
             self._process.stdout.close()
         self._log.close()
         os.unlink(self._log.name)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def log(self) -> str:
