@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.warm import WarmProcess
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240
 
@@ -95,24 +97,30 @@ class Engine:
 
     def __enter__(self) -> "Engine":
         self._log = tempfile.NamedTemporaryFile(prefix="engine-", suffix=".log", delete=False)
+        command = ["-m", "tests.engine.driver", json.dumps(self._arguments)]
         environment = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "PYTHONPATH": str(REPOSITORY),
+            "TORCHDYNAMO_DISABLE": "1",  # or the first request compiles, for two seconds, how logprobs are ranked
             **self._environment,
         }
-        self._process = subprocess.Popen(
-            [*self._launcher, sys.executable, "-m", "tests.engine.driver", json.dumps(self._arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment,
-            cwd=REPOSITORY,
-            text=True,
-            start_new_session=True,
-        )
+        self._process: WarmProcess | subprocess.Popen[str]
+        if not self._launcher:
+            self._process = WarmProcess(command, environment, REPOSITORY, Path(self._log.name))
+        else:
+            self._process = subprocess.Popen(
+                [*self._launcher, sys.executable, *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=environment,
+                cwd=REPOSITORY,
+                text=True,
+                start_new_session=True,
+            )
         try:
             self._answer()
         except BaseException:
