@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures that tests of several rooms share."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -8,8 +9,12 @@ import pytest
 
 
 def pytest_configure() -> None:
-    """A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C need it heard."""
+    """A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C need it heard.
+
+    Engines share cores: threads of torch that spin while they wait would take the time of another's that work.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session")

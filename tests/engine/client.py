@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.warm import WarmProcess
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240
@@ -71,9 +74,14 @@ def multi(*children: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 
 class Engine:
-    """``arguments`` are those of ``vllm.LLM``; defaults make a small engine on the tiny model with match unit 64."""
+    """``arguments`` are those of ``vllm.LLM``; defaults make a small engine on the tiny model with match unit 64.
 
-    def __init__(self, model: Path, environment: dict[str, str] | None = None, **arguments: Any) -> None:
+    ``launcher`` is what the process's command is begun with, say to run it in namespaces of its own.
+    """
+
+    def __init__(
+        self, model: Path, environment: dict[str, str] | None = None, launcher: Sequence[str] = (), **arguments: Any
+    ) -> None:
         self._arguments = {
             "model": str(model),
             "max_model_len": 8192,
@@ -85,27 +93,34 @@ class Engine:
             **arguments,
         }
         self._environment = environment or {}
+        self._launcher = launcher
 
     def __enter__(self) -> "Engine":
         self._log = tempfile.NamedTemporaryFile(prefix="engine-", suffix=".log", delete=False)
+        command = ["-m", "tests.engine.driver", json.dumps(self._arguments)]
         environment = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
             "PYTHONPATH": str(REPOSITORY),
+            "TORCHDYNAMO_DISABLE": "1",  # or the first request compiles, for two seconds, how logprobs are ranked
             **self._environment,
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engine.driver", json.dumps(self._arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment,
-            cwd=REPOSITORY,
-            text=True,
-            start_new_session=True,
-        )
+        self._process: WarmProcess | subprocess.Popen[str]
+        if not self._launcher:
+            self._process = WarmProcess(command, environment, REPOSITORY, Path(self._log.name))
+        else:
+            self._process = subprocess.Popen(
+                [*self._launcher, sys.executable, *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=environment,
+                cwd=REPOSITORY,
+                text=True,
+                start_new_session=True,
+            )
         try:
             self._answer()
         except BaseException:
@@ -125,6 +140,10 @@ class Engine:
             self._process.stdout.close()
         self._log.close()
         os.unlink(self._log.name)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def log(self) -> str:

@@ -2,11 +2,13 @@
 """Tensor parallelism: an object exists when every rank has it, and belongs to that number of ranks."""
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
+from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.test_restore import N, assert_restored
 
 pytestmark = pytest.mark.engine
@@ -16,47 +18,64 @@ BINDING = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else 
 """vLLM binds ranks to NUMA nodes; a machine with one node must say which core is whose."""
 
 
-def test_two_ranks_restore_from_both_tiers_and_one_rank_never_loads_their_objects(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    root = tmp_path / "root"
-    config = multi(cpu_child(), disk_child(root))
-    two_ranks = {"tensor_parallel_size": 2, "kv_transfer_config": config}
-    prompts = {length: prompt(length, seed=length) for length in LENGTHS}
+@dataclass(frozen=True)
+class FirstLife:
+    """What an engine of two ranks has answered and left on disk. Rank 1 has lost the states of ``halved``."""
 
-    with Engine(tiny_model, BINDING, **two_ranks) as engine:
-        cold = {length: engine.generate(tokens) for length, tokens in prompts.items()}
+    root: Path
+    cold: dict[int, Output]
+    halved: list[int]
+    halved_cold: Output
+
+
+def two_ranks(model: Path, root: Path) -> Engine:
+    return Engine(model, BINDING, tensor_parallel_size=2, kv_transfer_config=multi(cpu_child(), disk_child(root)))
+
+
+@pytest.fixture(scope="module")
+def first(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstLife:
+    root = tmp_path_factory.mktemp("parallel") / "root"
+    halved = prompt(N + 10, seed=1)
+    with two_ranks(tiny_model, root) as engine:
+        cold = {length: engine.generate(prompt(length, seed=length)) for length in LENGTHS}
         engine.wait_for_stores()
         engine.reset_device_cache()
-        for length, tokens in prompts.items():
-            assert_restored(cold[length], engine.generate(tokens), length)
+        for length in LENGTHS:
+            assert_restored(cold[length], engine.generate(prompt(length, seed=length)), length)
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu") > 0
         engine.wait_for_stores()
-    assert {path.suffix for path in root.rglob("*.r[0-9]")} == {".r0", ".r1"}
-
-    with Engine(tiny_model, BINDING, **two_ranks) as engine:
-        for length, tokens in prompts.items():
-            assert_restored(cold[length], engine.generate(tokens), length)
-        assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") > 0
-
-    with Engine(tiny_model, kv_transfer_config=multi(disk_child(root))) as engine:
-        for tokens in prompts.values():
-            assert engine.generate(tokens).num_cached_tokens == 0
-        assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") == 0
-
-
-def test_an_object_that_one_rank_lacks_is_not_there(tiny_model: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    options = {"tensor_parallel_size": 2, "kv_transfer_config": multi(disk_child(root))}
-    tokens = prompt(N + 10, seed=1)
-    with Engine(tiny_model, BINDING, **options) as engine:
-        cold = engine.generate(tokens)
+        before = set(root.rglob("*.s.r1"))
+        halved_cold = engine.generate(halved)
         engine.wait_for_stores()
-    snapshots = list(root.rglob("*.s.r1"))
+    snapshots = set(root.rglob("*.s.r1")) - before
     assert snapshots
     for path in snapshots:
         path.unlink()
-    with Engine(tiny_model, BINDING, **options) as engine:
-        recomputed = engine.generate(tokens)
+    return FirstLife(root, cold, halved, halved_cold)
+
+
+@pytest.fixture(scope="module")
+def second(tiny_model: Path, first: FirstLife) -> Iterator[Engine]:
+    """The same engine again, on the same root."""
+    with two_ranks(tiny_model, first.root) as engine:
+        yield engine
+
+
+def test_two_ranks_restore_from_both_tiers_and_one_rank_never_loads_their_objects(
+    tiny_model: Path, first: FirstLife, second: Engine
+) -> None:
+    assert {path.suffix for path in first.root.rglob("*.r[0-9]")} == {".r0", ".r1"}
+    for length in LENGTHS:
+        assert_restored(first.cold[length], second.generate(prompt(length, seed=length)), length)
+    assert second.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") > 0
+
+    with Engine(tiny_model, kv_transfer_config=multi(disk_child(first.root))) as engine:
+        for length in LENGTHS:
+            assert engine.generate(prompt(length, seed=length)).num_cached_tokens == 0
+        assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") == 0
+
+
+def test_an_object_that_one_rank_lacks_is_not_there(first: FirstLife, second: Engine) -> None:
+    recomputed = second.generate(first.halved)
     assert recomputed.num_cached_tokens == 0
-    assert recomputed.same_as(cold)
+    assert recomputed.same_as(first.halved_cold)

@@ -46,23 +46,22 @@ def test_ctrl_c_twice_while_the_server_stops_leaves_nothing(demo_directory: Path
         process.assert_nothing_left()
 
 
-def test_sigterm_gives_pending_stores_the_time_they_need(tiny_model: Path, compiled: Path, tmp_path: Path) -> None:
+def test_sigterm_gives_pending_stores_the_time_they_need(tiny_model: Path, tmp_path: Path) -> None:
     """A slow disk (five seconds for this prompt) makes sure that they are pending; without the drain the new server
     would find next to nothing."""
     tokens = prompt(6000, seed=1)
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     root = tmp_path / "root"
     config = multi(disk_child(root, write_threads=1))
 
     slow = slow_disk(tmp_path / "plugin", seconds_a_write=0.05)
-    first = Server(tiny_model, config, log_path=tmp_path / "first.log", environment={**environment, **slow})
+    first = Server(tiny_model, config, log_path=tmp_path / "first.log", environment=slow)
     with first as api:
         cold = api.complete(tokens)
         in_time = len(object_files(root))
         first.stop()
     assert len(object_files(root)) > in_time + 10
 
-    with Server(tiny_model, config, log_path=tmp_path / "second.log", environment=environment) as api:
+    with Server(tiny_model, config, log_path=tmp_path / "second.log") as api:
         restored = api.complete(tokens)
     assert restored.num_cached_tokens == 5952
     assert restored.same_as(cold)

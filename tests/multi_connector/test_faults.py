@@ -3,14 +3,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.multi_connector.fakes import public_hooks
+from tests.warm import WarmProcess
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SEED = 4
@@ -18,31 +17,27 @@ CELLS = 20
 REQUESTS = 60
 
 
-def run(module: str, model: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
-    """The program's total, its cells, and its log."""
+def run(module: str, model: Path, log: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The program's total, and its cells."""
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "TORCHDYNAMO_DISABLE": "1",
     }
-    ran = subprocess.run(
-        [sys.executable, "-m", f"tests.multi_connector.{module}", str(model), *arguments],
-        cwd=REPOSITORY,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=580,
-    )
-    lines = ran.stdout.splitlines()
+    with WarmProcess(
+        ["-m", f"tests.multi_connector.{module}", str(model), *arguments], environment, REPOSITORY, log
+    ) as process:
+        lines = process.stdout.read().splitlines()
     totals = [json.loads(line.removeprefix("TOTAL ")) for line in lines if line.startswith("TOTAL ")]
-    assert totals, ran.stderr[-6000:]
-    return totals[0], [json.loads(line.removeprefix("CELL ")) for line in lines if line.startswith("CELL ")], ran.stderr
+    assert totals, log.read_text(errors="replace")[-6000:]
+    return totals[0], [json.loads(line.removeprefix("CELL ")) for line in lines if line.startswith("CELL ")]
 
 
 @pytest.mark.engine
-def test_whatever_a_child_does_requests_are_right_and_the_child_comes_back(tiny_model: Path) -> None:
-    total, cells, _ = run("matrix", tiny_model, "--cells", str(CELLS), "--seed", str(SEED))
+def test_whatever_a_child_does_requests_are_right_and_the_child_comes_back(tiny_model: Path, tmp_path: Path) -> None:
+    total, cells = run("matrix", tiny_model, tmp_path / "log", "--cells", str(CELLS), "--seed", str(SEED))
     assert [cell for cell in cells if cell["wrong"]] == []
     assert total["cells"] == CELLS
     assert total["fired"] >= CELLS // 3
@@ -50,11 +45,12 @@ def test_whatever_a_child_does_requests_are_right_and_the_child_comes_back(tiny_
 
 
 @pytest.mark.engine
-def test_random_aborts_preemptions_and_faults_leave_nothing(tiny_model: Path) -> None:
-    total, _, log = run("churn", tiny_model, "--requests", str(REQUESTS), "--seed", str(SEED))
+def test_random_aborts_preemptions_and_faults_leave_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    total, _ = run("churn", tiny_model, log, "--requests", str(REQUESTS), "--seed", str(SEED))
     assert total["finished"] + total["aborted"] == REQUESTS
     assert total["aborted"] and total["faults"] and total["returns"]
-    assert not any(total["left"].values()), (total, log[-4000:])
+    assert not any(total["left"].values()), (total, log.read_text(errors="replace")[-4000:])
 
 
 def test_the_matrix_has_every_hook_of_the_interface() -> None:

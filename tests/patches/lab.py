@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch
+import vllm
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -318,4 +319,4 @@ def error_of(action: Callable[[], Any]) -> str:
 
 def conclude(symptom: bool, healthy: bool, **seen: Any) -> None:
     """Ends a reproduction: what the necessity test reads."""
-    print(json.dumps({"symptom": symptom, "healthy": healthy, **seen}, default=str))
+    print(json.dumps({"vllm": vllm.__file__, "symptom": symptom, "healthy": healthy, **seen}, default=str))

@@ -3,20 +3,20 @@
 
 A reproduction is ``reproductions/<name of the patch with underscores>.py``: a script that ends by printing a JSON
 object with ``symptom`` and ``healthy``, and has a constant SYMPTOM in words. It runs in a process of its own with a
-hard-linked copy of the installed vLLM first on its path; bytecode is linked too, but for the files that differ.
+hard-linked copy of the installed vLLM first on its path, and says which one it had; bytecode is linked too, but for the
+files that differ.
 """
 
 import json
 import os
 import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.patches.trees import linked_vllm_without
+from tests.warm import WarmProcess
 from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import load
 
@@ -37,15 +37,14 @@ def run(reproduction: Path, root: Path, home: Path, model: Path) -> dict[str, ob
         "VLLM_PLUGINS": "",
         "HF_HUB_OFFLINE": "1",
         "TINY_MODEL": str(model),
+        "TORCHDYNAMO_DISABLE": "1",  # or the first request compiles, for two seconds, how logprobs are ranked
     }
-    find = "import importlib.util; print(importlib.util.find_spec('vllm').origin)"
-    found = subprocess.run([sys.executable, "-c", find], env=environment, cwd=home, capture_output=True, text=True)
-    assert found.stdout.startswith(str(root)), (found.stdout, found.stderr)
-    done = subprocess.run(
-        [sys.executable, str(reproduction)], env=environment, cwd=home, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    last: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    log = home / "log"
+    with WarmProcess([str(reproduction)], environment, home, log) as process:
+        output = process.stdout.read()
+        assert process.wait(60) == 0, log.read_text(errors="replace")[-4000:]
+    last: dict[str, object] = json.loads(output.strip().splitlines()[-1])
+    assert str(last.pop("vllm")).startswith(str(root)), (last, root)
     return last
 
 

@@ -33,6 +33,7 @@ def model_directory(parent: Path) -> Path:
 
 
 def main() -> None:
+    import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -45,7 +46,7 @@ def main() -> None:
         unified = config.cache_config.block_size
         config.__post_init__()
         again = config.cache_config.block_size
-    seen = {"first": first, "unified": unified, "again": again}
+    seen = {"vllm": vllm.__file__, "first": first, "unified": unified, "again": again}
     print(json.dumps({"symptom": again == 128 and unified > 128, "healthy": first == 128 and again == unified, **seen}))
 
 

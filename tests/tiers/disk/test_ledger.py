@@ -95,6 +95,30 @@ def test_what_was_done_before_an_error_is_kept(tmp_path):
     assert read(ledger, 0) == (400, 0)
 
 
+def test_a_ledger_that_could_not_be_written_is_counted_anew(ledger, tmp_path, monkeypatch):
+    grant(ledger, 3, 1000)
+    monkeypatch.setattr("os.pwrite", no_space)
+    with pytest.raises(OSError, match="No space"):
+        ledger.publish(3, write(tmp_path / "t", 300), str(tmp_path / "f"))
+    monkeypatch.undo()
+    assert (tmp_path / "f").exists()
+    assert read(ledger, 3) == (None, 0)
+
+
+def test_a_slot_that_could_not_be_written_down_is_not_held(ledger, monkeypatch):
+    for slot in range(NUM_SLOTS):  # whichever it takes, it must be emptied
+        grant(ledger, slot, 100)
+    monkeypatch.setattr("os.pwrite", no_space)
+    with pytest.raises(OSError, match="No space"):
+        ledger.claim_slot()
+    monkeypatch.undo()
+    assert ledger.count_processes() == 0
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_each_living_process_has_its_own_slot_and_the_dead_ones_bytes_come_back(ledger):
     claimed = [ledger.claim_slot() for _ in range(3)]
     assert len({slot for slot, _ in claimed}) == 3

@@ -61,8 +61,10 @@ class Device:
         os.mkdir(path, DIRECTORY_MODE)
 
     def free_bytes(self, path: str) -> int:
-        """What the file system of ``path`` still has for this user."""
+        """What the file system of ``path`` still has for this user; none where it takes no more files."""
         found = os.statvfs(path)
+        if found.f_files and not found.f_favail:
+            return 0
         return found.f_bavail * found.f_frsize
 
 

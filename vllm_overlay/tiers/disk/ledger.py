@@ -101,7 +101,7 @@ class Ledger:
             finally:
                 after = state.encode()
                 if after != before:
-                    os.pwrite(fd, after, 0)
+                    _write(fd, after)
         finally:
             os.close(fd)
 
@@ -118,11 +118,19 @@ class Ledger:
     def claim_slot(self) -> tuple[int, int]:
         """A lease of this process: its slot and the descriptor that holds it until closed (or the process ends)."""
         make_directory(self._device, self._leases)
-        with self.locked() as state:
-            for slot in sorted(range(NUM_SLOTS), key=lambda slot: state.leases[slot] > 0):
-                if (fd := self._lock_slot(slot)) is not None:
-                    state.leases[slot] = 0
-                    return slot, fd
+        with contextlib.ExitStack() as undo:
+            with self.locked() as state:
+                slot, fd = self._lock_any_slot(state)
+                undo.callback(os.close, fd)
+                state.leases[slot] = 0
+            undo.pop_all()  # it is written: nobody else believes that these bytes are leased
+            return slot, fd
+
+    def _lock_any_slot(self, state: LedgerState) -> tuple[int, int]:
+        """One with an empty lease, if there is any."""
+        for slot in sorted(range(NUM_SLOTS), key=lambda slot: state.leases[slot] > 0):
+            if (fd := self._lock_slot(slot)) is not None:
+                return slot, fd
         raise OSError(f"{NUM_SLOTS} processes share {self._path} already")
 
     def _lock_slot(self, slot: int) -> int | None:
@@ -216,3 +224,12 @@ class Ledger:
             return 0
         state.forget_file(num_bytes)
         return num_bytes
+
+
+def _write(fd: int, raw: bytes) -> None:
+    """Replace the ledger; where that fails, empty it, so that the files are counted anew. Raises OSError."""
+    try:
+        os.pwrite(fd, raw, 0)
+    except OSError:
+        os.ftruncate(fd, 0)
+        raise

@@ -21,17 +21,22 @@ from vllm_overlay.tiers.disk.spares import Spare, Spares
 
 TICK_S = 1.0
 _READY_S = 60.0
+_BATCHES = 32
 logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """In bytes. ``batch_bytes`` is what a process leases ahead."""
+    """In bytes. A process leases ``least_batch_bytes`` ahead, or more where there is much room."""
 
     capacity_bytes: int
     min_free_bytes: int
-    batch_bytes: int
+    least_batch_bytes: int
+
+    def batch_bytes(self, num_bytes: int) -> int:
+        """What a process leases ahead where all objects together may take ``num_bytes``."""
+        return max(num_bytes // _BATCHES, self.least_batch_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +161,7 @@ class Janitor:
         self._claim = Claim(root, ledger, device)
         self._neighbours = Neighbours(root, ledger, device, integrity)
         self._allowance = Allowance()
+        self._batch_bytes = limits.least_batch_bytes
         self._must_count = True
         self._is_on_new_ground = False
         self._is_ready = threading.Event()
@@ -185,7 +191,7 @@ class Janitor:
             grant = Grant(slot, num_bytes, spare.paths)
         elif self._allowance.take(num_bytes):
             grant = Grant(slot, num_bytes)
-        if self._allowance.ready < self._limits.batch_bytes // 2:
+        if self._allowance.ready < self._batch_bytes // 2:
             self._wake()
         return grant
 
@@ -323,11 +329,11 @@ class Janitor:
 
     def _refill(self, slot: int) -> int:
         """Bring the lease to a full batch; returns how many bytes it is short of that, once counting cannot help."""
-        batch_bytes = self._limits.batch_bytes
         free_bytes = self._device.free_bytes(self._root) + self._spares.num_bytes - self._limits.min_free_bytes
         with self._ledger.locked() as state:
+            self._batch_bytes = self._limits.batch_bytes(self._usable_bytes(state, free_bytes))
             room = self._room(state, free_bytes)
-            state.leases[slot], short = self._allowance.refill(state.leases[slot], batch_bytes, room)
+            state.leases[slot], short = self._allowance.refill(state.leases[slot], self._batch_bytes, room)
             self._must_shrink = room < 0
             if state.file_bytes is None or (short and self._ledger.dead_slots(state)):
                 self._must_count = self._is_woken = True
@@ -335,7 +341,11 @@ class Janitor:
         if self._must_shrink and self._spares.num_bytes:
             self._scrap_spares()
             self._is_woken = True
-        return min(short, batch_bytes)
+        return min(short, self._batch_bytes)
+
+    def _usable_bytes(self, state: LedgerState, free_bytes: int) -> int:
+        """What all objects together may take: a file system smaller than ``capacity_bytes`` is the limit."""
+        return min(self._limits.capacity_bytes, (state.file_bytes or 0) + max(0, free_bytes))
 
     def _room(self, state: LedgerState, free_bytes: int) -> int:
         """What all leases together may still grow by; negative when there is too much already."""
@@ -373,7 +383,7 @@ class Janitor:
 
     def _keep(self, slot: int, paths: Sequence[str]) -> bool:
         """Make a spare of an object's files; False when there are enough spares or not all of the files."""
-        if self._spares.num_bytes >= self._limits.batch_bytes // 2:
+        if self._spares.num_bytes >= self._batch_bytes // 2:
             return False
         temporaries = tuple(os.path.join(os.path.dirname(path), temporary_name()) for path in paths)
         num_bytes = self._ledger.retire(slot, list(zip(paths, temporaries, strict=True)))

@@ -83,7 +83,7 @@ class DiskTier(Tier):
                 f"set it to at least {two_objects}"
             )
         min_free = parse_bytes(settings.min_free_bytes, "min_free_bytes")
-        return Limits(capacity, min_free, batch_bytes=max(capacity // 32, two_objects))
+        return Limits(capacity, min_free, least_batch_bytes=two_objects)
 
     def _bytes_on_disk(self, num_bytes: int) -> int:
         """What all ranks' files of an object of ``num_bytes`` a rank take."""

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier's two halves on a real small disk. Run by test_small_disk.py, in a mount namespace of its own."""
+
+import contextlib
+
+import pytest
+
+from tests.mounts import SmallDisk
+from tests.tiers.disk.engine import bytes_under, chain, engine, on_disk, temporaries, until
+from vllm_overlay.tiers.disk import breaker, log, reclaim
+from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.ledger import Ledger
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """Below the root of each test; whoever fails is tried again soon."""
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(reclaim, "TICK_S", 0.05)
+    monkeypatch.setattr(log, "INTERVAL_S", 0.0)
+    (tmp_path / "root").mkdir(mode=0o700)
+    return SmallDisk(tmp_path / "root")
+
+
+def outcomes_until(made, wanted):
+    """What stores came to, one after another, until one came to ``wanted``."""
+    outcomes = []
+
+    def store():
+        outcomes.append(made.try_store(chain(f"tried {len(outcomes)}", 1)[0]))
+        return outcomes[-1] == wanted
+
+    until(store, wanted)
+    return outcomes
+
+
+def assert_all_is_well(made):
+    """Stores go on, what is stored is loaded, and the ledger, the files and the index agree."""
+    made.recovered()
+    for planned in chain("well", 1):
+        made.store_at_last(planned)
+    until(lambda: made.reasons(chain("well", 1)) == ["", ""], "a load that succeeds")
+    until(lambda: made.tier.advance() or ledger_agrees(made), "an agreement of ledger, files and index")
+    assert temporaries(made.root) == []
+
+
+def ledger_agrees(made):
+    with Ledger(str(made.root), Device()).locked() as state:
+        return state.file_bytes == bytes_under(made.root) == made.tier.index.used_bytes
+
+
+def test_a_disk_that_others_keep_full_drops_stores_and_is_given_up_to_them(disk, monkeypatch):
+    monkeypatch.setattr(reclaim, "TICK_S", 60.0)  # so that the janitor does not see it before a store does
+    disk.mount("16m")
+    with engine(disk.path, capacity_bytes=64 * MIB, max_object_bytes=MIB, staging_bytes=4 * MIB) as made:
+        made.store(chain("p", 10))
+        with disk.full():
+            outcomes = outcomes_until(made, "no_room")
+            assert outcomes == ["no_space"] * (len(outcomes) - 1) + ["no_room"]
+            assert len(outcomes) > 1
+            until(lambda: made.tier.advance() or made.tier.usage().evicted_objects, "an eviction")
+            assert set(made.reasons(chain("p", 10))) <= {"", "missing"}
+            monkeypatch.setattr(reclaim, "TICK_S", 0.05)
+        assert_all_is_well(made)
+
+
+def test_a_disk_that_is_full_at_the_start_is_used_once_it_has_room(disk, caplog):
+    disk.mount("16m")
+    with contextlib.ExitStack() as others:
+        others.enter_context(disk.full())
+        with engine(disk.path) as made:
+            until(lambda: sum("cannot make room" in message for message in caplog.messages) > 3)
+            assert made.try_store(chain("p", 1)[0]) == "no_room"
+            others.close()
+            assert_all_is_well(made)
+            assert len(list((made.root / "leases").iterdir())) == 1
+
+
+def test_a_disk_that_takes_no_more_files_has_no_room(disk):
+    disk.mount("16m", max_files=400)
+    with engine(disk.path, capacity_bytes=64 * MIB) as made:
+        made.store(chain("p", 3))
+        with disk.out_of_files():
+            assert "no_space" in outcomes_until(made, "no_room")
+            assert set(made.reasons(chain("p", 3))) <= {"", "missing"}
+        assert_all_is_well(made)
+
+
+def test_own_files_that_are_too_many_make_room_for_new_ones(disk):
+    disk.mount("16m", max_files=100)
+    with engine(disk.path, capacity_bytes=64 * MIB) as made:
+        for turn in range(100):
+            made.store_at_last(chain(f"p{turn}", 1)[0])
+        assert made.tier.usage().evicted_objects > 0
+        assert_all_is_well(made)
+
+
+def test_a_disk_that_turns_read_only_is_read_and_its_writes_left_alone(disk):
+    disk.mount("16m")
+    with engine(disk.path, capacity_bytes=64 * MIB, max_object_bytes=MIB, staging_bytes=4 * MIB) as made:
+        made.store(chain("p", 3))
+        with disk.read_only():
+            assert set(outcomes_until(made, "breaker")) == {"io_error", "breaker"}
+            assert made.reasons(chain("p", 3)) == [""] * 4
+        assert_all_is_well(made)
+        assert made.reasons(chain("p", 3)) == [""] * 4
+
+
+def test_a_disk_that_is_unmounted_is_left_for_what_is_beneath_and_found_again(disk):
+    disk.mount("16m")
+    with engine(disk.path) as made:
+        made.store(chain("p", 3))
+        with disk.gone():
+            assert made.reasons(chain("p", 3)) == ["missing"] * 4
+            until(lambda: made.tier.advance() or not made.has(chain("p", 3)[0]), "an empty index")
+            assert_all_is_well(made)
+            assert made.reasons(chain("p", 3)) == ["missing"] * 4
+        until(lambda: made.tier.advance() or all(made.coverage(chain("p", 3))), "what was stored before")
+        assert made.reasons(chain("p", 3)) == [""] * 4
+        assert_all_is_well(made)
+
+
+def test_the_free_space_to_keep_is_kept_from_the_first_byte_to_the_last(disk):
+    disk.mount("16m")
+    keep = 8 * MIB
+    with disk.sampled() as samples, engine(disk.path, capacity_bytes=64 * MIB, min_free_bytes=keep) as made:
+        for turn in range(20):
+            made.store(chain(f"p{turn}", 20))
+        assert made.tier.usage().evicted_objects > 0
+        assert made.reasons(chain("p19", 20)) == [""] * 21
+        assert_all_is_well(made)
+    assert keep <= min(samples) < keep + MIB
+
+
+def test_a_disk_smaller_than_the_capacity_is_filled_and_no_more_is_evicted_than_needed(disk):
+    disk.mount("16m")
+    with engine(disk.path, capacity_bytes=4096 * MIB) as made:
+        objects = chain("p", 16 * MIB // on_disk() * 3 // 4)
+        made.store(objects)
+        assert made.tier.usage().evicted_objects == 0
+        for turn in range(10):
+            made.store(chain(f"q{turn}", 20))
+        assert bytes_under(made.root) > 12 * MIB
+        assert_all_is_well(made)
