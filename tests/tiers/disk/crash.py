@@ -20,11 +20,11 @@ from typing import Any
 from tests.tiers.disk.engine import (
     OBJECT,
     Engine,
+    bytes_of_objects,
     bytes_under,
     chain,
     content,
     fill,
-    object_files,
     on_disk,
     temporaries,
     until,
@@ -186,7 +186,7 @@ def _examine(root: Path, answer: Connection) -> None:
     tally.objects_read = len(objects)
     try:
         until(lambda: temporaries(root) == made.spares())
-        until(lambda: _ledger_bytes(root) == sum(path.stat().st_size for path in object_files(root)))
+        until(lambda: _ledger_bytes(root) == bytes_of_objects(root))
     except AssertionError:
         tally.leftovers = 1
     made.close()

@@ -14,10 +14,10 @@ from tests.tiers.disk.engine import (
     OTHER_NAMESPACE,
     Engine,
     FailingDevice,
+    bytes_of_objects,
     bytes_under,
     chain,
     engine,
-    object_files,
     on_disk,
     temporaries,
     until,
@@ -88,7 +88,7 @@ def test_a_full_tier_stores_over_what_it_evicted(tmp_path, monkeypatch):
             wait_for_spares(made)
         assert bytes_under(made.root) <= CAPACITY
         with Ledger(str(made.root), Device()).locked() as state:
-            assert state.file_bytes == sum(path.stat().st_size for path in object_files(made.root))
+            assert state.file_bytes == bytes_of_objects(made.root)
             assert state.file_bytes + sum(state.leases) <= CAPACITY
             assert sum(state.leases) >= sum(path.stat().st_size for path in made.spares())
     assert temporaries(made.root) == []
