@@ -199,8 +199,7 @@ class Engine:
 
     def spares(self) -> list[Path]:
         """Files that wait to be written over."""
-        kept = self.tier._janitor._spares._by_size.copy().values()
-        return sorted(Path(path) for spares in kept for spare in spares for path in spare.paths)
+        return sorted(Path(path) for spare in self.tier._janitor._allowance.spares() for path in spare.paths)
 
     def reasons(self, objects: list[PlannedObject], rank: int = 0) -> list[str]:
         return [result.reason for result in self.fetch(objects, rank)]

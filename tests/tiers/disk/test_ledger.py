@@ -9,11 +9,11 @@ import threading
 import pytest
 
 from tests.tiers.disk.engine import FailingDevice, until
+from vllm_overlay.tiers.disk.allowance import Allowance, Spare
 from vllm_overlay.tiers.disk.io import Device, temporary_name, writer_is_alive
 from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger, LedgerState, slot_of
 from vllm_overlay.tiers.disk.locks import lock, try_lock
 from vllm_overlay.tiers.disk.log import RateLimitedLog
-from vllm_overlay.tiers.disk.reclaim import Allowance
 
 
 @pytest.fixture
@@ -170,14 +170,37 @@ def waiters(inode):
 
 def test_the_allowance_gives_what_was_leased_and_no_more():
     allowance = Allowance()
-    assert not allowance.take(1)
+    assert allowance.take(1) is None
     assert allowance.refill(0, 100, 1000) == (100, 0)
-    assert allowance.take(60)
-    assert not allowance.take(60)
+    assert allowance.take(60) == ()
+    assert allowance.take(60) is None
     assert allowance.refill(100, 100, 40) == (140, 20)
     allowance.settle(60)  # it was written: the lease is 60 smaller
     assert allowance.refill(80, 100, -500) == (0, 520)
     assert allowance.available == 0
+
+
+def test_spares_are_part_of_the_lease_and_taken_once():
+    allowance = Allowance()
+    assert allowance.refill(0, 100, 1000) == (100, 0)
+    allowance.lay_by(Spare(("a", "b"), 30))  # whose bytes the ledger has put into the lease
+    assert (allowance.available, allowance.ready) == (100, 130)
+    assert allowance.refill(130, 100, 1000) == (100, 0)  # more than a batch is given back
+    assert (allowance.available, allowance.spare_bytes) == (70, 30)
+    assert allowance.take(30) == ("a", "b")
+    assert allowance.take(30) == ()
+    assert (allowance.available, allowance.spare_bytes, allowance.in_flight) == (40, 0, 60)
+    allowance.settle(60)  # both were written
+    allowance.lay_by(Spare(("c",), 20))
+    assert allowance.refill(60, 100, 0) == (60, 40)
+    (spare,) = allowance.take_spares()
+    assert allowance.take(50) is None  # its file is still there
+    allowance.scrapped(spare)
+    assert allowance.refill(60, 100, 0) == (60, 40)
+    assert allowance.take(50) == ()
+    allowance.lay_by(Spare(("d",), 20))
+    allowance.forfeit()
+    assert (allowance.take(20), allowance.ready, allowance.in_flight) == (None, 0, 50)
 
 
 def test_a_name_tells_whether_its_writer_lives():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.allowance import Allowance, Spare
 from vllm_overlay.tiers.disk.claim import Claim
 from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
 from vllm_overlay.tiers.disk.io import Device, remove_quietly, temporary_name
@@ -17,7 +18,6 @@ from vllm_overlay.tiers.disk.log import RateLimitedLog
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.neighbours import Neighbours
 from vllm_overlay.tiers.disk.scan import count_files, sweep_temporaries
-from vllm_overlay.tiers.disk.spares import Spare, Spares
 
 TICK_S = 1.0
 _READY_S = 60.0
@@ -62,76 +62,6 @@ class Grant:
     over: tuple[str, ...] = ()
 
 
-class Allowance:
-    """This process's lease as its scheduler sees it. Thread-safe, and never waits for more than arithmetic."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._available = 0
-        self._in_flight = 0
-        self._spare = 0
-
-    @property
-    def available(self) -> int:
-        return self._available
-
-    @property
-    def ready(self) -> int:
-        """What stores can have now, in new files or over spares."""
-        return self._available + self._spare
-
-    @property
-    def in_flight(self) -> int:
-        return self._in_flight
-
-    def take(self, num_bytes: int) -> bool:
-        """Set bytes aside for a store. Called from the scheduler's thread."""
-        with self._lock:
-            if num_bytes > self._available:
-                return False
-            self._available -= num_bytes
-            self._in_flight += num_bytes
-            return True
-
-    def lay_by(self, num_bytes: int) -> None:
-        """So much of the lease is the bytes of a spare now."""
-        with self._lock:
-            self._spare += num_bytes
-
-    def take_spare(self, num_bytes: int) -> None:
-        """A spare's bytes are for a store now. Called from the scheduler's thread."""
-        with self._lock:
-            self._spare -= num_bytes
-            self._in_flight += num_bytes
-
-    def scrap(self, num_bytes: int) -> None:
-        """A spare was unlinked: its bytes can be had with the next ``refill``."""
-        with self._lock:
-            self._spare -= num_bytes
-
-    def settle(self, num_bytes: int) -> None:
-        """A store that took bytes has ended: whatever it left in the lease comes back with the next ``refill``."""
-        with self._lock:
-            self._in_flight -= num_bytes
-
-    def forfeit(self) -> None:
-        """The lease is lost, and with it what no store has taken."""
-        with self._lock:
-            self._available = self._spare = 0
-
-    def refill(self, leased_bytes: int, batch_bytes: int, room: int) -> tuple[int, int]:
-        """The new lease and how many bytes short of a batch, spares included, it is. Called with the ledger locked.
-
-        ``room`` may be added to all leases; when it is negative, what no store has taken is given back.
-        """
-        with self._lock:
-            idle = leased_bytes - self._in_flight - self._spare
-            wanted = batch_bytes - idle - self._spare
-            granted = max(min(wanted, room), -max(idle, 0))
-            self._available = max(0, idle + granted)
-            return leased_bytes + granted, max(0, wanted - room)
-
-
 class Janitor:
     """Owns this process's lease and all unlinking on behalf of its scheduler. One a DiskTier, with one thread.
 
@@ -170,7 +100,6 @@ class Janitor:
         self._is_closing = False
         self._doomed: deque[_Doomed] = deque()
         self._doomed_bytes = 0
-        self._spares = Spares()
         self._returned: deque[Grant] = deque()
         self._must_shrink = False
         self._removing: set[ObjectId] = set()
@@ -185,15 +114,10 @@ class Janitor:
         """Set bytes aside for a store, in files to write over if there are some; None when there is no room now."""
         if (slot := self._claim.slot) is None:
             return None
-        grant = None
-        if (spare := self._spares.take(num_bytes)) is not None:
-            self._allowance.take_spare(num_bytes)
-            grant = Grant(slot, num_bytes, spare.paths)
-        elif self._allowance.take(num_bytes):
-            grant = Grant(slot, num_bytes)
+        over = self._allowance.take(num_bytes)
         if self._allowance.ready < self._batch_bytes // 2:
             self._wake()
-        return grant
+        return None if over is None else Grant(slot, num_bytes, over)
 
     def settle(self, grant: Grant) -> None:
         """All ranks have stored."""
@@ -315,7 +239,6 @@ class Janitor:
             self._claim.let_go()
             self._allowance.forfeit()
             self._forget_doomed()
-            self._spares.take_all()
             self._must_count = self._is_on_new_ground = True
         if self._claim.slot is None:
             self._claim.take(namespace)
@@ -329,7 +252,7 @@ class Janitor:
 
     def _refill(self, slot: int) -> int:
         """Bring the lease to a full batch; returns how many bytes it is short of that, once counting cannot help."""
-        free_bytes = self._device.free_bytes(self._root) + self._spares.num_bytes - self._limits.min_free_bytes
+        free_bytes = self._device.free_bytes(self._root) + self._allowance.spare_bytes - self._limits.min_free_bytes
         with self._ledger.locked() as state:
             self._batch_bytes = self._limits.batch_bytes(self._usable_bytes(state, free_bytes))
             room = self._room(state, free_bytes)
@@ -338,7 +261,7 @@ class Janitor:
             if state.file_bytes is None or (short and self._ledger.dead_slots(state)):
                 self._must_count = self._is_woken = True
                 return 0
-        if self._must_shrink and self._spares.num_bytes:
+        if self._must_shrink and self._allowance.spare_bytes:
             self._scrap_spares()
             self._is_woken = True
         return min(short, self._batch_bytes)
@@ -383,20 +306,19 @@ class Janitor:
 
     def _keep(self, slot: int, paths: Sequence[str]) -> bool:
         """Make a spare of an object's files; False when there are enough spares or not all of the files."""
-        if self._spares.num_bytes >= self._batch_bytes // 2:
+        if self._allowance.spare_bytes >= self._batch_bytes // 2:
             return False
         temporaries = tuple(os.path.join(os.path.dirname(path), temporary_name()) for path in paths)
         num_bytes = self._ledger.retire(slot, list(zip(paths, temporaries, strict=True)))
         if num_bytes:
-            self._allowance.lay_by(num_bytes)
-            self._spares.lay_by(Spare(temporaries, num_bytes))
+            self._allowance.lay_by(Spare(temporaries, num_bytes))
         return bool(num_bytes)
 
     def _scrap_spares(self) -> None:
-        for spare in self._spares.take_all():
+        for spare in self._allowance.take_spares():
             for path in spare.paths:
                 remove_quietly(self._device, path)
-            self._allowance.scrap(spare.num_bytes)
+            self._allowance.scrapped(spare)
 
     def _unlink_returned(self) -> None:
         while self._returned:
