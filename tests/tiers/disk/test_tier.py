@@ -382,15 +382,15 @@ def test_a_file_in_a_wrong_place_goes_and_the_object_in_the_right_one_stays(tmp_
         assert again.reasons(objects) == ["", ""]
 
 
-class OutOfDescriptors(Device):
-    """One file cannot be opened now, and nothing is wrong with it."""
+class Refusing(Device):
+    """One file cannot be opened."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
+    def __init__(self, path: Path, error: Exception) -> None:
+        self._path, self._error = str(path), error
 
     def open(self, path: str, flags: int) -> int:
         if path == self._path:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise self._error
         return super().open(path, flags)
 
 
@@ -399,7 +399,8 @@ def test_what_builds_on_an_object_that_could_not_be_read_now_stays_for_the_next_
     with engine(tmp_path / "root") as made:
         made.store(objects)
     time.sleep(0.1)
-    with engine(tmp_path / "root", device=OutOfDescriptors(made.path(objects[2]))) as short:
+    shortage = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    with engine(tmp_path / "root", device=Refusing(made.path(objects[2]), shortage)) as short:
         short.recovered()
         assert short.coverage(objects) == [True, True, False, False, False, False]
     assert len(object_files(made.root)) == 6
@@ -407,24 +408,13 @@ def test_what_builds_on_an_object_that_could_not_be_read_now_stays_for_the_next_
         assert all(again.recovered().coverage(objects))
 
 
-class Defect(Device):
-    """A scan meets what nobody has thought of."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = str(path)
-
-    def open(self, path: str, flags: int) -> int:
-        if path == self._path:
-            raise RuntimeError("nobody has thought of this")
-        return super().open(path, flags)
-
-
 def test_a_scan_that_fails_finds_nothing_and_removes_nothing(tmp_path, caplog):
     objects = chain("p", 5)
     with engine(tmp_path / "root") as made:
         made.store(objects)
     time.sleep(0.1)
-    with engine(tmp_path / "root", device=Defect(made.path(objects[2]))) as failed:
+    defect = RuntimeError("nobody has thought of this")
+    with engine(tmp_path / "root", device=Refusing(made.path(objects[2]), defect)) as failed:
         failed.recovered()
         assert len(failed.tier.index) == 0
     assert any("nobody has thought of this" in message for message in caplog.messages)
