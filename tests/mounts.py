@@ -5,6 +5,8 @@ import contextlib
 import errno
 import functools
 import os
+import shlex
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -25,7 +27,7 @@ def why_not() -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         return str(error)
-    return done.stderr.strip() if done.returncode else ""
+    return (done.stderr.strip() or f"status {done.returncode} of {command}") if done.returncode else ""
 
 
 def _mount_command(directory: Path, size: str, max_files: int = 0) -> tuple[str, ...]:
@@ -35,8 +37,8 @@ def _mount_command(directory: Path, size: str, max_files: int = 0) -> tuple[str,
 
 def on_small_disk(directory: Path, size: str, max_files: int = 0) -> tuple[str, ...]:
     """What a command is begun with to find a small file system at ``directory``, which only it sees."""
-    mount = _mount_command(directory, size, max_files)
-    return (*IN_NAMESPACE, "sh", "-c", f'{" ".join(mount)} && exec "$@"', "sh")
+    mount = shlex.join(_mount_command(directory, size, max_files))
+    return (*IN_NAMESPACE, "sh", "-c", f'{mount} && exec "$@"', "sh")
 
 
 class SmallDisk:
@@ -88,9 +90,11 @@ class SmallDisk:
     def full(self) -> Iterator[None]:
         """Somebody else's file takes every byte, and every byte that comes free."""
         path = self.path / "foreign"
-        with open(path, "wb", buffering=0) as file, _again_and_again(lambda: _write_to_the_end(file.fileno())):
-            yield
-        path.unlink()
+        try:
+            with open(path, "wb", buffering=0) as file, _again_and_again(lambda: _write_to_the_end(file.fileno())):
+                yield
+        finally:
+            path.unlink()
 
     @contextlib.contextmanager
     def out_of_files(self) -> Iterator[None]:
@@ -98,11 +102,11 @@ class SmallDisk:
         directory = self.path / "foreign"
         directory.mkdir()
         names = (directory / str(number) for number in range(1 << 30))
-        with _again_and_again(lambda: _create_to_the_end(names)):
-            yield
-        for path in directory.iterdir():
-            path.unlink()
-        directory.rmdir()
+        try:
+            with _again_and_again(lambda: _create_to_the_end(names)):
+                yield
+        finally:
+            shutil.rmtree(directory)
 
     def free_bytes(self) -> int:
         found = os.statvfs(self.path)
