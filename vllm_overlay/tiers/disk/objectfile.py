@@ -24,7 +24,8 @@ from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
 _PIECE_BYTES = 1 << 20
 _own = threading.local()
-_OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
+_OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EINVAL})
+"""Of this process, or of how it asked (EINVAL: O_DIRECT where there is none now); no file is removed for it."""
 
 
 def _page() -> memoryview:
