@@ -4,6 +4,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,19 +54,24 @@ def scheduler_side(num_children: int, selection: str, watchdog: Watchdog) -> Sch
     return side
 
 
+def ask(children: list[Instant], request: Any) -> None:
+    for child in children:
+        child.get_num_new_matched_tokens(request, 0)
+
+
 def main() -> None:
     """Prints the table of docs/benchmarks.md."""
     watchdog = Watchdog(30.0)
-    request = SimpleNamespace(request_id="r", num_tokens=10_000, shared_prefix_boundary=0)
+    request: Any = SimpleNamespace(request_id="r", num_tokens=10_000, shared_prefix_boundary=0)
     rows = []
     for num_children in (1, 2, 8):
         offers = [Offer(100 * (i + 1), 1.0) for i in range(num_children)]
         bare = [Instant(100) for _ in range(num_children)]
         sides = {name: scheduler_side(num_children, name, watchdog) for name in ("weighted", "cost")}
         times = [
-            microseconds(lambda bare=bare: [one.get_num_new_matched_tokens(request, 0) for one in bare]),
-            microseconds(lambda offers=offers: decide(offers, 9_999, may_wait=True)),
-            *(microseconds(lambda side=side: side.get_num_new_matched_tokens(request, 0)) for side in sides.values()),
+            microseconds(partial(ask, bare, request)),
+            microseconds(partial(decide, offers, 9_999, may_wait=True)),
+            *(microseconds(partial(side.get_num_new_matched_tokens, request, 0)) for side in sides.values()),
         ]
         rows.append([num_children, *(f"{one:.1f}" for one in times)])
     watchdog.stop()

@@ -11,10 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from bench import model
@@ -256,7 +257,7 @@ def _disk_row(
 def _snapshots(planner: HybridOffloadPlanner, keys: list[bytes], count: int) -> list[PlannedObject]:
     """At the ends of blocks, and without the chunks below them."""
     boundaries = [(turn + 1) * model.BLOCK_TOKENS for turn in range(count)]
-    return [replace(planner.snapshot(keys, boundary), parents=()) for boundary in boundaries]
+    return [msgspec.structs.replace(planner.snapshot(keys, boundary), parents=()) for boundary in boundaries]
 
 
 def _reserve(tier: Tier, objects: Sequence[PlannedObject]) -> list[StoreTicket]:
