@@ -68,16 +68,17 @@ def test_a_retired_file_moves_its_bytes_back_to_the_lease(ledger, tmp_path):
         assert ledger.publish(3, write(tmp_path / "t", 300), str(tmp_path / name))
     assert read(ledger, 3) == (600, 400)
     renames = [(str(tmp_path / name), str(tmp_path / f"spare {name}")) for name in ("a", "b")]
-    assert ledger.retire(3, renames) == 600
+    assert ledger.retire(3, renames, 599) == 0
+    assert ledger.retire(3, renames, 600) == 600
     assert read(ledger, 3) == (0, 1000)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file() and "a" in path.name) == [
         "spare a",
         "spare b",
     ]
     assert ledger.publish(3, renames[0][1], renames[0][0])
-    assert ledger.retire(3, renames) == 0  # one of them is missing
+    assert ledger.retire(3, renames, 600) == 0  # one of them is missing
     write(tmp_path / "b", 200)
-    assert ledger.retire(3, renames) == 0  # they differ
+    assert ledger.retire(3, renames, 600) == 0  # they differ
     assert (tmp_path / "a").exists() and (tmp_path / "b").exists()
     assert read(ledger, 3) == (300, 700)
 
@@ -184,13 +185,16 @@ def test_spares_are_part_of_the_lease_and_taken_once():
     allowance = Allowance()
     assert allowance.refill(0, 100, 1000) == (100, 0)
     allowance.lay_by(Spare(("a", "b"), 30))  # whose bytes the ledger has put into the lease
-    assert (allowance.available, allowance.ready) == (100, 130)
+    assert (allowance.available, allowance.spare_bytes) == (100, 30)
     assert allowance.refill(130, 100, 1000) == (100, 0)  # more than a batch is given back
     assert (allowance.available, allowance.spare_bytes) == (70, 30)
     assert allowance.take(30) == ("a", "b")
     assert allowance.take(30) == ()
     assert (allowance.available, allowance.spare_bytes, allowance.in_flight) == (40, 0, 60)
-    allowance.settle(60)  # both were written
+    assert not allowance.must_shrink(-30) and allowance.must_shrink(-31)
+    allowance.settle(30, is_over=True)
+    allowance.settle(30)  # both were written
+    assert allowance.must_shrink(-1)
     allowance.lay_by(Spare(("c",), 20))
     assert allowance.refill(60, 100, 0) == (60, 40)
     (spare,) = allowance.take_spares()
@@ -200,7 +204,7 @@ def test_spares_are_part_of_the_lease_and_taken_once():
     assert allowance.take(50) == ()
     allowance.lay_by(Spare(("d",), 20))
     allowance.forfeit()
-    assert (allowance.take(20), allowance.ready, allowance.in_flight) == (None, 0, 50)
+    assert (allowance.take(20), allowance.spare_bytes, allowance.in_flight) == (None, 0, 50)
 
 
 def test_a_name_tells_whether_its_writer_lives():
@@ -218,7 +222,7 @@ def test_a_name_tells_whether_its_writer_lives():
     ):
         assert not writer_is_alive(f".tmp.{other}")
     for place in ("00000000", "ffffffff"):  # another host's, container's or boot's: nobody here can say
-        assert writer_is_alive(f".tmp.{place}.{pid}.{start}.{count}")
+        assert writer_is_alive(f".tmp.{place}.{pid}.{start}.{count}") is None
 
 
 def test_warnings_of_one_topic_are_counted_and_not_repeated(caplog, monkeypatch):

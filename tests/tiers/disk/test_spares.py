@@ -3,7 +3,9 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from tests.tiers.disk.engine import (
     OBJECT,
     OTHER_NAMESPACE,
+    UNIT,
     Engine,
     FailingDevice,
     bytes_of_objects,
@@ -22,7 +25,7 @@ from tests.tiers.disk.engine import (
     temporaries,
     until,
 )
-from vllm_overlay.planner.objects import PlannedObject
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.io import Device
 from vllm_overlay.tiers.disk.ledger import Ledger
@@ -42,8 +45,8 @@ def full_tier(root: Path, **changes: object) -> Iterator[Engine]:
         yield made
 
 
-def wait_for_spares(made: Engine) -> None:
-    until(lambda: made.tier.advance() or len(made.spares()) >= RANKS, "spares")
+def wait_for_spares(made: Engine, at_least: int = RANKS) -> None:
+    until(lambda: made.tier.advance() or len(made.spares()) >= at_least, "spares")
 
 
 def inodes(paths: list[Path]) -> set[int]:
@@ -229,3 +232,152 @@ def test_nothing_is_written_over_that_is_loaded(tmp_path):
             made.store(chain(f"new {turn}", 1))
         assert made.reasons(held) == [""] * len(held)
         made.tier.release([item.object_id for item in held])
+
+
+class NoRename(Device):
+    """Files cannot get the name of a spare: of each ``nth`` only."""
+
+    nth = 0
+    _num_renames = 0
+
+    def rename(self, source: str, target: str) -> None:
+        if self.nth and os.path.basename(target).startswith(".tmp."):
+            self._num_renames += 1
+            if self._num_renames % self.nth == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("nth", [1, RANKS])
+def test_where_files_cannot_be_kept_they_are_unlinked(tmp_path, nth: int):
+    device = NoRename()
+    with full_tier(tmp_path / "root", device=device) as made:
+        device.nth = nth
+        for turn in range(30):
+            store_anew(made, f"new {turn}")
+            assert bytes_under(made.root) <= CAPACITY
+        until(lambda: temporaries(made.root) == made.spares())
+
+
+def test_where_the_ledger_cannot_be_written_evicted_files_are_unlinked(tmp_path, monkeypatch):
+    with full_tier(tmp_path / "root") as made:
+        retire = Ledger.retire
+
+        def failing(self, *arguments):
+            retire(self, *arguments)
+            raise OSError(errno.ENOSPC, "the ledger")
+
+        monkeypatch.setattr(Ledger, "retire", failing)
+        for turn in range(30):
+            store_anew(made, f"new {turn}")
+            assert bytes_under(made.root) <= CAPACITY
+        until(lambda: temporaries(made.root) == made.spares())
+
+
+@pytest.mark.parametrize("batch", [2.0, 2.1])
+def test_spares_of_other_sizes_never_take_all_the_room(tmp_path, batch: float):
+    """Snapshots are evicted first, so they are what spares are made of; chunks need room beside them."""
+    largest, chunk_bytes = 24 * UNIT - 4096, 12 * UNIT
+    sizes = (largest - 8192, largest)
+
+    def snapshot(chunk: PlannedObject, number: int) -> PlannedObject:
+        name = ObjectId("s", f"snapshot {number}".encode())
+        return PlannedObject(name, (chunk.object_id,), 64, 64, sizes[number % 2])
+
+    with engine(
+        tmp_path / "root",
+        capacity_bytes=int(32 * batch * on_disk(largest)),
+        max_object_bytes=largest,
+        staging_bytes=400 * UNIT,
+    ) as made:
+        common = chain("common", 1, chunk_bytes)[0]
+        made.store([common])
+        number = 0
+        while made.tier.usage().evicted_objects < 4:
+            made.outcome(snapshot(common, number := number + 1))
+        wait_for_spares(made, 1)
+        made.store([chain(f"new {turn}", 1, chunk_bytes)[0] for turn in range(20)])
+
+
+def test_a_lost_lease_leaves_no_spare(tmp_path):
+    with full_tier(tmp_path / "root") as made:
+        spares = made.spares()
+        shutil.rmtree(made.root / "leases")
+        until(lambda: not any(path.exists() for path in spares))
+        made.recovered()
+        store_anew(made, "new")
+    assert temporaries(made.root) == []
+
+
+class SlowReader(Device):
+    """Reads a page and waits for the rest."""
+
+    def __init__(self) -> None:
+        self.holds = False
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def preadv(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
+        if not self.holds or not threading.current_thread().name.startswith("disk-read-r"):
+            return super().preadv(fd, segments, offset)
+        num_read = super().preadv(fd, segments[:1], offset)
+        self.has_begun.set()
+        assert self.may_go_on.wait(30)
+        return num_read
+
+
+def test_a_read_that_was_given_up_removes_nothing_that_came_after_it(tmp_path, caplog):
+    device = SlowReader()
+    with engine(tmp_path / "root", device=device, capacity_bytes=128 * on_disk()) as made:
+        victim = chain("victim", 1)[0]
+        made.store([victim])
+        file = made.path(victim).stat().st_ino
+        tickets = made.tier.acquire([victim])
+        assert tickets is not None
+        device.holds = True
+        made.workers[0].begin_load("slow", tickets)
+        assert device.has_begun.wait(10)
+        device.holds = False
+        made.workers[0].cancel_load("slow")
+        made.tier.release([victim.object_id])
+        written_over = False
+        for turn in range(600):
+            (chunk, _) = chain(f"new {turn}", 1)
+            made.store([chunk])
+            written_over = made.path(chunk).stat().st_ino == file
+            if written_over:
+                break
+        assert written_over
+        made.store([victim])
+        device.may_go_on.set()
+        made.workers[0]._readers.stop(10.0)
+        assert made.path(victim).exists() and made.has(victim)
+        assert not any("was not loaded" in message for message in caplog.messages)
+
+
+def test_a_worker_that_closes_leaves_no_spare(tmp_path):
+    made = Engine(tmp_path / "root", world_size=RANKS, capacity_bytes=CAPACITY)
+    for turn in range(32):
+        made.store(chain(f"old {turn}", 4))
+    wait_for_spares(made)
+    chunk = chain("p", 1)[0]
+    ticket = ticket_for(made, chunk)
+    assert ticket.over
+    for worker in made.workers:
+        buffer = worker.begin_store(ticket)
+        assert buffer is not None
+        worker._is_closed = True
+        worker.submit_store(ticket, buffer)
+        until(lambda worker=worker: worker.poll()[0])
+    assert not any(os.path.exists(path) for path in ticket.over)
+    made.tier.abort(ticket.ticket)
+    made.close()
+    assert temporaries(made.root) == []
+
+
+def test_a_store_that_is_given_back_while_the_tier_closes_leaves_no_spare(tmp_path):
+    with full_tier(tmp_path / "root") as made:
+        ticket = ticket_for(made, chain("p", 1)[0])
+        assert ticket.over
+        made.tier._janitor._is_closing = True
+        made.tier.abort(ticket.ticket)
+    assert temporaries(made.root) == []

@@ -6,12 +6,14 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -408,6 +410,47 @@ def test_what_builds_on_an_object_that_could_not_be_read_now_stays_for_the_next_
         assert all(again.recovered().coverage(objects))
 
 
+def test_what_builds_on_a_directory_that_could_not_be_listed_now_stays_for_the_next_start(tmp_path, monkeypatch):
+    objects = chain("p", 5)
+    with engine(tmp_path / "root") as made:
+        made.store(objects)
+    time.sleep(0.1)
+    scandir, unlisted = os.scandir, str(made.path(objects[2]).parent)
+
+    def short(path: str):
+        if path == unlisted and threading.current_thread().name.startswith("disk-recovery"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", short)
+    with engine(tmp_path / "root") as scanned:
+        scanned.recovered()
+        assert not all(scanned.coverage(objects))
+    monkeypatch.undo()
+    assert len(object_files(made.root)) == 6
+    with engine(tmp_path / "root") as again:
+        assert all(again.recovered().coverage(objects))
+
+
+def test_a_count_that_cannot_be_made_now_is_made_later(tmp_path, monkeypatch):
+    with engine(tmp_path / "root") as made:
+        made.store(chain("p", 5))
+    scandir, fails = os.scandir, [True]
+
+    def short(path: str):
+        if fails and len(os.path.basename(path)) == 2 and threading.current_thread().name == "disk-janitor":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", short)
+    (made.root / "ledger").unlink()
+    with engine(tmp_path / "root") as again:
+        again.recovered()
+        assert again.try_store(chain("q", 1)[0]) == "no_room"
+        fails.clear()
+        until(lambda: ledger_of(again.root)[0] == 6 * on_disk())
+
+
 def test_a_scan_that_fails_finds_nothing_and_removes_nothing(tmp_path, caplog):
     objects = chain("p", 5)
     with engine(tmp_path / "root") as made:
@@ -515,18 +558,23 @@ def test_after_kill_9_no_bad_object_is_found_and_no_temporary_stays(tmp_path, tu
         assert turn > 0
 
 
-def test_a_temporary_of_a_living_writer_stays_until_it_is_old(tmp_path):
+def test_a_temporary_stays_while_its_writer_lives_or_where_nobody_can_say_until_it_is_old(tmp_path):
     root = tmp_path / "root"
     with engine(root) as made:
         made.store(chain("p", 1))
-    young, old = (object_files(root)[0].parent / temporary_name() for _ in range(2))
-    young.write_bytes(b"on its way")
-    old.write_bytes(b"stuck")
-    os.utime(old, (time.time() - 7200,) * 2)
-    with engine(root) as again:
-        again.store(chain("q", 1))
-        assert young.exists()
-        assert not old.exists()
+        directory = object_files(root)[0].parent
+        own, own_old = (directory / temporary_name() for _ in range(2))
+        theirs, theirs_old = (directory / re.sub(r"[0-9a-f]{8}", "0" * 8, temporary_name(), count=1) for _ in range(2))
+        for path in (own, own_old, theirs, theirs_old):
+            path.write_bytes(b"on its way")
+        for path in (own_old, theirs_old):
+            os.utime(path, (time.time() - 7200,) * 2)
+        with engine(root) as other:  # not alone
+            other.store(chain("q", 1))
+            assert temporaries(root) == sorted([own, own_old, theirs])
+    with engine(root) as alone:
+        alone.store(chain("r", 1))
+        assert temporaries(root) == sorted([own, own_old])
 
 
 def test_the_lease_of_a_dead_process_comes_back(tmp_path):

@@ -27,6 +27,7 @@ class Allowance:
         self._lock = threading.Lock()
         self._available = 0
         self._in_flight = 0
+        self._over = 0
         self._spare = 0
         self._spares: defaultdict[int, list[Spare]] = defaultdict(list)
 
@@ -40,10 +41,16 @@ class Allowance:
         """Bytes of spares, also of those that are about to be unlinked."""
         return self._spare
 
-    @property
-    def ready(self) -> int:
-        """What stores can have now, in new files or over spares."""
-        return self._available + self._spare
+    def is_low(self, batch_bytes: int) -> bool:
+        """Whether the janitor should bring it to a batch again, ahead of the stores."""
+        return self._available < batch_bytes // 4 or self._available + self._spare < batch_bytes // 2
+
+    def must_shrink(self, room: int) -> bool:
+        """Whether ``room`` is so much less than none that spares must go.
+
+        Not for what stores are writing over spares now, which counts twice: in the file system and in the lease.
+        """
+        return room < -self._over
 
     @property
     def in_flight(self) -> int:
@@ -59,6 +66,7 @@ class Allowance:
         with self._lock:
             if of_size := self._spares.get(num_bytes):
                 self._spare -= num_bytes
+                self._over += num_bytes
                 self._in_flight += num_bytes
                 return of_size.pop().paths
             if num_bytes > self._available:
@@ -67,10 +75,11 @@ class Allowance:
             self._in_flight += num_bytes
             return ()
 
-    def settle(self, num_bytes: int) -> None:
-        """A store that took bytes has ended: whatever it left in the lease comes back with the next ``refill``."""
+    def settle(self, num_bytes: int, is_over: bool = False) -> None:
+        """A store that took bytes has ended: what it left in the lease comes back with the next ``refill``."""
         with self._lock:
             self._in_flight -= num_bytes
+            self._over -= num_bytes if is_over else 0
 
     def lay_by(self, spare: Spare) -> None:
         """A spare for stores, whose bytes are in the lease already."""

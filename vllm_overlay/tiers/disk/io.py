@@ -137,15 +137,13 @@ def is_temporary(name: str) -> bool:
     return name.startswith(_TEMPORARY)
 
 
-def writer_is_alive(name: str) -> bool:
-    """Whether the process that named this temporary may still run: yes where nobody here can say.
-
-    That is of another host, container or boot. Its temporaries go when they are old.
-    """
+def writer_is_alive(name: str) -> bool | None:
+    """Whether the process that named this temporary still runs. None where nobody here can say: it is of another host,
+    container or boot."""
     match = _TEMPORARY_NAME.fullmatch(name)
     if match is None:
         return False
-    return match[1] != _pid_space() or _start_time(int(match[2])) == match[3]
+    return None if match[1] != _pid_space() else _start_time(int(match[2])) == match[3]
 
 
 def make_directory(device: Device, path: str) -> None:

@@ -184,14 +184,16 @@ class Ledger:
             state.forget_file(replaced)
             return True
 
-    def retire(self, slot: int, renames: Sequence[tuple[str, str]]) -> int:
+    def retire(self, slot: int, renames: Sequence[tuple[str, str]], most_bytes: int) -> int:
         """Give files of one size temporary names and their bytes to the lease of ``slot``; returns the bytes.
 
-        0, and nothing changed, when a file is missing or they differ in size: they are then as good as unlinked.
+        0, and nothing changed, when a file is missing, they differ in size, or are more than ``most_bytes`` together.
+        Raises OSError; then some files may have their temporary names, and their bytes are the lease's.
         """
         with self.locked() as state:
             sizes = [self._size_of(path) for path, _ in renames]
-            if state.file_bytes is None or not all(sizes) or len(set(sizes)) != 1:
+            is_one_object = all(sizes) and len(set(sizes)) == 1
+            if state.file_bytes is None or not is_one_object or sum(sizes) > most_bytes:
                 return 0
             for (path, temporary), num_bytes in zip(renames, sizes, strict=True):
                 self._device.rename(path, temporary)

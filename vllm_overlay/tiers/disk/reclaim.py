@@ -115,13 +115,13 @@ class Janitor:
         if (slot := self._claim.slot) is None:
             return None
         over = self._allowance.take(num_bytes)
-        if self._allowance.ready < self._batch_bytes // 2:
+        if over is None or self._allowance.is_low(self._batch_bytes):
             self._wake()
         return None if over is None else Grant(slot, num_bytes, over)
 
     def settle(self, grant: Grant) -> None:
         """All ranks have stored."""
-        self._allowance.settle(grant.num_bytes)
+        self._allowance.settle(grant.num_bytes, is_over=bool(grant.over))
 
     def take_back(self, grant: Grant) -> None:
         """A rank has not stored: what it did not write over is unlinked before its bytes can be had again."""
@@ -206,6 +206,7 @@ class Janitor:
                 self._changed.wait_for(lambda: self._is_woken or self._is_closing, TICK_S)
                 self._is_woken = False
         self._try(self._remove_doomed)
+        self._try(self._unlink_returned)
         self._try(self._scrap_spares)
         self._try(self._give_lease_back)
 
@@ -220,7 +221,8 @@ class Janitor:
         if self._must_count:
             sweep_temporaries(self._root, self._device)
             self._neighbours.remove_forsaken()
-            self._ledger.reconcile(lambda: count_files(self._root, self._device))
+            is_alone = self._ledger.count_processes() == 1
+            self._ledger.reconcile(lambda: count_files(self._root, self._device, is_alone))
             self._must_count = False
         self._remove_doomed()
         self._unlink_returned()
@@ -237,6 +239,7 @@ class Janitor:
         if self._claim.is_lost():
             _log.warning("ground", "disk tier: %s was removed or replaced; beginning anew in what is there", self._root)
             self._claim.let_go()
+            self._scrap_spares()  # for the root may be the old one, without our lease in it
             self._allowance.forfeit()
             self._forget_doomed()
             self._must_count = self._is_on_new_ground = True
@@ -257,7 +260,7 @@ class Janitor:
             self._batch_bytes = self._limits.batch_bytes(self._usable_bytes(state, free_bytes))
             room = self._room(state, free_bytes)
             state.leases[slot], short = self._allowance.refill(state.leases[slot], self._batch_bytes, room)
-            self._must_shrink = room < 0
+            self._must_shrink = self._allowance.must_shrink(room)
             if state.file_bytes is None or (short and self._ledger.dead_slots(state)):
                 self._must_count = self._is_woken = True
                 return 0
@@ -305,27 +308,38 @@ class Janitor:
                 yield from paths
 
     def _keep(self, slot: int, paths: Sequence[str]) -> bool:
-        """Make a spare of an object's files; False when there are enough spares or not all of the files."""
-        if self._allowance.spare_bytes >= self._batch_bytes // 2:
+        """Make a spare of an object's files; False when that would be too many, or not all files are there.
+
+        At most half a batch are spares: the other half is for objects of other sizes.
+        """
+        most_bytes = self._batch_bytes // 2 - self._allowance.spare_bytes
+        if most_bytes <= 0:
             return False
         temporaries = tuple(os.path.join(os.path.dirname(path), temporary_name()) for path in paths)
-        num_bytes = self._ledger.retire(slot, list(zip(paths, temporaries, strict=True)))
+        try:
+            num_bytes = self._ledger.retire(slot, list(zip(paths, temporaries, strict=True)), most_bytes)
+        except OSError as error:
+            _log.warning("retire", "disk tier: evicted files cannot be kept, so they are unlinked: %s", error)
+            self._unlink(temporaries)
+            return False
         if num_bytes:
             self._allowance.lay_by(Spare(temporaries, num_bytes))
         return bool(num_bytes)
 
     def _scrap_spares(self) -> None:
         for spare in self._allowance.take_spares():
-            for path in spare.paths:
-                remove_quietly(self._device, path)
+            self._unlink(spare.paths)
             self._allowance.scrapped(spare)
 
     def _unlink_returned(self) -> None:
         while self._returned:
             grant = self._returned.popleft()
-            for path in grant.over:
-                remove_quietly(self._device, path)
-            self._allowance.settle(grant.num_bytes)
+            self._unlink(grant.over)
+            self._allowance.settle(grant.num_bytes, is_over=True)
+
+    def _unlink(self, temporaries: Sequence[str]) -> None:
+        for path in temporaries:
+            remove_quietly(self._device, path)
 
     def _remove_others(self, num_bytes: int) -> int:
         """Remove what nobody serves; and while we have less than an equal share, what others serve."""

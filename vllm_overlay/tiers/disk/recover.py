@@ -186,7 +186,7 @@ class Recovery:
         directories = [
             directory
             for fingerprint in self._namespace.fingerprints
-            for directory in fan_out_directories(self._root, fingerprint)
+            for directory in fan_out_directories(self._root, fingerprint, is_strict=True)
         ]
         parts: queue.SimpleQueue[_Part | Exception] = queue.SimpleQueue()
         crew = Crew("disk-recovery-read", _READ_THREADS)
@@ -194,18 +194,20 @@ class Recovery:
             crew.submit(partial(self._scan_directory, directory, parts))
         all_parts = _Part()
         logged = time.monotonic()
-        for number in range(1, 1 + len(directories)):
-            part = parts.get()
-            if isinstance(part, Exception):
-                raise part
-            all_parts.add(part)
-            if time.monotonic() - logged > _PROGRESS_S and not self._is_closing:
-                logged = time.monotonic()
-                logger.info(
-                    "disk tier: recovering, %d objects in %d of %d directories so far",
-                    len(all_parts.objects), number, len(directories),
-                )  # fmt: skip
-        crew.stop(0.0)
+        try:
+            for number in range(1, 1 + len(directories)):
+                part = parts.get()
+                if isinstance(part, Exception):
+                    raise part
+                all_parts.add(part)
+                if time.monotonic() - logged > _PROGRESS_S and not self._is_closing:
+                    logged = time.monotonic()
+                    logger.info(
+                        "disk tier: recovering, %d objects in %d of %d directories so far",
+                        len(all_parts.objects), number, len(directories),
+                    )  # fmt: skip
+        finally:
+            crew.stop(0.0)
         return all_parts
 
     # In the threads that read.
@@ -218,6 +220,10 @@ class Recovery:
                 if self._is_closing:
                     break
                 self._read(object_id, files, part)
+        except OSError as error:
+            _log.warning("list", "disk tier: not recovered: %s", error)
+            part.num_unread += 1
+            parts.put(part)
         except Exception as error:
             parts.put(error)
         else:
@@ -226,7 +232,7 @@ class Recovery:
     def _sort_files(self, directory: str, part: _Part) -> dict[ObjectId, list[FoundFile]]:
         """The files in their places, by object; those that have an object's name in another place are useless."""
         by_object: dict[ObjectId, list[FoundFile]] = {}
-        for file in scan_directory(directory):
+        for file in scan_directory(directory, is_strict=True):
             if (parsed := parse_file_name(file.name)) is None:
                 continue
             object_id, rank = parsed

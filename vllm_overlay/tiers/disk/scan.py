@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What lies under a root, without opening any file."""
 
-import contextlib
 import os
 import re
 import time
@@ -25,22 +24,22 @@ class FoundFile(msgspec.Struct, frozen=True, gc=False):
     mtime: float
 
 
-def namespaces_under(root: str) -> list[str]:
+def namespaces_under(root: str, is_strict: bool = False) -> list[str]:
     """The fingerprints that have a directory; a link to one is not followed."""
-    entries = (entry for entry in _entries(root) if FINGERPRINT.fullmatch(entry.name))
+    entries = (entry for entry in _entries(root, is_strict) if FINGERPRINT.fullmatch(entry.name))
     return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
-def fan_out_directories(root: str, fingerprint: str) -> list[str]:
+def fan_out_directories(root: str, fingerprint: str, is_strict: bool = False) -> list[str]:
     """The directories ``<root>/<fingerprint>/<aa>``, in which files of objects lie; links to some are not followed."""
-    entries = (entry for entry in _entries(os.path.join(root, fingerprint)) if FAN_OUT.fullmatch(entry.name))
+    entries = (entry for entry in _entries(os.path.join(root, fingerprint), is_strict) if FAN_OUT.fullmatch(entry.name))
     return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
-def scan_namespace(root: str, fingerprint: str) -> Iterator[FoundFile]:
-    """Everything but directories in ``<root>/<fingerprint>/<aa>``. What vanishes or cannot be read is left out."""
-    for directory in fan_out_directories(root, fingerprint):
-        yield from scan_directory(directory)
+def scan_namespace(root: str, fingerprint: str, is_strict: bool = False) -> Iterator[FoundFile]:
+    """Everything but directories in ``<root>/<fingerprint>/<aa>``, as ``scan_directory`` finds it."""
+    for directory in fan_out_directories(root, fingerprint, is_strict):
+        yield from scan_directory(directory, is_strict)
 
 
 def scan_objects(root: str, fingerprint: str) -> Iterator[FoundFile]:
@@ -48,36 +47,52 @@ def scan_objects(root: str, fingerprint: str) -> Iterator[FoundFile]:
     return (file for file in scan_namespace(root, fingerprint) if not is_temporary(file.name))
 
 
-def scan_directory(path: str) -> Iterator[FoundFile]:
-    """Everything but directories that lies right in ``path``."""
-    for entry in _entries(path):
+def scan_directory(path: str, is_strict: bool = False) -> Iterator[FoundFile]:
+    """Everything but directories that lies right in ``path``. What vanishes is left out, and what cannot be looked at
+    now too, unless ``is_strict``: then that raises OSError."""
+    harmless = _harmless(is_strict)
+    for entry in _entries(path, is_strict):
         try:
             if entry.is_dir(follow_symlinks=False):
                 continue
             found = entry.stat(follow_symlinks=False)
-        except OSError:
+        except harmless:
             continue
         yield FoundFile(entry.path, entry.name, found.st_size, found.st_mtime)
 
 
-def _entries(path: str) -> Iterator[os.DirEntry[str]]:
-    with contextlib.suppress(OSError), os.scandir(path) as entries:
-        yield from entries
+def _entries(path: str, is_strict: bool) -> Iterator[os.DirEntry[str]]:
+    harmless = _harmless(is_strict)
+    try:
+        with os.scandir(path) as entries:
+            yield from entries
+    except harmless:
+        return
 
 
-def is_orphan(file: FoundFile) -> bool:
-    """A temporary that nobody will rename any more."""
-    return time.time() - file.mtime > ORPHAN_AGE_S or not writer_is_alive(file.name)
+def _harmless(is_strict: bool) -> tuple[type[OSError], ...]:
+    return (FileNotFoundError, NotADirectoryError) if is_strict else (OSError,)
 
 
-def count_files(root: str, device: Device) -> int:
-    """Bytes of all namespaces' files; removes orphan temporaries and counts no others, a lease covers those."""
+def is_orphan(file: FoundFile, is_alone: bool = False) -> bool:
+    """A temporary that nobody will rename any more. ``is_alone`` says that no other process uses the root."""
+    is_alive = writer_is_alive(file.name)
+    if is_alive is None:
+        return is_alone or time.time() - file.mtime > ORPHAN_AGE_S
+    return not is_alive
+
+
+def count_files(root: str, device: Device, is_alone: bool = False) -> int:
+    """Bytes of all namespaces' files; removes orphan temporaries and counts no others, a lease covers those.
+
+    Raises OSError where a directory cannot be listed now.
+    """
     num_bytes = 0
-    for fingerprint in namespaces_under(root):
-        for file in scan_namespace(root, fingerprint):
+    for fingerprint in namespaces_under(root, is_strict=True):
+        for file in scan_namespace(root, fingerprint, is_strict=True):
             if not is_temporary(file.name):
                 num_bytes += file.num_bytes
-            elif is_orphan(file):
+            elif is_orphan(file, is_alone):
                 remove_quietly(device, file.path)
     return num_bytes
 

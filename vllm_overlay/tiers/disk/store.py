@@ -118,10 +118,10 @@ class DiskTierWorker(TierWorker):
 
     def _try_to_write(self, ticket: StoreTicket, buffer: HostBuffer) -> str:
         """The reason why not, or an empty string."""
-        if self._is_closed:
-            return "closed"
-        if not self._write_breaker.allows():
-            return "breaker"
+        if self._is_closed or not self._write_breaker.allows():
+            for spare in ticket.over[self._rank : self._rank + 1]:
+                remove_quietly(self._device, spare)
+            return "closed" if self._is_closed else "breaker"
         reason = self._write_or_reason(ticket, buffer)
         self._write_breaker.report(reason in _FAULTS)
         return reason
@@ -269,6 +269,8 @@ class DiskTierWorker(TierWorker):
                 identity = self._identity(namespace, fetch.ticket)
                 read_object(self._device, path, identity, buffer, self._direct, self._integrity)
             except BadObject as bad:
+                if not fetch.is_wanted:  # given up: by now the file may be another, or be written over
+                    return bad
                 _log.warning(bad.reason, "disk tier: an object was not loaded (%s): %s", bad.reason, path)
                 if bad.is_bad and bad.reason != "missing":
                     self._remove_bad(path)
