@@ -207,6 +207,24 @@ def test_spares_are_part_of_the_lease_and_taken_once():
     assert (allowance.take(20), allowance.spare_bytes, allowance.in_flight) == (None, 0, 50)
 
 
+def test_an_allowance_is_low_when_new_files_or_all_stores_soon_have_no_room():
+    allowance = Allowance()
+    assert allowance.is_low(100)
+    allowance.lay_by(Spare(("a",), 50))
+    assert allowance.is_low(100)  # spares of one size are no room for objects of another
+    allowance.refill(50, 100, 50)
+    assert allowance.available == 50 and not allowance.is_low(100)
+    assert allowance.take(26) == ()
+    assert allowance.is_low(100)
+    allowance.settle(26)
+    allowance.refill(74, 100, 50)
+    assert not allowance.is_low(100)
+    assert allowance.take(50) == ("a",)
+    assert not allowance.is_low(100)
+    assert allowance.take(1) == ()
+    assert allowance.is_low(100)
+
+
 def test_a_name_tells_whether_its_writer_lives():
     name = temporary_name()
     assert writer_is_alive(name)
