@@ -145,7 +145,7 @@ def test_a_disk_that_is_unmounted_costs_a_recomputation_and_is_found_again(
 def test_after_all_that_every_answer_is_right_and_the_disk_is_sound(
     engine: Engine, disk: SmallDisk, answers: Answers, tiny_model: Path
 ) -> None:
-    engine.wait_for_stores()
+    serve(engine, answers, 600)
     assert counted(engine, "hook_errors") == 0
     assert Check(str(disk.path)).run().problems == []
     with Engine(tiny_model, **UNCACHED) as reference:
