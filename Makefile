@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup, demo, test, test-crash, test-faults, test-adapters, test-upstream, lint, format, clean. Another Python: make setup PYTHON=python3.12
+# make setup, demo, test, test-avx2, test-crash, test-faults, test-adapters, test-upstream, lint, format, clean.
+# Another Python: make setup PYTHON=python3.12
+# A lesser processor than this one: make demo PROCESSOR=avx2 (or avx512, avx512_bf16), and so any target.
 # make test-upstream SOURCE=path: vLLM's source distribution; without it pip downloads it.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PROCESSORS := avx2 avx512 avx512_bf16
 CODE := vllm_overlay tools tests bench hatch_build.py
 
-.PHONY: setup demo test test-crash test-faults test-adapters test-upstream lint format clean
+.PHONY: setup demo test test-avx2 test-crash test-faults test-adapters test-upstream lint format clean
 .DEFAULT_GOAL := setup
+
+# tests/processor/sitecustomize.py says how this reaches every Python process.
+ifdef PROCESSOR
+ifeq ($(filter $(PROCESSOR),$(PROCESSORS)),)
+$(error PROCESSOR=$(PROCESSOR): known are $(PROCESSORS))
+endif
+export TEST_PROCESSOR := $(PROCESSOR)
+export PYTHONPATH := $(CURDIR)/tests/processor$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
@@ -19,7 +31,11 @@ demo: setup
 
 # Two at a time: an engine keeps one core busy. A file's tests stay together, because they share engines; the long files are first.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+
+# The demo, restores, page layouts and reproductions: where what vLLM chooses by the processor shows.
+test-avx2:
+	$(MAKE) test PROCESSOR=avx2 TESTS="-m processor"
 
 test-crash: setup
 	$(BIN)/python -m tests.tiers.disk.test_crash --kills 500 --seed 1

@@ -19,7 +19,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny hybrid model: Qwen3.5 with three GDN layers and one full attention, N = 1152."""
+    """The tiny hybrid model: Qwen3.5 with three GDN layers and one full attention; its N: tests/engine/states.py."""
     from tools.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

@@ -8,7 +8,6 @@ Serves the tiny hybrid model with a weighted MultiConnector over both tiers, sen
 import argparse
 import contextlib
 import fcntl
-import json
 import os
 import random
 import shutil
@@ -25,7 +24,7 @@ if not __package__:
 from rich.console import Console
 from rich.table import Table
 
-from tools.api_client import ApiClient, ApiError, Completion
+from tools.api_client import ApiClient, ApiError, Completion, Metrics
 from tools.process_group import ENDING_SIGNALS
 from tools.server import Server, ServerError
 from tools.setup_cpu import Progress
@@ -37,6 +36,8 @@ NUM_OUTPUT_TOKENS = 16
 DEFAULT_PROMPT_TOKENS = 62 * MATCH_UNIT + 13
 """A few tokens past a restore point: the fewer are computed anew, the more a wrong restore shows."""
 _LOADED_BYTES = "vllm:hybrid_offload_loaded_bytes_total"
+_TOKEN_BYTES = "vllm:hybrid_offload_token_bytes"
+_STATE_BYTES = "vllm:hybrid_offload_state_bytes"
 
 
 class DemoError(Exception):
@@ -44,13 +45,26 @@ class DemoError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Geometry:
+    """What the server says a connector moves. vLLM chooses the dtype of states, and so their size, by the processor."""
+
+    token_bytes: float
+    state_bytes: float
+
+    def restored_bytes(self, num_tokens: int) -> int:
+        """Keys and values of so many tokens, and one snapshot of the states after them."""
+        return int(num_tokens * self.token_bytes + self.state_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One request: what it answered and what the workers say they loaded for it, by connector."""
+    """One request: what it answered, and by connector what the workers say they loaded for it, of which sizes."""
 
     request: str
     expected_source: str
     completion: Completion
     loaded_bytes: dict[str, int]
+    geometries: dict[str, Geometry]
 
     @property
     def sources(self) -> list[str]:
@@ -73,18 +87,10 @@ def restorable_tokens(num_tokens: int) -> int:
     return (num_tokens - 1) // MATCH_UNIT * MATCH_UNIT
 
 
-def restored_bytes(model: Path, num_tokens: int) -> int:
-    """What a load of so many tokens moves: keys and values in bfloat16, and one snapshot of the GDN layers (the
-    convolution's last inputs in bfloat16, the state in float32)."""
-    config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    num_full = config["layer_types"].count("full_attention")
-    num_linear = config["layer_types"].count("linear_attention")
-    token_bytes = num_full * 2 * config["num_key_value_heads"] * config["head_dim"] * 2
-    key_width = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    value_width = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-    convolution_bytes = (2 * key_width + value_width) * (config["linear_conv_kernel_dim"] - 1) * 2
-    state_bytes = value_width * config["linear_key_head_dim"] * 4
-    return num_tokens * token_bytes + num_linear * (convolution_bytes + state_bytes)
+def geometries(metrics: Metrics) -> dict[str, Geometry]:
+    """Of each connector."""
+    tokens, states = (metrics.values(name, CONNECTOR) for name in (_TOKEN_BYTES, _STATE_BYTES))
+    return {name: Geometry(tokens[name], states[name]) for name in tokens}
 
 
 def transfer_config(root: Path) -> dict[str, Any]:
@@ -162,17 +168,20 @@ class Demo:
         with self._progress.step(f"send the prompt: {request}"):
             before = api.settled_metrics().values(_LOADED_BYTES, CONNECTOR)
             completion = api.complete(self.prompt, NUM_OUTPUT_TOKENS)
-            after = api.settled_metrics().values(_LOADED_BYTES, CONNECTOR)
+            metrics = api.settled_metrics()
+        after = metrics.values(_LOADED_BYTES, CONNECTOR)
         loaded = {name: int(num_bytes - before.get(name, 0)) for name, num_bytes in after.items()}
-        return Row(request, expected_source, completion, loaded)
+        return Row(request, expected_source, completion, loaded, geometries(metrics))
 
     def faults(self, rows: Sequence[Row]) -> list[str]:
         """A sentence for each row that is not what it should be."""
         return [fault for row in rows if (fault := self._fault(row, cold=rows[0]))]
 
     def _fault(self, row: Row, cold: Row) -> str:
-        expected_tokens = restorable_tokens(row.completion.num_prompt_tokens) if row.expected_source else 0
-        expected = {row.expected_source: restored_bytes(self.model, expected_tokens)} if row.expected_source else {}
+        source = row.expected_source
+        expected_tokens = restorable_tokens(row.completion.num_prompt_tokens) if source else 0
+        geometry = row.geometries.get(source, Geometry(0, 0))
+        expected = {source: geometry.restored_bytes(expected_tokens)} if source else {}
         loaded = {name: num_bytes for name, num_bytes in row.loaded_bytes.items() if num_bytes}
         if not row.completion.same_as(cold.completion):
             return f"the output of {row.request!r} differs from the cold run's"
@@ -180,6 +189,8 @@ class Demo:
             return f"{row.request!r} restored {row.completion.num_cached_tokens} tokens and not {expected_tokens}"
         if loaded != expected:
             return f"for {row.request!r} the workers loaded {loaded or 'nothing'} bytes and not {expected or 'nothing'}"
+        if source and not (geometry.token_bytes > 0 and geometry.state_bytes > 0):
+            return f"for {row.request!r} the server names no bytes of attention or of states: {geometry}"
         return ""
 
 

@@ -102,6 +102,11 @@ class ProcessGroup:
         """Of the command itself; None while it runs."""
         return self._process.poll()
 
+    @property
+    def pids(self) -> list[int]:
+        """Of all its processes that live."""
+        return members(self._process.pid)
+
     def log_tail(self, num_lines: int = 30) -> str:
         """The end of what it has printed."""
         lines = self.log_path.read_text(errors="replace").splitlines()

@@ -111,6 +111,10 @@ HYBRID_OFFLOAD_GAUGES = (
     CounterName("objects", "vllm:hybrid_offload_objects", "Chunks and snapshots in the tier."),
     CounterName("used_bytes", "vllm:hybrid_offload_used_bytes", "Bytes in the tier, of all ranks."),
     CounterName("capacity_bytes", "vllm:hybrid_offload_capacity_bytes", "Limit of the tier in bytes, all ranks."),
+    CounterName("token_bytes", "vllm:hybrid_offload_token_bytes", "Attention KV of one token in bytes, all ranks."),
+    CounterName(
+        "state_bytes", "vllm:hybrid_offload_state_bytes", "Recurrent states of a snapshot in bytes, all ranks."
+    ),
     CounterName("evicted_objects", "vllm:hybrid_offload_evicted_objects", "Objects evicted since start."),
     CounterName("pending_stores", "vllm:hybrid_offload_pending_stores", "Stores that are not reported yet."),
     CounterName("pending_loads", "vllm:hybrid_offload_pending_loads", "Loads that are not reported yet."),

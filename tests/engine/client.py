@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.python_path import REPOSITORY, python_path
 from tests.warm import WarmProcess
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 240
 
 
@@ -103,7 +103,7 @@ class Engine:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": python_path(),
             "TORCHDYNAMO_DISABLE": "1",  # or the first request compiles, for two seconds, how logprobs are ranked
             **self._environment,
         }

@@ -1,26 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention chunks on disk outlive the block size they were computed with; snapshots are raw pages and do not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.engine.client import Engine, disk_child, multi, prompt
-from tests.engine.test_restore import N, assert_restored
+from tests.engine.states import States
+from tests.engine.test_restore import assert_restored
 
-pytestmark = pytest.mark.engine
-
-LENGTH = N + 10
+pytestmark = [pytest.mark.engine, pytest.mark.processor]
 
 
-def test_chunks_written_under_one_block_size_are_loaded_under_another(tiny_model: Path, tmp_path: Path) -> None:
+def test_chunks_written_under_one_block_size_are_loaded_under_another(
+    tiny_model: Path, tmp_path: Path, states: States
+) -> None:
     config = multi(disk_child(tmp_path / "root"))
-    tokens = prompt(LENGTH, seed=1)
-    with Engine(tiny_model, kv_transfer_config=config) as engine:
+    num_chunks = states.block_size // 64
+    length = states.block_size + 10
+    tokens = prompt(length, seed=1)
+    with Engine(tiny_model, **states.arguments, kv_transfer_config=config) as engine:
         cold = engine.generate(tokens)
         engine.wait_for_stores()
-        assert engine.metric("vllm:hybrid_offload_stored_objects", connector="disk") >= N // 64 + 1
-    with Engine(tiny_model, kv_transfer_config=config, block_size=2 * N) as engine:
+        assert engine.metric("vllm:hybrid_offload_stored_objects", connector="disk") >= num_chunks + 1
+    doubled = replace(states, block_size=2 * states.block_size)
+    with Engine(tiny_model, **doubled.arguments, kv_transfer_config=config) as engine:
         recomputed = engine.generate(tokens)
         assert recomputed.num_cached_tokens == 0
         assert recomputed.same_as(cold)
@@ -28,5 +33,5 @@ def test_chunks_written_under_one_block_size_are_loaded_under_another(tiny_model
         engine.wait_for_stores()
         assert 1 <= engine.metric("vllm:hybrid_offload_stored_objects", connector="disk") <= 2  # snapshots alone
         engine.reset_device_cache()
-        assert_restored(cold, engine.generate(tokens), LENGTH)
-        assert engine.metric("vllm:hybrid_offload_loaded_objects", connector="disk") >= N // 64 + 1
+        assert_restored(cold, engine.generate(tokens), length)
+        assert engine.metric("vllm:hybrid_offload_loaded_objects", connector="disk") >= num_chunks + 1

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.engine.client import Engine, Output, disk_child, multi, prompt
+from tests.engine.states import FLOAT32
 from tests.engine.test_restore import assert_restored
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.processor]
 
 LENGTH = 150
 MAX_TOKENS = 3
@@ -30,7 +31,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(tiny_model: Path, root: Path) -> Iterator[Engine]:
     """One engine with a disk tier alone, so that every restore is read from the disk."""
     child = disk_child(root, load_timeout_s=LOAD_TIMEOUT_S)
-    with Engine(tiny_model, kv_transfer_config=multi(child)) as running:
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(child)) as running:
         works(running, 0)  # compiles what is compiled at first use
         yield running
 
@@ -145,7 +146,9 @@ def test_jumps_of_the_clock_change_nothing(engine: Engine, root: Path, seconds: 
 
 def test_a_real_limit_of_file_sizes_drops_stores(engine: Engine, root: Path) -> None:
     dropped = counted(engine, "dropped_stores", reason="io_error")
-    with fault(engine, root, "limit_resource", limit="RLIMIT_FSIZE", value=700_000):  # above the log, below a snapshot
+    limit = FLOAT32.num_bytes  # above the engine's log, below a snapshot and its header
+    with fault(engine, root, "limit_resource", limit="RLIMIT_FSIZE", value=limit):
+        assert len(engine.log) < limit
         tokens, cold = stored(engine, 60)
         assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
     assert counted(engine, "dropped_stores", reason="io_error") > dropped

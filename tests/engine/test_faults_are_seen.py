@@ -8,19 +8,21 @@ import pytest
 
 from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, Output, cpu_child, prompt
+from tests.engine.states import FLOAT32, States
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.processor]
 
-N = 1152
+N = FLOAT32.block_size
 LENGTH = 2 * N + 10
+"""With bfloat16 states, in other blocks, a restore point inside one."""
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Path) -> Iterator[Engine]:
+def engine(tiny_model: Path, states: States) -> Iterator[Engine]:
     """One engine with a CPU tier and nothing around it; every test uses prompts of its own and an empty tier."""
     child = cpu_child()
     child["kv_connector_module_path"] = "vllm_overlay.connector.connector"
-    with Engine(tiny_model, kv_transfer_config=child) as running:
+    with Engine(tiny_model, **states.arguments, kv_transfer_config=child) as running:
         yield running
 
 
@@ -117,7 +119,7 @@ def test_a_slot_of_another_generation_is_never_loaded_and_the_request_recomputes
     assert engine.metric("vllm:hybrid_offload_failed_loads", connector="cpu") == failed_before + 1
 
 
-def test_the_bar_for_concurrent_requests_sees_faults_too(engine: Engine, tiny_model: Path) -> None:
+def test_the_bar_for_concurrent_requests_sees_faults_too(engine: Engine, states: States, tiny_model: Path) -> None:
     restored = []
     for seed, fault in enumerate([{}, {"name": "zero_snapshot"}, {"name": "zero_chunk", "position": 3}], start=50):
         tokens, _ = stored(engine, seed, num_tokens=N + 10)
@@ -125,6 +127,6 @@ def test_the_bar_for_concurrent_requests_sees_faults_too(engine: Engine, tiny_mo
             engine.call("fault", **fault)
         restored.append((tokens, engine.generate(tokens, 16)))
         engine.call("reset_everything")
-    with Engine(tiny_model, **UNCACHED) as reference:
+    with Engine(tiny_model, **states.arguments, **UNCACHED) as reference:
         distances = [distance(reference, tokens, output) for tokens, output in restored]
     assert distances[0] <= BAR < min(distances[1:])

@@ -6,21 +6,23 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
-from tests.engine.test_restore import N, assert_restored
+from tests.engine.states import BFLOAT16, FLOAT32, States
+from tests.engine.test_restore import assert_restored
 from tools.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.processor]
 
 
-def test_chunks_of_a_whole_block_restore_at_every_match_unit(tiny_model: Path, tmp_path: Path) -> None:
+def test_chunks_of_a_whole_block_restore_at_every_match_unit(tiny_model: Path, tmp_path: Path, states: States) -> None:
     """The disk tier's own choice: here a chunk is N tokens, and snapshots carry up to N - 64 tokens of attention."""
     config = multi(disk_child(tmp_path / "root", hybrid_chunk_size="auto"))
-    prompts = {length: prompt(length, seed=length) for length in (65, 640, N + 1, N + 100, 3000)}
-    with Engine(tiny_model, kv_transfer_config=config) as engine:
-        assert f"chunks of {N} tokens" in engine.log
+    n = states.block_size
+    prompts = {length: prompt(length, seed=length) for length in (65, n // 2, n + 1, n + 100, 3000)}
+    with Engine(tiny_model, **states.arguments, kv_transfer_config=config) as engine:
+        assert f"chunks of {n} tokens" in engine.log
         cold = {length: engine.generate(tokens) for length, tokens in prompts.items()}
         engine.wait_for_stores()
-    with Engine(tiny_model, kv_transfer_config=config) as engine:
+    with Engine(tiny_model, **states.arguments, kv_transfer_config=config) as engine:
         for length, tokens in prompts.items():
             assert_restored(cold[length], engine.generate(tokens), length)
         longer = prompts[3000] + prompt(50, seed=1)
@@ -28,18 +30,22 @@ def test_chunks_of_a_whole_block_restore_at_every_match_unit(tiny_model: Path, t
         assert engine.generate(longer).num_cached_tokens >= 2944
 
 
-def test_a_match_unit_off_the_kernels_grid_restores_what_the_device_cache_would(tiny_model: Path) -> None:
-    """At 48 tokens a cold run may differ in the last bits; a device-cache hit with the same split may not."""
+@pytest.mark.parametrize(("states", "unit"), [(FLOAT32, 48), (FLOAT32, 32), (BFLOAT16, 32)], ids=str)
+def test_a_match_unit_off_the_kernels_grid_restores_what_the_device_cache_would(
+    tiny_model: Path, states: States, unit: int
+) -> None:
+    """There a cold run may differ in the last bits; a device-cache hit with the same split may not."""
     config = multi(cpu_child(hybrid_chunk_size="auto"))
-    with Engine(tiny_model, prefix_match_unit=48, kv_transfer_config=config) as engine:
+    options = {**states.arguments, "prefix_match_unit": unit, "kv_transfer_config": config}
+    with Engine(tiny_model, **options) as engine:
         assert "restores are not bit-exact with GDN kernels" in engine.log
-        for length in (300, 1000, N + 1, 2500):
+        for length in (300, 1000, states.block_size + 1, 2500):
             tokens = prompt(length, seed=length)
             engine.generate(tokens)
             by_device = engine.generate(tokens)
             engine.reset_device_cache()
             restored = engine.generate(tokens)
-            assert restored.num_cached_tokens == by_device.num_cached_tokens == (length - 1) // 48 * 48
+            assert restored.num_cached_tokens == by_device.num_cached_tokens == (length - 1) // unit * unit
             assert restored.same_as(by_device)
 
 

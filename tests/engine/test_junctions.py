@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
+from tests.engine.states import TOKEN_BYTES, States
+from tests.engine.test_restore import restored_bytes
 
-pytestmark = pytest.mark.engine
-
-CHUNK_BYTES = 64 * 2 * 2 * 32 * 2
-"""64 tokens, keys and values, 2 heads of 32 dimensions in bfloat16."""
+pytestmark = [pytest.mark.engine, pytest.mark.processor]
 
 
 def test_siblings_find_their_shared_prefix_and_a_state_completes_local_attention(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, states: States
 ) -> None:
     config = multi(cpu_child(), disk_child(tmp_path / "root"))
-    with Engine(tiny_model, max_num_batched_tokens=4096, kv_transfer_config=config) as engine:
+    options = {**states.arguments, "max_num_batched_tokens": 4096, "kv_transfer_config": config}
+    with Engine(tiny_model, **options) as engine:
         for shared, found in (2400, 2368), (900, 896):
             siblings = [prompt(shared, seed=shared) + prompt(1300, seed=shared + n) for n in range(1, 6)]
             hits = []
@@ -29,7 +29,8 @@ def test_siblings_find_their_shared_prefix_and_a_state_completes_local_attention
         def loaded_bytes() -> float:
             return engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu")
 
-        tokens = prompt(2344, seed=1)
+        local = 2 * states.block_size  # what the device keeps of the attention, in whole blocks
+        tokens = prompt(local + 40, seed=1)
         cold = engine.generate(tokens)
         engine.reset_device_cache()
         before = loaded_bytes()
@@ -38,6 +39,7 @@ def test_siblings_find_their_shared_prefix_and_a_state_completes_local_attention
         assert engine.call("fault", name="forget_states") > 0
         before = loaded_bytes()
         state_loaded = engine.generate(tokens)
-        assert [cold.num_cached_tokens, all_loaded.num_cached_tokens, state_loaded.num_cached_tokens] == [0, 2304, 2304]
-        assert with_attention - (loaded_bytes() - before) == 2304 // 64 * CHUNK_BYTES
+        assert [answer.num_cached_tokens for answer in (cold, all_loaded, state_loaded)] == [0, local, local]
+        assert with_attention == restored_bytes(states, len(tokens)) == local * TOKEN_BYTES + states.num_bytes
+        assert loaded_bytes() - before == states.num_bytes
         assert all_loaded.same_as(cold) and state_loaded.same_as(cold)

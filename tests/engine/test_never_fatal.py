@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
-from tests.engine.test_restore import N, assert_restored
+from tests.engine.states import FLOAT32
+from tests.engine.test_restore import assert_restored
 
 pytestmark = pytest.mark.engine
 
-LENGTH = N + 10
+LENGTH = FLOAT32.block_size + 10
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[Engine]:
     """One engine with a CPU tier."""
-    with Engine(tiny_model, kv_transfer_config=multi(cpu_child(report_timeout_s=2))) as running:
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(cpu_child(report_timeout_s=2))) as running:
         yield running
 
 
@@ -100,7 +101,8 @@ def test_a_gather_that_fails_gives_every_ticket_and_buffer_back(engine: Engine) 
 
 
 def test_a_child_that_fails_leaves_the_next_its_turn(tiny_model: Path, tmp_path: Path) -> None:
-    with Engine(tiny_model, kv_transfer_config=multi(cpu_child(), disk_child(tmp_path / "root"))) as engine:
+    config = multi(cpu_child(), disk_child(tmp_path / "root"))
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=config) as engine:
         tokens = prompt(LENGTH, seed=6)
         cold = engine.generate(tokens)
         engine.wait_for_stores()

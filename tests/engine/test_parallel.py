@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
-from tests.engine.test_restore import N, assert_restored
+from tests.engine.states import FLOAT32
+from tests.engine.test_restore import assert_restored
 
 pytestmark = pytest.mark.engine
+
+N = FLOAT32.block_size
 
 LENGTHS = (300, N + 1, 3000)
 BINDING = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0"}
@@ -29,7 +32,8 @@ class FirstLife:
 
 
 def two_ranks(model: Path, root: Path) -> Engine:
-    return Engine(model, BINDING, tensor_parallel_size=2, kv_transfer_config=multi(cpu_child(), disk_child(root)))
+    config = multi(cpu_child(), disk_child(root))
+    return Engine(model, BINDING, tensor_parallel_size=2, **FLOAT32.arguments, kv_transfer_config=config)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,7 @@ def test_two_ranks_restore_from_both_tiers_and_one_rank_never_loads_their_object
         assert_restored(first.cold[length], second.generate(prompt(length, seed=length)), length)
     assert second.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") > 0
 
-    with Engine(tiny_model, kv_transfer_config=multi(disk_child(first.root))) as engine:
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(disk_child(first.root))) as engine:
         for length in LENGTHS:
             assert engine.generate(prompt(length, seed=length)).num_cached_tokens == 0
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") == 0

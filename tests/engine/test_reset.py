@@ -6,23 +6,24 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
-from tests.engine.test_restore import N, assert_restored
+from tests.engine.states import FLOAT32
+from tests.engine.test_restore import assert_restored
 
 pytestmark = pytest.mark.engine
 
-LENGTH = N + 10
+LENGTH = FLOAT32.block_size + 10
 
 
 def test_new_weights_and_a_reset_and_a_restart_with_the_old_ones(tiny_model: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     tokens = prompt(LENGTH, seed=1)
-    with Engine(tiny_model, kv_transfer_config=multi(cpu_child(), disk_child(root))) as engine:
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(cpu_child(), disk_child(root))) as engine:
         cold = engine.generate(tokens)
         engine.wait_for_stores()
         engine.reset_device_cache()
         engine.call("fault", name="change_weights")
         outdated = engine.generate(tokens)
-        assert outdated.num_cached_tokens >= N  # what goes wrong without a reset
+        assert outdated.num_cached_tokens >= LENGTH - 10  # what goes wrong without a reset
         engine.call("reset_everything")
 
         new_cold = engine.generate(tokens)
@@ -35,7 +36,7 @@ def test_new_weights_and_a_reset_and_a_restart_with_the_old_ones(tiny_model: Pat
             assert_restored(new_cold, engine.generate(tokens), LENGTH)
         assert engine.metric("vllm:hybrid_offload_hook_errors", connector="disk") == 0
 
-    with Engine(tiny_model, kv_transfer_config=multi(disk_child(root))) as engine:
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(disk_child(root))) as engine:
         assert_restored(cold, engine.generate(tokens), LENGTH)
         engine.reset_device_cache()
         engine.call("fault", name="change_weights")

@@ -6,13 +6,24 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
+from tests.engine.states import STATES, TOKEN_BYTES, States
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.processor]
 
-N = 1152
 U = 64
-LENGTHS = (63, 64, 65, 300, 640, N - 1, N, N + 1, 2 * N + 1, 3900, 6000)
-BUDGETS = (N, 2 * N - 1, 2 * N, 8192)
+
+
+def lengths(n: int) -> tuple[int, ...]:
+    """Around a match unit, around blocks of ``n`` tokens, and several blocks."""
+    return (63, 64, 65, 300, n // 2, n - 1, n, n + 1, 2 * n + 1, 3900, 6000)
+
+
+def budgets(n: int) -> tuple[int, ...]:
+    """Tokens a step."""
+    return (n, 2 * n - 1, 2 * n, 8192)
+
+
+CASES = [(states, budget) for states in STATES for budget in budgets(states.block_size)]
 
 
 def restorable(num_tokens: int) -> int:
@@ -20,18 +31,28 @@ def restorable(num_tokens: int) -> int:
     return (num_tokens - 1) // U * U
 
 
+def restored_bytes(states: States, num_tokens: int) -> int:
+    """What a restore of a prompt of so many tokens loads: all it can of the attention, and one snapshot."""
+    return restorable(num_tokens) * TOKEN_BYTES + states.num_bytes if restorable(num_tokens) else 0
+
+
+def loaded_bytes(engine: Engine) -> float:
+    """What the CPU tier has loaded so far."""
+    return engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu")
+
+
 def assert_restored(cold: Output, restored: Output, num_tokens: int) -> None:
     assert restored.num_cached_tokens >= restorable(num_tokens)
     assert restored.same_as(cold), (num_tokens, cold, restored)
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("states", "budget"), CASES, ids=str)
 def test_restores_equal_the_cold_run_from_cpu_and_after_a_restart_from_disk(
-    tiny_model: Path, tmp_path: Path, budget: int
+    tiny_model: Path, tmp_path: Path, states: States, budget: int
 ) -> None:
     config = multi(cpu_child(), disk_child(tmp_path / "root"))
-    options = {"max_num_batched_tokens": budget, "kv_transfer_config": config}
-    prompts = {length: prompt(length, seed=length) for length in LENGTHS}
+    options = {**states.arguments, "max_num_batched_tokens": budget, "kv_transfer_config": config}
+    prompts = {length: prompt(length, seed=length) for length in lengths(states.block_size)}
     cold: dict[int, Output] = {}
 
     with Engine(tiny_model, **options) as engine:
@@ -39,11 +60,15 @@ def test_restores_equal_the_cold_run_from_cpu_and_after_a_restart_from_disk(
             cold[length] = engine.generate(tokens)
             assert cold[length].num_cached_tokens == 0
             engine.reset_device_cache()
+            before = loaded_bytes(engine)
             assert_restored(cold[length], engine.generate(tokens), length)
+            assert loaded_bytes(engine) - before == restored_bytes(states, length)
             served_by_device = engine.generate(tokens)
             assert_restored(cold[length], served_by_device, length)
-        assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu") > 0
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") == 0
+        for connector in ("cpu", "disk"):
+            assert engine.metric("vllm:hybrid_offload_token_bytes", connector=connector) == TOKEN_BYTES
+            assert engine.metric("vllm:hybrid_offload_state_bytes", connector=connector) == states.num_bytes
         engine.wait_for_stores()
 
     with Engine(tiny_model, **options) as engine:

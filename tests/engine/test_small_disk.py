@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, Output, disk_child, multi, prompt
+from tests.engine.states import FLOAT32
 from tests.engine.test_disk_faults import LENGTH, MAX_TOKENS, counted, stored, works
 from tests.mounts import SmallDisk, on_small_disk, why_not
 from vllm_overlay.tiers.disk.check import Check
@@ -40,7 +41,8 @@ def engine(tiny_model: Path, roots: tuple[Path, Path]) -> Iterator[Engine]:
         disk_child(roomy, name="roomy", min_free_bytes="8 MiB", load=False),
     )
     launcher = (*on_small_disk(roomy, "16m"), *on_small_disk(root, "16m", max_files=1000))
-    with Engine(tiny_model, kv_transfer_config=multi(*children), launcher=launcher) as running:
+    options = {**FLOAT32.arguments, "kv_transfer_config": multi(*children)}
+    with Engine(tiny_model, launcher=launcher, **options) as running:
         works(running, 0)
         yield running
 
@@ -148,5 +150,5 @@ def test_after_all_that_every_answer_is_right_and_the_disk_is_sound(
     serve(engine, answers, 600)
     assert counted(engine, "hook_errors") == 0
     assert Check(str(disk.path)).run().problems == []
-    with Engine(tiny_model, **UNCACHED) as reference:
+    with Engine(tiny_model, **FLOAT32.arguments, **UNCACHED) as reference:
         assert max(distance(reference, tokens, answer) for tokens, answer in answers) <= BAR

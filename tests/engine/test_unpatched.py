@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our connectors do not start on a vLLM that lacks a patch; the refusal names the command that applies it."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.client import REPOSITORY, Engine, EngineError, cpu_child, multi
+from tests.engine.client import Engine, EngineError, cpu_child, multi
 from tests.patches.trees import installed_originals, linked_vllm
+from tests.python_path import python_path
 from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import load
 
@@ -22,7 +22,7 @@ def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     """The environment of a process that imports a copy of vLLM with every touched file as it came."""
     directory = tmp_path_factory.mktemp("unpatched")
     replace_files(linked_vllm(directory), installed_originals(load()))
-    yield {"PYTHONPATH": os.pathsep.join([str(directory), str(REPOSITORY)])}
+    yield {"PYTHONPATH": python_path(directory)}
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -15,10 +15,9 @@ from types import TracebackType
 
 import psutil
 
+from tests.python_path import REPOSITORY
 from tools.process_group import members, segments
 from tools.server import free_port
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class DemoProcess:

@@ -9,12 +9,13 @@ import pytest
 
 from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
+from tests.engine.states import FLOAT32
 from tools.api_client import ApiClient, Completion
 from tools.server import Server
 
 pytestmark = pytest.mark.engine
 
-N = 1152
+N = FLOAT32.block_size
 NUM_REQUESTS = 50
 NUM_OUTPUT_TOKENS = 32
 NUM_BLOCKS = 48
@@ -46,7 +47,10 @@ def test_fifty_requests_at_once_are_answered_right(tiny_model: Path, tmp_path: P
         tiny_model,
         multi(cpu_child(), disk_child(tmp_path / "root")),
         log_path=tmp_path / "server.log",
-        arguments=["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-batched-tokens", str(2 * N)],
+        arguments=[
+            *FLOAT32.flags,
+            *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-num-batched-tokens", str(2 * N)),
+        ],
     )
     with server as api:
         answers = send_all(api, prompts)
@@ -64,7 +68,7 @@ def test_fifty_requests_at_once_are_answered_right(tiny_model: Path, tmp_path: P
         (tuple(tokens), tuple(answer.token_ids), tuple(answer.logprobs)): answer
         for tokens, answer in zip(2 * prompts, answers, strict=True)
     }
-    with Engine(tiny_model, **UNCACHED) as reference:
+    with Engine(tiny_model, **FLOAT32.arguments, **UNCACHED) as reference:
         for (tokens, *_), answer in distinct.items():
             assert distance(reference, list(tokens), answer) <= BAR
         output = answers[0].token_ids

@@ -10,12 +10,13 @@ import pytest
 from tests.http.demo_process import DemoProcess
 from tools import demo
 from tools.api_client import Completion
-from tools.demo import Demo, Row, restorable_tokens, restored_bytes
+from tools.demo import Demo, Geometry, Row, restorable_tokens
 
 RESTORABLE = restorable_tokens(demo.DEFAULT_PROMPT_TOKENS)
 
 
 @pytest.mark.engine
+@pytest.mark.processor
 def test_the_demo_restores_from_cpu_then_from_disk_and_leaves_nothing(
     demo_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,15 +63,19 @@ def test_the_demo_fails_when_what_lies_on_disk_is_damaged_between_the_servers(
     assert not (demo_directory / "run").exists()
 
 
-def good_rows(model: Path) -> list[Row]:
+GEOMETRY = Geometry(token_bytes=256.0, state_bytes=300_000.0)
+
+
+def good_rows() -> list[Row]:
     """What a right run shows."""
-    num_bytes = restored_bytes(model, RESTORABLE)
+    num_bytes = 256 * RESTORABLE + 300_000
+    sizes = {"cpu": GEOMETRY, "disk": GEOMETRY}
     cold = Completion([1, 2], [-0.5, -1.0], demo.DEFAULT_PROMPT_TOKENS, 0, 1.0)
     warm = replace(cold, num_cached_tokens=RESTORABLE)
     return [
-        Row("cold", "", cold, {"cpu": 0, "disk": 0}),
-        Row("again", "cpu", warm, {"cpu": num_bytes, "disk": 0}),
-        Row("new server", "disk", warm, {"cpu": 0, "disk": num_bytes}),
+        Row("cold", "", cold, {"cpu": 0, "disk": 0}, sizes),
+        Row("again", "cpu", warm, {"cpu": num_bytes, "disk": 0}, sizes),
+        Row("new server", "disk", warm, {"cpu": 0, "disk": num_bytes}, sizes),
     ]
 
 
@@ -80,7 +85,7 @@ def judge(demo_directory: Path) -> Demo:
 
 
 def test_right_rows_have_no_fault(judge: Demo) -> None:
-    assert judge.faults(good_rows(judge.model)) == []
+    assert judge.faults(good_rows()) == []
 
 
 def _with_completion(**changes: object) -> Callable[[Row], Row]:
@@ -98,10 +103,23 @@ def _with_completion(**changes: object) -> Callable[[Row], Row]:
         (1, lambda row: replace(row, loaded_bytes={"cpu": 0, "disk": 0}), "the workers loaded nothing"),
         (1, lambda row: replace(row, loaded_bytes={"cpu": 0, "disk": row.loaded_bytes["cpu"]}), "loaded {'disk'"),
         (2, lambda row: replace(row, loaded_bytes={"disk": row.loaded_bytes["disk"] - 1}), "loaded {'disk'"),
+        (1, lambda row: replace(row, geometries={"cpu": replace(GEOMETRY, state_bytes=1.0)}), "loaded {'cpu'"),
+        (
+            1,
+            lambda row: replace(row, geometries={}, loaded_bytes={"cpu": 0}),
+            "loaded nothing bytes and not {'cpu': 0}",
+        ),
+        (
+            2,
+            lambda row: replace(
+                row, geometries={"disk": Geometry(256.0, 0.0)}, loaded_bytes={"disk": 256 * RESTORABLE}
+            ),
+            "names no bytes of attention or of states",
+        ),
     ],
 )
 def test_each_fault_gets_its_sentence(judge: Demo, position: int, change: Callable[[Row], Row], words: str) -> None:
-    rows = good_rows(judge.model)
+    rows = good_rows()
     rows[position] = change(rows[position])
     (fault,) = judge.faults(rows)
     assert words in fault

@@ -20,9 +20,10 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from tests.engine.client import cpu_child, multi, prompt
 from tests.engine.driver import Driver
+from tests.engine.states import FLOAT32
 from tests.multi_connector.faulty import KINDS, Fault, Faults, hooks
 
-N = 1152
+N = FLOAT32.block_size
 MAX_RUNNING = 6
 
 
@@ -39,8 +40,9 @@ class Churn:
         self.driver = Driver(
             {
                 "model": model,
-                "max_model_len": 2304,
-                "max_num_batched_tokens": 2304,
+                **FLOAT32.arguments,
+                "max_model_len": 2 * N,
+                "max_num_batched_tokens": 2 * N,
                 "max_num_seqs": MAX_RUNNING,
                 "num_gpu_blocks_override": 14,
                 "prefix_match_unit": 64,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.multi_connector.fakes import public_hooks
+from tests.python_path import REPOSITORY, python_path
 from tests.warm import WarmProcess
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SEED = 4
 CELLS = 20
 REQUESTS = 60
@@ -21,6 +21,7 @@ def run(module: str, model: Path, log: Path, *arguments: str) -> tuple[dict[str,
     """The program's total, and its cells."""
     environment = {
         **os.environ,
+        "PYTHONPATH": python_path(),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",

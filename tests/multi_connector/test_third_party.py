@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from tests.engine.client import Engine, cpu_child, multi, prompt
+from tests.engine.states import FLOAT32
 
 pytestmark = pytest.mark.engine
 
 LENGTH = 2400
-BLOCK = 1152
+BLOCK = FLOAT32.block_size
 
 
 def offloading_child(root: Path, **settings: Any) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def test_vllms_offloading_connector_loads_what_it_stored_beside_a_tier_of_ours(
 ) -> None:
     config = multi(offloading_child(tmp_path / "fs", load_weight=10.0), cpu_child())
     tokens, other = prompt(LENGTH, seed=1), prompt(LENGTH, seed=2)
-    with Engine(tiny_model, kv_transfer_config=config) as engine:
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=config) as engine:
         cold = engine.generate(tokens)
         engine.generate(other)
         engine.wait_for_stores()

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.python_path import python_path
+
 UNIT = Path("tests/v1/kv_connector/unit")
 FILES = ("__init__.py", "conftest.py", "utils.py", "test_multi_connector.py")
 
@@ -52,7 +53,7 @@ def run_upstream(workplace: Path, source: Path, whose: str) -> tuple[dict[str, i
         (workplace / package / "__init__.py").touch()
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(workplace), str(workplace / "shim"), str(REPOSITORY)]),
+        "PYTHONPATH": python_path(workplace, workplace / "shim"),
         "UPSTREAM_MODEL": str(make_llama(workplace / "llama")),
         "UPSTREAM_MULTI_CONNECTOR": whose,
         "VLLM_CPU_KVCACHE_SPACE": "1",

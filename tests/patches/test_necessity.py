@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.patches.trees import linked_vllm_without
+from tests.python_path import python_path
 from tests.warm import WarmProcess
 from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import load
 
-REPO = Path(__file__).resolve().parents[2]
 REPRODUCTIONS = Path(__file__).parent / "reproductions"
 NAMES = [patch.name for patch in load().patches]
 
@@ -32,7 +32,7 @@ def reproduction_of(name: str) -> Path:
 def run(reproduction: Path, root: Path, home: Path, model: Path) -> dict[str, object]:
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(root), str(REPO)]),
+        "PYTHONPATH": python_path(root),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_PLUGINS": "",
         "HF_HUB_OFFLINE": "1",
@@ -90,6 +90,7 @@ def patched(tmp_path_factory):
 
 
 @pytest.mark.engine
+@pytest.mark.processor
 @pytest.mark.parametrize("name", NAMES)
 def test_the_symptom_is_there_without_the_patch_and_gone_with_it(name, patched, scratch, tiny_model):
     reproduction = reproduction_of(name)
@@ -101,6 +102,7 @@ def test_the_symptom_is_there_without_the_patch_and_gone_with_it(name, patched, 
 
 
 @pytest.mark.engine
+@pytest.mark.processor
 def test_asynchronous_loads_are_left_out_of_the_split_at_block_boundaries(patched, scratch, tiny_model):
     """Merged upstream: it needs no patch, and must not get lost when the pin moves."""
     reproduction = REPRODUCTIONS / "async_loads_skip_the_alignment.py"

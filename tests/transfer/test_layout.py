@@ -8,6 +8,11 @@ from vllm_overlay.transfer.layout import Packing, find_page_map, known_page_maps
 
 BLOCK, HEADS, SIZE = 96, 2, 64
 
+pytestmark = pytest.mark.processor
+needs_amx = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's AMX kernels refuse to run: this processor has no AMX tiles"
+)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
@@ -53,6 +58,7 @@ def test_the_vector_kernels_keep_keys_column_major(isa: str, dtype: torch.dtype)
     assert found.name == "column_keys"
 
 
+@needs_amx
 def test_the_amx_kernels_keep_tiles() -> None:
     found = find_page_map(cache(), vllm_write("amx"))
     assert found is not None
@@ -65,7 +71,7 @@ def test_every_known_map_finds_itself(page_map) -> None:
     assert find_page_map(cache(), map_write(page_map)) == page_map
 
 
-@pytest.mark.parametrize("isa", ["vec", "amx"])
+@pytest.mark.parametrize("isa", ["vec", pytest.param("amx", marks=needs_amx)])
 def test_the_real_geometry_is_found(isa: str) -> None:
     found = find_page_map(torch.zeros((2, 2, 1056, 512), dtype=torch.bfloat16), vllm_write(isa))
     assert found in known_page_maps(1056, 256)

@@ -88,8 +88,7 @@ def _cpu_tier_worker(
 
 
 def _log_capacity(settings: CpuTierSettings, geometry: Geometry, rank_bytes: int) -> None:
-    token_bytes = sum(geometry.chunk_bytes(group) / geometry.chunk_size_of(group) for group in geometry.attention)
-    tokens = int(rank_bytes / token_bytes) if token_bytes else 0
+    tokens = int(rank_bytes / geometry.token_bytes) if geometry.token_bytes else 0
     snapshots = rank_bytes // geometry.max_snapshot_bytes if geometry.max_snapshot_bytes else 0
     logger.info(
         "%s: %.2f GiB a rank hold the attention of %d tokens, or %d snapshots of at most %.1f MB, or a mix",

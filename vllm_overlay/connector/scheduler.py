@@ -427,6 +427,8 @@ class OffloadScheduler:
         self._stats.gauge("objects", usage.num_objects)
         self._stats.gauge("used_bytes", usage.used_bytes)
         self._stats.gauge("capacity_bytes", usage.capacity_bytes)
+        self._stats.gauge("token_bytes", self._geometry.token_bytes * self._world_size)
+        self._stats.gauge("state_bytes", self._geometry.state_bytes * self._world_size)
         self._stats.gauge("evicted_objects", usage.evicted_objects)
         self._stats.gauge("pending_stores", len(self._stores))
         self._stats.gauge("pending_loads", len(self._loads))

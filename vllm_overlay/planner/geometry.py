@@ -124,6 +124,16 @@ class Geometry:
         """Bytes of one chunk of an attention group."""
         return self.chunk_size * group.token_bytes if self.is_splittable(group) else group.page_bytes
 
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of one token in all attention groups: its share of a page where pages are moved whole."""
+        return sum(self.chunk_bytes(group) / self.chunk_size_of(group) for group in self.attention)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all recurrent states after one boundary: what a snapshot holds beside its tail."""
+        return sum(group.page_bytes for group in self.recurrent)
+
     def tail_tokens(self, boundary: int) -> int:
         """Tokens between the last chunk end and ``boundary`` in every splittable group: what a snapshot adds."""
         return boundary % self.chunk_size if any(map(self.is_splittable, self.attention)) else 0
@@ -139,9 +149,8 @@ class Geometry:
         return self._snapshot_bytes(self.chunk_size - math.gcd(self.chunk_size, self.restore_unit) if splittable else 0)
 
     def _snapshot_bytes(self, tail_tokens: int) -> int:
-        states = sum(group.page_bytes for group in self.recurrent)
         tails = sum(group.token_bytes for group in self.attention if self.is_splittable(group))
-        return states + tail_tokens * tails
+        return self.state_bytes + tail_tokens * tails
 
     def is_restore_point(self, boundary: int) -> bool:
         """Whether a request could ever be restored at ``boundary``, and so whether a snapshot of it has any use."""
@@ -179,7 +188,9 @@ class Geometry:
             line += f"; restores {verdict} bit-exact with GDN kernels ({EXACT_TOKENS}-token chunks)"
         finer = finer_match_unit(self.groups)
         if self.match_unit == common_block_size(self.groups) and finer < self.match_unit:
-            line += f"; --prefix-match-unit {finer} would refine them"
+            # vLLM refuses a match unit below the block size when there is a single group.
+            flag = "--prefix-match-unit" if len(self.groups) > 1 else "--block-size"
+            line += f"; {flag} {finer} would refine them"
         return line
 
 

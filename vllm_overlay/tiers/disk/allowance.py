@@ -68,7 +68,7 @@ class Allowance:
                 self._spare -= num_bytes
                 self._over += num_bytes
                 self._in_flight += num_bytes
-                return of_size.pop().paths
+                return of_size.pop(0).paths  # the oldest: none lies by for ever
             if num_bytes > self._available:
                 return None
             self._available -= num_bytes

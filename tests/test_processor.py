@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``make test PROCESSOR=avx2``: every process of vLLM believes it runs on a lesser processor, and chooses by that."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.states import BFLOAT16
+from tests.processor.sitecustomize import HIDDEN, VARIABLE, without
+from tests.python_path import REPOSITORY, python_path
+from tools.server import Server
+
+KERNELS = {"avx2": "_C_AVX2", "avx512": "_C_AVX512", "avx512_bf16": "_C"}
+"""The library of compiled kernels that vLLM takes on each processor."""
+LOADED = """
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+print(sorted({line.split("/")[-1].split(".")[0] for line in open("/proc/self/maps") if "/vllm/_C" in line}))
+"""
+
+
+def lesser(processor: str) -> dict[str, str]:
+    """The environment that ``make`` gives to everything it runs then."""
+    return {"PYTHONPATH": python_path(REPOSITORY / "tests" / "processor"), VARIABLE: processor}
+
+
+def run(source: str, processor: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **lesser(processor)}
+    return subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
+
+
+def test_what_a_processor_lacks_is_hidden_and_the_rest_is_not() -> None:
+    machine = {"architecture": "x86_64", "avx2": True, "avx512_f": True, "avx512_bf16": True, "amx_tile": True}
+    seen = {processor: dict(without(machine, hidden)) for processor, hidden in HIDDEN.items()}
+    assert seen["avx2"] == {**machine, "avx512_f": False, "avx512_bf16": False, "amx_tile": False}
+    assert seen["avx512"] == {**machine, "avx512_bf16": False, "amx_tile": False}
+    assert seen["avx512_bf16"] == {**machine, "amx_tile": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", HIDDEN)
+def test_vllm_takes_the_kernels_of_that_processor(processor: str) -> None:
+    machine = torch.cpu.get_capabilities()
+    if not machine.get("avx512_f"):
+        processor_here = "avx2"
+    else:
+        processor_here = "avx512_bf16" if machine.get("avx512_bf16") else "avx512"
+    order = list(HIDDEN)
+    expected = min(processor, processor_here, key=order.index)
+    done = run(LOADED, processor)
+    assert done.stdout.splitlines()[-1:] == [str([KERNELS[expected]])], done.stderr
+
+
+def test_a_processor_that_nobody_knows_ends_the_process() -> None:
+    done = run("print('went on')", "z80")
+    assert done.returncode == 1 and not done.stdout
+    assert "z80: known are avx2, avx512, avx512_bf16" in done.stderr
+
+
+@pytest.mark.engine
+def test_every_process_of_a_server_is_told_alike_and_states_are_halved(tiny_model: Path, tmp_path: Path) -> None:
+    server = Server(tiny_model, None, log_path=tmp_path / "log", environment=lesser("avx2"))
+    with server:
+        assert server.group is not None
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in server.group.pids]
+        kernels = [{line.rsplit("/", 1)[-1] for line in text.splitlines() if "/vllm/_C" in line} for text in maps]
+    assert [found for found in kernels if found] and all(found <= {"_C_AVX2.abi3.so"} for found in kernels), kernels
+    assert f"Setting attention block size to {BFLOAT16.block_size} tokens" in (tmp_path / "log").read_text()
