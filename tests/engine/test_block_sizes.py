@@ -10,7 +10,7 @@ from tests.engine.client import Engine, disk_child, multi, prompt
 from tests.engine.states import States
 from tests.engine.test_restore import assert_restored
 
-pytestmark = [pytest.mark.engine, pytest.mark.processor]
+pytestmark = pytest.mark.engine
 
 
 def test_chunks_written_under_one_block_size_are_loaded_under_another(

@@ -14,7 +14,7 @@ from tests.engine.client import Engine, Output, disk_child, multi, prompt
 from tests.engine.states import FLOAT32
 from tests.engine.test_restore import assert_restored
 
-pytestmark = [pytest.mark.engine, pytest.mark.processor]
+pytestmark = pytest.mark.engine
 
 LENGTH = 150
 MAX_TOKENS = 3
@@ -144,6 +144,7 @@ def test_jumps_of_the_clock_change_nothing(engine: Engine, root: Path, seconds: 
         works(engine, seed)
 
 
+@pytest.mark.processor
 def test_a_real_limit_of_file_sizes_drops_stores(engine: Engine, root: Path) -> None:
     dropped = counted(engine, "dropped_stores", reason="io_error")
     limit = FLOAT32.num_bytes  # above the engine's log, below a snapshot and its header

@@ -10,7 +10,7 @@ from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, Output, cpu_child, prompt
 from tests.engine.states import FLOAT32, States
 
-pytestmark = [pytest.mark.engine, pytest.mark.processor]
+pytestmark = pytest.mark.engine
 
 N = FLOAT32.block_size
 LENGTH = 2 * N + 10

@@ -10,9 +10,10 @@ from tests.engine.states import BFLOAT16, FLOAT32, States
 from tests.engine.test_restore import assert_restored
 from tools.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.processor]
+pytestmark = pytest.mark.engine
 
 
+@pytest.mark.processor
 def test_chunks_of_a_whole_block_restore_at_every_match_unit(tiny_model: Path, tmp_path: Path, states: States) -> None:
     """The disk tier's own choice: here a chunk is N tokens, and snapshots carry up to N - 64 tokens of attention."""
     config = multi(disk_child(tmp_path / "root", hybrid_chunk_size="auto"))
@@ -30,6 +31,7 @@ def test_chunks_of_a_whole_block_restore_at_every_match_unit(tiny_model: Path, t
         assert engine.generate(longer).num_cached_tokens >= 2944
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize(("states", "unit"), [(FLOAT32, 48), (FLOAT32, 32), (BFLOAT16, 32)], ids=str)
 def test_a_match_unit_off_the_kernels_grid_restores_what_the_device_cache_would(
     tiny_model: Path, states: States, unit: int

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
-from tests.engine.states import STATES, TOKEN_BYTES, States
+from tests.engine.states import BFLOAT16, FLOAT32, TOKEN_BYTES, States
 
-pytestmark = [pytest.mark.engine, pytest.mark.processor]
+pytestmark = pytest.mark.engine
 
 U = 64
 
@@ -18,12 +18,13 @@ def lengths(n: int) -> tuple[int, ...]:
     return (63, 64, 65, 300, n // 2, n - 1, n, n + 1, 2 * n + 1, 3900, 6000)
 
 
-def budgets(n: int) -> tuple[int, ...]:
-    """Tokens a step."""
-    return (n, 2 * n - 1, 2 * n, 8192)
-
-
-CASES = [(states, budget) for states in STATES for budget in budgets(states.block_size)]
+CASES = [
+    pytest.param(FLOAT32, 1152, marks=pytest.mark.processor),
+    *((FLOAT32, budget) for budget in (2303, 2304, 8192)),
+    pytest.param(BFLOAT16, 1279, marks=pytest.mark.processor),
+    *((BFLOAT16, budget) for budget in (640, 8192)),
+]
+"""Tokens a step: N, 2N - 1, 2N, and more than any prompt has."""
 
 
 def restorable(num_tokens: int) -> int:
