@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's settings tables are what the code says."""
+"""The README's settings tables are what the code says, and its example is taken as it stands."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
-from vllm_overlay.config import CpuTierSettings, DiskTierSettings, TierSettings
-from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
+from vllm_overlay.config import CpuTierSettings, DiskTierSettings, TierSettings, tier_settings
+from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings, child_specs
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- settings:begin", "<!-- settings:end -->"
@@ -60,3 +62,11 @@ def test_the_readme_lists_every_setting_with_its_default_and_meaning() -> None:
     text = README.read_text()
     begin = text.index("\n", text.index(BEGIN)) + 1
     assert text[begin : text.index(END)].strip() == settings_section()
+
+
+def test_the_readmes_example_works_and_both_families_of_metrics_call_its_children_alike() -> None:
+    (example,) = re.findall(r"--kv-transfer-config '(.*?)'", README.read_text(), re.DOTALL)
+    config = json.loads(example)
+    specs = child_specs(config["kv_connector_extra_config"], config["kv_role"], None)
+    own = [tier_settings(spec.kv_transfer_config.kv_connector_extra_config).name for spec in specs]
+    assert [spec.name for spec in specs] == own == ["cpu", "disk"]

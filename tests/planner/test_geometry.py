@@ -3,6 +3,7 @@
 
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -180,6 +181,22 @@ def test_the_log_line_says_exactness_and_the_flag_that_would_refine():
     fine = Geometry.build([full(0), state(1)], 64, "auto").describe()
     assert "are bit-exact" in fine and "--prefix-match-unit" not in fine
     assert "bit-exact" not in Geometry.build([full(0)], 64, "auto").describe()
+
+
+def test_the_flag_that_would_refine_a_single_group_is_the_one_that_vllm_takes():
+    single = Geometry.build([full(0, 128)], 128, "auto").describe()
+    assert "--block-size 64 would refine them" in single and "--prefix-match-unit" not in single
+
+
+def test_the_bytes_of_a_token_and_of_the_states_make_up_every_snapshot_and_chunk():
+    groups = [full(0), window(1), state(2), state(3)]
+    geometry = Geometry.build(groups, 64, "auto")
+    assert geometry.token_bytes == groups[0].token_bytes + groups[1].token_bytes
+    assert geometry.state_bytes == groups[2].page_bytes + groups[3].page_bytes
+    whole = [replace(group, sliceable=False, token_bytes=0) for group in groups[:2]]
+    pages = Geometry.build([*whole, *groups[2:]], 64, "auto")
+    assert pages.token_bytes == sum(group.page_bytes / group.block_size for group in whole)
+    assert pages.snapshot_bytes(64) == pages.state_bytes
 
 
 def test_a_geometry_survives_the_way_to_another_process():
