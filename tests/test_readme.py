@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 
 from vllm_overlay.config import CpuTierSettings, DiskTierSettings, TierSettings, tier_settings
-from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings, child_specs
+from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings, multi_settings
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- settings:begin", "<!-- settings:end -->"
@@ -66,7 +66,6 @@ def test_the_readme_lists_every_setting_with_its_default_and_meaning() -> None:
 
 def test_the_readmes_example_works_and_both_families_of_metrics_call_its_children_alike() -> None:
     (example,) = re.findall(r"--kv-transfer-config '(.*?)'", README.read_text(), re.DOTALL)
-    config = json.loads(example)
-    specs = child_specs(config["kv_connector_extra_config"], config["kv_role"], None)
-    own = [tier_settings(spec.kv_transfer_config.kv_connector_extra_config).name for spec in specs]
-    assert [spec.name for spec in specs] == own == ["cpu", "disk"]
+    settings = multi_settings(json.loads(example)["kv_connector_extra_config"])
+    children = [child["kv_connector_extra_config"] for child in settings.connectors]
+    assert [child.get("name") for child in children] == [tier_settings(child).name for child in children]
