@@ -169,6 +169,13 @@ def waiters(inode):
         return "".join(line for line in file if "->" in line and f":{inode} " in line)
 
 
+def test_the_spare_that_lies_by_longest_is_written_over_first() -> None:
+    allowance = Allowance()
+    for name in ("first", "second"):
+        allowance.lay_by(Spare((name,), 10))
+    assert [allowance.take(10), allowance.take(10)] == [("first",), ("second",)]
+
+
 def test_the_allowance_gives_what_was_leased_and_no_more():
     allowance = Allowance()
     assert allowance.take(1) is None
