@@ -6,13 +6,17 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C need it heard.
 
-    Engines share cores: threads of torch that spin while they wait would take the time of another's that work.
+    Engines share cores: threads of torch that spin while they wait would take the time of another's that work. And no
+    example of hypothesis fails because the machine is busy.
     """
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 

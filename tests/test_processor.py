@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.states import BFLOAT16
+from tests.engine.client import Engine, cpu_child, multi, prompt
+from tests.engine.states import BFLOAT16, STATES, States
+from tests.engine.test_restore import assert_restored
 from tests.processor.sitecustomize import HIDDEN, VARIABLE, without
 from tests.python_path import REPOSITORY, python_path
 from tools.server import Server
@@ -28,6 +30,22 @@ def lesser(processor: str) -> dict[str, str]:
     return {"PYTHONPATH": python_path(REPOSITORY / "tests" / "processor"), VARIABLE: processor}
 
 
+def kernels_of(processor: str | None) -> str:
+    """The library that vLLM takes for ``processor`` on this machine, which may have less."""
+    machine = torch._C._cpu._get_cpu_capability()  # what torch.cpu would say if nothing were hidden
+    here = "avx512_bf16" if machine.get("avx512_bf16") else "avx512" if machine.get("avx512_f") else "avx2"
+    return KERNELS[min(processor or here, here, key=list(HIDDEN).index)]
+
+
+def kernels_in(pid: int) -> set[str]:
+    """Those that a process has loaded; empty when it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except FileNotFoundError:
+        return set()
+    return {line.rsplit("/", 1)[-1].partition(".")[0] for line in lines if "/vllm/_C" in line}
+
+
 def run(source: str, processor: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **lesser(processor)}
     return subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
@@ -44,15 +62,8 @@ def test_what_a_processor_lacks_is_hidden_and_the_rest_is_not() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", HIDDEN)
 def test_vllm_takes_the_kernels_of_that_processor(processor: str) -> None:
-    machine = torch.cpu.get_capabilities()
-    if not machine.get("avx512_f"):
-        processor_here = "avx2"
-    else:
-        processor_here = "avx512_bf16" if machine.get("avx512_bf16") else "avx512"
-    order = list(HIDDEN)
-    expected = min(processor, processor_here, key=order.index)
     done = run(LOADED, processor)
-    assert done.stdout.splitlines()[-1:] == [str([KERNELS[expected]])], done.stderr
+    assert done.stdout.splitlines()[-1:] == [str([kernels_of(processor)])], done.stderr
 
 
 def test_a_processor_that_nobody_knows_ends_the_process() -> None:
@@ -62,11 +73,27 @@ def test_a_processor_that_nobody_knows_ends_the_process() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.processor
+@pytest.mark.parametrize("states", STATES, ids=str)
+def test_an_engine_of_the_tests_is_told_too_and_finds_the_blocks_that_tests_count_in(
+    tiny_model: Path, tmp_path: Path, states: States
+) -> None:
+    """As users start it, without a block size."""
+    config = multi(cpu_child())
+    tokens = prompt(states.block_size + 10, seed=1)
+    with Engine(tiny_model, mamba_ssm_cache_dtype=states.dtype, kv_transfer_config=config) as engine:
+        assert kernels_in(engine.pid) == {kernels_of(os.environ.get(VARIABLE))}
+        assert f"Setting attention block size to {states.block_size} tokens" in engine.log
+        cold = engine.generate(tokens)
+        engine.reset_device_cache()
+        assert_restored(cold, engine.generate(tokens), len(tokens))
+
+
+@pytest.mark.engine
 def test_every_process_of_a_server_is_told_alike_and_states_are_halved(tiny_model: Path, tmp_path: Path) -> None:
     server = Server(tiny_model, None, log_path=tmp_path / "log", environment=lesser("avx2"))
     with server:
         assert server.group is not None
-        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in server.group.pids]
-        kernels = [{line.rsplit("/", 1)[-1] for line in text.splitlines() if "/vllm/_C" in line} for text in maps]
-    assert [found for found in kernels if found] and all(found <= {"_C_AVX2.abi3.so"} for found in kernels), kernels
+        kernels = [found for pid in server.group.pids if (found := kernels_in(pid))]
+    assert kernels and all(found == {"_C_AVX2"} for found in kernels), kernels
     assert f"Setting attention block size to {BFLOAT16.block_size} tokens" in (tmp_path / "log").read_text()

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tests.processor.sitecustomize import VARIABLE
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 
@@ -26,6 +28,8 @@ class WarmProcess:
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], directory: Path, log: Path) -> None:
+        if environment.get(VARIABLE) != os.environ.get(VARIABLE):
+            raise ValueError(f"{VARIABLE} is read when torch is imported, and in a forked process that is over")
         their_input, our_output = _CONTEXT.Pipe(duplex=False)
         our_input, their_output = _CONTEXT.Pipe(duplex=False)
         everything = (list(arguments), dict(environment), directory, log, their_input, their_output)

@@ -90,7 +90,7 @@ def restorable_tokens(num_tokens: int) -> int:
 def geometries(metrics: Metrics) -> dict[str, Geometry]:
     """Of each connector."""
     tokens, states = (metrics.values(name, CONNECTOR) for name in (_TOKEN_BYTES, _STATE_BYTES))
-    return {name: Geometry(tokens[name], states[name]) for name in tokens}
+    return {name: Geometry(tokens.get(name, 0), states.get(name, 0)) for name in {*tokens, *states}}
 
 
 def transfer_config(root: Path) -> dict[str, Any]:
@@ -187,10 +187,10 @@ class Demo:
             return f"the output of {row.request!r} differs from the cold run's"
         if row.completion.num_cached_tokens != expected_tokens:
             return f"{row.request!r} restored {row.completion.num_cached_tokens} tokens and not {expected_tokens}"
+        if source and not (geometry.token_bytes > 0 and geometry.state_bytes > 0):
+            return f"{_TOKEN_BYTES} and {_STATE_BYTES} of {source!r} are not both above 0 on /metrics: {geometry}"
         if loaded != expected:
             return f"for {row.request!r} the workers loaded {loaded or 'nothing'} bytes and not {expected or 'nothing'}"
-        if source and not (geometry.token_bytes > 0 and geometry.state_bytes > 0):
-            return f"for {row.request!r} the server names no bytes of attention or of states: {geometry}"
         return ""
 
 

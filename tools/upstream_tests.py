@@ -178,7 +178,7 @@ def run_tests(work: Path, name: str, root: Path | None, chosen: Sequence[str], j
     """Outcome of each test on the vLLM in ``root``, or on the installed one."""
     report = work / f"{name}.xml"
     report.unlink(missing_ok=True)
-    paths = [str(path) for path in (root, work / "site") if path is not None]
+    paths = [str(path) for path in (root, work / "site", os.environ.get("PYTHONPATH")) if path]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

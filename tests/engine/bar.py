@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bar for concurrent requests: each token near the best, and its logprob near its own, in an uncached engine.
 
-Near is 0.05. A preempted request computes its prompt *and what it has decoded so far* anew, by prefill, and vLLM's
+Near is 0.05. Kernels round by the batch, by some hundredths on some processors.
+
+A preempted request computes its prompt *and what it has decoded so far* anew, by prefill, and vLLM's
 prefill and decode kernels round differently. So an answer may also be what an uncached engine decodes after a prefill
-of prompt and first tokens. Nothing else is left to explain: without preemptions answers are 0.0 away; with them up to
-0.16, with or without a connector, and 0.0 after a prefill of the right length.
+of prompt and first tokens. Without that, answers are up to 0.16 away, with or without a connector.
 """
 
 from typing import Protocol

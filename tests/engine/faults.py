@@ -173,7 +173,8 @@ def set_loads_silent(driver: "Driver", on: bool) -> bool:
 
 
 def set_hook_broken(driver: "Driver", half: str, hook: str, on: bool) -> bool:
-    """A method of the scheduler's or the worker's half raises."""
+    """A method of the scheduler's or the worker's half raises; what nobody reports meanwhile is soon written off."""
+    _scheduler_half(driver, "cpu")._report_timeout_s = 2.0 if on else 120.0
     target = _scheduler_half(driver, "cpu") if half == "scheduler" else _worker_half("cpu")
     if not on:
         delattr(target, hook)

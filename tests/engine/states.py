@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dtypes that vLLM keeps recurrent states in, and the blocks of the tiny model that go with each.
 
-Left alone, vLLM chooses by the processor: float32 where its GDN kernels are accelerated (AVX-512 with BF16, AMX), the
+Left alone, vLLM chooses by the processor: float32 on one with AVX-512 BF16, where its GDN kernels are accelerated, the
 model's own dtype elsewhere. A test that means one of them, or counts in blocks, says so and gets it on every machine.
 """
 
@@ -39,7 +39,7 @@ class States:
 
     @property
     def num_bytes(self) -> int:
-        """Of the states in a snapshot of the tiny model, all layers together; from its configuration."""
+        """Of the states in a snapshot, all layers together: worked out by hand from tools/tiny_model.py."""
         return NUM_LINEAR_LAYERS * (CONVOLUTION_BYTES + STATE_ELEMENTS * self.element_bytes)
 
 

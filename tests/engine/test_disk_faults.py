@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every way a disk can fail, in one running engine: a miss or a dropped store, counted; the output is equal."""
 
+import itertools
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 LENGTH = 150
 MAX_TOKENS = 3
-LOAD_TIMEOUT_S = 3.0
+LOAD_TIMEOUT_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +53,16 @@ def stored(engine: Engine, seed: int) -> tuple[list[int], Output]:
 
 def works(engine: Engine, seed: int) -> None:
     """What is stored is restored. A write may need a second: a lease comes with the janitor's next turn."""
-    for attempt in range(20):
+    deadline = time.monotonic() + 60
+    for attempt in itertools.count():
         tokens, cold = stored(engine, 1000 * seed + attempt)
         restored = engine.generate(tokens, MAX_TOKENS)
         assert restored.same_as(cold)
         if restored.num_cached_tokens:
             assert_restored(cold, restored, LENGTH)
             return
+        assert time.monotonic() < deadline, "the tier does not store any more"
         engine.call("rest", seconds=0.2)
-    raise AssertionError("the tier does not store any more")
 
 
 @contextmanager
@@ -149,7 +152,7 @@ def test_a_real_limit_of_file_sizes_drops_stores(engine: Engine, root: Path) -> 
     dropped = counted(engine, "dropped_stores", reason="io_error")
     limit = FLOAT32.num_bytes  # above the engine's log, below a snapshot and its header
     with fault(engine, root, "limit_resource", limit="RLIMIT_FSIZE", value=limit):
-        assert len(engine.log) < limit
+        assert len(engine.log.encode()) < limit
         tokens, cold = stored(engine, 60)
         assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
     assert counted(engine, "dropped_stores", reason="io_error") > dropped

@@ -18,7 +18,7 @@ LENGTH = FLOAT32.block_size + 10
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[Engine]:
     """One engine with a CPU tier."""
-    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(cpu_child(report_timeout_s=2))) as running:
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(cpu_child())) as running:
         yield running
 
 

@@ -104,17 +104,13 @@ def _with_completion(**changes: object) -> Callable[[Row], Row]:
         (1, lambda row: replace(row, loaded_bytes={"cpu": 0, "disk": row.loaded_bytes["cpu"]}), "loaded {'disk'"),
         (2, lambda row: replace(row, loaded_bytes={"disk": row.loaded_bytes["disk"] - 1}), "loaded {'disk'"),
         (1, lambda row: replace(row, geometries={"cpu": replace(GEOMETRY, state_bytes=1.0)}), "loaded {'cpu'"),
-        (
-            1,
-            lambda row: replace(row, geometries={}, loaded_bytes={"cpu": 0}),
-            "loaded nothing bytes and not {'cpu': 0}",
-        ),
+        (1, lambda row: replace(row, geometries={}, loaded_bytes={"cpu": 0}), "of 'cpu' are not both above 0"),
         (
             2,
             lambda row: replace(
                 row, geometries={"disk": Geometry(256.0, 0.0)}, loaded_bytes={"disk": 256 * RESTORABLE}
             ),
-            "names no bytes of attention or of states",
+            "of 'disk' are not both above 0",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.client import disk_child, multi, prompt
 from tests.http.demo_process import DemoProcess
-from tests.http.slow_disk import slow_disk
+from tests.http.waiting_disk import waiting_disk
 from tests.tiers.disk.engine import object_files
 from tools.server import Server
 
@@ -47,19 +47,22 @@ def test_ctrl_c_twice_while_the_server_stops_leaves_nothing(demo_directory: Path
 
 
 def test_sigterm_gives_pending_stores_the_time_they_need(tiny_model: Path, tmp_path: Path) -> None:
-    """A slow disk (five seconds for this prompt) makes sure that they are pending; without the drain the new server
-    would find next to nothing."""
+    """The disk waits until SIGTERM was sent, so that all of them are pending then."""
     tokens = prompt(6000, seed=1)
     root = tmp_path / "root"
-    config = multi(disk_child(root, write_threads=1))
+    config = multi(disk_child(root, shutdown_timeout_s=10))
+    gate = tmp_path / "gate"
 
-    slow = slow_disk(tmp_path / "plugin", seconds_a_write=0.05)
-    first = Server(tiny_model, config, log_path=tmp_path / "first.log", environment=slow)
+    waiting = waiting_disk(tmp_path / "plugin", gate)
+    first = Server(tiny_model, config, log_path=tmp_path / "first.log", environment=waiting)
     with first as api:
         cold = api.complete(tokens)
-        in_time = len(object_files(root))
-        first.stop()
-    assert len(object_files(root)) > in_time + 10
+        assert object_files(root) == []
+        assert first.group is not None
+        first.group.terminate()
+        gate.touch()
+        assert first.group.wait(60)
+    assert len(object_files(root)) == 6000 // 64 + 1
 
     with Server(tiny_model, config, log_path=tmp_path / "second.log") as api:
         restored = api.complete(tokens)

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+import time
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -111,7 +112,8 @@ class Churn:
         Faults.fault = None
         scheduler = self.driver.engine_core.scheduler
         connector, worker = scheduler.connector, get_kv_transfer_group()
-        for _ in range(300):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
             self.driver._step()
             if connector._scheduler._services[0].phase.name == "SERVING" and not connector.has_pending_push_work():
                 break

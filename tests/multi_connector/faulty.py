@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm_overlay.connector.connector import HybridOffloadConnector
 
 KINDS = ("raises", "raises once", "returns garbage", "hangs")
-HANG_S = 2.5
+HANG_S = 5.0
 GARBAGE: tuple[Any, ...] = (
     None,
     object(),

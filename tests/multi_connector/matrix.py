@@ -23,7 +23,7 @@ from vllm import SamplingParams
 
 from tests.engine.client import cpu_child, multi, prompt
 from tests.engine.driver import Driver
-from tests.multi_connector.faulty import AT_RETURN, KINDS, Fault, Faults, hooks
+from tests.multi_connector.faulty import AT_RETURN, HANG_S, KINDS, Fault, Faults, hooks
 
 LENGTH = 200
 RESTORABLE = 192
@@ -85,7 +85,7 @@ class Matrix:
                 "enforce_eager": True,
                 "disable_log_stats": False,
                 "kv_transfer_config": multi(
-                    faulty, steady, retry_first_s=0.02, retry_longest_s=0.1, hang_after_s=2.0, load_timeout_s=3.0
+                    faulty, steady, retry_first_s=0.02, retry_longest_s=0.1, hang_after_s=HANG_S - 1, load_timeout_s=8.0
                 ),
             }
         )
@@ -122,9 +122,8 @@ class Matrix:
 
     def _settle(self) -> None:
         """Steps until no child has stores under way; a fault may make a child say for ever that it has some."""
-        for _ in range(50):
-            if not self.driver.engine_core.scheduler.connector.has_pending_push_work():
-                return
+        deadline = time.monotonic() + (30.0 if Faults.fault is None else 1.0)
+        while self.driver.engine_core.scheduler.connector.has_pending_push_work() and time.monotonic() < deadline:
             self.driver._step()
 
     def _reset_device(self) -> bool:

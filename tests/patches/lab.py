@@ -5,6 +5,7 @@ Everything runs in one process, so a reproduction changes the connector by setti
 """
 
 import json
+import math
 import os
 import random
 from collections.abc import Callable
@@ -251,7 +252,7 @@ class Lab:
         """Hands in one request; returns its name."""
         self._names += 1
         name = f"request-{self._names}"
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, ignore_eos=True)
+        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=2, ignore_eos=True)
         self.engine.add_request(name, {"prompt_token_ids": tokens}, parameters)
         return name
 
@@ -298,6 +299,7 @@ def _answer(output: Any) -> dict[str, Any]:
     return {
         "tokens": list(completion.token_ids),
         "logprobs": [candidates[token].logprob for token, candidates in chosen],
+        "best": [{token: it.logprob for token, it in candidates.items()} for candidates in completion.logprobs],
         "cached": output.num_cached_tokens,
         "reason": completion.finish_reason,
     }
@@ -312,16 +314,18 @@ def same(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.02) ->
 
 
 def near(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.05) -> bool:
-    """For requests of other batches: kernels round by the batch, and decide a near-tie otherwise. Logprobs are within
-    ``tolerance`` as long as the tokens are equal and where they first are not; nothing can be compared after that."""
+    """For requests of unlike batches: kernels round by the batch, and may decide a near-tie otherwise.
+
+    As far as the tokens are equal, their logprobs are within ``tolerance``. Where they first differ, that holds for
+    both tokens, the best two of both runs. Nothing can be compared after that.
+    """
     if not one or not other:
         return False
-    pairs = zip(one["logprobs"], other["logprobs"], one["tokens"], other["tokens"], strict=True)
-    for mine, theirs, token, other_token in pairs:
-        if not abs(mine - theirs) <= tolerance:
+    for mine, theirs, *tokens in zip(one["best"], other["best"], one["tokens"], other["tokens"], strict=True):
+        if not all(abs(mine.get(token, math.inf) - theirs.get(token, -math.inf)) <= tolerance for token in tokens):
             return False
-        if token != other_token:
-            return True
+        if tokens[0] != tokens[1]:
+            return all(abs(best[tokens[0]] - best[tokens[1]]) <= tolerance for best in (mine, theirs))
     return True
 
 

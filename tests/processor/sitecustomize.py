@@ -3,8 +3,8 @@
 
 vLLM picks its kernels, the dtype of recurrent states and with it the size of a block by what torch says of the
 processor. Python imports a module of this name at start when its directory is on ``PYTHONPATH``, so API servers, engine
-cores and workers are told alike. torch's own kernels and oneDNN's are held back too. What the machine cannot do stays
-undone: ``avx512`` on a processor with AVX2 alone is AVX2.
+cores and workers are told alike. torch's own kernels, MKL's and oneDNN's are held back too. What the machine cannot do
+stays undone: ``avx512`` on a processor with AVX2 alone is AVX2.
 """
 
 import importlib.util
@@ -24,11 +24,23 @@ HIDDEN = {
 """What each processor lacks: beginnings of the names in ``torch.cpu.get_capabilities()``."""
 
 LIBRARIES = {
-    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
-    "avx512_bf16": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    },
+    "avx512": {
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
+    },
+    "avx512_bf16": {
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+    },
 }
-"""How torch's own kernels and oneDNN's are told; both read their variable once."""
+"""How torch's own kernels, MKL's and oneDNN's are told; each reads its variable once."""
 
 
 def without(capabilities: Mapping[str, object], hidden: tuple[str, ...]) -> Mapping[str, object]:

@@ -63,7 +63,9 @@ def test_kill_ends_children_that_are_deaf_and_removes_memory_and_scratch(stubbor
 
 def test_a_group_has_ended_when_its_last_process_has(stubborn: ProcessGroup) -> None:
     stubborn.terminate()
-    assert not stubborn.wait(0.5)
+    while stubborn.exit_code is None:
+        assert not stubborn.wait(0.1)
+    assert not stubborn.wait(0.1)
     assert stubborn.exit_code == -signal.SIGTERM
     assert members(leader_of(stubborn))
 

@@ -19,7 +19,7 @@ def main() -> None:
     aligned = {len(key) for key in LabConnector.snapshots} == {N, 2 * N}
     right = [same(one, other, 0.0) for one, other in zip(alone, cold, strict=True)]
     right_together = [same(one, other, 0.0) for one, other in zip(together, by_device, strict=True)]
-    loaded = all(answer["cached"] >= N for answer in alone)
+    loaded = all(answer["cached"] >= N for answer in [*alone, *together, *by_device])
     conclude(
         aligned and loaded and not any(right),
         aligned and loaded and all(right) and all(right_together),

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,9 @@ class Storer:
                     end(result.ticket)
 
 
-def _store(root: Path, seed: int, kill: tuple[str, str, int] | None) -> None:
+def _store(root: Path, seed: int, kill: tuple[str, str, int] | None, has_begun: Event) -> None:
     """The process to be killed."""
+    has_begun.set()
     Storer(root, seed, KillingDevice(*kill) if kill else None).run()
 
 
@@ -219,8 +221,10 @@ class Crash:
         kill = None
         if self._random.random() < 0.5:
             kill = self._random.choice(_CALLS), self._random.choice(_WHENS), int(self._random.expovariate(0.02)) + 1
-        storer = self._context.Process(target=_store, args=(self._root, self._random.getrandbits(32), kill))
+        has_begun = self._context.Event()
+        storer = self._context.Process(target=_store, args=(self._root, self._random.getrandbits(32), kill, has_begun))
         storer.start()
+        assert has_begun.wait(60)
         end = time.monotonic() + (3.0 if kill else self._random.expovariate(6))
         while time.monotonic() < end and storer.is_alive():
             if self._root.exists() and self._random.random() < 0.1:

@@ -213,8 +213,8 @@ class Engine:
     def coverage(self, objects: list[PlannedObject]) -> list[bool]:
         return [self.has(planned) for planned in objects]
 
-    def close(self) -> int:
-        given_up = sum(worker.close(4.0) for worker in self.workers)
+    def close(self, timeout_s: float = 4.0) -> int:
+        given_up = sum(worker.close(timeout_s) for worker in self.workers)
         self.tier.close()
         return given_up
 

@@ -11,20 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.disk.crash import CAPACITY, Crash
+from tests.tiers.disk.crash import CAPACITY, Crash, Tally
 from tests.tiers.disk.engine import object_files
 
 
 @pytest.mark.slow
 def test_kill_9_leaves_nothing_wrong_nothing_unreadable_and_no_litter(tmp_path):
     crash = Crash(tmp_path / "root", seed=5)
-    for _ in range(15):
+    while crash.tally.kills < 15 or (crash.tally.kills < 60 and not has_seen_enough(crash.tally)):
         crash.round()
         assert crash.tally.is_sound, crash.tally
-    assert crash.tally.kills == 15
-    assert crash.tally.objects_read > 100
-    assert crash.tally.by_call > 2
-    assert CAPACITY // 2 < crash.tally.most_bytes <= CAPACITY
+    assert has_seen_enough(crash.tally), crash.tally
+    assert crash.tally.most_bytes <= CAPACITY
+
+
+def has_seen_enough(tally: Tally) -> bool:
+    """Whether its processes got to store, as those of a busy machine may not."""
+    return tally.objects_read > 100 and tally.by_call > 2 and tally.most_bytes > CAPACITY // 2
 
 
 def main() -> int:

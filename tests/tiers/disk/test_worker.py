@@ -445,7 +445,7 @@ def test_close_writes_what_is_pending(tmp_path):
         made.workers[0].submit_store(ticket, buffer)
     assert made.workers[0].pending_stores() == 5
     threading.Timer(0.1, device.gate.set).start()
-    assert made.close() == 0
+    assert made.close(60.0) == 0
     with engine(tmp_path / "root") as again:
         again.recovered()
         assert again.coverage(objects) == [True] * 5
