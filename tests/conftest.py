@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.engine.states import STATES, States
+
 
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C need it heard.
@@ -27,3 +29,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tools.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module", params=STATES, ids=str)
+def states(request: pytest.FixtureRequest) -> States:
+    """Each dtype that recurrent states can have: what asks for this runs with both, on every machine."""
+    found: States = request.param
+    return found
