@@ -33,7 +33,7 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# The demo, restores, page layouts and reproductions: where what vLLM chooses by the processor shows.
+# The demo and the tests marked `processor`: where what vLLM chooses by the processor shows.
 test-avx2:
 	$(MAKE) test PROCESSOR=avx2 TESTS="-m processor"
 

@@ -13,6 +13,7 @@ from vllm_overlay.transfer.cpu import GroupTensors
 from vllm_overlay.transfer.layout import known_page_maps
 
 BLOCK_TOKENS = 1056
+"""What vLLM finds for it with float32 states; the figures do not depend on the machine's own choice."""
 MATCH_UNIT = 48
 NUM_HEADS, HEAD_SIZE = 2, 256
 LAYERS_A_GROUP, STATE_GROUPS = 10, 3
