@@ -50,7 +50,7 @@ def without(capabilities: Mapping[str, object], hidden: tuple[str, ...]) -> Mapp
     )
 
 
-class TorchOf:
+class LesserTorch:
     """A finder that changes ``torch.cpu`` right after it is executed; every capability is asked for there."""
 
     def __init__(self, processor: str) -> None:
@@ -80,7 +80,7 @@ def main(processor: str) -> None:
     if processor not in HIDDEN:
         sys.exit(f"{VARIABLE}={processor}: known are {', '.join(HIDDEN)}")
     os.environ.update(LIBRARIES[processor])
-    sys.meta_path.insert(0, TorchOf(processor))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, LesserTorch(processor))  # type: ignore[arg-type]
 
 
 if __name__ == "sitecustomize" and VARIABLE in os.environ:
