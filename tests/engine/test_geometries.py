@@ -18,7 +18,7 @@ def test_chunks_of_a_whole_block_restore_at_every_match_unit(tiny_model: Path, t
     """The disk tier's own choice: here a chunk is N tokens, and snapshots carry up to N - 64 tokens of attention."""
     config = multi(disk_child(tmp_path / "root", hybrid_chunk_size="auto"))
     n = states.block_size
-    prompts = {length: prompt(length, seed=length) for length in (65, n // 2, n + 1, n + 100, 3000)}
+    prompts = {length: prompt(length, seed=length) for length in (65, n // 2, 640, n + 1, n + 100, 3000)}
     with Engine(tiny_model, **states.arguments, kv_transfer_config=config) as engine:
         assert f"chunks of {n} tokens" in engine.log
         cold = {length: engine.generate(tokens) for length, tokens in prompts.items()}
