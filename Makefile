@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PROCESSORS := avx2 avx512 avx512_bf16
-CODE := vllm_overlay tools tests bench hatch_build.py
+CODE := vllm_overlay tools devtools tests bench hatch_build.py
 
 .PHONY: setup demo test test-avx2 test-crash test-faults test-adapters test-upstream lint format clean
 .DEFAULT_GOAL := setup
@@ -42,7 +42,7 @@ test-crash: setup
 	$(BIN)/python -m tests.tiers.disk.test_fuzz --mutations 10000 --seed 1
 
 test-upstream: setup
-	$(BIN)/python tools/upstream_tests.py $(if $(SOURCE),--source $(SOURCE))
+	$(BIN)/python devtools/upstream_tests.py $(if $(SOURCE),--source $(SOURCE))
 	VLLM_SOURCE=$(CURDIR)/.upstream $(BIN)/python -m pytest tests/multi_connector/test_upstream.py
 
 # Every hook x kind of fault x side, then 1,000 random requests, in one real engine each: about a quarter of an hour.

@@ -25,11 +25,11 @@ from bench.rawdisk import RawFiles, settle
 from vllm_overlay.config import GIB, KIB, MIB, DiskTierSettings
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
+from vllm_overlay.tiers.disk.device import Device, takes_direct_io
 from vllm_overlay.tiers.disk.format import file_bytes
-from vllm_overlay.tiers.disk.io import Device, takes_direct_io
+from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.store import DiskTierWorker
-from vllm_overlay.tiers.disk.tier import DiskTier
+from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import HostPool, unit_size
 
 SIZES = (256 * KIB, MIB, 4 * MIB, 64 * MIB)
@@ -55,7 +55,7 @@ class Ours:
         )
         namespace = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
         self._object_bytes = object_bytes
-        self.tier = DiskTier(settings, namespace, 1, object_bytes)
+        self.tier = DiskTierManager(settings, namespace, 1, object_bytes)
         self._worker = DiskTierWorker(settings, namespace, 0, 1, unit_size(object_bytes), object_bytes)
         self._tickets: list[StoreTicket] = []
         self._loads = itertools.count()
@@ -64,7 +64,7 @@ class Ours:
         return PlannedObject(ObjectId("f0", key), (), 0, 64, self._object_bytes, 0)
 
     def prepare(self, keys: Sequence[bytes]) -> None:
-        """Tickets; they need the janitor's lease, which the scheduler has ahead of its stores."""
+        """Tickets; they need the reclaimer's lease, which the scheduler has ahead of its stores."""
         self._tickets = []
         for key in keys:
             while (ticket := self.tier.reserve(self.planned(key))) is None:

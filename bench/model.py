@@ -10,7 +10,7 @@ from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.transfer.base import Placement, Span
 from vllm_overlay.transfer.cpu import GroupTensors
-from vllm_overlay.transfer.layout import known_page_maps
+from vllm_overlay.transfer.page_map import known_page_maps
 
 BLOCK_TOKENS = 1056
 """What vLLM finds for it with float32 states; the figures do not depend on the machine's own choice."""

@@ -15,10 +15,10 @@ from pathlib import Path
 from bench.measure import Subject, table, take_turns
 from vllm_overlay.config import GIB, DiskTierSettings
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.scan import scan_objects
-from vllm_overlay.tiers.disk.store import DiskTierWorker
-from vllm_overlay.tiers.disk.tier import DiskTier
+from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import unit_size
 
 _NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
@@ -40,7 +40,7 @@ def prompts(num_objects: int) -> Iterator[PlannedObject]:
 
 def fill(settings: DiskTierSettings, num_objects: int) -> None:
     """Stores the objects as the connector would."""
-    tier = DiskTier(settings, _NAMESPACE, 1, _OBJECT_BYTES)
+    tier = DiskTierManager(settings, _NAMESPACE, 1, _OBJECT_BYTES)
     worker = DiskTierWorker(settings, _NAMESPACE, 0, 1, unit_size(_OBJECT_BYTES), _OBJECT_BYTES)
     pending = 0
 
@@ -78,7 +78,7 @@ class Start:
     longest_step_s: list[float] = field(default_factory=list)
 
     def run(self) -> None:
-        tier = DiskTier(self.settings, _NAMESPACE, 1, _OBJECT_BYTES)
+        tier = DiskTierManager(self.settings, _NAMESPACE, 1, _OBJECT_BYTES)
         longest = 0.0
         while tier.is_recovering:
             began = time.perf_counter()

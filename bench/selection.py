@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.measure import table
-from vllm_overlay.multi_connector.isolation import Child
+from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.selection import Offer, decide
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings

@@ -24,12 +24,12 @@ from bench.rawdisk import RawFiles, settle
 from vllm_overlay.config import GIB, MIB, DiskTierSettings
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
-from vllm_overlay.tiers.base import LoadTicket, StoreTicket, Tier, TierWorker
-from vllm_overlay.tiers.cpu import CpuTier, CpuTierWorker
-from vllm_overlay.tiers.disk.io import Device, takes_direct_io
+from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierWorker
+from vllm_overlay.tiers.cpu import CpuTierManager, CpuTierWorker
+from vllm_overlay.tiers.disk.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.store import DiskTierWorker
-from vllm_overlay.tiers.disk.tier import DiskTier
+from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.memory import unit_size, units_needed
 from vllm_overlay.transfer.base import KVTransfer, Placement
@@ -115,7 +115,7 @@ def bench_cpu(blocks: int, rounds: int) -> list[Row]:
     snapshots = _snapshots(planner, keys, -(-blocks // 4))
     unit_bytes = unit_size(chunks[0].num_bytes)
     num_units = sum(units_needed(planned.num_bytes, unit_bytes) for planned in chunks + snapshots)
-    tier = CpuTier(num_units, unit_bytes, world_size=1)
+    tier = CpuTierManager(num_units, unit_bytes, world_size=1)
     num_blocks = max(blocks, model.STATE_GROUPS)
     driver = Driver(CpuTransfer(model.kv_cache(num_blocks)), CpuTierWorker(num_units, unit_bytes))
     kinds = (
@@ -127,7 +127,13 @@ def bench_cpu(blocks: int, rounds: int) -> list[Row]:
 
 
 def _cpu_row(
-    what: str, objects: list[PlannedObject], at_once: int, tier: Tier, driver: Driver, num_blocks: int, rounds: int
+    what: str,
+    objects: list[PlannedObject],
+    at_once: int,
+    tier: TierManager,
+    driver: Driver,
+    num_blocks: int,
+    rounds: int,
 ) -> Row:
     stores = _reserve(tier, objects)
     loads = _acquire(tier, stores)
@@ -168,7 +174,7 @@ def bench_disk(directory: Path, total_bytes: int, rounds: int) -> tuple[list[Row
     namespace = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
     largest = max(geometry.max_snapshot_bytes, geometry.chunk_bytes(geometry.full[0]))
     unit_bytes = unit_size(geometry.chunk_bytes(geometry.full[0]))
-    tier = DiskTier(settings, namespace, 1, largest)
+    tier = DiskTierManager(settings, namespace, 1, largest)
     worker = DiskTierWorker(settings, namespace, 0, 1, unit_bytes, largest)
     driver = Driver(transfer, worker)
     direct = takes_direct_io(Device(), str(directory))
@@ -210,7 +216,7 @@ def _staging_of(worker: DiskTierWorker, num_bytes: int) -> memoryview:
 def _disk_row(
     what: str,
     make: Callable[[str], list[PlannedObject]],
-    tier: Tier,
+    tier: TierManager,
     driver: Driver,
     num_blocks: int,
     directory: Path,
@@ -260,7 +266,7 @@ def _snapshots(planner: HybridOffloadPlanner, keys: list[bytes], count: int) -> 
     return [msgspec.structs.replace(planner.snapshot(keys, boundary), parents=()) for boundary in boundaries]
 
 
-def _reserve(tier: Tier, objects: Sequence[PlannedObject]) -> list[StoreTicket]:
+def _reserve(tier: TierManager, objects: Sequence[PlannedObject]) -> list[StoreTicket]:
     """Tickets for all; waits until the tier has room. The CPU tier's may be used again and again."""
     tickets = []
     for planned in objects:
@@ -271,7 +277,7 @@ def _reserve(tier: Tier, objects: Sequence[PlannedObject]) -> list[StoreTicket]:
     return tickets
 
 
-def _acquire(tier: Tier, stores: Sequence[StoreTicket]) -> list[LoadTicket]:
+def _acquire(tier: TierManager, stores: Sequence[StoreTicket]) -> list[LoadTicket]:
     """What a scheduler does once the objects are stored and a request wants them."""
     for ticket in stores:
         tier.commit(ticket.ticket)

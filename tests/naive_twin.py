@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_overlay.planner.coverage import LimitReason
+from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.geometry import Group, GroupKind
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 
@@ -63,7 +63,7 @@ class NaivePlanner:
 
     def lookup(
         self, keys: Sequence[bytes], num_tokens: int, num_local: int, held: set[ObjectId]
-    ) -> tuple[int, int, LimitReason, int | None]:
+    ) -> tuple[int, int, Reason, int | None]:
         """Restore point, junction, what limited it, and which group that was."""
         limit = max(0, min(num_tokens - 1, len(keys) * self.unit))
         boundaries = [b for b in range(limit, 0, -1) if self.is_restore_point(b)]
@@ -86,19 +86,19 @@ class NaivePlanner:
         covered: dict[int, int],
         reach: int,
         held: set[ObjectId],
-    ) -> tuple[LimitReason, int | None]:
+    ) -> tuple[Reason, int | None]:
         if not any(b > reached for b in boundaries):
             if limit < self.unit:
-                return LimitReason.NONE, None
-            return (LimitReason.GRANULARITY if limit - reached >= self.unit else LimitReason.PROMPT_END), None
+                return Reason.NONE, None
+            return (Reason.GRANULARITY if limit - reached >= self.unit else Reason.PROMPT_END), None
         for boundary in boundaries:
             if boundary > reached:
                 missing = [name for name in self.needs(keys, boundary, num_local) if name not in held]
-                if all(name.kind.startswith("w") for name in missing):
-                    return LimitReason.WINDOW, self.attention[int(missing[0].kind[1:])].group_id
+                if all(name.tag.startswith("w") for name in missing):
+                    return Reason.WINDOW, self.attention[int(missing[0].tag[1:])].group_id
         if covered and reached >= reach:
-            return LimitReason.ATTENTION, next(g for g in covered if covered[g] == min(covered.values()))
-        return LimitReason.STATE, None
+            return Reason.ATTENTION, next(g for g in covered if covered[g] == min(covered.values()))
+        return Reason.STATE, None
 
 
 class SetView:
@@ -130,9 +130,9 @@ def nearest_snapshot_chunk(
     """Walks up from one chunk to the next, asking every snapshot whether it hangs there."""
     chain: ObjectId | None = object_id if object_id in held else None
     while chain is not None:
-        if any(chain in parents[name] for name in held if name.kind == "s"):
+        if any(chain in parents[name] for name in held if name.tag == "s"):
             return ends[chain]
-        chain = next((parent for parent in parents[chain] if parent.kind == chain.kind), None)
+        chain = next((parent for parent in parents[chain] if parent.tag == chain.tag), None)
     return 0
 
 

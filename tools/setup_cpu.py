@@ -337,7 +337,7 @@ def install_overlay(env: Environment, progress: Progress, dev: bool, constrain: 
     inputs = (REPO / "pyproject.toml").read_bytes(), (REPO / "vllm_overlay" / "__init__.py").read_bytes()
     key = _key(*inputs, str(REPO))
     dev_key = _key(key, "dev")
-    installed = env.version_of("vllm-hybrid-offload") is not None
+    installed = env.version_of("vllm-overlay") is not None
     if installed and env.is_done("overlay", dev_key):
         return
     if installed and not dev and env.is_done("overlay", key):

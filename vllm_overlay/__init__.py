@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid KV offload for vLLM: an overlay package for the one vLLM version named in VLLM_VERSION."""
+"""vllm-overlay: hybrid KV offload for vLLM, an overlay package for the one vLLM version named in VLLM_VERSION."""
 
-__version__ = "0.1.0"
-VLLM_VERSION = "0.32.0"
+from vllm_overlay.versions import PACKAGE as __version__
+from vllm_overlay.versions import VLLM as VLLM_VERSION
+
+__all__ = ["VLLM_VERSION", "__version__"]

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from tests.naive_twin import block_hashes
-from vllm_overlay.connector.loaded_adapters import LoadedAdapters
+from vllm_overlay.connector.lora.digests import LoadedAdapters
 from vllm_overlay.connector.metadata import AdapterWeights, LoadJob, OffloadWorkerMetadata, StoreJob
+from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.scheduler import OffloadScheduler
-from vllm_overlay.connector.stats import OffloadStats
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.base import LoadTicket
-from vllm_overlay.tiers.cpu import CpuTier
+from vllm_overlay.tiers.cpu import CpuTierManager
 
 GEOMETRY = Geometry.build([Group(0, GroupKind.FULL, 64, 8, 512, True)], 16, 64)
 NOTHING: Any = SimpleNamespace(finished_recving=None)
@@ -27,7 +27,7 @@ class Harness:
 
     def __init__(self) -> None:
         self.stats = OffloadStats.make("test")
-        tier = CpuTier(num_units=64, unit_bytes=512, world_size=2)
+        tier = CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
         self.scheduler = OffloadScheduler(
             GEOMETRY, tier, 2, max_load_attempts=3, report_timeout_s=100, stats=self.stats
         )  # fmt: skip

@@ -15,11 +15,11 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from vllm_overlay.common.circuit_breaker import CircuitBreaker
 from vllm_overlay.connector.connector import HybridOffloadConnector
-from vllm_overlay.planner.objects import SNAPSHOT_KIND
-from vllm_overlay.tiers.disk import breaker
-from vllm_overlay.tiers.disk.io import Device
-from vllm_overlay.tiers.disk.tier import DiskTier
+from vllm_overlay.planner.objects import SNAPSHOT_TAG
+from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.manager import DiskTierManager
 
 if TYPE_CHECKING:
     from tests.engine.driver import Driver
@@ -46,7 +46,7 @@ def wait_for_recovery(driver: "Driver") -> None:
     deadline = time.monotonic() + 60
     for connector in _offload_connectors(driver.engine_core.scheduler.connector):
         tier = connector._scheduler._tier
-        while isinstance(tier, DiskTier) and (tier.is_recovering or not tier._janitor._allowance.available):
+        while isinstance(tier, DiskTierManager) and (tier.is_recovering or not tier._reclaimer._lease.available):
             tier.advance()
             time.sleep(0.01)
             if time.monotonic() > deadline:
@@ -56,7 +56,7 @@ def wait_for_recovery(driver: "Driver") -> None:
 def _entries(driver: "Driver", kind: str) -> list[Any]:
     """The CPU tier's visible objects of a kind, by the end of their tokens."""
     index = _scheduler_half(driver, "cpu")._tier.index
-    found = [entry for entry in index._entries.values() if entry.object_id.kind == kind]
+    found = [entry for entry in index._entries.values() if entry.object_id.tag == kind]
     return sorted(found, key=lambda entry: entry.end_tokens)
 
 
@@ -66,7 +66,7 @@ def _rows(entry: Any) -> Any:
 
 def zero_snapshot(driver: "Driver") -> int:
     """The last snapshot's bytes become zeros."""
-    array, units = _rows(_entries(driver, SNAPSHOT_KIND)[-1])
+    array, units = _rows(_entries(driver, SNAPSHOT_TAG)[-1])
     array[units] = 0
     return len(units)
 
@@ -93,7 +93,7 @@ def swap_chunks(driver: "Driver", position: int) -> int:
 
 def copy_snapshot(driver: "Driver", source: int, target: int) -> int:
     """The snapshot that ends at ``target`` tokens gets the bytes of the one that ends at ``source``."""
-    by_end = {entry.end_tokens: entry for entry in _entries(driver, SNAPSHOT_KIND)}
+    by_end = {entry.end_tokens: entry for entry in _entries(driver, SNAPSHOT_TAG)}
     array, units = _rows(by_end[target])
     array[units] = array[list(by_end[source].units)]
     return len(units)
@@ -115,7 +115,7 @@ def _is_recurrent(group: Any) -> bool:
 
 def retag(driver: "Driver") -> int:
     """The arena's units of the last snapshot carry another generation: what a lost race would look like."""
-    entry = _entries(driver, SNAPSHOT_KIND)[-1]
+    entry = _entries(driver, SNAPSHOT_TAG)[-1]
     _worker_half("cpu")._tier._tags[list(entry.units)] += 1_000_000
     return len(entry.units)
 
@@ -226,7 +226,9 @@ def disk_raises(driver: "Driver", calls: list[str], error: str) -> int:
 
 def disk_delays(driver: "Driver", seconds: float) -> float:
     """Every read and write takes so long; endless ones end with ``disk_works``. A breaker that opens stays open."""
-    _replace(breaker, "FIRST_PAUSE_S", 600.0)
+    tier = _worker_half("disk")._tier
+    for breaker in (tier._read_breaker, tier._write_breaker):
+        _replace(breaker._backoff, "first_s", 600.0)
     read, write = Device.preadv, Device.pwritev
     works = threading.Event()
 
@@ -294,8 +296,7 @@ def disk_works(driver: "Driver", root: str) -> bool:
             setattr(*fault)
     _FAULTY.clear()
     tier = _worker_half("disk")._tier
-    for opened in (tier._read_breaker, tier._write_breaker):
-        opened.report(False)
+    tier._read_breaker, tier._write_breaker = CircuitBreaker("reads"), CircuitBreaker("writes")
     _scheduler_half(driver, "disk")._loads_resume_at = 0.0
     return True
 

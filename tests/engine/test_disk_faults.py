@@ -52,7 +52,7 @@ def stored(engine: Engine, seed: int) -> tuple[list[int], Output]:
 
 
 def works(engine: Engine, seed: int) -> None:
-    """What is stored is restored. A write may need a second: a lease comes with the janitor's next turn."""
+    """What is stored is restored. A write may need a second: a lease comes with the reclaimer's next turn."""
     deadline = time.monotonic() + 60
     for attempt in itertools.count():
         tokens, cold = stored(engine, 1000 * seed + attempt)
@@ -234,7 +234,7 @@ def test_a_root_that_goes_while_it_is_served_costs_a_recomputation(
 
 
 def test_after_all_that_no_hook_has_failed_and_the_root_is_sound(engine: Engine, root: Path) -> None:
-    from vllm_overlay.tiers.disk.check import Check
+    from vllm_overlay.tiers.disk.fsck import Check
 
     engine.wait_for_stores()
     assert counted(engine, "hook_errors") == 0

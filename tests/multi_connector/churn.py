@@ -115,7 +115,7 @@ class Churn:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             self.driver._step()
-            if connector._scheduler._services[0].phase.name == "SERVING" and not connector.has_pending_push_work():
+            if connector._scheduler._lifecycles[0].phase.name == "SERVING" and not connector.has_pending_push_work():
                 break
         self.driver.reset()
         self.driver._step()

@@ -181,7 +181,7 @@ class Matrix:
 
     @property
     def _phase(self) -> str:
-        return str(self._scheduler._services[0].phase.name)
+        return str(self._scheduler._lifecycles[0].phase.name)
 
     def _counted(self, what: str) -> float:
         return self.driver.metric(f"vllm:kv_connector_{what}", {"connector": "faulty"})

@@ -670,10 +670,10 @@ def test_block_errors_on_several_groups_are_passed_on_whether_a_load_is_open_or_
 
 
 def test_an_exception_is_logged_once_with_child_hook_and_traceback(monkeypatch):
-    from vllm_overlay.multi_connector import isolation
+    from vllm_overlay.multi_connector import child as child_module
 
     lines = []
-    monkeypatch.setattr(isolation.logger, "error", lambda *args, exc_info=None: lines.append((args, exc_info)))
+    monkeypatch.setattr(child_module.logger, "error", lambda *args, exc_info=None: lines.append((args, exc_info)))
     connector = multi()
     connector.sub_connectors[0].raising = {"take_events"}
     for _ in range(3):

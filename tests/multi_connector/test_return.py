@@ -17,8 +17,8 @@ from tests.multi_connector.fakes import (
     request,
     scheduler_output,
 )
+from vllm_overlay.multi_connector.lifecycle import Phase
 from vllm_overlay.multi_connector.metadata import MultiWorkerMetadata
-from vllm_overlay.multi_connector.service import Phase
 
 
 class Returning(Engine):
@@ -36,7 +36,7 @@ class Returning(Engine):
             connector.set_host_xfer_buffer_ops("copy")
 
     def state(self, index=0):
-        return self.scheduler._scheduler._services[index].phase
+        return self.scheduler._scheduler._lifecycles[index].phase
 
     def recover(self, steps=4):
         """Lets the pause pass and steps until the first child serves again."""
@@ -120,7 +120,7 @@ def test_an_instance_that_fails_again_rests_longer():
         assert engine.recover()
         engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
         engine.step()
-        rests.append(engine.scheduler._scheduler._services[0].breaker.pause_s)
+        rests.append(engine.scheduler._scheduler._lifecycles[0].backoff.pause_s)
     assert rests[0] <= 2.0  # it had served, though not for long
 
 

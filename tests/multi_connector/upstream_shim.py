@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector as ship
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from vllm_overlay.multi_connector import MultiConnector
-from vllm_overlay.multi_connector.isolation import Child
+from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.metadata import MultiWorkerMetadata
 from vllm_overlay.multi_connector.scheduler import Lookup, SchedulerSide
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings

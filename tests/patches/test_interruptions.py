@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.patches.trees import ORIGINALS, A, contents
-from vllm_overlay import patch_series
-from vllm_overlay.patch_series import FileState, PatchError, apply, reverse, status
+from vllm_overlay.patching import tree as patch_tree
 from vllm_overlay.patching.replace import STATE_DIRECTORY, lock, recover
+from vllm_overlay.patching.tree import FileState, PatchError, apply, reverse, status
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -83,8 +83,8 @@ KILLED = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {repo!r})
-from tools.validate_patches import validate
-from vllm_overlay import patch_series
+from devtools.validate_patches import validate
+from vllm_overlay.patching import tree as patch_tree
 from vllm_overlay.patching import replace
 from vllm_overlay.patching.series import load
 action, directory, root, left = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
@@ -103,7 +103,7 @@ if action == "recover":
     with replace.lock(root):
         replace.recover(root)
 else:
-    getattr(patch_series, action)(root, series)
+    getattr(patch_tree, action)(root, series)
 """
 
 
@@ -122,7 +122,7 @@ def test_a_run_killed_at_any_step_is_rolled_back_by_the_next(tree, series, actio
     if action == "reverse":
         apply(tree, series)
     before = contents(tree)
-    after = other_end(tree, series, getattr(patch_series, action))
+    after = other_end(tree, series, getattr(patch_tree, action))
     half_seen = 0
     for step in range(1, 200):
         if not killed_at(step, action, tree, series):
@@ -132,7 +132,7 @@ def test_a_run_killed_at_any_step_is_rolled_back_by_the_next(tree, series, actio
         if len(states) > 1:
             half_seen += 1
             assert found.interrupted
-            assert "only in part" in patch_series.verify_installed(series, tree).problem
+            assert "only in part" in patch_tree.verify_installed(series, tree).problem
         with lock(tree):
             recover(tree)
         if contents(tree) == after:  # it had ended

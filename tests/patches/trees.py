@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from tools.validate_patches import validate
-from vllm_overlay import VLLM_VERSION, patch_series
+from devtools.validate_patches import validate
+from vllm_overlay import VLLM_VERSION
+from vllm_overlay.patching import tree as patch_tree
 from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import Series, load
 
@@ -94,7 +95,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def installed_originals(series: Series) -> dict[str, bytes]:
     """vLLM's own contents of the touched files, from the installed vLLM, patched or not."""
-    root = patch_series.installed_root()
+    root = patch_tree.installed_root()
     assert root is not None
     originals = {}
     for path in series.chains:
@@ -117,7 +118,7 @@ def linked_vllm(destination: Path) -> Path:
 
     ``replace_files`` then writes anew what differs and removes its bytecode.
     """
-    root = patch_series.installed_root()
+    root = patch_tree.installed_root()
     assert root is not None
     shutil.copytree(root / "vllm", destination / "vllm", copy_function=_link)
     return destination
@@ -132,7 +133,7 @@ def linked_vllm_without(left_out: str, destination: Path) -> Path:
             continue
         try:
             now.update({diff.path: diff.apply(now[diff.path]) for diff in patch.files})
-        except patch_series.PatchError:
+        except patch_tree.PatchError:
             continue
     root = linked_vllm(destination)
     replace_files(root, now)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.naive_twin import SetView
 from tests.strategies import all_blocks, everything, families_of_prompts, geometries, naive_of
-from vllm_overlay.planner.coverage import LimitReason, count_covered
+from vllm_overlay.common.reasons import Reason
+from vllm_overlay.planner.coverage import count_covered
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
@@ -31,7 +32,7 @@ def tiers(draw):
     density = draw(st.sampled_from([0.1, 0.5, 0.9, 1.0]))
     held: dict[bytes, PlannedObject] = {}
     for item in known.values():
-        if item.object_id.kind.startswith("f"):
+        if item.object_id.tag.startswith("f"):
             wanted = item.end_tokens <= cuts[item.group_id] or luck.random() < 0.1
         else:
             wanted = luck.random() < density
@@ -158,8 +159,8 @@ def test_everything_that_hangs_below_full_attention_says_so(geometry, prompts):
     objects = {item.object_id: item for item in everything(geometry, prompts[0])}
     sizes = {geometry.tag(group): geometry.chunk_size_of(group) for group in geometry.attention}
     for item in objects.values():
-        parents = {parent.kind: objects[parent].end_tokens for parent in item.parents}
-        kind = item.object_id.kind
+        parents = {parent.tag: objects[parent].end_tokens for parent in item.parents}
+        kind = item.object_id.tag
         if kind.startswith("f"):
             expected = {kind: item.start_tokens} if item.start_tokens else {}
         else:
@@ -289,7 +290,7 @@ def test_a_missing_window_rules_out_every_boundary_it_is_needed_at():
         index.drop(geometry.chunk_id(keys, WINDOW, position))
     view = CountingView(index)
     found = planner.lookup(keys, 64 * 1000 + 1, 0, view)
-    assert (found.restore_point, found.limited_by, found.limiting_group_id) == (6400, LimitReason.WINDOW, 1)
+    assert (found.restore_point, found.limited_by, found.limiting_group_id) == (6400, Reason.WINDOW, 1)
     assert view.probes <= math.log2(1000) + 900 / 15 + 16 + 4
 
 
@@ -319,9 +320,9 @@ def test_attention_ahead_of_the_state_is_a_junction():
     keys = long_keys(100)
     planner = HybridOffloadPlanner(geometry)
     found = planner.lookup(keys, 6400, 0, stored(geometry, keys, [640], covered=2400))
-    assert (found.restore_point, found.junction, found.limited_by) == (640, 2368, LimitReason.STATE)
+    assert (found.restore_point, found.junction, found.limited_by) == (640, 2368, Reason.STATE)
     found = planner.lookup(keys, 6400, 3456, stored(geometry, keys, [640], covered=2400))
-    assert (found.num_new_tokens, found.junction, found.limited_by) == (0, 0, LimitReason.ATTENTION)
+    assert (found.num_new_tokens, found.junction, found.limited_by) == (0, 0, Reason.ATTENTION)
     found = planner.lookup(keys, 6400, 0, stored(geometry, keys, [], covered=6400))
     assert (found.restore_point, found.junction) == (0, 6336)
 
@@ -335,11 +336,11 @@ def test_never_the_whole_prompt():
     assert planner.lookup(keys, 6401, 0, index).restore_point == 6400
     for num_tokens in (0, 1, 63, 64):
         found = planner.lookup(keys[: num_tokens // 64], num_tokens, 0, index)
-        assert (found.restore_point, found.num_new_tokens, found.limited_by) == (0, 0, LimitReason.NONE)
+        assert (found.restore_point, found.num_new_tokens, found.limited_by) == (0, 0, Reason.NONE)
 
 
 def test_without_full_attention_boundaries_are_probed_one_by_one():
     geometry = Geometry.build([STATE], 64, "auto")
     keys = long_keys(100)
     found = HybridOffloadPlanner(geometry).lookup(keys, 6400, 0, stored(geometry, keys, [640]))
-    assert (found.restore_point, found.junction, found.limited_by) == (640, 0, LimitReason.STATE)
+    assert (found.restore_point, found.junction, found.limited_by) == (640, 0, Reason.STATE)

@@ -12,8 +12,8 @@ from tests.naive_twin import NaiveIndex, nearest_snapshot_chunk
 from tests.strategies import everything, families_of_prompts, geometries, naive_of
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
-from vllm_overlay.tiers.eviction import LeastRecentlyUsed
 from vllm_overlay.tiers.index import Entry, EntryState, PrefixIndex
+from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -71,7 +71,7 @@ class IndexMachine(RuleBasedStateMachine):
         wanted = everything(self.geometry, data.draw(st.sampled_from(self.prompts)))
         first = len(self.tickets)
         for item in wanted:
-            if item.object_id.kind.startswith("f") or luck.random() < density:
+            if item.object_id.tag.startswith("f") or luck.random() < density:
                 self.reserve_one(item)
         tickets = [ticket for ticket in self.tickets[first:] if luck.random() < commits]
         luck.shuffle(tickets)
@@ -214,7 +214,7 @@ class IndexMachine(RuleBasedStateMachine):
         parents = {name: self.twin.parents_of(name) for name in visible}
         ends = {name: self.twin.records[name].planned.end_tokens for name in visible}
         for item in self.objects:
-            if item.object_id.kind.startswith("f"):
+            if item.object_id.tag.startswith("f"):
                 expected = nearest_snapshot_chunk(item.object_id, visible, parents, ends)
                 assert self.index.nearest_snapshot_chunk(item.object_id) == expected
 

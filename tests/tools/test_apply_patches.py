@@ -67,7 +67,7 @@ def test_a_refusal_goes_to_stderr_with_status_1(tmp_path, capsys):
 
 
 def test_the_module_does_the_same_without_tools(checkout):
-    done = run("-m", "vllm_overlay.patch_series", "--target", checkout, "--check", cwd=REPO)
+    done = run("-m", "vllm_overlay.patching.tree", "--target", checkout, "--check", cwd=REPO)
     assert done.returncode == 0, done.stderr
 
 

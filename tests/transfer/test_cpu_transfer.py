@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.transfer import naive
 from tests.transfer.naive import NUM_BLOCKS, Case, cases
 from vllm_overlay.tiers.memory import HostBuffer, HostPool, units_needed
-from vllm_overlay.transfer import kernels
+from vllm_overlay.transfer import cpu_kernels
 from vllm_overlay.transfer.base import Placement, Span
 from vllm_overlay.transfer.cpu import CpuTransfer, GroupTensors
-from vllm_overlay.transfer.layout import known_page_maps
+from vllm_overlay.transfer.page_map import known_page_maps
 
 LAYOUTS = ["column_keys", "row_keys", "token_major", "amx_tiles"]
 
@@ -168,13 +168,13 @@ def test_units_need_not_follow_each_other(units: Sequence[int]) -> None:
 
 
 def test_everything_is_compiled_by_construction(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = (kernels.copy_rows, kernels.gather_columns, kernels.scatter_columns, kernels.copy_bytes)
-    kernels.prepare()
+    compiled = (cpu_kernels.copy_rows, cpu_kernels.gather_columns, cpu_kernels.scatter_columns, cpu_kernels.copy_bytes)
+    cpu_kernels.prepare()
     test_a_real_geometry_is_moved_bit_for_bit(padding=0, first=0)
     test_a_snapshot_with_a_tail_is_moved_bit_for_bit()
     assert [len(function.signatures) for function in compiled] == [1, 1, 1, 1]
     calls: list[bool] = []
-    monkeypatch.setattr(kernels, "prepare", lambda: calls.append(True))
+    monkeypatch.setattr(cpu_kernels, "prepare", lambda: calls.append(True))
     CpuTransfer({})
     assert calls
 

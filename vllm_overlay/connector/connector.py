@@ -19,12 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from vllm_overlay.common.reasons import Reason
 from vllm_overlay.config import ConfigError, tier_settings
+from vllm_overlay.connector.compatibility import check_supported
 from vllm_overlay.connector.metadata import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata, StoreJob
-from vllm_overlay.connector.prometheus import OffloadPromMetrics
+from vllm_overlay.connector.metrics import OffloadPromMetrics, OffloadStats
 from vllm_overlay.connector.scheduler import OffloadScheduler
-from vllm_overlay.connector.stats import OffloadStats
-from vllm_overlay.connector.support import check_supported
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.startup import prepare_process
 
@@ -116,7 +116,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         # Not at the top: it imports numba, which vLLM's rebinding of Triton kernels at worker start trips over.
-        from vllm_overlay.connector.build import build_worker
+        from vllm_overlay.connector.factory import build_worker
 
         self._worker, self._handshake = build_worker(
             self._vllm_config, self._kv_cache_config, self.settings, self._stats, kv_caches
@@ -130,7 +130,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         known = [handshake for handshake in handshakes if isinstance(handshake, OffloadHandshake)]
         if len(known) != len(handshakes):
             raise ConfigError(f"{self.settings.name}: the workers' handshake is another connector's")
-        from vllm_overlay.connector.build import build_scheduler
+        from vllm_overlay.connector.factory import build_scheduler
 
         self._scheduler = build_scheduler(self._vllm_config, self.settings, self._stats, known)
 
@@ -207,7 +207,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start_loads(metadata.loads, metadata.failed_loads)
         except Exception as error:
             self.hook_failed("start_load_kv", error)
-            self._worker.fail_loads(metadata.loads, "hook_error")
+            self._worker.fail_loads(metadata.loads, Reason.HOOK_ERROR)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: nothing to wait for."""
@@ -225,7 +225,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.store(metadata.stores)
         except Exception as error:
             self.hook_failed("wait_for_save", error)
-            self._worker.fail_stores(metadata.stores, "hook_error")
+            self._worker.fail_stores(metadata.stores, Reason.HOOK_ERROR)
 
     @_never_fatal(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from vllm_overlay.config import ConfigError, DiskTierSettings
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.tiers.disk.integrity import integrity_of
+from vllm_overlay.tiers.disk.checksum import integrity_of
 from vllm_overlay.tiers.disk.namespace import INTEGRITY, DiskNamespace
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from vllm_overlay.connector.adapters import AdapterKeys, Adapters
+from vllm_overlay.common.reasons import Reason
+from vllm_overlay.connector.lora.keys import AdapterKeys, Adapters
 from vllm_overlay.connector.metadata import (
     AdapterCheck,
     AdapterWeights,
@@ -18,12 +19,11 @@ from vllm_overlay.connector.metadata import (
     OffloadWorkerMetadata,
     StoreJob,
 )
-from vllm_overlay.connector.stats import OffloadStats
-from vllm_overlay.planner.coverage import LimitReason
+from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.planner.geometry import Geometry, Group
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner, Lookup
-from vllm_overlay.tiers.base import Tier
+from vllm_overlay.tiers.base import TierManager
 from vllm_overlay.transfer.base import Placement, Span
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MORE_IS_WANTED = (LimitReason.ATTENTION, LimitReason.STATE, LimitReason.WINDOW)
+_MORE_IS_WANTED = (Reason.ATTENTION, Reason.STATE, Reason.WINDOW)
 BlockIds = Sequence[Sequence[int]]
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class OffloadScheduler:
     def __init__(
         self,
         geometry: Geometry,
-        tier: Tier,
+        tier: TierManager,
         world_size: int,
         *,
         max_load_attempts: int,
@@ -124,12 +124,12 @@ class OffloadScheduler:
         if tracked.keys is None:
             if self._adapters.may_be_reported(request.lora_request.lora_int_id):
                 return None
-            self._stats.count("lookup_limits", reason="adapter")
+            self._stats.count("lookup_limits", reason=Reason.ADAPTER)
             return 0
         if tracked.failed_loads >= self._max_load_attempts:
             return 0
         if time.monotonic() < self._loads_resume_at:
-            self._stats.count("lookup_limits", reason="breaker")
+            self._stats.count("lookup_limits", reason=Reason.BREAKER)
             return 0
         self._tier.advance()
         lookup = self._planner.lookup(tracked.keys, request.num_tokens, num_local, self._tier.index)
@@ -265,7 +265,7 @@ class OffloadScheduler:
             assert chunk.group_id is not None
             if chunk.group_id in stalled:
                 continue
-            if not self._tier.wants(chunk.object_id):
+            if not self._tier.should_store(chunk.object_id):
                 tracked.cursors[chunk.group_id] = chunk.end_tokens
                 continue
             job = self._reserve(tracked, chunk, block_ids)
@@ -303,7 +303,7 @@ class OffloadScheduler:
             if set(states) != wanted or boundary > known or not self._geometry.is_restore_point(boundary):
                 continue
             snapshot = self._planner.snapshot(keys, boundary)
-            if not self._tier.wants(snapshot.object_id):
+            if not self._tier.should_store(snapshot.object_id):
                 continue
             job = self._reserve(tracked, snapshot, block_ids, states)
             if job is not None:
@@ -320,7 +320,7 @@ class OffloadScheduler:
         if ticket is None:
             if not self._tier.index.contains(planned.object_id) and tracked.stalled_at != planned.object_id:
                 tracked.stalled_at = planned.object_id
-                self._stats.count("dropped_stores", reason="no_room")
+                self._stats.count("dropped_stores", reason=Reason.NO_ROOM)
             return None
         self._stores[ticket.ticket] = _PendingStore(self._deadline(), self._world_size)
         return StoreJob(ticket, placement, tracked.weights)
@@ -372,7 +372,7 @@ class OffloadScheduler:
             else:
                 self._tier.commit(ticket)
 
-    def _load_failed(self, request_id: str, reason: str) -> None:
+    def _load_failed(self, request_id: str, reason: Reason) -> None:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.failed_loads += 1
@@ -402,10 +402,10 @@ class OffloadScheduler:
         for ticket in list(itertools.takewhile(lambda item: self._stores[item].deadline < now, self._stores)):
             del self._stores[ticket]
             self._tier.abort(ticket)
-            self._stats.count("dropped_stores", reason="not_reported")
+            self._stats.count("dropped_stores", reason=Reason.NOT_REPORTED)
         for request_id in list(itertools.takewhile(lambda item: self._loads[item].deadline < now, self._loads)):
             self._end_load(request_id)
-            self._stats.count("failed_loads", reason="not_reported")
+            self._stats.count("failed_loads", reason=Reason.NOT_REPORTED)
 
     def clear(self) -> None:
         """Nothing that was stored before is loaded any more, and nothing that was computed before is stored.

@@ -8,9 +8,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from vllm_overlay.connector.loaded_adapters import LoadedAdapters
+from vllm_overlay.common.reasons import Reason
+from vllm_overlay.connector.lora.digests import LoadedAdapters
 from vllm_overlay.connector.metadata import AdapterCheck, AdapterWeights, LoadJob, OffloadWorkerMetadata, StoreJob
-from vllm_overlay.connector.stats import OffloadStats
+from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.base import FetchResult, TierWorker
 from vllm_overlay.transfer.base import KVTransfer
@@ -59,7 +60,7 @@ class OffloadWorker:
     def start_loads(self, jobs: tuple[LoadJob, ...], unplanned: tuple[str, ...]) -> None:
         """Start this step's loads; ``unplanned`` requests were promised one that cannot happen."""
         for request_id in unplanned:
-            self.fail_request(request_id, "not_planned")
+            self.fail_request(request_id, Reason.NOT_PLANNED)
         for job in jobs:
             self._loads[job.load_id] = _Load(job, time.monotonic(), set(range(len(job.tickets))))
             self._tier.begin_load(job.load_id, job.tickets)
@@ -86,7 +87,7 @@ class OffloadWorker:
             if result.buffer is None:
                 if result.is_bad:
                     self._bad_objects.add(result.object_id)
-                self._fail_load(load, result.reason or "unknown")
+                self._fail_load(load, result.reason or Reason.ERROR)
             else:
                 good.setdefault(result.load_id, []).append(result)
         for load_id, results in good.items():
@@ -112,7 +113,7 @@ class OffloadWorker:
         self._stats.count("loaded_objects", len(load.job.tickets))
         self._stats.count("load_seconds", time.monotonic() - load.started)
 
-    def _fail_load(self, load: _Load, reason: str) -> None:
+    def _fail_load(self, load: _Load, reason: Reason) -> None:
         del self._loads[load.job.load_id]
         self._tier.cancel_load(load.job.load_id)
         self.fail_request(load.job.request_id, reason)
@@ -122,14 +123,14 @@ class OffloadWorker:
         oldest = time.monotonic() - self._load_timeout_s
         for load in [load for load in self._loads.values() if load.started < oldest]:
             self._tier.load_was_late(load.job.load_id)
-            self._fail_load(load, "timeout")
+            self._fail_load(load, Reason.TIMEOUT)
 
-    def fail_request(self, request_id: str, reason: str) -> None:
+    def fail_request(self, request_id: str, reason: Reason) -> None:
         """Report the load of a request as failed."""
         self._finished.add(request_id)
         self._failed[request_id] = reason
 
-    def fail_loads(self, jobs: tuple[LoadJob, ...], reason: str) -> None:
+    def fail_loads(self, jobs: tuple[LoadJob, ...], reason: Reason) -> None:
         """An unexpected error hit while starting ``jobs``: none of their requests may wait for ever."""
         for job in jobs:
             load = self._loads.get(job.load_id)
@@ -144,7 +145,7 @@ class OffloadWorker:
         for check in checks:
             if not self._adapters.computes_with(check.weights):
                 self._bad_blocks |= check.block_ids
-                self._failed[check.request_id] = "adapter"
+                self._failed[check.request_id] = Reason.ADAPTER
 
     # Stores.
 
@@ -153,11 +154,11 @@ class OffloadWorker:
         accepted = []
         for job in jobs:
             if job.weights is not None and not self._adapters.have_still(job.weights):
-                self._end_store(job.ticket.ticket, "adapter")
+                self._end_store(job.ticket.ticket, Reason.ADAPTER)
                 continue
             buffer = self._tier.begin_store(job.ticket)
             if buffer is None:
-                self._end_store(job.ticket.ticket, "staging_full")
+                self._end_store(job.ticket.ticket, Reason.STAGING_FULL)
             else:
                 accepted.append((job, buffer))
         try:
@@ -170,13 +171,13 @@ class OffloadWorker:
             self._tier.submit_store(job.ticket, buffer)
         self.advance()
 
-    def fail_stores(self, jobs: tuple[StoreJob, ...], reason: str) -> None:
+    def fail_stores(self, jobs: tuple[StoreJob, ...], reason: Reason) -> None:
         """An unexpected error hit while storing ``jobs``: report all that the tier does not hold."""
         for job in jobs:
             if job.ticket.ticket not in self._reported:
                 self._end_store(job.ticket.ticket, reason)
 
-    def _end_store(self, ticket: int, reason: str) -> None:
+    def _end_store(self, ticket: int, reason: Reason) -> None:
         self._reported[ticket] = 1
         if reason:
             self._failed_stores.add(ticket)

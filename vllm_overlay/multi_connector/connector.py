@@ -56,8 +56,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.multi_connector import answers
-from vllm_overlay.multi_connector.isolation import Child, at_start
+from vllm_overlay.multi_connector import validation
+from vllm_overlay.multi_connector.child import Child, at_start
 from vllm_overlay.multi_connector.metadata import (
     MultiHandshakeMetadata,
     MultiKVEvents,
@@ -170,7 +170,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         return all(
-            child.read("supports_divergent_local_hybrid_hits", False, parse=answers.truth) for child in self._children
+            child.read("supports_divergent_local_hybrid_hits", False, parse=validation.truth)
+            for child in self._children
         )
 
     @property
@@ -186,7 +187,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         self._scheduler.record_gauges()
         stats = MultiStats()
         for child in self._children:
-            own = child.call("get_kv_connector_stats", None, parse=answers.optional(KVConnectorStats))
+            own = child.call("get_kv_connector_stats", None, parse=validation.optional(KVConnectorStats))
             counters, child.counters = child.counters, Counters()
             stats.aggregate(MultiStats.of(child.name, counters, own, child.connector))
         return None if stats.is_empty() else stats

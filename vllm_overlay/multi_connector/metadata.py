@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vllm_overlay.multi_connector import answers
+from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.completion import Load
-from vllm_overlay.multi_connector.service import Order
+from vllm_overlay.multi_connector.lifecycle import Order
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unus
         for index, (mine, theirs) in enumerate(zip(self.children, other.children, strict=True)):
             try:
                 merged = theirs if mine is None else mine if theirs is None else mine.aggregate(theirs)
-                children.append(answers.worker_metadata(merged))
+                children.append(validation.worker_metadata(merged))
             except Exception:
                 broken.add(index)
                 children.append(None)

@@ -15,17 +15,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_overlay.multi_connector import answers
-from vllm_overlay.multi_connector.breaker import Breaker
+from vllm_overlay.common.backoff import Backoff
+from vllm_overlay.multi_connector import validation
+from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.completion import Ledger, Load, saves_of
-from vllm_overlay.multi_connector.control import ControlFile
-from vllm_overlay.multi_connector.cost import Prices
-from vllm_overlay.multi_connector.isolation import Child
+from vllm_overlay.multi_connector.control_file import ControlFile
+from vllm_overlay.multi_connector.cost_model import Prices
+from vllm_overlay.multi_connector.lifecycle import Duty, Lifecycle, Phase
 from vllm_overlay.multi_connector.metadata import MultiKVEvents, MultiMetadata, MultiWorkerMetadata
+from vllm_overlay.multi_connector.request_filter import RequestFilter
 from vllm_overlay.multi_connector.selection import Offer, decide, merge_junctions, valid_tokens
-from vllm_overlay.multi_connector.service import Duty, Phase, Service
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
-from vllm_overlay.multi_connector.visibility import Visibility
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -73,8 +73,8 @@ class SchedulerSide:
         self._has_recurrent_groups = has_recurrent_groups
         self._clock = clock
         self._control = ControlFile(settings.control_file, child_settings)
-        self._services = [Service(Breaker(settings.retry_first_s, settings.retry_longest_s)) for _ in children]
-        self._sights = [Visibility() for _ in children]
+        self._lifecycles = [Lifecycle(Backoff(settings.retry_first_s, settings.retry_longest_s)) for _ in children]
+        self._filters = [RequestFilter() for _ in children]
         self._told_gauges: list[dict[str, float]] = [{"state": 0.0, "quarantined_requests": 0.0} for _ in children]
         self._prices = Prices([child_settings[child.name].load_weight for child in children])
         self._steps_under_way: deque[tuple[float, int]] = deque(maxlen=8)
@@ -109,7 +109,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: "Request") -> None:
         self._living.add(request.request_id)
-        for child, sight in zip(self._children, self._sights, strict=True):
+        for child, sight in zip(self._children, self._filters, strict=True):
             if child.in_service:
                 child.call("on_new_request", None, request)
             else:
@@ -143,9 +143,9 @@ class SchedulerSide:
     def _ask(self, child: Child, request: "Request", num_computed_tokens: int, ceiling: int) -> Answer:
         settings = self._control.settings[child.name]
         neutral = Answer(Offer(0, settings.load_weight))
-        if not self._sights[child.index].knows(request.request_id):
+        if not self._filters[child.index].knows(request.request_id):
             return neutral
-        reply = child.call("get_num_new_matched_tokens", None, request, num_computed_tokens, parse=answers.lookup)
+        reply = child.call("get_num_new_matched_tokens", None, request, num_computed_tokens, parse=validation.lookup)
         if reply is None:
             return neutral
         junction = request.shared_prefix_boundary
@@ -166,7 +166,7 @@ class SchedulerSide:
         attempts = self._failed_attempts.get(request_id, {}).get(child.index, 0)
         return (
             self._control.settings[child.name].load
-            and self._sights[child.index].works_on(request_id)
+            and self._filters[child.index].works_on(request_id)
             and attempts < self._settings.max_load_attempts
         )
 
@@ -181,14 +181,14 @@ class SchedulerSide:
         if (child := self.chosen(request.request_id)) is None:
             return by_default
         # After an exception: none, so that vLLM zeroes all blocks, which a load overwrites anyway.
-        return child.call("get_loaded_kv_cache_group_ids", (), request, parse=answers.integers)
+        return child.call("get_loaded_kv_cache_group_ids", (), request, parse=validation.integers)
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         unspecified = {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens} if num_external_tokens else {}
         if (child := self.chosen(request.request_id)) is None:
             return unspecified
         return child.call(
-            "get_external_cache_hit_sources", unspecified, request, num_external_tokens, parse=answers.hit_sources
+            "get_external_cache_hit_sources", unspecified, request, num_external_tokens, parse=validation.hit_sources
         )
 
     def chosen(self, request_id: str) -> Child | None:
@@ -200,7 +200,7 @@ class SchedulerSide:
         request_id = request.request_id
         loader = self.chosen(request_id) if num_external_tokens > 0 else None
         self._decide_who_works(request_id, loader)
-        for child, sight in zip(self._children, self._sights, strict=True):
+        for child, sight in zip(self._children, self._filters, strict=True):
             if sight.works_on(request_id):
                 tokens = num_external_tokens if child is loader else 0
                 child.call("update_state_after_alloc", None, request, blocks, tokens)
@@ -221,7 +221,7 @@ class SchedulerSide:
         if request_id in self._admitted:
             return
         self._admitted.add(request_id)
-        for child, sight in zip(self._children, self._sights, strict=True):
+        for child, sight in zip(self._children, self._filters, strict=True):
             settings = self._control.settings[child.name]
             if child is loader:
                 if not settings.store:
@@ -257,9 +257,14 @@ class SchedulerSide:
     ) -> bool:
         """Called just before ``request_finished_all_groups``; a child that says True in either owes one report."""
         holders = set()
-        for child, sight in zip(self._children, self._sights, strict=True):
+        for child, sight in zip(self._children, self._filters, strict=True):
             if sight.works_on(request.request_id) and child.call(
-                "register_finished_partial_tail", False, request, block_ids, partial_tail_offloads, parse=answers.truth
+                "register_finished_partial_tail",
+                False,
+                request,
+                block_ids,
+                partial_tail_offloads,
+                parse=validation.truth,
             ):
                 holders.add(child.index)
         if holders:
@@ -273,15 +278,15 @@ class SchedulerSide:
         request_id = request.request_id
         holders = self._partial_tails.pop(request_id, set())
         parameters: dict[str, Any] = {}
-        for child, sight in zip(self._children, self._sights, strict=True):
+        for child, sight in zip(self._children, self._filters, strict=True):
             if not sight.knows(request_id):
                 continue
             works = sight.works_on(request_id)
             own_ids = block_ids if works else tuple([] for _ in block_ids)
             if isinstance(child.connector, SupportsHMA):
-                answer = child.call("request_finished_all_groups", None, request, own_ids, parse=answers.finished)
+                answer = child.call("request_finished_all_groups", None, request, own_ids, parse=validation.finished)
             else:
-                answer = child.call("request_finished", None, request, own_ids[0], parse=answers.finished)
+                answer = child.call("request_finished", None, request, own_ids[0], parse=validation.finished)
             # Out of service: until it has been stopped everywhere, a save it has begun may still read these blocks.
             holds, own = (works and self._may_still_read(child), None) if answer is None else answer
             if holds:
@@ -297,14 +302,14 @@ class SchedulerSide:
 
     def _may_still_read(self, child: Child) -> bool:
         self._notice_isolations()
-        return self._services[child.index].phase is Phase.STOPPING
+        return self._lifecycles[child.index].phase is Phase.STOPPING
 
     def _forget(self, request_id: str) -> None:
         for table in (self._lookups, self._waiting_since, self._failed_attempts):
             table.pop(request_id, None)
         self._living.discard(request_id)
         self._admitted.discard(request_id)
-        for sight in self._sights:
+        for sight in self._filters:
             sight.finished(request_id)
 
     @property
@@ -314,7 +319,7 @@ class SchedulerSide:
             *(self._living, self._admitted, self._lookups, self._waiting_since, self._failed_attempts),
             *(self._partial_tails, self._new_loads, self._new_saves, self._new_strangers),
         )
-        return sum(map(len, tables)) + self._ledger.open_requests + sum(sight.tracked for sight in self._sights)
+        return sum(map(len, tables)) + self._ledger.open_requests + sum(sight.tracked for sight in self._filters)
 
     # ---- A step's way.
 
@@ -328,8 +333,8 @@ class SchedulerSide:
         preempted: frozenset[str] = frozenset()
         if any(child.wants_preempted_ids for child in self._children):
             preempted = frozenset(scheduler_output.preempted_req_ids or ())
-        orders = tuple(service.order for service in self._services)
-        for service in self._services:
+        orders = tuple(service.order for service in self._lifecycles)
+        for service in self._lifecycles:
             service.told = True
         metadata = MultiMetadata(
             parts, self._new_loads, saves_of(self._new_saves), orders, self._new_strangers, preempted
@@ -340,9 +345,9 @@ class SchedulerSide:
         return metadata
 
     def _part(self, child: Child, output: "SchedulerOutput") -> KVConnectorMetadata | None:
-        sight = self._sights[child.index]
+        sight = self._filters[child.index]
         view = sight.view(output) if child.in_service else output
-        part = child.call("build_connector_meta", None, view, parse=answers.optional(KVConnectorMetadata))
+        part = child.call("build_connector_meta", None, view, parse=validation.optional(KVConnectorMetadata))
         if view is not output:
             # The one field of it that the interface lets a connector change.
             output.new_block_ids_to_zero = view.new_block_ids_to_zero
@@ -412,21 +417,21 @@ class SchedulerSide:
     def take_events(self) -> "list[KVCacheEvent]":
         events: list[KVCacheEvent] = []
         for child in self._children:
-            events += child.call("take_events", [], parse=answers.events)
+            events += child.call("take_events", [], parse=validation.events)
         return events
 
     def has_pending_block_frees(self) -> bool:
-        return any(child.call("has_pending_block_frees", False, parse=answers.truth) for child in self._children)
+        return any(child.call("has_pending_block_frees", False, parse=validation.truth) for child in self._children)
 
     def has_pending_push_work(self) -> bool:
-        working = any(child.call("has_pending_push_work", False, parse=answers.truth) for child in self._children)
+        working = any(child.call("has_pending_push_work", False, parse=validation.truth) for child in self._children)
         self._notice_isolations()
-        return working or any(service.needs_steps for service in self._services) or self._holds_for_the_stopped()
+        return working or any(service.needs_steps for service in self._lifecycles) or self._holds_for_the_stopped()
 
     def _holds_for_the_stopped(self) -> bool:
         """Whether blocks are held for a child that is being stopped, and the workers do not know of it yet."""
         holders = {index for children in self._new_saves.values() for index in children}
-        return any(self._services[index].phase is not Phase.SERVING for index in holders)
+        return any(self._lifecycles[index].phase is not Phase.SERVING for index in holders)
 
     def reset_cache(self) -> bool:
         """A child out of service comes back empty anyway."""
@@ -437,7 +442,7 @@ class SchedulerSide:
 
     def _notice_isolations(self) -> None:
         """Children are isolated wherever they fail; this is where the other processes begin to hear of it."""
-        for child, service in zip(self._children, self._services, strict=True):
+        for child, service in zip(self._children, self._lifecycles, strict=True):
             if child.isolated:
                 service.isolate(self._clock())
 
@@ -449,7 +454,7 @@ class SchedulerSide:
     def _hear(self, news: MultiWorkerMetadata, now: float) -> None:
         """What the ranks say to the orders they have seen. An answer to an older order is none to the present one."""
         self._notice_isolations()
-        for child, service, order in zip(self._children, self._services, news.orders, strict=False):
+        for child, service, order in zip(self._children, self._lifecycles, news.orders, strict=False):
             if order != service.order:
                 continue
             if child.index in news.broken:
@@ -466,7 +471,7 @@ class SchedulerSide:
         Not in a step that still tells the workers of blocks held for the old one: they would expect them of the new.
         """
         held_for = {index for children in self._new_saves.values() for index in children}
-        for child, service in zip(self._children, self._services, strict=True):
+        for child, service in zip(self._children, self._lifecycles, strict=True):
             if not service.may_try(now) or child.index in held_for:
                 continue
             child.stop()
@@ -479,7 +484,7 @@ class SchedulerSide:
     def _admit(
         self,
         child: Child,
-        service: Service,
+        service: Lifecycle,
         handshakes: Mapping[tuple[int, int], KVConnectorHandshakeMetadata],
         now: float,
     ) -> None:
@@ -489,7 +494,7 @@ class SchedulerSide:
         child.call("reset_cache", None)
         if child.isolated:
             return
-        self._sights[child.index].begin_anew(self._living)
+        self._filters[child.index].begin_anew(self._living)
         self._new_strangers[child.index] = frozenset(self._living)
         service.serve(now)
         child.counters.returns += 1
@@ -497,7 +502,7 @@ class SchedulerSide:
 
     def record_gauges(self) -> None:
         """Puts what has changed since the last report into the children's counters."""
-        for child, service, told in zip(self._children, self._services, self._told_gauges, strict=True):
+        for child, service, told in zip(self._children, self._lifecycles, self._told_gauges, strict=True):
             held = 0 if service.phase is Phase.SERVING else self._ledger.owed_by(child.index)
             gauges = {"state": float(service.phase.value), "quarantined_requests": float(held)}
             changed = {name: value for name, value in gauges.items() if told[name] != value}

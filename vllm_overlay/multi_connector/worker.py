@@ -20,17 +20,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
-from vllm_overlay.multi_connector import answers
-from vllm_overlay.multi_connector.breaker import Breaker
+from vllm_overlay.common.backoff import Backoff
+from vllm_overlay.multi_connector import validation
+from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.completion import Completions
-from vllm_overlay.multi_connector.isolation import Child
+from vllm_overlay.multi_connector.lifecycle import Duty, Order
 from vllm_overlay.multi_connector.metadata import (
     MultiHandshakeMetadata,
     MultiKVEvents,
     MultiMetadata,
     MultiWorkerMetadata,
 )
-from vllm_overlay.multi_connector.service import Duty, Order
 from vllm_overlay.multi_connector.settings import MultiSettings
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class WorkerSide:
         self._load_errors: set[int] = set()
         self._obeyed: KVConnectorMetadata | None = None
         self._orders: tuple[Order, ...] = ()
-        self._stop_attempts = [Breaker(settings.retry_first_s, settings.retry_longest_s) for _ in children]
+        self._stop_attempts = [Backoff(settings.retry_first_s, settings.retry_longest_s) for _ in children]
         self._strangers: list[set[str]] = [set() for _ in children]
         self._start_hooks: dict[str, Any] = {}
         self._handshakes: dict[int, dict[tuple[int, int], KVConnectorHandshakeMetadata]] = {}
@@ -129,12 +129,12 @@ class WorkerSide:
     def _renew(self, child: Child, generation: int) -> None:
         """Builds the new instance; the old one has been stopped on every rank."""
         self._handshakes.pop(child.index, None)
-        self._stop_attempts[child.index] = Breaker(
+        self._stop_attempts[child.index] = Backoff(
             self._stop_attempts[child.index].first_s, self._stop_attempts[child.index].longest_s
         )
         if not child.renew(generation, *self._start_hooks.items()):
             return
-        own = child.ask("get_handshake_metadata", None, parse=answers.optional(KVConnectorHandshakeMetadata))
+        own = child.ask("get_handshake_metadata", None, parse=validation.optional(KVConnectorHandshakeMetadata))
         if own is not None:
             self._handshakes[child.index] = {_rank(): own}
 
@@ -160,11 +160,11 @@ class WorkerSide:
         return request_ids - self._strangers[child.index]
 
     def _collect(self, child: Child, finished_req_ids: set[str]) -> None:
-        results = child.ask("get_transfer_results", None, finished_req_ids, parse=answers.transfer_results)
+        results = child.ask("get_transfer_results", None, finished_req_ids, parse=validation.transfer_results)
         if results is None:
             return
         # Asked now rather than when vLLM asks us: a load must not be reported good before its errors are known.
-        blocks = child.ask("get_block_ids_with_load_errors", None, parse=answers.block_ids)
+        blocks = child.ask("get_block_ids_with_load_errors", None, parse=validation.block_ids)
         received, failed = results.finished_recving, results.failed_recving
         if blocks is None:
             # It raised: any of these may have failed.
@@ -182,7 +182,7 @@ class WorkerSide:
             if child.keeps_memory or child.stop():
                 child.stopped = True
                 return
-            attempts.trip(now)
+            attempts.failed(now)
         if owes:
             self._collect(child, finished_req_ids)
         if not self._completions.owes(child.index):
@@ -197,7 +197,7 @@ class WorkerSide:
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
         found = {
             child.index: child.call(
-                "get_kv_connector_kv_cache_events", None, parse=answers.optional(KVConnectorKVEvents)
+                "get_kv_connector_kv_cache_events", None, parse=validation.optional(KVConnectorKVEvents)
             )
             for child in self._children
         }
@@ -207,7 +207,8 @@ class WorkerSide:
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         """Each child's part, and how the scheduler's orders went. Every rank speaks while an order is unusual."""
         parts = tuple(
-            child.call("build_connector_worker_meta", None, parse=answers.worker_metadata) for child in self._children
+            child.call("build_connector_worker_meta", None, parse=validation.worker_metadata)
+            for child in self._children
         )
         duties = [order.duty for order in self._orders] or [Duty.SERVE] * len(self._children)
         isolated = {child.index for child in self._children if child.isolated}

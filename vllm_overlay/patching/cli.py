@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of the patch series, for tools/apply_patches.py and ``python -m vllm_overlay.patch_series``."""
+"""The command line of the patch series, for tools/apply_patches.py and ``python -m vllm_overlay.patching``."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_overlay import VLLM_VERSION, patch_series
+from vllm_overlay import VLLM_VERSION
+from vllm_overlay.patching import tree
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.series import load
 
@@ -57,31 +58,31 @@ def main(argv: Sequence[str] | None = None, program: str = "tools/apply_patches.
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.installed:
-        root = patch_series.installed_root()
+        root = tree.installed_root()
         if root is None:
             raise PatchError(f"{sys.executable} finds no vLLM: install vLLM {VLLM_VERSION}, or use --target DIR")
     else:
-        root = patch_series.find_root(arguments.target)
+        root = tree.find_root(arguments.target)
     if arguments.check:
         return _check(root)
     if arguments.status:
         return _status(root)
     series = load()
-    before = patch_series.status(root, series)
+    before = tree.status(root, series)
     if before.interrupted:
         print("an earlier run was interrupted: rolling it back first")
     if arguments.reverse:
-        patch_series.reverse(root, series)
+        tree.reverse(root, series)
         print(f"{root / 'vllm'}: {'as it was, no patch was in it' if before.is_original else 'vLLM is its own again'}")
     else:
-        patch_series.apply(root, series)
+        tree.apply(root, series)
         said = "has them already" if before.is_applied else "done"
         print(f"{root / 'vllm'}: {len(series.patches)} patches, series {series.id}: {said}")
     return DONE
 
 
 def _status(root: Path) -> int:
-    found = patch_series.status(root)
+    found = tree.status(root)
     print(f"{root / 'vllm'}: vLLM {found.vllm_version or '(does not say its version)'}, series {found.series}\n")
     print(_table([("patch", "state"), *((name, str(state)) for name, state in found.patches.items())]))
     print()
@@ -92,7 +93,7 @@ def _status(root: Path) -> int:
 
 
 def _check(root: Path) -> int:
-    report = patch_series.check(root)
+    report = tree.check(root)
     print(f"{root / 'vllm'}: vLLM {report.vllm_version or '(does not say its version)'}\n")
     rows = [(name, str(outcome), report.reasons[name]) for name, outcome in report.outcomes.items()]
     print(_table([("patch", "outcome", "why"), *rows]))

@@ -109,7 +109,7 @@ def load(directory: Path | None = None, *, checksums: bool = True) -> Series:
     if version != VLLM_VERSION:
         raise PatchError(f"{directory}/vllm_version.txt says {version}, vllm_overlay.VLLM_VERSION {VLLM_VERSION}")
     if checksums and known.get("series") != series_id:
-        raise PatchError(f"{directory}/checksums.json is of another series: run tools/validate_patches.py --update")
+        raise PatchError(f"{directory}/checksums.json is of another series: run devtools/validate_patches.py --update")
     return Series(directory, version, tuple(patches), _chains(known.get("files", {}), patches), series_id)
 
 

@@ -3,9 +3,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
+from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.geometry import Geometry, Group
 from vllm_overlay.planner.objects import ObjectId
 
@@ -24,23 +24,6 @@ class TierView(Protocol):
         """
 
 
-class LimitReason(StrEnum):
-    """What kept a restore point from being higher. A metric label."""
-
-    NONE = "none"
-    """The prompt has no whole match unit below its last token."""
-    PROMPT_END = "prompt_end"
-    """Nothing: it is the last match unit below the prompt's last token."""
-    GRANULARITY = "granularity"
-    """Nothing is missing, but restore points are so coarse that a match unit or more is recomputed."""
-    ATTENTION = "attention"
-    """A full-attention group has no more chunks of this prompt."""
-    STATE = "state"
-    """Attention reaches further, but no snapshot does."""
-    WINDOW = "window"
-    """A snapshot or attention reaches further, but a chunk of a sliding window there is missing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Coverage:
     """What a tier holds of one prompt.
@@ -54,7 +37,7 @@ class Coverage:
     tokens: dict[int, int]
     restore_point: int
     reach: int
-    limited_by: LimitReason
+    limited_by: Reason
     group_id: int | None = None
 
 
@@ -169,16 +152,16 @@ class CoverageSearch:
 
     def _limited_by(
         self, reached: int, tokens: dict[int, int], reach: int, blamed: Group | None
-    ) -> tuple[LimitReason, int | None]:
+    ) -> tuple[Reason, int | None]:
         """Why nothing above ``reached`` (the restore point or the local hit) can be restored."""
         last = self._geometry.floor_to_restore_point(self._limit)
         if reached >= last:
             if self._limit < self._geometry.match_unit:
-                return LimitReason.NONE, None
+                return Reason.NONE, None
             whole_units_lost = self._limit - reached >= self._geometry.match_unit
-            return LimitReason.GRANULARITY if whole_units_lost else LimitReason.PROMPT_END, None
+            return Reason.GRANULARITY if whole_units_lost else Reason.PROMPT_END, None
         if blamed is not None:
-            return LimitReason.WINDOW, blamed.group_id
+            return Reason.WINDOW, blamed.group_id
         if tokens and reached >= reach:
-            return LimitReason.ATTENTION, min(tokens, key=tokens.__getitem__)
-        return LimitReason.STATE, None
+            return Reason.ATTENTION, min(tokens, key=tokens.__getitem__)
+        return Reason.STATE, None

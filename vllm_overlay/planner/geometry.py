@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId
+from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, ObjectKind, chunk_tag
 
 EXACT_TOKENS = 64
 """GDN kernels work in chunks of this many tokens; restores at its multiples are bit-exact."""
@@ -77,8 +77,8 @@ class Geometry:
         self._derive("full", tuple(group for group in attention if group.is_full))
         self._derive("windows", tuple(group for group in attention if not group.is_full))
         self._derive("recurrent", tuple(group for group in self.groups if not group.is_attention))
-        letters = {GroupKind.FULL: "f", GroupKind.WINDOW: "w"}
-        self._derive("_tags", {group.group_id: f"{letters[group.kind]}{n}" for n, group in enumerate(attention)})
+        kinds = {GroupKind.FULL: ObjectKind.FULL_ATTENTION, GroupKind.WINDOW: ObjectKind.SLIDING_WINDOW}
+        self._derive("_tags", {group.group_id: chunk_tag(kinds[group.kind], n) for n, group in enumerate(attention)})
         sizes = {
             group.group_id: self.chunk_size if self.is_splittable(group) else group.block_size for group in attention
         }
@@ -175,7 +175,7 @@ class Geometry:
 
     def snapshot_id(self, keys: Sequence[bytes], boundary: int) -> ObjectId:
         """Names the snapshot of ``boundary``."""
-        return ObjectId(SNAPSHOT_KIND, keys[boundary // self.match_unit - 1])
+        return ObjectId(SNAPSHOT_TAG, keys[boundary // self.match_unit - 1])
 
     def describe(self) -> str:
         """One line for the start-up log: what was chosen, what it means, and which flag would refine it."""

@@ -4,22 +4,53 @@
 A full tier has hundreds of thousands of them, so they are structs that the garbage collector passes by.
 """
 
+from enum import StrEnum
+
 import msgspec
 
-SNAPSHOT_KIND = "s"
+
+class ObjectKind(StrEnum):
+    """What an object holds; the first letter of its tag."""
+
+    FULL_ATTENTION = "f"
+    SLIDING_WINDOW = "w"
+    SNAPSHOT = "s"
+
+
+SNAPSHOT_TAG = ObjectKind.SNAPSHOT.value
+TAG_PATTERN = "s|[fw][0-9]{1,3}"
+"""A regular expression for every tag."""
+
+
+def chunk_tag(kind: ObjectKind, index: int) -> str:
+    """The tag of the chunks of the ``index``-th attention group of a model."""
+    return f"{kind}{index}"
 
 
 class ObjectId(msgspec.Struct, frozen=True, order=True, gc=False):
     """Names one object of a tier.
 
-    ``kind`` is ``f<n>`` for a chunk of the n-th attention group when that group is full attention, ``w<n>`` when it
+    ``tag`` is ``f<n>`` for a chunk of the n-th attention group when that group is full attention, ``w<n>`` when it
     is a sliding window, and ``s`` for a snapshot. ``key`` is vLLM's chained block hash of the prompt up to the
     object's last token, so it stands for everything before it too (and for media and cache salt), or what the weights
     of a LoRA adapter make of that hash.
     """
 
-    kind: str
+    tag: str
     key: bytes
+
+    @property
+    def kind(self) -> ObjectKind:
+        return ObjectKind(self.tag[0])
+
+    @property
+    def is_snapshot(self) -> bool:
+        return self.tag == SNAPSHOT_TAG
+
+    @property
+    def group_index(self) -> int | None:
+        """Which attention group of the model it is a chunk of; None for a snapshot."""
+        return int(self.tag[1:]) if self.tag[1:] else None
 
 
 class PlannedObject(msgspec.Struct, frozen=True, gc=False):

@@ -4,7 +4,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_overlay.planner.coverage import Coverage, CoverageSearch, LimitReason, TierView
+from vllm_overlay.common.reasons import Reason
+from vllm_overlay.planner.coverage import Coverage, CoverageSearch, TierView
 from vllm_overlay.planner.geometry import Geometry, Group
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 
@@ -28,7 +29,7 @@ class Lookup:
         return self.coverage.restore_point
 
     @property
-    def limited_by(self) -> LimitReason:
+    def limited_by(self) -> Reason:
         return self.coverage.limited_by
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Tier interface: an index half in the scheduler process, a byte half in every worker process.
+"""The TierManager interface: an index half in the scheduler process, a byte half in every worker process.
 
 The index half decides what is kept; the byte half only does what a ticket says. They meet through tickets that travel
 in connector metadata and through completions that travel back.
@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.index import PrefixIndex
@@ -19,8 +20,8 @@ from vllm_overlay.tiers.memory import HostBuffer
 class StoreTicket:
     """Permission to write one object. ``ticket`` is unique in the engine's life and serves as generation tag.
 
-    ``reset`` names the last ``Tier.clear``, for tiers whose objects outlive it; empty before the first. ``over`` has a
-    file a rank to write over, or nothing.
+    ``reset`` names the last ``TierManager.clear``, for tiers whose objects outlive it; empty before the first. ``over``
+    has a file a rank to write over, or nothing.
     """
 
     ticket: int
@@ -56,7 +57,7 @@ class TierUsage:
     dropped_objects: int
 
 
-class Tier(ABC):
+class TierManager(ABC):
     """Scheduler half. All calls come from the scheduler's thread; none may block on a disk."""
 
     index: PrefixIndex
@@ -77,7 +78,7 @@ class Tier(ABC):
         A tier that others share may look, in the background, for what they have stored; a later lookup finds it.
         """
 
-    def wants(self, object_id: ObjectId) -> bool:
+    def should_store(self, object_id: ObjectId) -> bool:
         """Whether to store an object that could be stored now. Called once for each request that could."""
         return True
 
@@ -124,12 +125,12 @@ class Tier(ABC):
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """A store ended in this rank. ``reason`` is empty when it succeeded, else a metric label such as "io_error"."""
+    """A store ended in this rank. ``reason`` is None when it succeeded."""
 
     ticket: int
     num_bytes: int
     seconds: float
-    reason: str = ""
+    reason: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class FetchResult:
     num_bytes: int
     seconds: float
     buffer: HostBuffer | None
-    reason: str = ""
+    reason: Reason | None = None
     is_bad: bool = False
 
 

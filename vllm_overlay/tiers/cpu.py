@@ -8,9 +8,18 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
+from vllm_overlay.common.reasons import Reason
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, Tier, TierUsage, TierWorker
+from vllm_overlay.tiers.base import (
+    FetchResult,
+    LoadTicket,
+    StoreResult,
+    StoreTicket,
+    TierManager,
+    TierUsage,
+    TierWorker,
+)
 from vllm_overlay.tiers.index import Entry, PrefixIndex
 from vllm_overlay.tiers.memory import HostBuffer, HostPool, UnitAllocator, units_needed
 
@@ -36,7 +45,7 @@ def check_free_memory(capacity_bytes: int, available_bytes: int) -> None:
         )
 
 
-class CpuTier(Tier):
+class CpuTierManager(TierManager):
     """Index half. Sizes are counted in units of one rank; every rank's arena looks alike."""
 
     def __init__(self, num_units: int, unit_bytes: int, world_size: int) -> None:
@@ -152,7 +161,7 @@ class CpuTierWorker(TierWorker):
                     ticket.num_bytes,
                     0.0,
                     self._pool.buffer(ticket.units, ticket.num_bytes) if whole else None,
-                    "" if whole else "generation",
+                    None if whole else Reason.GENERATION,
                     not whole,
                 )
             )

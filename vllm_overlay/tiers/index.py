@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId, PlannedObject
-from vllm_overlay.tiers.eviction import EvictionPolicy, LeastRecentlyUsed
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.policies.lru import EvictionPolicy, LeastRecentlyUsed
 
 
 class EntryState(Enum):
@@ -280,7 +280,7 @@ class PrefixIndex:
         for parent in parents:
             parent.children.add(entry)
             self._policy.discard(parent)
-            if parent.object_id.kind == entry.object_id.kind:
+            if parent.object_id.tag == entry.object_id.tag:
                 entry.jump = parent if parent.num_snapshots else parent.jump
         return entry
 
@@ -298,7 +298,7 @@ class PrefixIndex:
             visible.append(entry)
             waiting.extend(entry.children)
             self._offer(entry)
-            if entry.object_id.kind == SNAPSHOT_KIND:
+            if entry.object_id.is_snapshot:
                 for parent in entry.parents:
                     self._count_snapshot(parent)
         return visible
@@ -313,7 +313,7 @@ class PrefixIndex:
         below = [chunk] if chunk.num_snapshots == 1 else []
         while below:
             for child in below.pop().children:
-                if child.object_id.kind != chunk.object_id.kind:
+                if child.object_id.tag != chunk.object_id.tag:
                     continue
                 if child.jump is None or child.jump.end_tokens < chunk.end_tokens:
                     child.jump = chunk
@@ -336,7 +336,7 @@ class PrefixIndex:
         return released
 
     def _detach(self, entry: Entry) -> None:
-        counted = entry.object_id.kind == SNAPSHOT_KIND and entry.state is EntryState.COMMITTED
+        counted = entry.object_id.is_snapshot and entry.state is EntryState.COMMITTED
         entry.state = EntryState.DROPPED
         self._policy.discard(entry)
         for parent in entry.parents:

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
-from vllm_overlay.transfer import kernels
+from vllm_overlay.transfer import cpu_kernels
 from vllm_overlay.transfer.base import KVTransfer, Placement, Span
-from vllm_overlay.transfer.layout import Packing, PageMap
+from vllm_overlay.transfer.page_map import Packing, PageMap
 
 _Addresses = npt.NDArray[np.int64]
 
@@ -47,7 +47,7 @@ class CpuTransfer(KVTransfer):
     """Copies on the calling thread; chunks in runs, so that whole blocks move in one call."""
 
     def __init__(self, groups: Mapping[int, GroupTensors]) -> None:
-        kernels.prepare()
+        cpu_kernels.prepare()
         self._groups = groups
         self._scratch: Bytes = np.empty(0, dtype=np.uint8)
         self._halves = {
@@ -145,7 +145,7 @@ class _Half:
         self._block_step, self._token_step, _, self._head_step, self._dim_step, _ = steps
         alike = all(view.stride() == self._views[0].stride() for view in self._views)
         plain = alike and element_bytes == 2 and packing.token_inner == packing.dim_inner == 1
-        self._has_rows = plain and packing.dim_stride == 1 and kernels.can_copy_rows(self._head_size)
+        self._has_rows = plain and packing.dim_stride == 1 and cpu_kernels.can_copy_rows(self._head_size)
         self._has_columns = plain and packing.token_stride == 1
 
     def views(self, span: Span) -> list[torch.Tensor]:
@@ -160,7 +160,7 @@ class _Half:
         self._check(run, len(layers))
         if self._has_rows:
             self._copy_rows(run, layers, to_host)
-        elif self._has_columns and kernels.can_transpose(self._head_size, span.offset, span.num_tokens):
+        elif self._has_columns and cpu_kernels.can_transpose(self._head_size, span.offset, span.num_tokens):
             self._copy_columns(run, layers, to_host)
         else:
             self._copy_strided(run, layers, to_host)
@@ -182,20 +182,20 @@ class _Half:
         page_side, row_side = (pages, page_chunks, page_steps), (rows, row_chunks, row_steps)
         source, target = (page_side, row_side) if to_host else (row_side, page_side)
         stream = _at_lines(*target[0], *target[1], *target[2])
-        kernels.copy_rows(*source, *target, self._counts(run), self._head_bytes, stream)
+        cpu_kernels.copy_rows(*source, *target, self._counts(run), self._head_bytes, stream)
 
     def _copy_columns(self, run: _Run, layers: range, to_host: bool) -> None:
         pages, rows, row_chunks, row_steps = self._addresses(run, layers)
         page_steps = (self._dim_step, self._head_step)
         if to_host:
             stream = _at_lines(*rows, *row_chunks, *row_steps)
-            kernels.gather_columns(
+            cpu_kernels.gather_columns(
                 pages, page_steps, rows, row_chunks, row_steps, self._counts(run), self._head_bytes, stream
             )
         else:
             first = run.span.offset * self._token_step
             place = run.span.offset if _at_lines(*(pages - first), *page_steps) else -1
-            kernels.scatter_columns(
+            cpu_kernels.scatter_columns(
                 rows, row_chunks, row_steps, pages, page_steps, self._counts(run), self._head_bytes, place
             )
 
@@ -235,7 +235,7 @@ class _Half:
 
 def _at_lines(*numbers: int) -> bool:
     """Whether all of these addresses and steps are multiples of a cache line."""
-    return all(number % kernels.LINE == 0 for number in numbers)
+    return all(number % cpu_kernels.LINE == 0 for number in numbers)
 
 
 def _plan(
@@ -331,6 +331,6 @@ def _ranges(buffer: HostBuffer) -> list[tuple[int, int]]:
 
 
 def _copy_bytes(source: Bytes, target: Bytes) -> None:
-    whole = source.size - source.size % kernels.LINE if _at_lines(target.ctypes.data) else 0
-    kernels.copy_bytes(source.ctypes.data, target.ctypes.data, whole)
+    whole = source.size - source.size % cpu_kernels.LINE if _at_lines(target.ctypes.data) else 0
+    cpu_kernels.copy_bytes(source.ctypes.data, target.ctypes.data, whole)
     target[whole:] = source[whole:]

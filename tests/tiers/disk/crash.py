@@ -32,8 +32,8 @@ from tests.tiers.disk.engine import (
 )
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
-from vllm_overlay.tiers.disk.check import Check
-from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.fsck import Check
 from vllm_overlay.tiers.disk.ledger import Ledger
 
 RANKS = 2

@@ -14,11 +14,11 @@ import numpy as np
 from vllm_overlay.config import DiskTierSettings, tier_settings
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult
+from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.format import file_bytes
-from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.store import DiskTierWorker
-from vllm_overlay.tiers.disk.tier import DiskTier
+from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import HostBuffer
 
 UNIT = 8192
@@ -129,7 +129,7 @@ class Engine:
     ) -> None:
         self.root, self.world_size, self.namespace = root, world_size, namespace
         made = settings(root, **changes)
-        self.tier = DiskTier(made, namespace, world_size, max_object_bytes, device)
+        self.tier = DiskTierManager(made, namespace, world_size, max_object_bytes, device)
         self.workers = [
             DiskTierWorker(made, namespace, rank, world_size, unit_bytes, max_object_bytes, device)
             for rank in range(world_size)
@@ -199,10 +199,10 @@ class Engine:
 
     def spares(self) -> list[Path]:
         """Files that wait to be written over."""
-        return sorted(Path(path) for spare in self.tier._janitor._allowance.spares() for path in spare.paths)
+        return sorted(Path(path) for spare in self.tier._reclaimer._lease.spares() for path in spare.paths)
 
     def reasons(self, objects: list[PlannedObject], rank: int = 0) -> list[str]:
-        return [result.reason for result in self.fetch(objects, rank)]
+        return [result.reason or "" for result in self.fetch(objects, rank)]
 
     def path(self, planned: PlannedObject, rank: int = 0) -> Path:
         return Path(self.namespace.path_of(str(self.root), planned.object_id, rank))

@@ -7,8 +7,9 @@ import pytest
 
 from tests.mounts import SmallDisk
 from tests.tiers.disk.engine import bytes_of_objects, bytes_under, chain, engine, on_disk, temporaries, until
-from vllm_overlay.tiers.disk import breaker, log, reclaim
-from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.common import circuit_breaker, rate_limited_log
+from vllm_overlay.tiers.disk import reclaimer
+from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.ledger import Ledger
 
 MIB = 1 << 20
@@ -17,10 +18,10 @@ MIB = 1 << 20
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
     """Below the root of each test; whoever fails is tried again soon."""
-    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(breaker, "LONGEST_PAUSE_S", 0.1)
-    monkeypatch.setattr(reclaim, "TICK_S", 0.05)
-    monkeypatch.setattr(log, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(circuit_breaker, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(circuit_breaker, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(reclaimer, "TICK_S", 0.05)
+    monkeypatch.setattr(rate_limited_log, "INTERVAL_S", 0.0)
     (tmp_path / "root").mkdir(mode=0o700)
     return SmallDisk(tmp_path / "root")
 
@@ -53,7 +54,7 @@ def ledger_agrees(made):
 
 
 def test_a_disk_that_others_keep_full_drops_stores_and_is_given_up_to_them(disk, monkeypatch):
-    monkeypatch.setattr(reclaim, "TICK_S", 60.0)  # so that the janitor does not see it before a store does
+    monkeypatch.setattr(reclaimer, "TICK_S", 60.0)  # so that the reclaimer does not see it before a store does
     disk.mount("16m")
     with engine(disk.path, capacity_bytes=64 * MIB, max_object_bytes=MIB, staging_bytes=4 * MIB) as made:
         made.store(chain("p", 10))
@@ -63,7 +64,7 @@ def test_a_disk_that_others_keep_full_drops_stores_and_is_given_up_to_them(disk,
             assert len(outcomes) > 1
             until(lambda: made.tier.advance() or made.tier.usage().evicted_objects, "an eviction")
             assert set(made.reasons(chain("p", 10))) <= {"", "missing"}
-            monkeypatch.setattr(reclaim, "TICK_S", 0.05)
+            monkeypatch.setattr(reclaimer, "TICK_S", 0.05)
         assert_all_is_well(made)
 
 

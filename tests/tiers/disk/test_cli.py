@@ -23,9 +23,9 @@ from tests.tiers.disk.engine import (
     object_files,
     on_disk,
 )
-from vllm_overlay import cli
-from vllm_overlay.tiers.disk import check, collect
-from vllm_overlay.tiers.disk.io import Device, temporary_name
+from vllm_overlay.cli import main as cli
+from vllm_overlay.tiers.disk import fsck, gc
+from vllm_overlay.tiers.disk.device import Device, temporary_name
 from vllm_overlay.tiers.disk.ledger import Ledger
 
 REPOSITORY = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ class Forbid:
         if name.partition(".")[0] in ("torch", "vllm"):
             raise AssertionError(f"{name} was imported")
 sys.meta_path.insert(0, Forbid())
-from vllm_overlay.cli import main
+from vllm_overlay.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -330,7 +330,7 @@ def test_strangers_are_named_without_harm_to_the_terminal_and_left_alone(root, c
 def test_a_hostile_namespace_json_is_a_note(root, capsys, words):
     (root / NAMESPACE.snapshot / "namespace.json").write_bytes(words)
     status, report = run(capsys, "fsck", root)
-    assert (status, findings(report)) == (0, [("namespace.json", "words", False)])
+    assert (status, findings(report)) == (0, [("namespace.json", "manifest", False)])
     assert run(capsys, "stats", root)[0] == 0
 
 
@@ -343,7 +343,7 @@ def test_what_cannot_be_read_is_reported(root, capsys, monkeypatch):
                 raise PermissionError(13, "Permission denied", path)
             return super().open(path, flags)
 
-    report = check.Check(str(root), device=Refusing()).run()
+    report = fsck.Check(str(root), device=Refusing()).run()
     assert [(found.what, found.is_problem) for found in report.findings] == [("unreadable", True)]
     assert "Permission denied" in report.findings[0].detail
 
@@ -356,7 +356,7 @@ def test_a_file_that_goes_while_it_is_checked_is_no_finding(root):
             path.unlink(missing_ok=True)
             return super().open(name, flags)
 
-    report = check.Check(str(root), device=Evicting()).run()
+    report = fsck.Check(str(root), device=Evicting()).run()
     assert (report.problems, report.num_files) == ([], 7)
 
 
@@ -401,10 +401,10 @@ def test_forged_files_that_depend_on_each_other_go_too(root, monkeypatch):
         header = read_header(device, path, integrity)
         return type(header)(**{name: getattr(header, name) for name in header.__slots__} | {"parents": ring})
 
-    read_header = collect.read_header
+    read_header = gc.read_header
     ring = tuple(planned.object_id for planned in chain("p", 4))
-    monkeypatch.setattr(collect, "read_header", everybody)
-    assert collect.collect(str(root), 0).removed_files == 8
+    monkeypatch.setattr(gc, "read_header", everybody)
+    assert gc.collect(str(root), 0).removed_files == 8
 
 
 # Interrupted.
@@ -415,8 +415,8 @@ def test_ctrl_c_ends_it_with_130_and_what_is_left_is_sound(tmp_path):
     with engine(root, capacity_bytes="1 GiB") as made:
         made.store(chain("p", 300))
     source = FORBID.replace(
-        "from vllm_overlay.cli import main",
-        "import time\nfrom vllm_overlay.cli import main\nfrom vllm_overlay.tiers.disk.ledger import Ledger\n"
+        "from vllm_overlay.cli.main import main",
+        "import time\nfrom vllm_overlay.cli.main import main\nfrom vllm_overlay.tiers.disk.ledger import Ledger\n"
         "remove = Ledger.remove_files\n"
         "def slowly(self, paths):\n    remove(self, paths)\n    print('.', flush=True)\n    time.sleep(600)\n"
         "Ledger.remove_files = slowly",
@@ -431,7 +431,7 @@ def test_ctrl_c_ends_it_with_130_and_what_is_left_is_sound(tmp_path):
     assert (process.returncode, errors) == (130, "\nvllm-overlay: interrupted\n")
     left = object_files(root)
     assert 0 < len(left) < 301
-    assert check.Check(str(root)).run().findings == []
+    assert fsck.Check(str(root)).run().findings == []
     again = Engine(root, capacity_bytes="1 GiB").recovered()
     assert len(again.tier.index) == len(left)
     again.close()

@@ -14,14 +14,15 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tiers.disk.engine import OBJECT, FailingDevice, chain, engine, object_files, on_disk, temporaries, until
+from vllm_overlay.common import circuit_breaker, rate_limited_log
+from vllm_overlay.common.circuit_breaker import CircuitBreaker
+from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.base import LoadTicket
-from vllm_overlay.tiers.disk import admission, breaker, log
+from vllm_overlay.tiers.disk import admission
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
-from vllm_overlay.tiers.disk.breaker import Breaker
-from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.ledger import Ledger
-from vllm_overlay.tiers.disk.locks import is_held
 
 
 @pytest.fixture
@@ -35,36 +36,36 @@ def clock(monkeypatch):
 def disk_clock(monkeypatch):
     """The breakers' and the write rate's own: their pauses end when the test says so. Threads wait by the real one."""
     now = [1000.0]
-    for module in (breaker, admission):
+    for module in (circuit_breaker, admission):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 def later(clock) -> None:
     """The longest pause is over."""
-    clock[0] += breaker.LONGEST_PAUSE_S
+    clock[0] += circuit_breaker.LONGEST_PAUSE_S
 
 
 # The breaker.
 
 
-def fail(made: Breaker, count: int) -> None:
+def fail(made: CircuitBreaker, count: int) -> None:
     for _ in range(count):
         assert made.allows()
         made.report(True)
 
 
 def test_faults_in_a_row_open_it_and_a_success_in_between_starts_anew(clock):
-    made = Breaker("writes")
-    fail(made, breaker.FAULTS_TO_OPEN - 1)
+    made = CircuitBreaker("writes")
+    fail(made, circuit_breaker.FAULTS_TO_OPEN - 1)
     made.report(False)
-    fail(made, breaker.FAULTS_TO_OPEN)
+    fail(made, circuit_breaker.FAULTS_TO_OPEN)
     assert not made.allows()
 
 
 def test_one_attempt_a_pause_and_pauses_double_up_to_a_bound(clock):
-    made = Breaker("writes")
-    fail(made, breaker.FAULTS_TO_OPEN)
+    made = CircuitBreaker("writes")
+    fail(made, circuit_breaker.FAULTS_TO_OPEN)
     pauses = []
     for _ in range(10):
         began = clock[0]
@@ -81,8 +82,8 @@ def test_one_attempt_a_pause_and_pauses_double_up_to_a_bound(clock):
 
 
 def test_late_faults_of_earlier_attempts_do_not_lengthen_the_pause(clock):
-    made = Breaker("writes")
-    for _ in range(2 * breaker.FAULTS_TO_OPEN):
+    made = CircuitBreaker("writes")
+    for _ in range(2 * circuit_breaker.FAULTS_TO_OPEN):
         made.report(True)
     clock[0] += 2.0
     assert made.allows()
@@ -96,7 +97,7 @@ def test_a_failing_disk_is_left_alone_until_it_works(tmp_path, disk_clock):
         device.faults = {"pwritev": errno.EIO, "preadv": errno.EIO}
         outcomes = [made.outcome(chain("q", 1)[0]) for _ in range(40)]
         assert set(outcomes) == {"io_error", "breaker"}
-        assert outcomes[: breaker.FAULTS_TO_OPEN] == ["io_error"] * breaker.FAULTS_TO_OPEN
+        assert outcomes[: circuit_breaker.FAULTS_TO_OPEN] == ["io_error"] * circuit_breaker.FAULTS_TO_OPEN
         device.faults = {"open": errno.EMFILE}
         reasons = [made.reasons(objects[:1])[0] for _ in range(40)]
         assert set(reasons) == {"io_error", "breaker"}
@@ -137,7 +138,7 @@ def test_a_rate_lets_pass_so_many_bytes_a_second(clock):
 def test_writes_stay_below_the_rate_and_go_on(tmp_path, disk_clock):
     with engine(tmp_path / "root", max_write_bytes_per_s=4 * on_disk()) as made:
         made.recovered()
-        until(lambda: made.tier._janitor._allowance.available)
+        until(lambda: made.tier._reclaimer._lease.available)
         outcomes = [made.try_store(planned) for planned in chain("p", 5)]
         assert outcomes == [""] * 4 + ["no_room"] * 2
         later(disk_clock)
@@ -158,7 +159,7 @@ def test_an_object_is_wanted_at_its_nth_use(monkeypatch):
 def test_the_setting_reaches_the_tier(tmp_path):
     with engine(tmp_path / "root", store_on_nth_use=2) as made:
         wanted = chain("p", 1)[0].object_id
-        assert [made.tier.wants(wanted) for _ in range(3)] == [False, True, True]
+        assert [made.tier.should_store(wanted) for _ in range(3)] == [False, True, True]
 
 
 # Real faults and those of network file systems.
@@ -236,13 +237,15 @@ def replace_with_another(root):
 
 @pytest.mark.parametrize("change", [leave, replace_with_nothing, replace_with_another])
 def test_a_root_that_is_removed_or_replaced_is_left_and_the_new_one_taken(tmp_path, change, caplog, monkeypatch):
-    monkeypatch.setattr(log, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(rate_limited_log, "INTERVAL_S", 0.0)
     with engine(tmp_path / "root") as made:
         made.store(chain("p", 2))
         change(made.root)
         assert made.reasons(chain("p", 2)) == ["missing"] * 3
         until(lambda: made.tier.advance() or not made.has(chain("p", 2)[0]))  # not one by one as loads fail
-        until(lambda: made.tier._janitor._claim.slot is not None and not made.tier._janitor._claim.is_lost())
+        until(
+            lambda: made.tier._reclaimer._membership.slot is not None and not made.tier._reclaimer._membership.is_lost()
+        )
         made.recovered()
         assert made.coverage(chain("r", 2)) == [change is replace_with_another] * 3
         made.store(chain("q", 1))

@@ -7,8 +7,8 @@ import struct
 import pytest
 
 from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.checksum import XXH3
 from vllm_overlay.tiers.disk.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
-from vllm_overlay.tiers.disk.integrity import XXH3
 from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
 
 HEADER = ObjectHeader(

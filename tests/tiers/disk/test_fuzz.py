@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.engine import OBJECT, UNIT, Engine, chain, on_disk
-from vllm_overlay.tiers.disk.integrity import XXH3, integrity_of
-from vllm_overlay.tiers.disk.io import Device
-from vllm_overlay.tiers.disk.objectfile import BadObject, read_header, verify_file
+from vllm_overlay.tiers.disk.checksum import XXH3, integrity_of
+from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.object_file import BadObject, read_header, verify_file
 
 PLACES = {
     "magic": (0, 8), "version": (8, 12), "header length": (12, 16), "payload bytes": (16, 24), "start": (24, 32),

@@ -9,11 +9,11 @@ import threading
 import pytest
 
 from tests.tiers.disk.engine import FailingDevice, until
-from vllm_overlay.tiers.disk.allowance import Allowance, Spare
-from vllm_overlay.tiers.disk.io import Device, temporary_name, writer_is_alive
+from vllm_overlay.common.file_lock import lock, try_lock
+from vllm_overlay.common.rate_limited_log import RateLimitedLog
+from vllm_overlay.tiers.disk.device import Device, temporary_name, writer_is_alive
+from vllm_overlay.tiers.disk.lease import Lease, RecycledFile
 from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger, LedgerState, slot_of
-from vllm_overlay.tiers.disk.locks import lock, try_lock
-from vllm_overlay.tiers.disk.log import RateLimitedLog
 
 
 @pytest.fixture
@@ -170,14 +170,14 @@ def waiters(inode):
 
 
 def test_the_spare_that_lies_by_longest_is_written_over_first() -> None:
-    allowance = Allowance()
+    allowance = Lease()
     for name in ("first", "second"):
-        allowance.lay_by(Spare((name,), 10))
+        allowance.put_back(RecycledFile((name,), 10))
     assert [allowance.take(10), allowance.take(10)] == [("first",), ("second",)]
 
 
 def test_the_allowance_gives_what_was_leased_and_no_more():
-    allowance = Allowance()
+    allowance = Lease()
     assert allowance.take(1) is None
     assert allowance.refill(0, 100, 1000) == (100, 0)
     assert allowance.take(60) == ()
@@ -189,9 +189,9 @@ def test_the_allowance_gives_what_was_leased_and_no_more():
 
 
 def test_spares_are_part_of_the_lease_and_taken_once():
-    allowance = Allowance()
+    allowance = Lease()
     assert allowance.refill(0, 100, 1000) == (100, 0)
-    allowance.lay_by(Spare(("a", "b"), 30))  # whose bytes the ledger has put into the lease
+    allowance.put_back(RecycledFile(("a", "b"), 30))  # whose bytes the ledger has put into the lease
     assert (allowance.available, allowance.spare_bytes) == (100, 30)
     assert allowance.refill(130, 100, 1000) == (100, 0)  # more than a batch is given back
     assert (allowance.available, allowance.spare_bytes) == (70, 30)
@@ -202,22 +202,22 @@ def test_spares_are_part_of_the_lease_and_taken_once():
     allowance.settle(30, is_over=True)
     allowance.settle(30)  # both were written
     assert allowance.must_shrink(-1)
-    allowance.lay_by(Spare(("c",), 20))
+    allowance.put_back(RecycledFile(("c",), 20))
     assert allowance.refill(60, 100, 0) == (60, 40)
     (spare,) = allowance.take_spares()
     assert allowance.take(50) is None  # its file is still there
     allowance.scrapped(spare)
     assert allowance.refill(60, 100, 0) == (60, 40)
     assert allowance.take(50) == ()
-    allowance.lay_by(Spare(("d",), 20))
-    allowance.forfeit()
+    allowance.put_back(RecycledFile(("d",), 20))
+    allowance.drop_all()
     assert (allowance.take(20), allowance.spare_bytes, allowance.in_flight) == (None, 0, 50)
 
 
 def test_an_allowance_is_low_when_new_files_or_all_stores_soon_have_no_room():
-    allowance = Allowance()
+    allowance = Lease()
     assert allowance.is_low(100)
-    allowance.lay_by(Spare(("a",), 50))
+    allowance.put_back(RecycledFile(("a",), 50))
     assert allowance.is_low(100)  # spares of one size are no room for objects of another
     allowance.refill(50, 100, 50)
     assert allowance.available == 50 and not allowance.is_low(100)

@@ -19,13 +19,13 @@ from tests.tiers.disk.engine import (
     settings,
     until,
 )
-from tests.tiers.disk.test_tier import kill, start
+from tests.tiers.disk.test_manager import kill, start
 from vllm_overlay.tiers.base import LoadTicket
-from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.manager import DiskTierManager
+from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, RESET
-from vllm_overlay.tiers.disk.tier import DiskTier
-from vllm_overlay.tiers.disk.words import words_or_none
 
 
 def namespaces(root):
@@ -34,11 +34,11 @@ def namespaces(root):
 
 
 def is_serving_another(made: Engine) -> bool:
-    """Whether the janitor has arrived in the namespace of the last reset."""
-    namespace = made.tier._janitor._claim.namespace
+    """Whether the reclaimer has arrived in the namespace of the last reset."""
+    namespace = made.tier._reclaimer._membership.namespace
     if namespace is None or namespace.description.get(RESET) != made.tier._reset:
         return False
-    return all(words_or_none(str(made.root / name)).is_of_one_process for name in namespace.fingerprints)
+    return all(manifest_or_empty(str(made.root / name)).is_of_one_process for name in namespace.fingerprints)
 
 
 def store_after_reset(made: Engine, planned, data=None) -> None:
@@ -50,7 +50,7 @@ def store_after_reset(made: Engine, planned, data=None) -> None:
     made.workers[0].submit_store(tickets[-1], buffer)
     results = []
     until(lambda: results.extend(made.workers[0].poll()[0]) or results)
-    assert results[0].reason == ""
+    assert results[0].reason is None
     made.tier.commit(tickets[-1].ticket)
 
 
@@ -126,7 +126,7 @@ def test_a_store_under_way_goes_where_it_was_promised_and_is_not_found(tmp_path)
         assert len(namespaces(made.root)) == 2
         made.tier.commit(ticket.ticket)
         assert not made.has(planned)
-        until(lambda: made.tier.advance() or not made.tier._janitor.is_removing(planned.object_id))
+        until(lambda: made.tier.advance() or not made.tier._reclaimer.is_removing(planned.object_id))
         store_after_reset(made, planned)
         assert made.has(planned)
 
@@ -205,7 +205,7 @@ def test_each_reset_is_a_namespace_and_the_one_before_goes(tmp_path):
             until(lambda: is_serving_another(made))
             store_after_reset(made, chain("p", 1)[0])
         until(lambda: len(namespaces(made.root)) == 3)
-        words = [words_or_none(str(made.root / name)).is_of_one_process for name in namespaces(made.root)]
+        words = [manifest_or_empty(str(made.root / name)).is_of_one_process for name in namespaces(made.root)]
         assert sorted(words) == [False, False, True]
 
 
@@ -236,7 +236,7 @@ def test_what_recovery_finds_of_before_is_not_taken(tmp_path, is_scanning):
     with engine(tmp_path / "root") as made:
         made.store(chain("p", 3))
     device = SlowHeaders()
-    tier = DiskTier(settings(tmp_path / "root"), NAMESPACE, 1, OBJECT, device)
+    tier = DiskTierManager(settings(tmp_path / "root"), NAMESPACE, 1, OBJECT, device)
     if not is_scanning:
         device.go_on.set()
         until(lambda: not tier._recovery._is_scanning)

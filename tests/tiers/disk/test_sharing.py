@@ -8,13 +8,13 @@ import pytest
 
 from tests.naive_twin import block_hashes
 from tests.tiers.disk.engine import Engine, bytes_of, content, engine, object_files, until
-from tests.tiers.disk.test_tier import kill, start
+from tests.tiers.disk.test_manager import kill, start
 from tests.tiers.disk.test_worker import GatedDevice
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket
-from vllm_overlay.tiers.disk import probe
-from vllm_overlay.tiers.disk.io import Device
+from vllm_overlay.tiers.disk import async_lookup
+from vllm_overlay.tiers.disk.device import Device
 
 GEOMETRY = Geometry.build(
     [
@@ -46,7 +46,7 @@ def lookup(made: Engine, keys=KEYS, num_tokens=NUM_TOKENS):
 
 @pytest.fixture(autouse=True)
 def short_answers(monkeypatch):
-    monkeypatch.setattr(probe, "ANSWER_S", 0.05)
+    monkeypatch.setattr(async_lookup, "ANSWER_S", 0.05)
 
 
 @pytest.fixture
@@ -143,25 +143,25 @@ class Counting(Device):
 
 
 def test_no_is_remembered_for_a_while(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "ANSWER_S", 600.0)
+    monkeypatch.setattr(async_lookup, "ANSWER_S", 600.0)
     device = Counting()
     with engine(tmp_path / "root", device=device) as made:
         made.recovered()
         assert lookup(made) == 0
-        until(lambda: made.tier._prober._num_pending == 0)
+        until(lambda: made.tier._async_lookup._num_pending == 0)
         asked = device.asked
         assert 0 < asked <= 40
         for _ in range(50):
             assert lookup(made) == 0
-        until(lambda: made.tier._prober._num_pending == 0)
+        until(lambda: made.tier._async_lookup._num_pending == 0)
         assert device.asked == asked
 
 
 def test_names_are_forgotten_in_time_and_in_number(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    recent = probe.Recent(5.0)
-    for name in range(probe._MAX_ANSWERS + 1):
+    recent = async_lookup.Recent(5.0)
+    for name in range(async_lookup._MAX_ANSWERS + 1):
         recent.add(name)
     assert 0 not in recent and 1 in recent
     now[0] = 5.0
@@ -169,12 +169,12 @@ def test_names_are_forgotten_in_time_and_in_number(monkeypatch):
 
 
 def test_a_prompt_may_cost_so_many_probes_and_no_more(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe, "_MAX_PROBES", 3)
+    monkeypatch.setattr(async_lookup, "_MAX_PROBES", 3)
     device = Counting()
     with engine(tmp_path / "root", device=device) as made:
         made.recovered()
         lookup(made)
-        until(lambda: made.tier._prober._num_pending == 0)
+        until(lambda: made.tier._async_lookup._num_pending == 0)
         assert device.asked <= 3
 
 
@@ -236,5 +236,5 @@ def test_a_disk_that_hangs_holds_no_lookup(tmp_path):
         for turn in range(200):
             keys = block_hashes(bytes([turn, 1, 2, 3, 4, 5, 6, 7]))
             assert lookup(made, keys, len(keys) * 16 + 1) == 0
-        assert made.tier._prober._num_pending == probe._MAX_PENDING
+        assert made.tier._async_lookup._num_pending == async_lookup._MAX_PENDING
         device.asked = 1

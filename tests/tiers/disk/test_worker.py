@@ -26,9 +26,10 @@ from tests.tiers.disk.engine import (
 )
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
-from vllm_overlay.tiers.disk import ledger, store
-from vllm_overlay.tiers.disk.io import Device, takes_direct_io
-from vllm_overlay.tiers.disk.store import DiskTierWorker
+from vllm_overlay.tiers.disk import ledger
+from vllm_overlay.tiers.disk import worker as disk_worker
+from vllm_overlay.tiers.disk.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.worker import DiskTierWorker
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, UNIT, UNIT + 1, OBJECT, 3 * UNIT])
@@ -226,7 +227,7 @@ def test_two_loads_larger_than_the_staging_both_end(tmp_path):
 
         def poll():
             for result in worker.poll()[1]:
-                assert result.reason == ""
+                assert result.reason is None
                 worker.end_fetch(result.load_id, result.position)
                 ended.append((result.load_id, result.position))
             return len(ended) == 22
@@ -246,7 +247,7 @@ def test_stores_leave_staging_for_loads(tmp_path):
 
 
 def test_no_store_is_taken_when_too_many_are_pending(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "MAX_PENDING_STORES", 0)
+    monkeypatch.setattr(disk_worker, "MAX_PENDING_STORES", 0)
     with engine(tmp_path / "root") as made:
         made.recovered()
         until(lambda: made.tier.reserve(chain("x", 1)[0]))
@@ -437,7 +438,7 @@ def test_close_writes_what_is_pending(tmp_path):
     device = GatedDevice("pwritev")
     made = Engine(tmp_path / "root", device=device, write_threads=1).recovered()
     objects = chain("p", 4)
-    until(lambda: made.tier._janitor._allowance.available)
+    until(lambda: made.tier._reclaimer._lease.available)
     for planned in objects:
         ticket = made.tier.reserve(planned)
         buffer = made.workers[0].begin_store(ticket)
@@ -456,7 +457,7 @@ def test_close_gives_up_in_time_and_leaves_no_temporary(tmp_path):
     device = GatedDevice("pwritev")
     made = Engine(tmp_path / "root", device=device, write_threads=1).recovered()
     objects = chain("p", 2)
-    until(lambda: made.tier._janitor._allowance.available)
+    until(lambda: made.tier._reclaimer._lease.available)
     for planned in objects:
         ticket = made.tier.reserve(planned)
         buffer = made.workers[0].begin_store(ticket)

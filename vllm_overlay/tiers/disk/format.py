@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.integrity import XXH3, Integrity
+from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.namespace import check_object_id
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
@@ -90,9 +90,9 @@ class ObjectHeader:
         )  # fmt: skip
         for place, object_id in enumerate((self.object_id, *self.parents)):
             check_object_id(object_id)
-            kind = object_id.kind.encode()
+            tag = object_id.tag.encode()
             offset = _NAMES_OFFSET + place * _NAME.size
-            _NAME.pack_into(page, offset, len(kind), len(object_id.key), kind, object_id.key)
+            _NAME.pack_into(page, offset, len(tag), len(object_id.key), tag, object_id.key)
         seal = integrity.checksum_of([bytes(page[:_CHECKSUM_OFFSET])])
         page[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + len(seal)] = seal
         return bytes(page)
@@ -106,7 +106,7 @@ class ObjectHeader:
         if len(page) != HEADER_BYTES:
             raise FormatError(f"a header has {HEADER_BYTES} bytes, not {len(page)}")
         seal = page[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + integrity.num_bytes]
-        if not integrity.is_right(seal, [page[:_CHECKSUM_OFFSET]]):
+        if not integrity.verify(seal, [page[:_CHECKSUM_OFFSET]]):
             raise FormatError("the header's checksum is wrong")
         (
             magic, version, header_bytes, payload_bytes, start_tokens, end_tokens, ticket,
@@ -127,9 +127,9 @@ class ObjectHeader:
 
 
 def _decode_name(page: bytes, place: int) -> ObjectId:
-    kind_bytes, key_bytes, kind, key = _NAME.unpack_from(page, _NAMES_OFFSET + place * _NAME.size)
+    tag_bytes, key_bytes, tag, key = _NAME.unpack_from(page, _NAMES_OFFSET + place * _NAME.size)
     try:
-        object_id = ObjectId(kind[:kind_bytes].decode("ascii"), key[:key_bytes])
+        object_id = ObjectId(tag[:tag_bytes].decode("ascii"), key[:key_bytes])
         check_object_id(object_id)
     except ValueError as error:
         raise FormatError(str(error)) from error

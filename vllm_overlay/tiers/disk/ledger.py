@@ -15,11 +15,11 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from vllm_overlay.common.file_lock import lock, try_lock
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.ground import lock_directory
-from vllm_overlay.tiers.disk.integrity import XXH3
-from vllm_overlay.tiers.disk.io import Device, make_directory
-from vllm_overlay.tiers.disk.locks import lock, try_lock
+from vllm_overlay.tiers.disk.checksum import XXH3
+from vllm_overlay.tiers.disk.device import Device, make_directory
+from vllm_overlay.tiers.disk.root import lock_directory
 
 logger = logging.getLogger(__name__)
 

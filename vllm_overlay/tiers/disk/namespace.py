@@ -8,7 +8,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from vllm_overlay.planner.objects import SNAPSHOT_KIND, ObjectId
+from vllm_overlay.planner.objects import SNAPSHOT_TAG, TAG_PATTERN, ObjectId
 
 IN_USE = "in-use"
 """The file of a namespace's directory that every process which serves it keeps locked."""
@@ -20,14 +20,14 @@ RESET = "reset"
 MAX_KEY_BYTES = 64
 MAX_RANKS = 10_000
 FINGERPRINT = re.compile(r"[0-9a-f]{64}")
-_KIND = re.compile(r"s|[fw][0-9]{1,3}")
-_FILE_NAME = re.compile(r"((?:[0-9a-f]{2}){1,64})\.(s|[fw][0-9]{1,3})\.r(0|[1-9][0-9]{0,3})")
+_TAG = re.compile(TAG_PATTERN)
+_FILE_NAME = re.compile(rf"((?:[0-9a-f]{{2}}){{1,64}})\.({TAG_PATTERN})\.r(0|[1-9][0-9]{{0,3}})")
 
 
 def check_object_id(object_id: ObjectId) -> None:
     """Raise ValueError unless a file name and a header can carry ``object_id``."""
-    if not _KIND.fullmatch(object_id.kind):
-        raise ValueError(f"{object_id.kind!r} is not a kind of object")
+    if not _TAG.fullmatch(object_id.tag):
+        raise ValueError(f"{object_id.tag!r} is not a tag of objects")
     if not 1 <= len(object_id.key) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(object_id.key)}")
 
@@ -68,8 +68,8 @@ class DiskNamespace:
         )
         return DiskNamespace(attention, snapshot, {**self.description, RESET: reset})
 
-    def fingerprint_of(self, kind: str) -> str:
-        return self.snapshot if kind == SNAPSHOT_KIND else self.attention
+    def fingerprint_of(self, tag: str) -> str:
+        return self.snapshot if tag == SNAPSHOT_TAG else self.attention
 
     def path_of(self, root: str, object_id: ObjectId, rank: int) -> str:
         """The file of one rank of one object; raises ValueError when the name could not be read back."""
@@ -77,5 +77,5 @@ class DiskNamespace:
         if not 0 <= rank < MAX_RANKS:
             raise ValueError(f"rank {rank} is not below {MAX_RANKS}")
         key = object_id.key.hex()
-        name = f"{key}.{object_id.kind}.r{rank}"
-        return os.path.join(root, self.fingerprint_of(object_id.kind), key[:2], name)
+        name = f"{key}.{object_id.tag}.r{rank}"
+        return os.path.join(root, self.fingerprint_of(object_id.tag), key[:2], name)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from vllm_overlay.tiers.disk.io import Device, is_temporary, remove_quietly, writer_is_alive
+from vllm_overlay.tiers.disk.device import Device, is_temporary, remove_quietly, writer_is_alive
 from vllm_overlay.tiers.disk.namespace import FINGERPRINT
 
 ORPHAN_AGE_S = 3600.0

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is not supported yet is refused when a connector is built, in one sentence that says what to set."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_overlay.config import ConfigError, CpuTierSettings, DiskTierSettings
+from vllm_overlay.connector.compatibility import check_supported
+
+NO_GROUPS: Any = SimpleNamespace(kv_cache_groups=[])
+CPU = CpuTierSettings()
+DISK = DiskTierSettings(root="/tmp/root")
+
+
+def engine(**changes: object) -> Any:
+    """A configuration that is supported, changed by ``section__field``."""
+    config = SimpleNamespace(
+        speculative_config=None,
+        lora_config=None,
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo="sha256"),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    for path, value in changes.items():
+        section, _, name = path.rpartition("__")
+        setattr(getattr(config, section) if section else config, name, value)
+    return config
+
+
+@pytest.mark.parametrize("settings", [CPU, DISK])
+def test_what_is_supported_is_not_refused(settings: CpuTierSettings | DiskTierSettings) -> None:
+    check_supported(engine(), NO_GROUPS, settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speculative_config": object()}, "remove --speculative-config"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "set --pipeline-parallel-size 1"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "set --decode-context-parallel-size 1"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 1"),
+        ({"cache_config__enable_prefix_caching": False}, "set --enable-prefix-caching"),
+        ({"device_config__device_type": "cuda"}, "this engine runs on 'cuda'"),
+    ],
+)
+@pytest.mark.parametrize("settings", [CPU, DISK])
+def test_an_engine_that_is_not_supported_is_refused(
+    changes: dict[str, object], words: str, settings: CpuTierSettings | DiskTierSettings
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check_supported(engine(**changes), NO_GROUPS, settings)
+    assert words in str(refusal.value)
+
+
+def test_keys_seeded_at_random_are_refused_on_disk_and_fine_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded = engine(cache_config__prefix_caching_hash_algo="xxhash")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    check_supported(seeded, NO_GROUPS, CPU)
+    with pytest.raises(ConfigError, match="set PYTHONHASHSEED to a fixed number or use"):
+        check_supported(seeded, NO_GROUPS, DISK)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    check_supported(seeded, NO_GROUPS, DISK)
+
+
+def test_adapters_are_fine_with_both_tiers() -> None:
+    check_supported(engine(lora_config=object()), NO_GROUPS, CPU)
+    check_supported(engine(lora_config=object()), NO_GROUPS, DISK)

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters without vLLM's engine: whose objects a lookup finds, which are stored, and what a digest depends on."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.connector.test_scheduler import NOTHING, Harness
+from vllm_overlay.connector.lora.digests import LoadedAdapters
+from vllm_overlay.connector.lora.keys import AdapterKeys, Adapters
+from vllm_overlay.connector.metadata import AdapterCheck, AdapterWeights, OffloadWorkerMetadata, StoreJob
+from vllm_overlay.connector.metrics import OffloadStats
+from vllm_overlay.connector.worker import OffloadWorker
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.transfer.base import Placement
+
+ONE, OTHER = AdapterWeights(1, b"1" * 32), AdapterWeights(1, b"2" * 32, is_only=False)
+
+
+@pytest.fixture
+def made() -> Harness:
+    return Harness()
+
+
+def known(made: Harness, *loaded: AdapterWeights) -> Harness:
+    """The workers have reported these."""
+    made.idle_step(*loaded)
+    return made
+
+
+# Names.
+
+
+def test_keys_differ_with_the_weights_and_with_the_hash_and_grow_with_the_request() -> None:
+    hashes = [b"a", b"b"]
+    keys, others = AdapterKeys(hashes, b"1" * 32), AdapterKeys(hashes, b"2" * 32)
+    assert len({*hashes, *keys, *others}) == 6
+    hashes.append(b"c")
+    assert (len(keys), keys[-1], keys[1:]) == (3, keys[2], [keys[1], keys[2]])
+    assert tuple(keys) == tuple(AdapterKeys(hashes, b"1" * 32))
+
+
+# What the scheduler's half does.
+
+
+def test_what_one_adapter_has_stored_neither_another_nor_the_base_model_finds(made: Harness) -> None:
+    two = AdapterWeights(2, b"2" * 32)
+    known(made, ONE, two)
+    request = made.request("p", adapter_id=1)
+    assert made.scheduler.lookup(request, 0) == 0
+    assert made.step(request, 140) == 2
+    found = [made.scheduler.lookup(made.request("p", adapter_id=adapter_id), 0) for adapter_id in (0, 1, 2)]
+    assert found == [0, 128, 0]
+    known(made, OTHER)  # other weights under the same id
+    assert made.scheduler.lookup(made.request("p", adapter_id=1), 0) == 0
+    known(made, AdapterWeights(7, ONE.digest))  # the same weights under another id
+    assert made.scheduler.lookup(made.request("p", adapter_id=7), 0) == 128
+
+
+def test_an_unknown_adapter_is_waited_for_during_one_step_only(made: Harness) -> None:
+    first, second = made.request("p", adapter_id=1), made.request("q", adapter_id=1)
+    assert [made.scheduler.lookup(request, 0) for request in (first, second, first)] == [None] * 3
+    made.idle_step()
+    assert [made.scheduler.lookup(request, 0) for request in (first, second)] == [0, 0]
+    assert made.stats.data["counters"]["lookup_limits:adapter"] == 2
+    made.idle_step()
+    assert made.scheduler.lookup(made.request("r", adapter_id=1), 0) == 0
+
+
+def test_an_adapter_loaded_ahead_of_its_requests_is_known_after_that_step(made: Harness) -> None:
+    known(made, ONE)
+    request = made.request("p", adapter_id=1)
+    made.scheduler.lookup(request, 0)
+    made.step(request, 140)
+    anew = Harness()
+    anew.scheduler._tier = made.scheduler._tier  # the scheduler's half after a restart, with what the tier has kept
+    again = anew.request("p", adapter_id=1)
+    assert anew.scheduler.lookup(again, 0) is None
+    anew.idle_step(ONE)
+    assert anew.scheduler.lookup(again, 0) == 128
+
+
+def test_a_request_whose_first_pass_brings_the_adapter_is_stored_from_then_on(made: Harness) -> None:
+    request = made.request("p", adapter_id=1)
+    made.scheduler.lookup(request, 0)
+    made.idle_step()
+    made.scheduler.lookup(request, 0)
+    assert made.step(request, 70, ONE) == 0
+    assert made.step(request, 70) == 2
+    assert made.scheduler.lookup(made.request("p", adapter_id=1), 0) == 128
+
+
+def test_a_request_whose_later_pass_brings_the_adapter_is_not_stored(made: Harness) -> None:
+    request = made.request("p", adapter_id=1)
+    made.scheduler.lookup(request, 0)
+    assert made.step(request, 70) == 0  # its weights could not be read, for one
+    assert made.step(request, 10, ONE) == 0
+    assert made.step(request, 70) == 0
+
+
+def test_a_request_is_stored_no_more_when_its_adapter_changes(made: Harness) -> None:
+    known(made, ONE)
+    request = made.request("p", adapter_id=1)
+    made.scheduler.lookup(request, 0)
+    assert made.step(request, 70, OTHER) == 1
+    assert made.step(request, 70) == 0
+    request.num_computed_tokens = 0  # preempted
+    assert made.scheduler.lookup(request, 0) == 0
+    assert made.step(request, 140) == 2
+
+
+def test_a_local_hit_of_unknown_weights_is_neither_completed_nor_stored(made: Harness) -> None:
+    known(made, OTHER)
+    request = made.request("p", adapter_id=1)
+    made.scheduler.lookup(request, 0)
+    assert made.step(request, 140) == 2
+    with_hit = made.request("p", adapter_id=1)
+    assert made.scheduler.lookup(with_hit, 64) == 0
+    with_hit.num_computed_tokens = 64
+    assert made.step(with_hit, 70) == 0
+    assert made.step(with_hit, 10, OTHER) == 0
+    assert made.stats.data["counters"]["lookup_limits:adapter"] == 1
+    assert made.scheduler.lookup(made.request("p", adapter_id=1), 0) == 128
+
+
+def test_a_local_hit_that_the_lookup_is_not_told_of_is_not_stored(made: Harness) -> None:
+    """vLLM asks from the last whole block, and takes its own partial block when that is longer."""
+    known(made, OTHER)
+    request = made.request("p", adapter_id=1)
+    assert made.scheduler.lookup(request, 0) == 0
+    request.num_computed_tokens = 48
+    assert made.step(request, 92) == 0
+    unknown = made.request("q", adapter_id=2)
+    made.scheduler.lookup(unknown, 0)
+    unknown.num_computed_tokens = 48
+    assert made.step(unknown, 20, AdapterWeights(2, b"2" * 32, is_only=False)) == 0
+    assert made.step(unknown, 72) == 0
+    again = made.request("p", adapter_id=1)
+    assert made.scheduler.lookup(again, 0) == 0
+    assert made.step(again, 140) == 2
+
+
+def test_what_was_restored_here_is_no_such_hit(made: Harness) -> None:
+    known(made, OTHER)
+    request = made.request("p", adapter_id=1)
+    made.scheduler.lookup(request, 0)
+    made.step(request, 140)
+    longer = made.request("p", num_tokens=256, adapter_id=1)
+    assert made.scheduler.lookup(longer, 0) == 128
+    made.scheduler.allocated(longer, [[1, 2, 3, 4]], 128)
+    longer.num_computed_tokens = 128
+    assert made.step(longer, 70) == 1
+
+
+def test_a_local_hit_of_the_only_weights_is_completed(made: Harness) -> None:
+    known(made, ONE)
+    request = made.request("p", adapter_id=1)
+    made.scheduler.lookup(request, 0)
+    made.step(request, 140)
+    longer = made.request("p", num_tokens=256, adapter_id=1)
+    assert made.scheduler.lookup(longer, 64) == 64
+    longer.num_computed_tokens = 64
+    assert made.step(longer, 140) == 1
+
+
+def test_after_a_reset_a_request_whose_adapter_comes_to_be_known_is_not_stored(made: Harness) -> None:
+    request = made.request("p", adapter_id=1)
+    made.scheduler.lookup(request, 0)
+    made.scheduler.clear()
+    assert made.step(request, 140, ONE) == 0
+    assert made.step(request, 50) == 0
+
+
+def test_ranks_must_agree() -> None:
+    adapters = Adapters(world_size=2)
+    one, other = (OffloadWorkerMetadata(adapters=Counter([weights])) for weights in (ONE, OTHER))
+    adapters.learn(one.aggregate(one).adapters)
+    assert adapters.loaded(1) == ONE
+    adapters.learn(one.aggregate(other).adapters)
+    assert adapters.loaded(1) is None
+    adapters.learn(one.aggregate(one).adapters)
+    adapters.learn(one.aggregate(OffloadWorkerMetadata()).adapters)
+    assert adapters.loaded(1) is None
+    unread = OffloadWorkerMetadata(adapters=Counter([AdapterWeights(1, b"")]))
+    adapters.learn(unread.aggregate(unread).adapters)
+    assert adapters.loaded(1) is None
+
+
+def test_a_restored_request_is_checked_in_the_first_pass_that_computes_it_and_only_there(made: Harness) -> None:
+    known(made, ONE)
+    for adapter_id in (0, 1):
+        request = made.request("p", adapter_id=adapter_id)
+        made.scheduler.lookup(request, 0)
+        made.step(request, 140)
+    blocks = [[5, 6, 7, 8]]
+    for name in ("plain", "restored", "preempted", "aborted"):
+        request = made.request("p", adapter_id=0 if name == "plain" else 1)
+        request.request_id = name
+        assert made.scheduler.lookup(request, 0) == 128
+        made.scheduler.allocated(request, blocks, 128)
+    assert len(made.scheduler.begin_step({"p": 1}).loads) == 4
+    made.scheduler.lookup(request_like("preempted", made), 0)
+    made.scheduler.finished("aborted")
+    scheduled = dict.fromkeys(("plain", "restored", "preempted", "aborted"), 1)
+    assert made.scheduler.begin_step(scheduled).checks == (AdapterCheck("restored", ONE, frozenset({5, 6})),)
+    assert made.scheduler.begin_step(scheduled).checks == ()
+
+
+def request_like(name: str, made: Harness) -> Any:
+    request = made.request("p", adapter_id=1)
+    request.request_id = name
+    return request
+
+
+# What the worker's half does.
+
+
+class TierManager:
+    """A byte half that takes every store and finishes it at once."""
+
+    def __init__(self) -> None:
+        self.stored: list[int] = []
+
+    def begin_store(self, ticket: StoreTicket) -> object:
+        return object()
+
+    def submit_store(self, ticket: StoreTicket, buffer: object) -> None:
+        self.stored.append(ticket.ticket)
+
+    def poll(self) -> tuple[list[Any], list[Any]]:
+        return [], []
+
+    def load_pause_s(self) -> float:
+        return 0.0
+
+
+def adapter_model(nudge: float = 0.0, scaling: float = 2.0, part: str = "q_proj", **changes: Any) -> Any:
+    """Looks like vLLM's LoRAModel as it is read from its files."""
+    a, b = torch.ones(8, 16, dtype=torch.bfloat16), torch.zeros(32, 8, dtype=torch.bfloat16)
+    b[31, 7] += nudge
+    layer = SimpleNamespace(rank=8, scaling=scaling, lora_a=a, lora_b=b)
+    return SimpleNamespace(
+        **{"loras": {f"layers.0.{part}": layer}, "modules_to_save": {}, "is_3d_lora_weight": False, **changes}
+    )
+
+
+def named(name: str = "a", path: str = "/a", adapter_id: int = 1) -> Any:
+    return SimpleNamespace(lora_int_id=adapter_id, lora_name=name, lora_path=path)
+
+
+def worker_with(adapters: LoadedAdapters) -> tuple[OffloadWorker, TierManager]:
+    tier = TierManager()
+    transfer: Any = SimpleNamespace(gather=lambda *_: None)
+    byte_half: Any = tier
+    stats = OffloadStats.make("test")
+    return OffloadWorker(transfer, byte_half, adapters, load_timeout_s=5.0, stats=stats), tier
+
+
+def test_a_digest_depends_on_every_weight_on_names_scaling_type_and_settings() -> None:
+    head = SimpleNamespace(weight=torch.ones(2, 2), bias=None)
+    transposed = adapter_model()
+    layer = transposed.loras["layers.0.q_proj"]
+    layer.lora_a = layer.lora_a.reshape(16, 8)
+    in_float = adapter_model()
+    in_float.loras["layers.0.q_proj"].lora_a = torch.ones(8, 16, dtype=torch.float16)
+    models = [
+        adapter_model(), adapter_model(nudge=1.0), adapter_model(scaling=1.0), adapter_model(part="k_proj"),
+        adapter_model(modules_to_save={"score": head}), adapter_model(is_3d_lora_weight=True), transposed, in_float,
+    ]  # fmt: skip
+    adapters, others = LoadedAdapters(), LoadedAdapters("max_lora_rank=64")
+    for adapter_id, model in enumerate(models):
+        adapters.heard(named(adapter_id=adapter_id), model)
+        others.heard(named(adapter_id=adapter_id), model)
+    digests = {weights.digest for weights in (*adapters.weights(), *others.weights())}
+    assert len(digests) == 2 * len(models)
+    adapters.heard(named(adapter_id=99), adapter_model())
+    assert [weights.digest in digests for weights in adapters.weights()] == [True] * (len(models) + 1)
+
+
+def test_news_of_an_adapter_are_told_once_by_each_connector_of_the_process() -> None:
+    adapters = LoadedAdapters()
+    worker, _ = worker_with(adapters)
+    assert worker.take_metadata() is None
+    adapters.heard(named(), adapter_model())
+    (first,) = adapters.weights()
+    told = worker.take_metadata()
+    assert told is not None and told.adapters == Counter([first])
+    adapters.heard(named(), adapter_model())  # evicted and back, or in place and the same
+    assert worker.take_metadata() is None
+    adapters.heard(named("b", "/b", 2), adapter_model(nudge=1.0))
+    told = worker.take_metadata()
+    assert told is not None and {weights.adapter_id for weights in told.adapters} == {2}
+    anew, _ = worker_with(adapters)
+    told = anew.take_metadata()
+    assert told is not None and {weights.adapter_id for weights in told.adapters} == {1, 2}
+
+
+def test_other_weights_of_one_name_and_path_are_told_whatever_their_id() -> None:
+    adapters = LoadedAdapters()
+    adapters.heard(named(), adapter_model())
+    adapters.heard(named(adapter_id=2), adapter_model())
+    assert [weights.is_only for weights in adapters.weights()] == [True, True]
+    adapters.heard(named(adapter_id=3), adapter_model(nudge=1.0))
+    adapters.heard(named(path="/elsewhere", adapter_id=4), adapter_model(nudge=1.0))
+    assert [weights.is_only for weights in adapters.weights()] == [False, False, False, True]
+
+
+def test_an_adapter_that_cannot_be_read_is_unknown_and_raises_nothing() -> None:
+    adapters = LoadedAdapters()
+    odd = adapter_model()
+    odd.loras["layers.0.q_proj"].lora_a = [torch.ones(1)]
+    adapters.heard(named(), odd)
+    assert [weights.digest for weights in adapters.weights()] == [b""]
+
+
+def test_objects_are_stored_only_while_their_weights_are_loaded() -> None:
+    adapters = LoadedAdapters()
+    adapters.heard(named(), adapter_model())
+    (loaded,) = adapters.weights()
+    worker, tier = worker_with(adapters)
+    jobs = tuple(
+        StoreJob(StoreTicket(ticket, ObjectId("f0", b"k"), (), 0, 64, 512, ()), Placement(), weights)
+        for ticket, weights in enumerate((None, loaded, AdapterWeights(1, b"x" * 32), AdapterWeights(2, loaded.digest)))
+    )
+    worker.store(jobs)
+    assert tier.stored == [0, 1]
+    metadata = worker.take_metadata()
+    assert metadata is not None and metadata.failed_stores == {2, 3}
+    adapters.heard(named(adapter_id=2), adapter_model(nudge=1.0))  # of the same name and path
+    worker.store(jobs[1:2])
+    assert tier.stored == [0, 1]
+
+
+def test_blocks_restored_for_other_weights_are_reported_bad_in_that_pass() -> None:
+    adapters = LoadedAdapters()
+    adapters.heard(named(), adapter_model())
+    (loaded,) = adapters.weights()
+    worker, _ = worker_with(adapters)
+    worker.take_metadata()
+    worker.check_adapters((AdapterCheck("good", loaded, frozenset({1, 2})),))
+    assert (worker.take_bad_blocks(), worker.take_metadata()) == (set(), None)
+    adapters.heard(named(), adapter_model(nudge=1.0))
+    worker.check_adapters((AdapterCheck("bad", loaded, frozenset({3, 4})),))
+    assert (worker.take_bad_blocks(), worker.take_bad_blocks()) == ({3, 4}, set())
+    metadata = worker.take_metadata()
+    assert metadata is not None and metadata.failed_loads == {"bad": "adapter"}
+    assert worker.take_finished() == (set(), set())
+    scheduler = Harness().scheduler
+    request = Harness().request("bad", adapter_id=1)
+    scheduler.lookup(request, 0)
+    scheduler.update(NOTHING, metadata)
+    assert scheduler._tracked["bad"].failed_loads == 1

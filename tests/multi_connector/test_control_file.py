@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import os
+
+import pytest
+
+from tests.multi_connector.fakes import child, multi, request
+from vllm_overlay.multi_connector import control_file
+from vllm_overlay.multi_connector.control_file import ControlError, ControlFile, read_switches
+from vllm_overlay.multi_connector.settings import ChildSettings
+
+CONFIGURED = {"cpu": ChildSettings(min_tokens=64), "disk": ChildSettings(load_weight=0.5)}
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    found = []
+    monkeypatch.setattr(control_file.logger, "warning", lambda message, *args: found.append(message % args))
+    return found
+
+
+def write(path, content):
+    """As an operator should: whole, under another name, then renamed."""
+    beside = path.with_suffix(".new")
+    beside.write_text(content if isinstance(content, str) else json.dumps(content))
+    os.replace(beside, path)
+
+
+def test_what_is_named_changes_and_the_rest_is_as_configured():
+    found = read_switches(b'{"disk": {"store": false, "min_tokens": 5}}', CONFIGURED)
+    assert found["cpu"] == CONFIGURED["cpu"]
+    assert found["disk"] == ChildSettings(load_weight=0.5, store=False, min_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "Input data was truncated"),
+        (b"{", "Input data was truncated"),
+        (b"[]", "Expected `object`"),
+        (b'{"cpu": 5}', "Expected `object`"),
+        (b'{"gpu": {}}', "there is no child 'gpu': its children are cpu, disk"),
+        (b'{"cpu": {"promote": true}}', "'promote' of 'cpu' cannot be changed: min_tokens, store, load can"),
+        (b'{"cpu": {"min_tokens": -1}}', "cpu: Expected `int` >= 0"),
+        (b'{"cpu": {"store": 1}}', "cpu: Expected `bool`"),
+        (b'{"cpu": {"min_tokens": true}}', "cpu: Expected `int`"),
+        (b'{"cpu": {"store": "\xff"}}', ""),
+    ],
+)
+def test_content_that_cannot_be_meant_is_refused_with_a_sentence(content, words):
+    with pytest.raises(ControlError) as caught:
+        read_switches(content, CONFIGURED)
+    assert words in str(caught.value)
+
+
+def test_it_is_read_when_it_changes_at_most_once_a_second(tmp_path):
+    path = tmp_path / "switches.json"
+    switches = ControlFile(str(path), CONFIGURED)
+    switches.look(0.0)
+    assert switches.settings == CONFIGURED
+    write(path, {"cpu": {"load": False}})
+    switches.look(0.5)
+    assert switches.settings["cpu"].load
+    switches.look(1.0)
+    assert not switches.settings["cpu"].load
+    write(path, {})
+    switches.look(2.5)
+    assert switches.settings == CONFIGURED
+
+
+def test_bad_content_is_one_warning_and_keeps_the_last_good(tmp_path, warnings):
+    path = tmp_path / "switches.json"
+    switches = ControlFile(str(path), CONFIGURED)
+    write(path, {"cpu": {"load": False}})
+    switches.look(0.0)
+    write(path, "{")
+    for now in (1.0, 2.0, 3.0):
+        switches.look(now)
+    assert not switches.settings["cpu"].load
+    (line,) = warnings
+    assert "the last good switches hold" in line
+
+
+def test_a_file_that_is_removed_gives_back_what_was_configured(tmp_path):
+    path = tmp_path / "switches.json"
+    switches = ControlFile(str(path), CONFIGURED)
+    write(path, {"cpu": {"load": False}})
+    switches.look(0.0)
+    path.unlink()
+    switches.look(1.0)
+    assert switches.settings == CONFIGURED
+
+
+def test_a_path_that_cannot_be_read_is_a_warning(tmp_path, warnings):
+    switches = ControlFile(str(tmp_path), CONFIGURED)
+    switches.look(0.0)
+    assert switches.settings == CONFIGURED and len(warnings) == 1
+
+
+def test_an_operator_stops_loads_from_a_child_and_allows_them_again(tmp_path):
+    path = tmp_path / "switches.json"
+    connector = multi(child("a"), child("b"), control_file=str(path))
+    now = [0.0]
+    connector._scheduler._clock = lambda: now[0]
+    for fake, tokens in zip(connector.sub_connectors, (100, 16), strict=True):
+        fake.answers["get_num_new_matched_tokens"] = (tokens, True)
+    chosen = []
+    for content in ({}, {"a": {"load": False}}, {"a": {"load": True}, "b": {"min_tokens": 17}}, {"a": {"load": False}}):
+        write(path, content)
+        now[0] += 1
+        chosen.append(connector.get_num_new_matched_tokens(request(f"r{now[0]}"), 0)[0])
+    assert chosen == [100, 16, 100, 16]

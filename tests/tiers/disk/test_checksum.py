@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums with a key: what anybody without the key has written or changed is a miss."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.disk.engine import NAMESPACE, OBJECT, Engine, chain, engine, object_files, on_disk, until
+from vllm_overlay.cli import main as cli
+from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.disk.checksum import XXH3, Integrity, integrity_of
+from vllm_overlay.tiers.disk.format import FormatError, ObjectHeader
+from vllm_overlay.tiers.disk.namespace import INTEGRITY, DiskNamespace
+
+
+def make_key(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture
+def key(tmp_path):
+    return make_key(tmp_path / "key", bytes(range(32)))
+
+
+@pytest.fixture
+def other_key(tmp_path):
+    return make_key(tmp_path / "other-key", bytes(range(1, 33)))
+
+
+def keyed_namespace(integrity: Integrity, marks: str) -> DiskNamespace:
+    """As the connector's fingerprint makes it: other names for another key."""
+    return DiskNamespace(marks[0] * 64, marks[1] * 64, {"model": "tiny", INTEGRITY: integrity.name})
+
+
+def forge(path: Path, integrity: Integrity, payload: bytes | None = None) -> None:
+    """Seal the file anew, as somebody would who knows the format and not the key."""
+    raw = path.read_bytes()
+    payload = raw[4096 : 4096 + OBJECT] if payload is None else payload
+    owner = integrity_of(str(path.parents[2].parent / "key"))
+    header = replace(ObjectHeader.decode(raw[:4096], owner), payload_checksum=integrity.checksum_of([payload]))
+    path.write_bytes(header.encode(integrity) + payload + raw[4096 + OBJECT :])
+
+
+def evil(path: Path) -> bytes:
+    return bytes(byte ^ 1 for byte in path.read_bytes()[4096 : 4096 + OBJECT])
+
+
+# Files.
+
+
+def test_objects_written_with_a_key_are_read_with_it_and_found_after_a_restart(tmp_path, key):
+    with engine(tmp_path / "root", integrity_key_file=key) as made:
+        made.store(chain("p", 3))
+        assert made.reasons(chain("p", 3)) == [""] * 4
+        assert {path.read_bytes()[56] for path in object_files(made.root)} == {2}
+    with engine(tmp_path / "root", integrity_key_file=key) as again:
+        again.recovered()
+        assert again.coverage(chain("p", 3)) == [True] * 4
+        assert again.reasons(chain("p", 3)) == [""] * 4
+
+
+def test_a_forged_object_with_a_fitting_checksum_is_a_miss_and_is_removed(tmp_path, key, other_key):
+    with engine(tmp_path / "root", integrity_key_file=key) as made:
+        for name, integrity in (("plain", XXH3), ("another key", integrity_of(other_key))):
+            planned = chain(name, 1)[0]
+            made.store([planned])
+            forge(made.path(planned), integrity, evil(made.path(planned)))
+            (result,) = made.fetch([planned])
+            assert (result.reason, result.is_bad) == ("header", True)
+            assert not made.path(planned).exists()
+
+
+def test_without_a_key_the_same_forgery_is_loaded(tmp_path):
+    """Why there is a key: whoever knows the format can write what XXH3 takes."""
+    planned = chain("p", 1)[0]
+    with engine(tmp_path / "root") as made:
+        made.store([planned])
+        path = made.path(planned)
+        raw, payload = path.read_bytes(), evil(path)
+        header = replace(ObjectHeader.decode(raw[:4096]), payload_checksum=XXH3.checksum_of([payload]))
+        path.write_bytes(header.encode() + payload + raw[4096 + OBJECT :])
+        with pytest.raises(AssertionError):  # fetch compares the bytes with those that were stored
+            made.fetch([planned])
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_without_the_key_or_with_another_nothing_is_loaded_or_recovered(tmp_path, key, other_key, has_key):
+    with engine(tmp_path / "root", integrity_key_file=key) as made:
+        made.store(chain("p", 2))
+    with engine(tmp_path / "root", integrity_key_file=other_key if has_key else "") as again:
+        again.recovered()
+        assert again.coverage(chain("p", 2)) == [False] * 3
+        assert set(again.reasons(chain("p", 2))) <= {"header", "missing"}
+
+
+def test_a_payload_or_padding_changed_under_a_good_header_is_a_miss(tmp_path, key):
+    with engine(tmp_path / "root", integrity_key_file=key) as made:
+        objects = chain("p", 3)[:3]
+        made.store(objects)
+        for planned, offset in zip(objects, (4096, 4096 + OBJECT - 1, 4096 + OBJECT), strict=True):
+            raw = bytearray(made.path(planned).read_bytes())
+            raw[offset] ^= 1
+            made.path(planned).write_bytes(raw)
+        assert made.reasons(objects) == ["checksum"] * 3
+
+
+def test_files_of_another_place_do_not_pass_though_their_seal_is_good(tmp_path, key):
+    with engine(tmp_path / "root", integrity_key_file=key) as made:
+        one, two = chain("p", 2)[:2]
+        made.store([one, two])
+        os.replace(made.path(one), made.path(two))
+        assert made.reasons([two]) == ["header"]
+
+
+def test_a_rotated_key_is_a_new_namespace_and_the_old_one_goes_when_room_is_needed(tmp_path, key, other_key):
+    old, new = (keyed_namespace(integrity_of(path), mark) for path, mark in ((key, "ab"), (other_key, "cd")))
+    with engine(tmp_path / "root", namespace=old, integrity_key_file=key) as made:
+        made.store(chain("p", 4))
+        kept = [made.path(planned) for planned in chain("p", 4)[:4]]
+    with engine(tmp_path / "root", namespace=new, integrity_key_file=other_key, capacity_bytes=12 * on_disk()) as again:
+        again.recovered()
+        assert all(path.exists() for path in kept)
+        again.store(chain("q", 8))
+        until(lambda: not any(path.exists() for path in kept))
+
+
+def test_every_flipped_byte_of_a_keyed_header_is_refused(key):
+    integrity = integrity_of(key)
+    header = ObjectHeader(bytes(32), chain("p", 2)[1].object_id, (), 0, 64, 10, 0, 1, 7, b"c" * 32)
+    page = header.encode(integrity)
+    assert ObjectHeader.decode(page, integrity) == header
+    for place in range(len(page)):
+        flipped = bytearray(page)
+        flipped[place] ^= 1
+        with pytest.raises(FormatError):
+            ObjectHeader.decode(bytes(flipped), integrity)
+
+
+# The key's file.
+
+
+def test_the_name_of_a_key_differs_and_does_not_hold_it(key, other_key):
+    one, other = integrity_of(key), integrity_of(other_key)
+    assert one == integrity_of(key)
+    assert len({one.name, other.name, XXH3.name}) == 3
+    assert one.key.hex() not in repr(one)
+    assert bytes(range(32)) != one.key
+
+
+def test_a_link_to_a_key_is_followed(tmp_path, key):
+    (tmp_path / "link").symlink_to(key)
+    assert integrity_of(str(tmp_path / "link")) == integrity_of(key)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "mode", "words"),
+    [
+        (31, 0o600, "holds 31 bytes: create it with 32 random ones"),
+        (70_000, 0o600, "holds too many bytes"),
+        (32, 0o640, "has mode 0640, .* set its mode to 0600"),
+        (32, 0o604, "set its mode to 0600"),
+    ],
+)
+def test_a_key_that_is_short_or_not_private_is_refused_with_what_to_do(tmp_path, num_bytes, mode, words):
+    path = make_key(tmp_path / "key", bytes(num_bytes))
+    os.chmod(path, mode)
+    with pytest.raises(ConfigError, match=words):
+        integrity_of(path)
+
+
+def test_a_missing_key_a_directory_and_a_pipe_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"No such file.* head -c 32 /dev/urandom"):
+        integrity_of(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="integrity_key_file"):
+        integrity_of(str(tmp_path))
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigError, match="no regular file"):
+        integrity_of(str(tmp_path / "pipe"))
+
+
+def test_a_key_of_another_user_is_refused(key, monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    os.chown(key, 54321, -1) if os.getuid() == 0 else monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        integrity_of(key)
+
+
+def test_a_refused_key_refuses_the_tier(tmp_path):
+    with pytest.raises(ConfigError, match="integrity_key_file"):
+        Engine(tmp_path / "root", integrity_key_file=str(tmp_path / "none"))
+
+
+# Tools.
+
+
+@pytest.fixture
+def roots(tmp_path, key):
+    """One root with a keyed namespace and a plain one."""
+    with engine(tmp_path / "root", namespace=keyed_namespace(integrity_of(key), "ab"), integrity_key_file=key) as made:
+        made.store(chain("p", 3))
+    plain = DiskNamespace("c" * 64, "d" * 64, NAMESPACE.description)
+    with engine(tmp_path / "root", namespace=plain) as other:
+        other.store(chain("q", 2))
+    return made, other
+
+
+def run(capsys, *arguments):
+    capsys.readouterr()
+    status = cli.main([*map(str, arguments), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_fsck_verifies_with_the_key_and_without_it_touches_nothing(roots, key, other_key, capsys):
+    made, _ = roots
+    status, report = run(capsys, "fsck", made.root, "--integrity-key-file", key)
+    assert (status, report["num_objects"], report["findings"]) == (0, 4 + 3, [])
+    files = object_files(made.root)
+    for options in ([], ["--integrity-key-file", other_key]):
+        status, report = run(capsys, "fsck", made.root, "--repair", *options)
+        assert (status, report["num_objects"]) == (0, 3)
+        assert [(note["what"], note["is_problem"]) for note in report["findings"]] == [("key", False)] * 2
+        assert object_files(made.root) == files
+
+
+def test_fsck_finds_a_forgery_and_repair_removes_it(roots, key, other_key, capsys):
+    made, _ = roots
+    paths = [made.path(planned) for planned in chain("p", 3)[1:3]]
+    for path, integrity in zip(paths, (XXH3, integrity_of(other_key)), strict=True):
+        forge(path, integrity)
+    status, report = run(capsys, "fsck", made.root, "--integrity-key-file", key, "--repair")
+    assert status == 0
+    assert [found["what"] for found in report["findings"] if found["is_problem"]] == [
+        "header", "header", "unreachable"
+    ]  # fmt: skip
+    assert not any(path.exists() for path in paths)
+
+
+def test_fsck_tries_both_where_no_words_say_what_a_namespace_needs(roots, key, capsys):
+    made, _ = roots
+    for path in made.root.glob("*/namespace.json"):
+        path.unlink()
+    status, report = run(capsys, "fsck", made.root, "--integrity-key-file", key)
+    assert (status, report["num_objects"]) == (0, 7)
+
+
+def test_stats_tell_keys_apart(roots, key, capsys):
+    made, _ = roots
+    _, report = run(capsys, "stats", made.root)
+    assert {summary["integrity"] for summary in report["namespaces"]} == {integrity_of(key).name, ""}
+    capsys.readouterr()
+    cli.main(["stats", str(made.root), "--integrity-key-file", key])
+    assert "checksums with the given key" in capsys.readouterr().out
+
+
+def test_gc_takes_leaves_first_with_the_key(roots, key, capsys):
+    made, other = roots
+    for path in object_files(other.root):
+        if "c" * 64 in str(path) or "d" * 64 in str(path):
+            path.unlink()
+    for age, planned in enumerate(chain("p", 3)):
+        os.utime(made.path(planned), (1000 + age,) * 2)  # the leaf is the youngest
+    limit = 3 * on_disk()
+    _, report = run(capsys, "gc", made.root, "--max-bytes", limit, "--integrity-key-file", key)
+    assert report["removed_files"] == 1
+    assert not made.path(chain("p", 3)[3]).exists()
+
+
+def test_a_tool_refuses_a_key_that_it_cannot_use(roots, tmp_path, capsys):
+    for command in (["stats"], ["fsck"], ["gc", "--max-bytes", "0"]):
+        status = cli.main([command[0], str(roots[0].root), *command[1:], "--integrity-key-file", str(tmp_path / "no")])
+        assert status == 2
+        assert "integrity_key_file" in capsys.readouterr().err

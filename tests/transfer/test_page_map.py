@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A page map is believed only when vLLM's own cache write agrees with it."""
+
+import pytest
+import torch
+
+from vllm_overlay.transfer.page_map import Packing, find_page_map, known_page_maps
+
+BLOCK, HEADS, SIZE = 96, 2, 64
+
+pytestmark = pytest.mark.processor
+needs_amx = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="vLLM's AMX kernels refuse to run: this processor has no AMX tiles"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    platforms = pytest.importorskip("vllm.platforms")
+    if not platforms.current_platform.is_cpu():
+        pytest.skip("the operators under test are vLLM's for the CPU")
+    platforms.current_platform.import_kernels()
+
+
+def vllm_write(isa: str):
+    """vLLM's cache write as its CPU backend calls it."""
+    from vllm._custom_ops import cpu_attn_reshape_and_cache
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        blocks, heads, tokens, width = cache.shape
+        key_cache, value_cache = cache.view(blocks, heads, 2 * tokens, width // 2).chunk(2, dim=2)
+        cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
+
+    return write
+
+
+def cache(dtype: torch.dtype = torch.bfloat16, block_size: int = BLOCK) -> torch.Tensor:
+    return torch.zeros((4, HEADS, block_size, 2 * SIZE), dtype=dtype)
+
+
+def map_write(page_map):
+    """A cache write that obeys a map."""
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        for packing, tokens in ((page_map.keys, keys), (page_map.values, values)):
+            view = packing.view(cache, SIZE)
+            blocks = tokens.view(-1, *view.shape[1:])
+            view[slots[:: cache.shape[2]] // cache.shape[2]] = blocks
+
+    return write
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("isa", ["vec", "vec16"])
+def test_the_vector_kernels_keep_keys_column_major(isa: str, dtype: torch.dtype) -> None:
+    found = find_page_map(cache(dtype), vllm_write(isa))
+    assert found is not None
+    assert found.name == "column_keys"
+
+
+@needs_amx
+def test_the_amx_kernels_keep_tiles() -> None:
+    found = find_page_map(cache(), vllm_write("amx"))
+    assert found is not None
+    assert found.name == "amx_tiles"
+    assert found.token_unit == 16
+
+
+@pytest.mark.parametrize("page_map", known_page_maps(BLOCK, SIZE), ids=lambda page_map: page_map.name)
+def test_every_known_map_finds_itself(page_map) -> None:
+    assert find_page_map(cache(), map_write(page_map)) == page_map
+
+
+@pytest.mark.parametrize("isa", ["vec", pytest.param("amx", marks=needs_amx)])
+def test_the_real_geometry_is_found(isa: str) -> None:
+    found = find_page_map(torch.zeros((2, 2, 1056, 512), dtype=torch.bfloat16), vllm_write(isa))
+    assert found in known_page_maps(1056, 256)
+
+
+def test_the_cache_itself_is_not_written() -> None:
+    real = torch.full((4, HEADS, BLOCK, 2 * SIZE), 3.0, dtype=torch.bfloat16)
+    find_page_map(real, vllm_write("vec"))
+    assert (real == 3.0).all()
+
+
+def scrambled(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Two tokens of each block change places."""
+    vllm_write("vec")(keys, values, cache, slots.view(-1, BLOCK).roll(1, dims=1).flatten())
+
+
+def values_only(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    vllm_write("vec")(torch.zeros_like(keys), values, cache, slots)
+
+
+def keys_only(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    vllm_write("vec")(keys, torch.zeros_like(values), cache, slots)
+
+
+def wrong_block(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    vllm_write("vec")(keys, values, cache, slots - BLOCK)
+
+
+@pytest.mark.parametrize("write", [scrambled, keys_only, values_only, wrong_block])
+def test_what_no_map_explains_has_none(write) -> None:
+    assert find_page_map(cache(), write) is None
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        torch.zeros((4, 100)),
+        torch.zeros((4, 2, 96, 128), dtype=torch.uint8),
+        torch.zeros((4, 2, 96, 127), dtype=torch.bfloat16),
+    ],
+)
+def test_caches_of_another_kind_are_not_even_tried(strange: torch.Tensor) -> None:
+    def never(*_: torch.Tensor) -> None:
+        raise AssertionError("the write must not be called")
+
+    assert find_page_map(strange, never) is None
+
+
+def test_amx_maps_need_whole_tiles() -> None:
+    assert "amx_tiles" not in [page_map.name for page_map in known_page_maps(48, 64)]
+
+
+def test_a_packing_names_elements_by_its_formula() -> None:
+    packing = Packing(3, 40, 10, token_inner=2, inner_token_stride=1, dim_inner=2, inner_dim_stride=4)
+    page = torch.arange(200, dtype=torch.float32).view(1, 1, 4, 50)
+    view = packing.view(page, 6).reshape(4, 6)
+    for token in range(4):
+        for dim in range(6):
+            assert view[token, dim] == 3 + token // 2 * 40 + token % 2 + dim // 2 * 10 + dim % 2 * 4

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why something was limited, dropped or failed: every value of the metric label ``reason`` but the names of hooks.
+
+docs/metrics.md lists them by metric; tests/test_metrics.py holds that page and the code to the sets below.
+"""
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """A metric label. What a reason is said of decides what it means: see the sets below."""
+
+    # What kept a restore point from being higher.
+    NONE = "none"
+    """The prompt has no whole match unit below its last token."""
+    PROMPT_END = "prompt_end"
+    """Nothing: it is the last match unit below the prompt's last token."""
+    GRANULARITY = "granularity"
+    """Nothing is missing, but restore points are so coarse that a match unit or more is recomputed."""
+    ATTENTION = "attention"
+    """A full-attention group has no more chunks of this prompt."""
+    STATE = "state"
+    """Attention reaches further, but no snapshot does."""
+    WINDOW = "window"
+    """A snapshot or attention reaches further, but a chunk of a sliding window there is missing."""
+
+    # The request or its adapter.
+    ADAPTER = "adapter"
+    """The LoRA adapter is not known to all ranks, or is not the one that the object was named by."""
+    NOT_PLANNED = "not_planned"
+    """A load was promised, and its objects were gone when it was allocated."""
+
+    # Room.
+    NO_ROOM = "no_room"
+    """The tier could make no room, or may not write so much now."""
+    STAGING_FULL = "staging_full"
+    """A rank had no host memory for it within the pass."""
+    TRANSFER_FULL = "transfer_full"
+    """The device ring had no room for it within the pass."""
+    NO_LEASE = "no_lease"
+    """The bytes that the scheduler set aside were gone when the file was ready."""
+    TOO_LARGE = "too_large"
+    """An object is larger than the staging memory can ever hold."""
+
+    # The disk, or whatever the tier stores on.
+    NO_SPACE = "no_space"
+    """The file system is full, or its quota is."""
+    IO_ERROR = "io_error"
+    """The operating system reported an error."""
+    BREAKER = "breaker"
+    """The circuit breaker is open: so many attempts have failed that none is made now."""
+
+    # The object.
+    MISSING = "missing"
+    """Its file is gone."""
+    HEADER = "header"
+    """Its file's header does not verify, or is another object's."""
+    SIZE = "size"
+    """Its file has another size than its header says."""
+    CHECKSUM = "checksum"
+    """Its bytes do not verify."""
+    GENERATION = "generation"
+    """Its memory has been given to another object."""
+
+    # Time, and faults of our own.
+    TIMEOUT = "timeout"
+    """It took longer than ``load_timeout_s``."""
+    NOT_REPORTED = "not_reported"
+    """A rank did not report it within ``report_timeout_s``."""
+    CLOSED = "closed"
+    """The engine is shutting down."""
+    TRANSFER_ERROR = "transfer_error"
+    """The copy between the KV cache and host memory failed."""
+    HOOK_ERROR = "hook_error"
+    """An unexpected exception in a hook; ``vllm:hybrid_offload_hook_errors`` names the hook."""
+    ERROR = "error"
+    """An unexpected exception in a thread of the tier; the log has it."""
+
+
+LOOKUP_LIMITS = frozenset(
+    {
+        Reason.NONE, Reason.PROMPT_END, Reason.GRANULARITY, Reason.ATTENTION, Reason.STATE, Reason.WINDOW,
+        Reason.ADAPTER, Reason.BREAKER,
+    }
+)  # fmt: skip
+"""What ``vllm:hybrid_offload_lookup_limits`` says."""
+
+DROPPED_STORES = frozenset(
+    {
+        Reason.NO_ROOM, Reason.STAGING_FULL, Reason.TRANSFER_FULL, Reason.TRANSFER_ERROR, Reason.NO_LEASE,
+        Reason.NO_SPACE, Reason.IO_ERROR, Reason.BREAKER, Reason.ADAPTER, Reason.NOT_REPORTED, Reason.CLOSED,
+        Reason.HOOK_ERROR, Reason.ERROR,
+    }
+)  # fmt: skip
+"""What ``vllm:hybrid_offload_dropped_stores`` says."""
+
+FAILED_LOADS = frozenset(
+    {
+        Reason.NOT_PLANNED, Reason.MISSING, Reason.HEADER, Reason.SIZE, Reason.CHECKSUM, Reason.GENERATION,
+        Reason.TOO_LARGE, Reason.IO_ERROR, Reason.BREAKER, Reason.ADAPTER, Reason.TIMEOUT, Reason.NOT_REPORTED,
+        Reason.CLOSED, Reason.TRANSFER_ERROR, Reason.HOOK_ERROR, Reason.ERROR,
+    }
+)  # fmt: skip
+"""What ``vllm:hybrid_offload_failed_loads`` says."""

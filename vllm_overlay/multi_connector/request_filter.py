@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests one child sees. A child stores what it sees scheduled, so what it must not store it does not see.
+
+- A *stranger* was there before the child's present instance. The instance has never heard of it and never does.
+- A request *without work* was announced to the child and looked up in it, but never gets blocks or steps there: to the
+  child it is a request that waits and is then aborted. So it is for a child whose ``store`` is off, and, with
+  ``promote`` off, for requests that another child loads.
+
+Either lasts until the request is finished: a child cannot take up a request in the middle.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
+
+Value = TypeVar("Value")
+
+
+class RequestFilter:
+    """One child's. All ids are request ids."""
+
+    def __init__(self) -> None:
+        self._strangers: set[str] = set()
+        self._without_work: set[str] = set()
+        self._after_this_step: set[str] = set()
+        self._leaving: set[str] = set()
+
+    def begin_anew(self, living: Iterable[str]) -> None:
+        """A new instance, which knows none of the requests that live now."""
+        self._strangers = set(living)
+        for table in (self._without_work, self._after_this_step, self._leaving):
+            table.clear()
+
+    def add_stranger(self, request_id: str) -> None:
+        """A request that came while no instance was in service."""
+        self._strangers.add(request_id)
+
+    def knows(self, request_id: str) -> bool:
+        return request_id not in self._strangers
+
+    def works_on(self, request_id: str) -> bool:
+        return request_id not in self._strangers and request_id not in self._without_work
+
+    def give_no_work(self, request_id: str) -> None:
+        self._without_work.add(request_id)
+
+    def give_no_work_after_this_step(self, request_id: str) -> None:
+        """It loads the request, so it has to see the step that tells it to, and no more."""
+        self._after_this_step.add(request_id)
+
+    def finished(self, request_id: str) -> None:
+        """A stranger is one until the next step's plan, which names the finished requests."""
+        self._without_work.discard(request_id)
+        self._after_this_step.discard(request_id)
+        if request_id in self._strangers:
+            self._leaving.add(request_id)
+
+    @property
+    def tracked(self) -> int:
+        """Entries in its tables."""
+        return len(self._strangers) + len(self._without_work) + len(self._after_this_step)
+
+    def view(self, output: "SchedulerOutput") -> "SchedulerOutput":
+        """``output`` without what the child must not see; ``output`` itself when that is nothing."""
+        hidden = self._strangers | self._without_work
+        return _without(output, hidden, self._strangers) if hidden else output
+
+    def step_is_planned(self) -> None:
+        """The child has built its metadata for this step."""
+        self._without_work |= self._after_this_step
+        self._after_this_step.clear()
+        self._strangers -= self._leaving
+        self._leaving.clear()
+
+
+def _without(output: "SchedulerOutput", hidden: set[str], strangers: set[str]) -> "SchedulerOutput":
+    scheduled = {r: number for r, number in output.num_scheduled_tokens.items() if r not in hidden}
+    return dataclasses.replace(
+        output,
+        scheduled_new_reqs=[request for request in output.scheduled_new_reqs if request.req_id not in hidden],
+        scheduled_cached_reqs=_cached_without(output.scheduled_cached_reqs, hidden),
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens=_dict_without(output.scheduled_spec_decode_tokens, hidden),
+        scheduled_encoder_inputs=_dict_without(output.scheduled_encoder_inputs, hidden),
+        finished_req_ids=output.finished_req_ids - strangers,
+        preempted_req_ids=None if output.preempted_req_ids is None else output.preempted_req_ids - hidden,
+        kv_connector_block_state=_state_without(output.kv_connector_block_state, hidden),
+    )
+
+
+def _dict_without(of: dict[str, Value], hidden: set[str]) -> dict[str, Value]:
+    return {request_id: value for request_id, value in of.items() if request_id not in hidden}
+
+
+def _cached_without(cached: "CachedRequestData", hidden: set[str]) -> "CachedRequestData":
+    kept = [i for i, request_id in enumerate(cached.req_ids) if request_id not in hidden]
+    return dataclasses.replace(
+        cached,
+        req_ids=[cached.req_ids[i] for i in kept],
+        resumed_req_ids=cached.resumed_req_ids - hidden,
+        # Empty without pipeline parallelism.
+        new_token_ids=[cached.new_token_ids[i] for i in kept] if cached.new_token_ids else [],
+        all_token_ids=_dict_without(cached.all_token_ids, hidden),
+        new_block_ids=[cached.new_block_ids[i] for i in kept],
+        num_computed_tokens=[cached.num_computed_tokens[i] for i in kept],
+        num_output_tokens=[cached.num_output_tokens[i] for i in kept],
+    )
+
+
+def _state_without(state: "KVConnectorBlockState | None", hidden: set[str]) -> "KVConnectorBlockState | None":
+    if state is None:
+        return None
+    return dataclasses.replace(
+        state,
+        req_ids=state.req_ids - hidden,
+        boundary_state_offloads=_dict_without(state.boundary_state_offloads, hidden),
+    )

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process holds of a root while it serves, all of it by locks: a lease's slot, and its namespaces."""
+
+import logging
+import os
+
+from vllm_overlay.common.file_lock import is_in_place, lock
+from vllm_overlay.tiers.disk.device import Device, make_directory, open_root
+from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.manifest import write_manifest
+from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.root import in_use_path
+
+logger = logging.getLogger(__name__)
+
+
+class Membership:
+    """Called in the reclaimer's thread; every method may wait for the disk and raises OSError."""
+
+    def __init__(self, root: str, ledger: Ledger, device: Device) -> None:
+        self._root = root
+        self._ledger = ledger
+        self._device = device
+        self._slot_fd = -1
+        self._held: dict[str, int] = {}
+        self.slot: int | None = None
+        self.namespace: DiskNamespace | None = None
+        self._described: DiskNamespace | None = None
+
+    def take(self, namespace: DiskNamespace) -> None:
+        """Lock everything anew, under a root that is made if it is not there. Raises ConfigError like ``open_root``."""
+        self.let_go()
+        open_root(self._device, self._root)
+        self.serve(namespace)
+        self.slot, self._slot_fd = self._ledger.claim_slot()
+
+    def serve(self, namespace: DiskNamespace) -> None:
+        """Tell the others that these directories are in use, and no longer those served before."""
+        before, self._held = self._held, {}
+        try:
+            for fingerprint in namespace.fingerprints:
+                directory = os.path.join(self._root, fingerprint)
+                make_directory(self._device, directory)
+                path = in_use_path(self._root, fingerprint)
+                make_directory(self._device, os.path.dirname(path))
+                self._held[path] = lock(path, shared=True)
+            self.namespace = namespace
+        finally:
+            for fd in before.values():
+                os.close(fd)
+
+    def describe(self) -> None:
+        """Write the words of what is served, once. Nobody who serves waits for them."""
+        if self.namespace is not None and self._described is not self.namespace:
+            self._described = self.namespace
+            for fingerprint in self.namespace.fingerprints:
+                write_manifest(self._device, os.path.join(self._root, fingerprint), self.namespace, fingerprint)
+
+    def is_lost(self) -> bool:
+        """Whether something we keep locked is not there any more: the root was removed, replaced or unmounted."""
+        if self.slot is None:
+            return False
+        held = {**self._held, self._ledger.path_of_slot(self.slot): self._slot_fd}
+        return not all(is_in_place(path, fd) for path, fd in held.items())
+
+    def let_go(self) -> None:
+        """The others may take our lease and remove our objects from now on."""
+        self.stop_serving()
+        if self.slot is not None:
+            os.close(self._slot_fd)
+            self.slot = None
+
+    def stop_serving(self) -> None:
+        while self._held:
+            os.close(self._held.popitem()[1])
+        self.namespace = self._described = None

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One object's file: written beside its place, read and verified whole."""
+
+import errno
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from vllm_overlay.common.reasons import Reason
+from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.device import Device, make_directory, read_all, remove_quietly, write_all
+from vllm_overlay.tiers.disk.format import (
+    HEADER_BYTES,
+    FormatError,
+    Identity,
+    ObjectHeader,
+    file_bytes,
+    padded_bytes,
+)
+from vllm_overlay.tiers.memory import Bytes, HostBuffer
+
+_PIECE_BYTES = 1 << 20
+_own = threading.local()
+_OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EINVAL})
+"""Of this process, or of how it asked (EINVAL: O_DIRECT where there is none now); no file is removed for it."""
+
+
+def _page() -> memoryview:
+    """An aligned header page, this thread's own: what it held before means nothing."""
+    if not hasattr(_own, "page"):
+        _own.page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+    page: memoryview = _own.page
+    return page
+
+
+class BadObject(Exception):
+    """The object cannot be loaded. ``reason`` is a metric label; ``is_bad`` says whether the file is to blame."""
+
+    def __init__(self, reason: Reason, is_bad: bool = True) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.is_bad = is_bad
+
+
+def _views(buffer: HostBuffer) -> list[memoryview]:
+    return [segment.data for segment in buffer.segments()]
+
+
+def payload_checksum(buffer: HostBuffer, integrity: Integrity = XXH3) -> bytes:
+    """The checksum of the object's bytes, wherever they lie."""
+    return integrity.checksum_of(_views(buffer))
+
+
+def _with_padding(buffer: HostBuffer) -> tuple[list[memoryview], Bytes]:
+    """The payload's views, the last one grown to whole pages, and the view of the padding alone.
+
+    The padding lies in the last unit when that has room, else in memory of its own.
+    """
+    segments = _views(buffer)
+    padding_bytes = padded_bytes(buffer.num_bytes) - buffer.num_bytes
+    last = len(segments[-1])
+    row = buffer.array[buffer.units[-1]]
+    if last + padding_bytes <= row.size:
+        return [*segments[:-1], row[: last + padding_bytes].data], row[last : last + padding_bytes]
+    padding: Bytes = np.zeros(padding_bytes, dtype=np.uint8)
+    return [*segments, padding.data], padding
+
+
+def write_object(
+    device: Device,
+    path: str,
+    header: ObjectHeader,
+    buffer: HostBuffer,
+    direct: bool,
+    integrity: Integrity = XXH3,
+    is_spare: bool = False,
+) -> None:
+    """Write the object to ``path``, a temporary: over what is there if that is a spare of its size, else to a new file.
+
+    Called by a write thread. Creates directories as needed. Raises OSError; removing what was written is the caller's.
+    """
+    segments, padding = _with_padding(buffer)
+    padding[:] = 0
+    page = _page()
+    page[:] = header.encode(integrity)
+    flags = os.O_DIRECT if direct else 0
+    fd = _open_spare(device, path, flags, file_bytes(header.payload_bytes)) if is_spare else None
+    if fd is None:
+        fd = _create(device, path, flags)
+    try:
+        write_all(device, fd, [page, *segments])
+    finally:
+        device.close(fd)
+
+
+def _open_spare(device: Device, path: str, flags: int, num_bytes: int) -> int | None:
+    """The descriptor of a file that can be written over from end to end; None, and no such file, when it cannot."""
+    fd = None
+    try:
+        fd = device.open(path, os.O_WRONLY | os.O_NONBLOCK | flags)
+        found = device.fstat(fd)
+        if found.st_size == num_bytes and found.st_nlink == 1:  # so it is no pipe or device
+            return fd
+    except OSError:  # a new file will do, or say what is wrong with the disk
+        pass
+    if fd is not None:
+        device.close(fd)
+    remove_quietly(device, path)
+    return None
+
+
+def _create(device: Device, path: str, flags: int) -> int:
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return device.open(path, flags)
+    except FileNotFoundError:
+        make_directory(device, os.path.dirname(path))
+        return device.open(path, flags)
+
+
+def _open_checked(device: Device, path: str, flags: int) -> tuple[int, int]:
+    """The descriptor and size of a regular file. O_NONBLOCK: a pipe in its place must not hold the thread."""
+    try:
+        fd = device.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    except FileNotFoundError as error:
+        raise BadObject(Reason.MISSING) from error
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BadObject(Reason.HEADER) from error
+        raise
+    try:
+        found = device.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise BadObject(Reason.HEADER)
+    except BaseException:
+        device.close(fd)
+        raise
+    return fd, found.st_size
+
+
+def _io_error(error: OSError) -> BadObject:
+    return BadObject(Reason.IO_ERROR, is_bad=error.errno not in _OWN_TROUBLE)
+
+
+def read_header(device: Device, path: str, integrity: Integrity = XXH3) -> ObjectHeader:
+    """The verified header of a file of the size it says. Called by the recovery thread; raises BadObject."""
+    page = _page()
+    try:
+        fd, size = _open_checked(device, path, 0)
+        try:
+            if not read_all(device, fd, [page]):
+                raise BadObject(Reason.SIZE)
+        finally:
+            device.close(fd)
+    except OSError as error:
+        raise _io_error(error) from error
+    header = _decode(page, integrity)
+    if size != file_bytes(header.payload_bytes):
+        raise BadObject(Reason.SIZE)
+    return header
+
+
+def _decode(page: memoryview, integrity: Integrity) -> ObjectHeader:
+    try:
+        return ObjectHeader.decode(bytes(page), integrity)
+    except FormatError as error:
+        raise BadObject(Reason.HEADER) from error
+
+
+def read_object(
+    device: Device, path: str, identity: Identity, buffer: HostBuffer, direct: bool, integrity: Integrity = XXH3
+) -> None:
+    """Fill ``buffer`` with the object of ``identity`` and verify every byte of its file.
+
+    Called by a read thread. Raises BadObject, and the buffer's bytes mean nothing then.
+    """
+    segments, padding = _with_padding(buffer)
+    page = _page()
+    try:
+        fd, size = _open_checked(device, path, os.O_DIRECT if direct else 0)
+        try:
+            if size != file_bytes(identity.payload_bytes) or not read_all(device, fd, [page, *segments]):
+                raise BadObject(Reason.SIZE)
+        finally:
+            device.close(fd)
+    except OSError as error:
+        raise _io_error(error) from error
+    header = _decode(page, integrity)
+    if header.identity != identity:
+        raise BadObject(Reason.HEADER)
+    if not integrity.verify(header.payload_checksum, _views(buffer)) or padding.any():
+        raise BadObject(Reason.CHECKSUM)
+
+
+def verify_file(
+    device: Device,
+    path: str,
+    on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    integrity: Integrity = XXH3,
+) -> ObjectHeader:
+    """The header of a file of which every byte verifies, whoever's it is. Reads in pieces; raises BadObject.
+
+    For tools: it goes through the page cache and leaves nothing in it. ``on_bytes`` hears of each piece that was read.
+    """
+    try:
+        fd, size = _open_checked(device, path, 0)
+        try:
+            header = _verify(device, fd, size, on_bytes, integrity)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            device.close(fd)
+    except OSError as error:
+        raise _io_error(error) from error
+    return header
+
+
+def _verify(device: Device, fd: int, size: int, on_bytes: Callable[[int], None], integrity: Integrity) -> ObjectHeader:
+    page = _page()
+    if not read_all(device, fd, [page]):
+        raise BadObject(Reason.SIZE)
+    header = _decode(page, integrity)
+    if size != file_bytes(header.payload_bytes):
+        raise BadObject(Reason.SIZE)
+    piece = memoryview(bytearray(min(size, _PIECE_BYTES)))
+    digest = integrity.new_digest()
+    done = HEADER_BYTES
+    payload_end = HEADER_BYTES + header.payload_bytes
+    while done < size:
+        count = device.preadv(fd, [piece], done)
+        if count <= 0:
+            raise BadObject(Reason.SIZE)
+        payload = min(count, max(0, payload_end - done))
+        digest.update(piece[:payload])
+        if any(piece[payload:count]):
+            raise BadObject(Reason.CHECKSUM)
+        done += count
+        on_bytes(count)
+    if digest.digest() != header.payload_checksum:
+        raise BadObject(Reason.CHECKSUM)
+    return header

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads that may wait for a disk."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from vllm_overlay.common.rate_limited_log import RateLimitedLog
+
+_log = RateLimitedLog(logging.getLogger(__name__))
+
+
+class ThreadPool:
+    """Threads that do jobs first in, first out. Daemons: one that a disk holds forever does not keep the process."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{place}", daemon=True) for place in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def stop(self, timeout_s: float) -> None:
+        """End every thread after its jobs, and wait for that no longer than ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # a job reports its own errors: this is a defect, but the thread lives on
+                _log.warning("job", "disk tier: a job failed: %r", error)

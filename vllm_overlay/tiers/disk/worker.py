@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The byte half of the disk tier: stages, writes, reads and verifies what tickets name."""
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from vllm_overlay.common.circuit_breaker import CircuitBreaker
+from vllm_overlay.common.rate_limited_log import RateLimitedLog
+from vllm_overlay.common.reasons import Reason
+from vllm_overlay.config import DiskTierSettings, parse_bytes
+from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
+from vllm_overlay.tiers.disk.checksum import integrity_of
+from vllm_overlay.tiers.disk.device import Device, make_directory, remove_quietly, takes_direct_io, temporary_name
+from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
+from vllm_overlay.tiers.disk.ledger import Ledger, slot_of
+from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.object_file import BadObject, payload_checksum, read_object, write_object
+from vllm_overlay.tiers.disk.root import choose_root
+from vllm_overlay.tiers.disk.staging import Staging
+from vllm_overlay.tiers.disk.thread_pool import ThreadPool
+from vllm_overlay.tiers.memory import PAGE_BYTES, HostBuffer
+
+MAX_PENDING_STORES = 256
+_JOIN_S = 1.0
+_FAULTS = frozenset({Reason.IO_ERROR, Reason.NO_SPACE, Reason.ERROR})
+"""Reasons that speak of the disk, not of one object; many in a row open a breaker."""
+_log = RateLimitedLog(logging.getLogger(__name__))
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """One object of a load, from ``begin_load`` to ``end_fetch``. Guarded by the worker's lock."""
+
+    load_id: str
+    position: int
+    ticket: LoadTicket
+    started: float
+    buffer: HostBuffer | None = None
+    is_reading: bool = False
+    is_wanted: bool = True
+
+
+class DiskTierWorker(TierWorker):
+    """See ``TierWorker``. One a rank; its lock is held for arithmetic only, never over a system call on a file.
+
+    ``unit_bytes`` cuts the staging memory (a multiple of 4 KiB allows O_DIRECT); ``max_object_bytes`` is the largest
+    object in one rank. Raises ConfigError when the root or ``staging_bytes`` cannot work.
+    """
+
+    def __init__(
+        self,
+        settings: DiskTierSettings,
+        namespace: DiskNamespace,
+        rank: int,
+        world_size: int,
+        unit_bytes: int,
+        max_object_bytes: int,
+        device: Device | None = None,
+    ) -> None:
+        self._device = device or Device()
+        self._root = choose_root(self._device, os.path.abspath(settings.root))
+        self._namespace = namespace
+        self._integrity = integrity_of(settings.integrity_key_file)
+        self._rank = rank
+        self._world_size = world_size
+        self._ledger = Ledger(self._root, self._device)
+        self._staging = Staging(parse_bytes(settings.staging_bytes, "staging_bytes"), unit_bytes, max_object_bytes)
+        wants_direct = settings.direct_io == "auto" and unit_bytes % PAGE_BYTES == 0
+        self._direct = wants_direct and takes_direct_io(self._device, self._root)
+        self._lock = threading.Lock()
+        self._written = threading.Condition(self._lock)
+        self._num_writing = 0
+        self._temporaries: set[str] = set()
+        self._stored: list[StoreResult] = []
+        self._loads: dict[str, dict[int, _Fetch]] = {}
+        self._waiting: deque[_Fetch] = deque()
+        self._fetched: list[FetchResult] = []
+        self._is_closing = False
+        self._is_closed = False
+        self._write_breaker = CircuitBreaker("disk tier: writes")
+        self._read_breaker = CircuitBreaker("disk tier: reads")
+        self._readers = ThreadPool(f"disk-read-r{rank}", settings.read_threads)
+        self._writers = ThreadPool(f"disk-write-r{rank}", settings.write_threads)
+
+    # Stores.
+
+    def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
+        with self._lock:
+            if self._is_closing or self._num_writing >= MAX_PENDING_STORES or ticket.num_bytes < 1:
+                return None
+            return self._staging.for_store(ticket.num_bytes)
+
+    def submit_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
+        with self._lock:
+            self._num_writing += 1
+        self._writers.submit(partial(self._store, ticket, buffer, time.monotonic()))
+
+    def cancel_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
+        with self._lock:
+            self._staging.end_store(buffer)
+            self._start_waiting()
+
+    def _store(self, ticket: StoreTicket, buffer: HostBuffer, started: float) -> None:
+        """In a write thread."""
+        reason = self._try_to_write(ticket, buffer)
+        with self._lock:
+            self._staging.end_store(buffer)
+            self._stored.append(StoreResult(ticket.ticket, ticket.num_bytes, time.monotonic() - started, reason))
+            self._num_writing -= 1
+            self._start_waiting()
+            self._written.notify_all()
+
+    def _try_to_write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
+        """The reason why not, or None."""
+        if self._is_closed or not self._write_breaker.allows():
+            for spare in ticket.over[self._rank : self._rank + 1]:
+                remove_quietly(self._device, spare)
+            return Reason.CLOSED if self._is_closed else Reason.BREAKER
+        reason = self._write_or_reason(ticket, buffer)
+        self._write_breaker.report(reason in _FAULTS)
+        return reason
+
+    def _write_or_reason(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
+        try:
+            return self._write(ticket, buffer)
+        except OSError as error:
+            reason = Reason.NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.IO_ERROR
+            _log.warning(reason, "disk tier: a store was dropped: %s", error)
+        except Exception as error:
+            reason = Reason.ERROR
+            _log.warning(reason, "disk tier: a store was dropped: %r", error)
+        return reason
+
+    def _write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
+        namespace = self._namespace.since(ticket.reset)
+        path = namespace.path_of(self._root, ticket.object_id, self._rank)
+        spare = ticket.over[self._rank] if ticket.over else ""
+        temporary = spare or os.path.join(os.path.dirname(path), temporary_name())
+        self._temporaries.add(temporary)
+        has_its_name = False
+        try:
+            header = self._header(namespace, ticket, buffer)
+            if spare:
+                make_directory(self._device, os.path.dirname(path))
+            write_object(self._device, temporary, header, buffer, self._direct, self._integrity, is_spare=bool(spare))
+            has_its_name = self._ledger.publish(slot_of(ticket.ticket), temporary, path)
+            return None if has_its_name else Reason.NO_LEASE
+        finally:
+            if not has_its_name:
+                remove_quietly(self._device, temporary)
+            self._temporaries.discard(temporary)
+
+    def _header(self, namespace: DiskNamespace, ticket: StoreTicket, buffer: HostBuffer) -> ObjectHeader:
+        return ObjectHeader(
+            fingerprint=bytes.fromhex(namespace.fingerprint_of(ticket.object_id.tag)),
+            object_id=ticket.object_id,
+            parents=ticket.parents,
+            start_tokens=ticket.start_tokens,
+            end_tokens=ticket.end_tokens,
+            payload_bytes=ticket.num_bytes,
+            rank=self._rank,
+            world_size=self._world_size,
+            ticket=ticket.ticket,
+            payload_checksum=payload_checksum(buffer, self._integrity),
+        )
+
+    # Loads.
+
+    def begin_load(self, load_id: str, tickets: Sequence[LoadTicket]) -> None:
+        now = time.monotonic()
+        fetches = [_Fetch(load_id, position, ticket, now) for position, ticket in enumerate(tickets)]
+        with self._lock:
+            self._forget_load(load_id)
+            self._loads[load_id] = {fetch.position: fetch for fetch in fetches}
+            if self._read_breaker.pause_left_s():  # threads that hang would not come to say so
+                for fetch in fetches:
+                    self._fail(fetch, Reason.BREAKER)
+                return
+            self._waiting.extend(fetches)
+            self._start_waiting()
+
+    def end_fetch(self, load_id: str, position: int) -> None:
+        with self._lock:
+            if (fetch := self._loads.get(load_id, {}).get(position)) is not None:
+                self._forget(fetch)
+                self._start_waiting()
+
+    def cancel_load(self, load_id: str) -> None:
+        with self._lock:
+            self._forget_load(load_id)
+            self._start_waiting()
+
+    def load_was_late(self, load_id: str) -> None:
+        self._read_breaker.trip()
+
+    def load_pause_s(self) -> float:
+        return self._read_breaker.pause_left_s()
+
+    def _forget_load(self, load_id: str) -> None:
+        for fetch in list(self._loads.get(load_id, {}).values()):
+            self._forget(fetch)
+        self._fetched = [result for result in self._fetched if result.load_id != load_id]
+
+    def _forget(self, fetch: _Fetch) -> None:
+        """No result of it goes out any more; its buffer is free, at once or when its thread is done with it."""
+        fetch.is_wanted = False
+        self._unlist(fetch)
+        if fetch.buffer is not None and not fetch.is_reading:
+            self._staging.end_load(fetch.buffer)
+            fetch.buffer = None
+
+    def _unlist(self, fetch: _Fetch) -> None:
+        load = self._loads[fetch.load_id]
+        del load[fetch.position]
+        if not load:
+            del self._loads[fetch.load_id]
+
+    def _start_waiting(self) -> None:
+        """Hand fetches to the read threads, in order, as far as the staging memory goes. With the lock held."""
+        while self._waiting:
+            fetch = self._waiting[0]
+            if not fetch.is_wanted:
+                self._waiting.popleft()
+            elif self._is_closed:
+                self._fail(self._waiting.popleft(), Reason.CLOSED)
+            elif fetch.ticket.num_bytes > self._staging.max_object_bytes:
+                self._fail(self._waiting.popleft(), Reason.TOO_LARGE)
+            elif (buffer := self._staging.for_load(fetch.ticket.num_bytes)) is not None:
+                fetch.buffer, fetch.is_reading = buffer, True
+                self._readers.submit(partial(self._fetch, self._waiting.popleft(), buffer))
+            else:
+                return
+
+    def _fetch(self, fetch: _Fetch, buffer: HostBuffer) -> None:
+        """In a read thread."""
+        failure = self._try_to_read(fetch, buffer)
+        with self._lock:
+            fetch.is_reading = False
+            if failure is not None or not fetch.is_wanted:
+                self._staging.end_load(buffer)
+                fetch.buffer = None
+            if fetch.is_wanted and failure is not None:
+                self._fail(fetch, failure.reason, failure.is_bad)
+            elif fetch.is_wanted:
+                self._fetched.append(self._result(fetch))
+            self._start_waiting()
+
+    def _try_to_read(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
+        """The reason why not, or None. A file that does not verify is removed."""
+        if not fetch.is_wanted or self._is_closed:
+            return BadObject(Reason.CLOSED, is_bad=False)
+        if not self._read_breaker.allows():
+            return BadObject(Reason.BREAKER, is_bad=False)
+        failure = self._read_or_reason(fetch, buffer)
+        self._read_breaker.report(failure is not None and failure.reason in _FAULTS)
+        return failure
+
+    def _read_or_reason(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
+        try:
+            namespace = self._namespace.since(fetch.ticket.reset)
+            path = namespace.path_of(self._root, fetch.ticket.object_id, self._rank)
+            try:
+                identity = self._identity(namespace, fetch.ticket)
+                read_object(self._device, path, identity, buffer, self._direct, self._integrity)
+            except BadObject as bad:
+                if not fetch.is_wanted:  # given up: by now the file may be another, or be written over
+                    return bad
+                _log.warning(bad.reason, "disk tier: an object was not loaded (%s): %s", bad.reason, path)
+                if bad.is_bad and bad.reason is not Reason.MISSING:
+                    self._remove_bad(path)
+                return bad
+        except Exception as error:
+            _log.warning("error", "disk tier: an object was not loaded: %r", error)
+            return BadObject(Reason.ERROR, is_bad=False)
+        return None
+
+    def _identity(self, namespace: DiskNamespace, ticket: LoadTicket) -> Identity:
+        fingerprint = bytes.fromhex(namespace.fingerprint_of(ticket.object_id.tag))
+        return Identity(fingerprint, ticket.object_id, self._rank, self._world_size, ticket.num_bytes)
+
+    def _remove_bad(self, path: str) -> None:
+        try:
+            self._ledger.remove_files([path])
+        except OSError as error:
+            _log.warning("remove", "disk tier: a bad object stays: %s", error)
+
+    def _fail(self, fetch: _Fetch, reason: Reason, is_bad: bool = False) -> None:
+        """With the lock held; the fetch has no buffer (any more)."""
+        self._fetched.append(self._result(fetch, reason, is_bad))
+        self._unlist(fetch)
+
+    def _result(self, fetch: _Fetch, reason: Reason | None = None, is_bad: bool = False) -> FetchResult:
+        seconds = time.monotonic() - fetch.started
+        ticket = fetch.ticket
+        return FetchResult(
+            fetch.load_id, fetch.position, ticket.object_id, ticket.num_bytes, seconds, fetch.buffer, reason, is_bad
+        )
+
+    # Both.
+
+    def poll(self) -> tuple[list[StoreResult], list[FetchResult]]:
+        with self._lock:
+            stored, self._stored = self._stored, []
+            fetched, self._fetched = self._fetched, []
+        return stored, fetched
+
+    def pending_stores(self) -> int:
+        with self._lock:
+            return self._num_writing + len(self._stored)
+
+    def close(self, timeout_s: float) -> int:
+        with self._lock:
+            self._is_closing = True
+            self._written.wait_for(lambda: not self._num_writing, timeout_s)
+            given_up = self._num_writing
+            self._is_closed = True
+            self._start_waiting()
+        self._readers.stop(_JOIN_S)
+        self._writers.stop(_JOIN_S)
+        for temporary in tuple(self._temporaries):
+            remove_quietly(self._device, temporary)
+        return given_up

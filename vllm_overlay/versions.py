@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every version of this package: its own, vLLM's, and those of what it leaves on disk.
+
+A format's version goes up with any change after which older bytes mean something else. It is part of the names or of
+the headers that hold those bytes, so what another version wrote is a miss and never a wrong hit.
+"""
+
+PACKAGE = "0.2.0"
+"""Semantic version of vllm-overlay."""
+
+VLLM = "0.32.0"
+"""The vLLM that the patch series and the connectors are made for."""
+
+DISK_OBJECT = 1
+"""Header and payload of an object's file (docs/disk-format.md)."""
+
+LEDGER = 1
+"""The ledger of a root."""
+
+FINGERPRINT = 1
+"""Which facts decide that stored numbers may be used (connector/fingerprint.py)."""
