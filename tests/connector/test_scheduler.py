@@ -27,9 +27,9 @@ class Harness:
 
     def __init__(self) -> None:
         self.stats = OffloadStats.make("test")
-        tier = CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
+        self.tier = CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
         self.scheduler = OffloadScheduler(
-            GEOMETRY, tier, 2, max_load_attempts=3, report_timeout_s=100, stats=self.stats
+            GEOMETRY, self.tier, 2, max_load_attempts=3, report_timeout_s=100, stats=self.stats
         )  # fmt: skip
 
     def request(self, name: str, num_tokens: int = 200, adapter_id: int = 0) -> Any:
@@ -55,12 +55,14 @@ class Harness:
         request.num_computed_tokens += num_tokens
         reported = Counter({job.ticket.ticket: 2 for job in jobs})
         self.scheduler.update(NOTHING, OffloadWorkerMetadata(reported, adapters=Counter(2 * loaded)))
+        self.tier.index.check_integrity()
         return jobs
 
     def idle_step(self, *loaded: AdapterWeights) -> None:
         """A step that computes nothing."""
         self.scheduler.begin_step({})
         self.scheduler.update(NOTHING, OffloadWorkerMetadata(adapters=Counter(2 * loaded)))
+        self.tier.index.check_integrity()
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ def index_view(held, luck=random):
     shuffled = list(held.values())
     luck.shuffle(shuffled)
     assert index.restore(shuffled) == []
+    index.check_integrity()
     return index
 
 
@@ -68,7 +69,9 @@ def test_a_lookup_is_what_looking_at_every_boundary_says(tier, data):
     assert (found.restore_point, found.junction, found.limited_by, found.limiting_group_id) == expected
     assert found.num_new_tokens == max(0, found.restore_point - num_local)
     assert found.restore_point <= max(0, num_tokens - 1)
-    assert HybridOffloadPlanner(geometry).lookup(keys, num_tokens, num_local, index_view(held)) == found
+    index = index_view(held)
+    assert HybridOffloadPlanner(geometry).lookup(keys, num_tokens, num_local, index) == found
+    index.check_integrity()
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefix-closed index: every order of stores, loads, evictions and drops, held to its naive twin."""
 
+import itertools
 import random
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.naive_twin import NaiveIndex, nearest_snapshot_chunk
 from tests.strategies import everything, families_of_prompts, geometries, naive_of
+from tests.tiers.entries import entries_of
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
-from vllm_overlay.tiers.index import Entry, EntryState, PrefixIndex
+from vllm_overlay.tiers.entry import Entry, EntryState
+from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 
@@ -27,10 +30,11 @@ class IndexMachine(RuleBasedStateMachine):
     def start(self, geometry, prompts, capacity):
         self.geometry, self.prompts = geometry, prompts
         self.objects = list({item.object_id: item for keys in prompts for item in everything(geometry, keys)}.values())
-        self.index, self.twin = PrefixIndex(capacity), NaiveIndex(capacity)
+        self.policy = LeastRecentlyUsed[Entry]()
+        self.index, self.twin = PrefixIndex(capacity, self.policy), NaiveIndex(capacity)
         self.capacity_respected = True
         self.tickets: list[int] = []
-        self.pinned: list[list[ObjectId]] = []
+        self.pinned: list[list[Entry]] = []
         self.bytes_out: dict[int, Entry] = {}
 
     def released(self, entries: list[Entry], expected: set[ObjectId]) -> None:
@@ -108,12 +112,13 @@ class IndexMachine(RuleBasedStateMachine):
         assert (entries is not None) == self.twin.pin(names)
         if entries is not None:
             assert [entry.object_id for entry in entries] == names
-            self.pinned.append(names)
+            self.pinned.append(entries)
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
     def unpin(self, data):
-        names = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
+        entries = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
+        names = [entry.object_id for entry in entries]
         self.released(self.index.unpin(names), self.twin.unpin(names))
 
     @rule(data=st.data())
@@ -166,7 +171,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert sorted(self.index.restore(found), key=str) == sorted(self.twin.restore(found), key=str)
         self.capacity_respected = False
         for item in found:
-            entry = self.index._entries.get(item.object_id)
+            entry = entries_of(self.index).get(item.object_id)
             if entry is not None and entry.ticket == 0:
                 self.bytes_out[id(entry)] = entry
 
@@ -194,19 +199,26 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def bytes_add_up_and_stay_within_the_capacity(self):
         assert self.index.used_bytes == self.twin.used_bytes()
-        assert self.index.used_bytes == sum(entry.num_bytes for entry in self.index._entries.values())
         assert len(self.index) == len(self.twin.records) == len(self.bytes_out)
-        if self.capacity_respected and self.index.capacity_bytes is not None:
-            assert self.index.used_bytes <= self.index.capacity_bytes
+        if self.capacity_respected:
+            assert self.index.fits(0)
+
+    @invariant()
+    def index_agrees_with_itself(self):
+        self.index.check_integrity()
 
     @invariant()
     def pinned_bytes_are_still_there(self):
-        for names in self.pinned:
-            assert all(self.index._entries[name].pins for name in names)
+        for entry in itertools.chain.from_iterable(self.pinned):
+            assert entry.pins
+            assert self.bytes_out[id(entry)] is entry
 
     @invariant()
     def exactly_the_evictable_are_offered(self):
-        assert len(self.index._policy) == len(self.twin.evictable())
+        assert len(self.policy) == len(self.twin.evictable())
+        assert {entry.object_id for entry in entries_of(self.index).values() if entry in self.policy} == (
+            self.twin.evictable()
+        )
 
     @invariant()
     def snapshots_are_found_from_every_chunk(self):
@@ -405,6 +417,7 @@ def test_the_policy_pops_the_longest_unused_and_deepest(steps):
             assert policy.pop() == oldest
             model.pop(oldest, None)
         assert len(policy) == len(model)
+        assert {item for item in range(10) if item in policy} == set(model)
         assert len(policy._heap) <= 2 * len(model) + 64
 
 

@@ -20,7 +20,8 @@ from vllm_overlay.tiers.base import (
     TierUsage,
     TierWorker,
 )
-from vllm_overlay.tiers.index import Entry, PrefixIndex
+from vllm_overlay.tiers.entry import Entry
+from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.memory import HostBuffer, HostPool, UnitAllocator, units_needed
 
 

@@ -14,43 +14,13 @@ stands for two sets of bytes.
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import NamedTuple
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.policies.lru import EvictionPolicy, LeastRecentlyUsed
-
-
-class EntryState(Enum):
-    RESERVED = auto()
-    """A ticket is out: the ranks are writing it."""
-    STORED = auto()
-    """The bytes are there, but a parent is not committed yet."""
-    COMMITTED = auto()
-    """Visible: it can be found and loaded."""
-    DROPPED = auto()
-    """Invisible for good; in the index only for as long as a ticket or a pin holds its bytes."""
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One object of the index. Callers read it; only the index changes it."""
-
-    object_id: ObjectId
-    num_bytes: int
-    end_tokens: int
-    ticket: int
-    units: tuple[int, ...]
-    last_use: int
-    parents: "tuple[Entry, ...]" = field(repr=False)
-    children: "set[Entry]" = field(default_factory=set, repr=False)
-    state: EntryState = EntryState.RESERVED
-    pins: int = 0
-    num_snapshots: int = 0
-    """Committed snapshots right below this chunk."""
-    jump: "Entry | None" = field(default=None, repr=False)
-    """A chunk above on the same chain, such that none in between has snapshots; None: none above has."""
+from vllm_overlay.tiers.entry import Entry, EntryState
+from vllm_overlay.tiers.index_integrity import inconsistencies
+from vllm_overlay.tiers.policies.base import EvictionPolicy
+from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 
 class Commit(NamedTuple):
@@ -117,6 +87,16 @@ class PrefixIndex:
         for entry in passed:
             entry.jump = found
         return 0 if found is None else found.end_tokens
+
+    def check_integrity(self) -> None:
+        """A debug hook: raises AssertionError with the first thing in the index that contradicts another.
+
+        Takes time up to the number of entries times the length of their chains. The capacity is not looked at,
+        because ``restore`` may exceed it: ask ``fits(0)``.
+        """
+        found = inconsistencies(self._entries, self._in_flight, self._used_bytes, self._policy)
+        if (sentence := next(found, None)) is not None:
+            raise AssertionError(sentence)
 
     # Stores.
 

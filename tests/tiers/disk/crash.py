@@ -30,6 +30,7 @@ from tests.tiers.disk.engine import (
     temporaries,
     until,
 )
+from tests.tiers.entries import entries_of
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.device import Device
@@ -131,6 +132,7 @@ class Storer:
                 tier.drop(self._random.choice(objects).object_id)
             if self._random.random() < 0.002:
                 tier.clear()
+            tier.index.check_integrity()
             time.sleep(0.001)
 
     def _submit(self, ticket: StoreTicket, planned: PlannedObject) -> None:
@@ -177,7 +179,8 @@ def _examine(root: Path, answer: Connection) -> None:
         tally.unreadable_starts = 1
         answer.send(tally)
         raise
-    objects = [PlannedObject(object_id, (), 0, 64, OBJECT) for object_id in list(made.tier.index._entries)]
+    made.tier.index.check_integrity()
+    objects = [PlannedObject(object_id, (), 0, 64, OBJECT) for object_id in entries_of(made.tier.index)]
     names = [planned for turn in range(300) for planned in chain(f"p{turn}", 1)]
     for rank in range(RANKS):
         try:

@@ -138,6 +138,7 @@ class Engine:
 
     def recovered(self) -> "Engine":
         until(lambda: self.tier.advance() or not self.tier.is_recovering, "recovery")
+        self.tier.index.check_integrity()
         return self
 
     def try_store(self, planned: PlannedObject) -> str:
@@ -170,6 +171,7 @@ class Engine:
         """Store all; waits for room."""
         for planned in objects:
             assert self.outcome(planned) == ""
+        self.tier.index.check_integrity()
 
     def store_at_last(self, planned: PlannedObject) -> None:
         """Store it however often that fails before."""
@@ -216,6 +218,7 @@ class Engine:
     def close(self, timeout_s: float = 4.0) -> int:
         given_up = sum(worker.close(timeout_s) for worker in self.workers)
         self.tier.close()
+        self.tier.index.check_integrity()
         return given_up
 
 

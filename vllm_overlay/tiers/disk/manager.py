@@ -25,7 +25,8 @@ from vllm_overlay.tiers.disk.namespace import DiskNamespace, check_object_id
 from vllm_overlay.tiers.disk.reclaimer import Grant, Limits, Reclaimer
 from vllm_overlay.tiers.disk.recovery import Recovery
 from vllm_overlay.tiers.disk.root import choose_root
-from vllm_overlay.tiers.index import Entry, PrefixIndex
+from vllm_overlay.tiers.entry import Entry
+from vllm_overlay.tiers.index import PrefixIndex
 
 _OBJECTS_A_SLICE = 256
 _AWAKE_S = 60.0

@@ -1,37 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to drop first. The index offers only objects that may go; the policy orders them."""
+"""The longest unused first."""
 
 import heapq
-from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from typing import TypeVar
+
+from vllm_overlay.tiers.policies.base import EvictionPolicy
 
 T = TypeVar("T")
 
 _SLACK = 64
-
-
-class EvictionPolicy(ABC, Generic[T]):
-    """Orders the objects that may be evicted now: committed, unpinned, with nothing depending on them.
-
-    Called by the index alone, which adds an object when it becomes evictable and discards it when it no longer is,
-    so that leaves always go before what they hang on.
-    """
-
-    @abstractmethod
-    def add(self, item: T, last_use: int, end_tokens: int) -> None:
-        """``item`` may be evicted from now on; again with a new ``last_use`` when it was used meanwhile."""
-
-    @abstractmethod
-    def discard(self, item: T) -> None:
-        """``item`` may no longer be evicted. Does nothing when it was not added."""
-
-    @abstractmethod
-    def pop(self) -> T | None:
-        """Takes out the item to evict first, None when there is none."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """How many items may be evicted."""
 
 
 class LeastRecentlyUsed(EvictionPolicy[T]):
@@ -63,6 +40,9 @@ class LeastRecentlyUsed(EvictionPolicy[T]):
                 self.discard(item)
                 return item
         return None
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._current
 
     def __len__(self) -> int:
         return len(self._current)
