@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.engine.client import Engine, cpu_child, multi, prompt
+from tests.engine.restore import assert_restored
 from tests.engine.states import BFLOAT16, STATES, States
-from tests.engine.test_restore import assert_restored
 from tests.processor.sitecustomize import HIDDEN, VARIABLE, without
 from tests.python_path import REPOSITORY, python_path
 from tools.server import Server

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.connector.test_scheduler import NOTHING, Harness
+from tests.connector.harness import NOTHING, Harness
 from vllm_overlay.connector.lora.digests import LoadedAdapters
 from vllm_overlay.connector.lora.keys import AdapterKeys, Adapters
 from vllm_overlay.connector.metadata import AdapterCheck, AdapterWeights, OffloadWorkerMetadata, StoreJob

@@ -8,7 +8,7 @@ import pytest
 
 from tests.adapters import RANK, make_adapter
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
-from tests.engine.test_restore import assert_restored
+from tests.engine.restore import assert_restored
 
 pytestmark = pytest.mark.engine
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, disk_child, multi, prompt
+from tests.engine.restore import assert_restored
 from tests.engine.states import States
-from tests.engine.test_restore import assert_restored
 
 pytestmark = pytest.mark.engine
 

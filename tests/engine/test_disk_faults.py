@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every way a disk can fail, in one running engine: a miss or a dropped store, counted; the output is equal."""
 
-import itertools
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.engine.client import Engine, Output, disk_child, multi, prompt
+from tests.engine.client import Engine, disk_child, multi, prompt
+from tests.engine.disk_alone import LENGTH, MAX_TOKENS, counted, stored, works
+from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
-from tests.engine.test_restore import assert_restored
 
 pytestmark = pytest.mark.engine
 
-LENGTH = 150
-MAX_TOKENS = 3
 LOAD_TIMEOUT_S = 10.0
 
 
@@ -36,33 +33,6 @@ def engine(tiny_model: Path, root: Path) -> Iterator[Engine]:
     with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(child)) as running:
         works(running, 0)  # compiles what is compiled at first use
         yield running
-
-
-def counted(engine: Engine, name: str, **labels: str) -> float:
-    return engine.metric(f"vllm:hybrid_offload_{name}", connector="disk", **labels)
-
-
-def stored(engine: Engine, seed: int) -> tuple[list[int], Output]:
-    """A prompt that is on disk and not in the device cache, and its output."""
-    tokens = prompt(LENGTH, seed)
-    cold = engine.generate(tokens, MAX_TOKENS)
-    engine.wait_for_stores()
-    engine.reset_device_cache()
-    return tokens, cold
-
-
-def works(engine: Engine, seed: int) -> None:
-    """What is stored is restored. A write may need a second: a lease comes with the reclaimer's next turn."""
-    deadline = time.monotonic() + 60
-    for attempt in itertools.count():
-        tokens, cold = stored(engine, 1000 * seed + attempt)
-        restored = engine.generate(tokens, MAX_TOKENS)
-        assert restored.same_as(cold)
-        if restored.num_cached_tokens:
-            assert_restored(cold, restored, LENGTH)
-            return
-        assert time.monotonic() < deadline, "the tier does not store any more"
-        engine.call("rest", seconds=0.2)
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
+from tests.engine.restore import assert_restored
 from tests.engine.states import BFLOAT16, FLOAT32, States
-from tests.engine.test_restore import assert_restored
 from tools.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
+from tests.engine.restore import restored_bytes
 from tests.engine.states import TOKEN_BYTES, States
-from tests.engine.test_restore import restored_bytes
 
 pytestmark = [pytest.mark.engine, pytest.mark.processor]
 

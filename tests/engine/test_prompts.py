@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
+from tests.engine.restore import assert_restored, restorable
 from tests.engine.states import States
-from tests.engine.test_restore import assert_restored, restorable
 
 pytestmark = pytest.mark.engine
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
+from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
-from tests.engine.test_restore import assert_restored
 
 pytestmark = pytest.mark.engine
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
+from tests.engine.restore import assert_restored, restored_bytes
 from tests.engine.states import BFLOAT16, FLOAT32, TOKEN_BYTES, States
 
 pytestmark = pytest.mark.engine
-
-U = 64
 
 
 def lengths(n: int) -> tuple[int, ...]:
@@ -27,24 +26,9 @@ CASES = [
 """Tokens a step: N, 2N - 1, 2N, and more than any prompt has."""
 
 
-def restorable(num_tokens: int) -> int:
-    """What an identical resend must restore at least."""
-    return (num_tokens - 1) // U * U
-
-
-def restored_bytes(states: States, num_tokens: int) -> int:
-    """What a restore of a prompt of so many tokens loads: all it can of the attention, and one snapshot."""
-    return restorable(num_tokens) * TOKEN_BYTES + states.num_bytes if restorable(num_tokens) else 0
-
-
 def loaded_bytes(engine: Engine) -> float:
     """What the CPU tier has loaded so far."""
     return engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu")
-
-
-def assert_restored(cold: Output, restored: Output, num_tokens: int) -> None:
-    assert restored.num_cached_tokens >= restorable(num_tokens)
-    assert restored.same_as(cold), (num_tokens, cold, restored)
 
 
 @pytest.mark.parametrize(("states", "budget"), CASES, ids=str)

@@ -8,8 +8,8 @@ import pytest
 
 from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, Output, disk_child, multi, prompt
+from tests.engine.disk_alone import LENGTH, MAX_TOKENS, counted, stored, works
 from tests.engine.states import FLOAT32
-from tests.engine.test_disk_faults import LENGTH, MAX_TOKENS, counted, stored, works
 from tests.mounts import SmallDisk, on_small_disk, why_not
 from vllm_overlay.tiers.disk.fsck import Check
 

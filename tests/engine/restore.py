@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a resend must restore, and that its output is the one that was computed."""
+
+from tests.engine.client import Output
+from tests.engine.states import TOKEN_BYTES, States
+
+U = 64
+
+
+def restorable(num_tokens: int) -> int:
+    """What an identical resend must restore at least."""
+    return (num_tokens - 1) // U * U
+
+
+def restored_bytes(states: States, num_tokens: int) -> int:
+    """What a restore of a prompt of so many tokens loads: all it can of the attention, and one snapshot."""
+    return restorable(num_tokens) * TOKEN_BYTES + states.num_bytes if restorable(num_tokens) else 0
+
+
+def assert_restored(cold: Output, restored: Output, num_tokens: int) -> None:
+    assert restored.num_cached_tokens >= restorable(num_tokens)
+    assert restored.same_as(cold), (num_tokens, cold, restored)
