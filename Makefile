@@ -38,8 +38,8 @@ test-avx2:
 	$(MAKE) test PROCESSOR=avx2 TESTS="-m processor"
 
 test-crash: setup
-	$(BIN)/python -m tests.tiers.disk.test_crash --kills 500 --seed 1
-	$(BIN)/python -m tests.tiers.disk.test_fuzz --mutations 10000 --seed 1
+	$(BIN)/python -m tests.tiers.disk.crash --kills 500 --seed 1
+	$(BIN)/python -m tests.tiers.disk.fuzz --mutations 10000 --seed 1
 
 test-upstream: setup
 	$(BIN)/python devtools/upstream_tests.py $(if $(SOURCE),--source $(SOURCE))

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.client import disk_child, multi, prompt
 from tests.http.demo_process import DemoProcess
 from tests.http.waiting_disk import waiting_disk
-from tests.tiers.disk.engine import object_files
+from tests.tiers.disk.files import object_files
 from tools.server import Server
 
 pytestmark = pytest.mark.engine

@@ -4,210 +4,27 @@
 Two ranks with real threads and files store, drop, clear and evict under a small limit. Half of the processes are
 killed at a random moment, half kill themselves in a random call on a file: before it, after it, or half through a
 write. Then another process recovers the root and reads all that it found, in both ranks.
+
+The command: ``python -m tests.tiers.disk.crash --kills 500 --seed 1`` (``make test-crash``).
 """
 
+import argparse
 import multiprocessing
-import os
 import random
+import shutil
 import signal
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from tests.tiers.disk.engine import (
-    OBJECT,
-    Engine,
-    bytes_of_objects,
-    bytes_under,
-    chain,
-    content,
-    fill,
-    on_disk,
-    temporaries,
-    until,
-)
-from tests.tiers.entries import entries_of
-from vllm_overlay.planner.objects import PlannedObject
-from vllm_overlay.tiers.base import StoreTicket
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.fsck import Check
-from vllm_overlay.tiers.disk.ledger import Ledger
+from tests.tiers.disk import crash_processes
+from tests.tiers.disk.crash_processes import CAPACITY, Tally, bytes_at_one_moment, examine, store_until_killed
+from tests.tiers.disk.files import object_files
 
-RANKS = 2
-CAPACITY = 60 * RANKS * on_disk()
-THREADS = {"write_threads": 2, "read_threads": 2}
-_MOST_TEMPORARIES = RANKS * (10 + 1)
-"""Each store that staging has room for may have a spare to go over, and one object's files lie by."""
 _CALLS = ("open", "pwritev", "rename", "unlink", "mkdir", "lstat")
 _WHENS = ("before", "after", "half")
-
-
-@dataclass(slots=True)
-class Tally:
-    """Sums over all kills; what has a limit of 0 must stay 0."""
-
-    kills: int = 0
-    by_call: int = 0
-    objects_read: int = 0
-    wrong_objects: int = 0
-    unreadable_starts: int = 0
-    most_temporaries: int = 0
-    leftovers: int = 0
-    most_bytes: int = 0
-    over_limit: int = 0
-    problems: int = 0
-
-    def add(self, other: "Tally") -> None:
-        for field in fields(self):
-            join = max if field.name.startswith("most") else lambda one, two: one + two
-            setattr(self, field.name, join(getattr(self, field.name), getattr(other, field.name)))
-
-    @property
-    def is_sound(self) -> bool:
-        bad = (self.wrong_objects, self.unreadable_starts, self.leftovers, self.over_limit, self.problems)
-        return not any(bad) and self.most_temporaries <= _MOST_TEMPORARIES
-
-
-class KillingDevice(Device):
-    """Ends the process in the ``count``-th call of one kind, whichever thread makes it."""
-
-    def __init__(self, call: str, when: str, count: int) -> None:
-        self._call, self._when, self._left = call, when, count
-
-    def _around(self, call: str, do: Callable[[], Any]) -> Any:
-        self._left -= call == self._call
-        is_due = call == self._call and self._left <= 0
-        if is_due and self._when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = do()
-        if is_due:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    def open(self, path: str, flags: int) -> int:
-        return self._around("open", lambda: Device.open(self, path, flags))
-
-    def pwritev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
-        written = segments[: max(1, len(segments) // 2)] if self._when == "half" else segments
-        return self._around("pwritev", lambda: Device.pwritev(self, fd, written, offset))
-
-    def rename(self, source: str, target: str) -> None:
-        self._around("rename", lambda: Device.rename(self, source, target))
-
-    def unlink(self, path: str) -> None:
-        self._around("unlink", lambda: Device.unlink(self, path))
-
-    def mkdir(self, path: str) -> None:
-        self._around("mkdir", lambda: Device.mkdir(self, path))
-
-    def lstat(self, path: str) -> os.stat_result:
-        return self._around("lstat", lambda: Device.lstat(self, path))
-
-
-class Storer:
-    """Keeps several stores in flight in every rank, as an engine's steps do."""
-
-    def __init__(self, root: Path, seed: int, device: Device | None) -> None:
-        self._random = random.Random(seed)
-        self._engine = Engine(root, RANKS, device=device, capacity_bytes=CAPACITY, **THREADS)
-        self._missing: dict[int, int] = {}
-        self._failed: set[int] = set()
-
-    def run(self) -> None:
-        """Until killed."""
-        tier = self._engine.tier
-        while True:
-            tier.advance()
-            objects = chain(f"p{self._random.randrange(300)}", self._random.randrange(1, 9))
-            for planned in objects:
-                ticket = tier.reserve(planned)
-                if ticket is not None:
-                    self._submit(ticket, planned)
-            self._poll()
-            if self._random.random() < 0.02:
-                tier.drop(self._random.choice(objects).object_id)
-            if self._random.random() < 0.002:
-                tier.clear()
-            tier.index.check_integrity()
-            time.sleep(0.001)
-
-    def _submit(self, ticket: StoreTicket, planned: PlannedObject) -> None:
-        workers = self._engine.workers
-        buffers = [worker.begin_store(ticket) for worker in workers]
-        if None in buffers:
-            for worker, buffer in zip(workers, buffers, strict=True):
-                if buffer is not None:
-                    worker.cancel_store(ticket, buffer)
-            self._engine.tier.abort(ticket.ticket)
-            return
-        self._missing[ticket.ticket] = RANKS
-        for rank, (worker, buffer) in enumerate(zip(workers, buffers, strict=True)):
-            assert buffer is not None
-            fill(buffer, content(planned, rank))
-            worker.submit_store(ticket, buffer)
-
-    def _poll(self) -> None:
-        for worker in self._engine.workers:
-            for result in worker.poll()[0]:
-                self._missing[result.ticket] -= 1
-                if result.reason:
-                    self._failed.add(result.ticket)
-                if not self._missing[result.ticket]:
-                    del self._missing[result.ticket]
-                    end = self._engine.tier.abort if result.ticket in self._failed else self._engine.tier.commit
-                    end(result.ticket)
-
-
-def _store(root: Path, seed: int, kill: tuple[str, str, int] | None, has_begun: Event) -> None:
-    """The process to be killed."""
-    has_begun.set()
-    Storer(root, seed, KillingDevice(*kill) if kill else None).run()
-
-
-def _examine(root: Path, answer: Connection) -> None:
-    """The process that recovers and reads everything."""
-    tally = Tally(most_temporaries=len(temporaries(root)), most_bytes=bytes_under(root))
-    tally.over_limit = int(tally.most_bytes > CAPACITY)
-    time.sleep(0.1)  # recovery leaves files of its own clock tick to the next one
-    try:
-        made = Engine(root, RANKS, capacity_bytes=CAPACITY, **THREADS).recovered()
-    except BaseException:
-        tally.unreadable_starts = 1
-        answer.send(tally)
-        raise
-    made.tier.index.check_integrity()
-    objects = [PlannedObject(object_id, (), 0, 64, OBJECT) for object_id in entries_of(made.tier.index)]
-    names = [planned for turn in range(300) for planned in chain(f"p{turn}", 1)]
-    for rank in range(RANKS):
-        try:
-            tally.wrong_objects += sum(reason != "" for reason in made.reasons(objects, rank))
-            made.reasons(random.sample(names, 20), rank)  # whatever the index says: what is loaded is right
-        except AssertionError:
-            tally.wrong_objects += 1
-    tally.objects_read = len(objects)
-    try:
-        until(lambda: temporaries(root) == made.spares())
-        until(lambda: _ledger_bytes(root) == bytes_of_objects(root))
-    except AssertionError:
-        tally.leftovers = 1
-    made.close()
-    tally.problems = len(Check(str(root)).run().problems)
-    answer.send(tally)
-
-
-def _ledger_bytes(root: Path) -> int | None:
-    with Ledger(str(root), Device()).locked() as state:
-        return state.file_bytes
-
-
-def _sample(root: Path) -> int:
-    """The bytes there at one moment: while the ledger is locked, none is named or removed."""
-    with Ledger(str(root), Device()).locked():
-        return bytes_under(root)
 
 
 class Crash:
@@ -218,14 +35,16 @@ class Crash:
         self._root = root
         self._random = random.Random(seed)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])
+        self._context.set_forkserver_preload([crash_processes.__name__])
 
     def round(self) -> None:
         kill = None
         if self._random.random() < 0.5:
             kill = self._random.choice(_CALLS), self._random.choice(_WHENS), int(self._random.expovariate(0.02)) + 1
         has_begun = self._context.Event()
-        storer = self._context.Process(target=_store, args=(self._root, self._random.getrandbits(32), kill, has_begun))
+        storer = self._context.Process(
+            target=store_until_killed, args=(self._root, self._random.getrandbits(32), kill, has_begun)
+        )
         storer.start()
         assert has_begun.wait(60)
         end = time.monotonic() + (3.0 if kill else self._random.expovariate(6))
@@ -241,13 +60,13 @@ class Crash:
         self._recover()
 
     def _check_limit(self) -> None:
-        num_bytes = _sample(self._root)
+        num_bytes = bytes_at_one_moment(self._root)
         self.tally.over_limit += num_bytes > CAPACITY
         self.tally.most_bytes = max(self.tally.most_bytes, num_bytes)
 
     def _recover(self) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
-        examiner = self._context.Process(target=_examine, args=(self._root, theirs))
+        examiner = self._context.Process(target=examine, args=(self._root, theirs))
         examiner.start()
         theirs.close()
         try:
@@ -257,3 +76,36 @@ class Crash:
         examiner.join(10)
         examiner.kill()
         ours.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--root", type=Path, help="default: a new directory, removed when all is well")
+    arguments = parser.parse_args()
+    root = arguments.root or Path(tempfile.mkdtemp(prefix="crash-")) / "root"
+    crash = Crash(root, arguments.seed)
+    started = time.monotonic()
+    for turn in range(arguments.kills):
+        crash.round()
+        if not crash.tally.is_sound:
+            break
+        if sys.stderr.isatty():
+            print(
+                f"\r{turn + 1} of {arguments.kills} kills, {crash.tally.objects_read} objects read",
+                end="",
+                file=sys.stderr,
+            )
+    print(f"\nseed {arguments.seed}, {time.monotonic() - started:.0f} s, limit {CAPACITY} bytes")
+    for field in fields(crash.tally):
+        print(f"{field.name:18} {getattr(crash.tally, field.name)}")
+    if crash.tally.is_sound and arguments.root is None:
+        shutil.rmtree(root.parent)
+        return 0
+    print(f"left for inspection: {root} ({len(object_files(root))} files)")
+    return 0 if crash.tally.is_sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

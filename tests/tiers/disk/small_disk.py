@@ -6,7 +6,10 @@ import contextlib
 import pytest
 
 from tests.mounts import SmallDisk
-from tests.tiers.disk.engine import bytes_of_objects, bytes_under, chain, engine, on_disk, temporaries, until
+from tests.tiers.disk.files import bytes_of_objects, bytes_under, on_disk, temporaries
+from tests.tiers.disk.objects import chain
+from tests.tiers.disk.tier_pair import tier_pair
+from tests.tiers.disk.waiting import until
 from vllm_overlay.common import circuit_breaker, rate_limited_log
 from vllm_overlay.tiers.disk import reclaimer
 from vllm_overlay.tiers.disk.device import Device
@@ -56,7 +59,7 @@ def ledger_agrees(made):
 def test_a_disk_that_others_keep_full_drops_stores_and_is_given_up_to_them(disk, monkeypatch):
     monkeypatch.setattr(reclaimer, "TICK_S", 60.0)  # so that the reclaimer does not see it before a store does
     disk.mount("16m")
-    with engine(disk.path, capacity_bytes=64 * MIB, max_object_bytes=MIB, staging_bytes=4 * MIB) as made:
+    with tier_pair(disk.path, capacity_bytes=64 * MIB, max_object_bytes=MIB, staging_bytes=4 * MIB) as made:
         made.store(chain("p", 10))
         with disk.full():
             outcomes = outcomes_until(made, "no_room")
@@ -72,7 +75,7 @@ def test_a_disk_that_is_full_at_the_start_is_used_once_it_has_room(disk, caplog)
     disk.mount("16m")
     with contextlib.ExitStack() as others:
         others.enter_context(disk.full())
-        with engine(disk.path) as made:
+        with tier_pair(disk.path) as made:
             until(lambda: sum("cannot make room" in message for message in caplog.messages) > 3)
             assert made.try_store(chain("p", 1)[0]) == "no_room"
             others.close()
@@ -82,7 +85,7 @@ def test_a_disk_that_is_full_at_the_start_is_used_once_it_has_room(disk, caplog)
 
 def test_a_disk_that_takes_no_more_files_has_no_room(disk):
     disk.mount("16m", max_files=400)
-    with engine(disk.path, capacity_bytes=64 * MIB) as made:
+    with tier_pair(disk.path, capacity_bytes=64 * MIB) as made:
         made.store(chain("p", 3))
         with disk.out_of_files():
             assert "no_space" in outcomes_until(made, "no_room")
@@ -92,7 +95,7 @@ def test_a_disk_that_takes_no_more_files_has_no_room(disk):
 
 def test_own_files_that_are_too_many_make_room_for_new_ones(disk):
     disk.mount("16m", max_files=100)
-    with engine(disk.path, capacity_bytes=64 * MIB) as made:
+    with tier_pair(disk.path, capacity_bytes=64 * MIB) as made:
         for turn in range(100):
             made.store_at_last(chain(f"p{turn}", 1)[0])
         assert made.tier.usage().evicted_objects > 0
@@ -101,7 +104,7 @@ def test_own_files_that_are_too_many_make_room_for_new_ones(disk):
 
 def test_a_disk_that_turns_read_only_is_read_and_its_writes_left_alone(disk):
     disk.mount("16m")
-    with engine(disk.path, capacity_bytes=64 * MIB, max_object_bytes=MIB, staging_bytes=4 * MIB) as made:
+    with tier_pair(disk.path, capacity_bytes=64 * MIB, max_object_bytes=MIB, staging_bytes=4 * MIB) as made:
         made.store(chain("p", 3))
         with disk.read_only():
             assert set(outcomes_until(made, "breaker")) == {"io_error", "breaker"}
@@ -112,7 +115,7 @@ def test_a_disk_that_turns_read_only_is_read_and_its_writes_left_alone(disk):
 
 def test_a_disk_that_is_unmounted_is_left_for_what_is_beneath_and_found_again(disk):
     disk.mount("16m")
-    with engine(disk.path) as made:
+    with tier_pair(disk.path) as made:
         made.store(chain("p", 3))
         with disk.gone():
             assert made.reasons(chain("p", 3)) == ["missing"] * 4
@@ -127,7 +130,7 @@ def test_a_disk_that_is_unmounted_is_left_for_what_is_beneath_and_found_again(di
 def test_the_free_space_to_keep_is_kept_from_the_first_byte_to_the_last(disk):
     disk.mount("16m")
     keep = 8 * MIB
-    with disk.sampled() as samples, engine(disk.path, capacity_bytes=64 * MIB, min_free_bytes=keep) as made:
+    with disk.sampled() as samples, tier_pair(disk.path, capacity_bytes=64 * MIB, min_free_bytes=keep) as made:
         for turn in range(20):
             made.store(chain(f"p{turn}", 20))
         assert made.tier.usage().evicted_objects > 0
@@ -138,7 +141,7 @@ def test_the_free_space_to_keep_is_kept_from_the_first_byte_to_the_last(disk):
 
 def test_a_disk_smaller_than_the_capacity_is_filled_and_no_more_is_evicted_than_needed(disk):
     disk.mount("16m")
-    with engine(disk.path, capacity_bytes=4096 * MIB) as made:
+    with tier_pair(disk.path, capacity_bytes=4096 * MIB) as made:
         objects = chain("p", 16 * MIB // on_disk() * 3 // 4)
         made.store(objects)
         assert made.tier.usage().evicted_objects == 0

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.disk.engine import NAMESPACE, OBJECT, Engine, chain, engine, object_files, on_disk, until
+from tests.tiers.disk.files import object_files, on_disk
+from tests.tiers.disk.objects import OBJECT, chain
+from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
+from tests.tiers.disk.waiting import until
 from vllm_overlay.cli import main as cli
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity, integrity_of
@@ -54,18 +57,18 @@ def evil(path: Path) -> bytes:
 
 
 def test_objects_written_with_a_key_are_read_with_it_and_found_after_a_restart(tmp_path, key):
-    with engine(tmp_path / "root", integrity_key_file=key) as made:
+    with tier_pair(tmp_path / "root", integrity_key_file=key) as made:
         made.store(chain("p", 3))
         assert made.reasons(chain("p", 3)) == [""] * 4
         assert {path.read_bytes()[56] for path in object_files(made.root)} == {2}
-    with engine(tmp_path / "root", integrity_key_file=key) as again:
+    with tier_pair(tmp_path / "root", integrity_key_file=key) as again:
         again.recovered()
         assert again.coverage(chain("p", 3)) == [True] * 4
         assert again.reasons(chain("p", 3)) == [""] * 4
 
 
 def test_a_forged_object_with_a_fitting_checksum_is_a_miss_and_is_removed(tmp_path, key, other_key):
-    with engine(tmp_path / "root", integrity_key_file=key) as made:
+    with tier_pair(tmp_path / "root", integrity_key_file=key) as made:
         for name, integrity in (("plain", XXH3), ("another key", integrity_of(other_key))):
             planned = chain(name, 1)[0]
             made.store([planned])
@@ -78,7 +81,7 @@ def test_a_forged_object_with_a_fitting_checksum_is_a_miss_and_is_removed(tmp_pa
 def test_without_a_key_the_same_forgery_is_loaded(tmp_path):
     """Why there is a key: whoever knows the format can write what XXH3 takes."""
     planned = chain("p", 1)[0]
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store([planned])
         path = made.path(planned)
         raw, payload = path.read_bytes(), evil(path)
@@ -90,16 +93,16 @@ def test_without_a_key_the_same_forgery_is_loaded(tmp_path):
 
 @pytest.mark.parametrize("has_key", [False, True])
 def test_without_the_key_or_with_another_nothing_is_loaded_or_recovered(tmp_path, key, other_key, has_key):
-    with engine(tmp_path / "root", integrity_key_file=key) as made:
+    with tier_pair(tmp_path / "root", integrity_key_file=key) as made:
         made.store(chain("p", 2))
-    with engine(tmp_path / "root", integrity_key_file=other_key if has_key else "") as again:
+    with tier_pair(tmp_path / "root", integrity_key_file=other_key if has_key else "") as again:
         again.recovered()
         assert again.coverage(chain("p", 2)) == [False] * 3
         assert set(again.reasons(chain("p", 2))) <= {"header", "missing"}
 
 
 def test_a_payload_or_padding_changed_under_a_good_header_is_a_miss(tmp_path, key):
-    with engine(tmp_path / "root", integrity_key_file=key) as made:
+    with tier_pair(tmp_path / "root", integrity_key_file=key) as made:
         objects = chain("p", 3)[:3]
         made.store(objects)
         for planned, offset in zip(objects, (4096, 4096 + OBJECT - 1, 4096 + OBJECT), strict=True):
@@ -110,7 +113,7 @@ def test_a_payload_or_padding_changed_under_a_good_header_is_a_miss(tmp_path, ke
 
 
 def test_files_of_another_place_do_not_pass_though_their_seal_is_good(tmp_path, key):
-    with engine(tmp_path / "root", integrity_key_file=key) as made:
+    with tier_pair(tmp_path / "root", integrity_key_file=key) as made:
         one, two = chain("p", 2)[:2]
         made.store([one, two])
         os.replace(made.path(one), made.path(two))
@@ -119,10 +122,12 @@ def test_files_of_another_place_do_not_pass_though_their_seal_is_good(tmp_path, 
 
 def test_a_rotated_key_is_a_new_namespace_and_the_old_one_goes_when_room_is_needed(tmp_path, key, other_key):
     old, new = (keyed_namespace(integrity_of(path), mark) for path, mark in ((key, "ab"), (other_key, "cd")))
-    with engine(tmp_path / "root", namespace=old, integrity_key_file=key) as made:
+    with tier_pair(tmp_path / "root", namespace=old, integrity_key_file=key) as made:
         made.store(chain("p", 4))
         kept = [made.path(planned) for planned in chain("p", 4)[:4]]
-    with engine(tmp_path / "root", namespace=new, integrity_key_file=other_key, capacity_bytes=12 * on_disk()) as again:
+    with tier_pair(
+        tmp_path / "root", namespace=new, integrity_key_file=other_key, capacity_bytes=12 * on_disk()
+    ) as again:
         again.recovered()
         assert all(path.exists() for path in kept)
         again.store(chain("q", 8))
@@ -192,7 +197,7 @@ def test_a_key_of_another_user_is_refused(key, monkeypatch):
 
 def test_a_refused_key_refuses_the_tier(tmp_path):
     with pytest.raises(ConfigError, match="integrity_key_file"):
-        Engine(tmp_path / "root", integrity_key_file=str(tmp_path / "none"))
+        TierPair(tmp_path / "root", integrity_key_file=str(tmp_path / "none"))
 
 
 # Tools.
@@ -201,10 +206,12 @@ def test_a_refused_key_refuses_the_tier(tmp_path):
 @pytest.fixture
 def roots(tmp_path, key):
     """One root with a keyed namespace and a plain one."""
-    with engine(tmp_path / "root", namespace=keyed_namespace(integrity_of(key), "ab"), integrity_key_file=key) as made:
+    with tier_pair(
+        tmp_path / "root", namespace=keyed_namespace(integrity_of(key), "ab"), integrity_key_file=key
+    ) as made:
         made.store(chain("p", 3))
     plain = DiskNamespace("c" * 64, "d" * 64, NAMESPACE.description)
-    with engine(tmp_path / "root", namespace=plain) as other:
+    with tier_pair(tmp_path / "root", namespace=plain) as other:
         other.store(chain("q", 2))
     return made, other
 

@@ -12,17 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.disk.engine import (
-    NAMESPACE,
-    OBJECT,
-    OTHER_NAMESPACE,
-    Engine,
-    bytes_under,
-    chain,
-    engine,
-    object_files,
-    on_disk,
-)
+from tests.tiers.disk.files import bytes_under, object_files, on_disk
+from tests.tiers.disk.objects import OBJECT, chain
+from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, tier_pair
 from vllm_overlay.cli import main as cli
 from vllm_overlay.tiers.disk import fsck, gc
 from vllm_overlay.tiers.disk.device import Device, temporary_name
@@ -45,9 +37,9 @@ sys.exit(main(sys.argv[1:]))
 def root(tmp_path):
     """Two namespaces that nobody serves: a chain of 4 chunks and a snapshot, and one of 2."""
     root = tmp_path / "root"
-    with engine(root) as made:
+    with tier_pair(root) as made:
         made.store(chain("p", 4))
-    with engine(root, namespace=OTHER_NAMESPACE) as made:
+    with tier_pair(root, namespace=OTHER_NAMESPACE) as made:
         made.store(chain("q", 2))
     return root
 
@@ -136,7 +128,7 @@ def test_stats_for_people_name_models_and_kinds(root, capsys):
 
 
 def test_stats_see_who_serves(root, capsys):
-    with engine(root) as made:
+    with tier_pair(root) as made:
         made.store(chain("new", 1))
         _, stats = run(capsys, "stats", root)
     served = {namespace["fingerprint"] for namespace in stats["namespaces"] if namespace["is_in_use"]}
@@ -232,7 +224,7 @@ def test_a_snapshot_needs_the_chunks_of_its_own_model(root, capsys):
 
 def test_an_object_without_one_ranks_file_is_incomplete(tmp_path, capsys):
     root = tmp_path / "root"
-    with engine(root, world_size=2) as made:
+    with tier_pair(root, world_size=2) as made:
         made.store(chain("p", 2))
         made.path(chain("p", 2)[2], 1).unlink()
     status, report = run(capsys, "fsck", root)
@@ -243,7 +235,7 @@ def test_an_object_without_one_ranks_file_is_incomplete(tmp_path, capsys):
 
 
 def test_while_somebody_serves_what_may_be_on_its_way_is_a_note(root, capsys):
-    with engine(root) as made:
+    with tier_pair(root) as made:
         made.recovered()
         made.store(chain("new", 1))
         path_of(root, chain("p", 4)[1]).unlink()
@@ -386,7 +378,7 @@ def test_a_dry_run_changes_nothing(root, capsys):
 
 
 def test_gc_leaves_alone_what_is_served(root, capsys):
-    with engine(root) as made:
+    with tier_pair(root) as made:
         made.recovered()
         made.store(chain("new", 1))
         status, done = run(capsys, "gc", root, "--max-bytes", 0)
@@ -412,7 +404,7 @@ def test_forged_files_that_depend_on_each_other_go_too(root, monkeypatch):
 
 def test_ctrl_c_ends_it_with_130_and_what_is_left_is_sound(tmp_path):
     root = tmp_path / "root"
-    with engine(root, capacity_bytes="1 GiB") as made:
+    with tier_pair(root, capacity_bytes="1 GiB") as made:
         made.store(chain("p", 300))
     source = FORBID.replace(
         "from vllm_overlay.cli.main import main",
@@ -432,6 +424,6 @@ def test_ctrl_c_ends_it_with_130_and_what_is_left_is_sound(tmp_path):
     left = object_files(root)
     assert 0 < len(left) < 301
     assert fsck.Check(str(root)).run().findings == []
-    again = Engine(root, capacity_bytes="1 GiB").recovered()
+    again = TierPair(root, capacity_bytes="1 GiB").recovered()
     assert len(again.tier.index) == len(left)
     again.close()

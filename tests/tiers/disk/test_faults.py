@@ -13,7 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.tiers.disk.engine import OBJECT, FailingDevice, chain, engine, object_files, on_disk, temporaries, until
+from tests.tiers.disk.devices import FailingDevice
+from tests.tiers.disk.files import object_files, on_disk, temporaries
+from tests.tiers.disk.objects import OBJECT, chain
+from tests.tiers.disk.tier_pair import tier_pair
+from tests.tiers.disk.waiting import until
 from vllm_overlay.common import circuit_breaker, rate_limited_log
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
 from vllm_overlay.common.file_lock import is_held
@@ -91,7 +95,7 @@ def test_late_faults_of_earlier_attempts_do_not_lengthen_the_pause(clock):
 
 def test_a_failing_disk_is_left_alone_until_it_works(tmp_path, disk_clock):
     device = FailingDevice()
-    with engine(tmp_path / "root", device=device) as made:
+    with tier_pair(tmp_path / "root", device=device) as made:
         objects = chain("p", 3)
         made.store(objects)
         device.faults = {"pwritev": errno.EIO, "preadv": errno.EIO}
@@ -108,7 +112,7 @@ def test_a_failing_disk_is_left_alone_until_it_works(tmp_path, disk_clock):
 
 
 def test_bad_files_are_no_fault_of_the_disk(tmp_path):
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         objects = chain("p", 20)
         made.store(objects)
         for planned in objects:
@@ -136,7 +140,7 @@ def test_a_rate_lets_pass_so_many_bytes_a_second(clock):
 
 
 def test_writes_stay_below_the_rate_and_go_on(tmp_path, disk_clock):
-    with engine(tmp_path / "root", max_write_bytes_per_s=4 * on_disk()) as made:
+    with tier_pair(tmp_path / "root", max_write_bytes_per_s=4 * on_disk()) as made:
         made.recovered()
         until(lambda: made.tier._reclaimer._lease.available)
         outcomes = [made.try_store(planned) for planned in chain("p", 5)]
@@ -157,7 +161,7 @@ def test_an_object_is_wanted_at_its_nth_use(monkeypatch):
 
 
 def test_the_setting_reaches_the_tier(tmp_path):
-    with engine(tmp_path / "root", store_on_nth_use=2) as made:
+    with tier_pair(tmp_path / "root", store_on_nth_use=2) as made:
         wanted = chain("p", 1)[0].object_id
         assert [made.tier.should_store(wanted) for _ in range(3)] == [False, True, True]
 
@@ -169,7 +173,7 @@ def test_the_setting_reaches_the_tier(tmp_path):
 @pytest.mark.parametrize("call", ["open", "pwritev", "rename"])
 def test_any_error_of_a_write_is_a_dropped_store(tmp_path, error, call):
     device = FailingDevice()
-    with engine(tmp_path / "root", device=device) as made:
+    with tier_pair(tmp_path / "root", device=device) as made:
         made.store(chain("before", 1))
         device.faults[call] = error
         assert made.outcome(chain("p", 1)[0]) == ("no_space" if error == errno.EDQUOT else "io_error")
@@ -182,7 +186,7 @@ def test_any_error_of_a_write_is_a_dropped_store(tmp_path, error, call):
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
 def test_any_error_of_a_read_is_a_miss(tmp_path, error):
     device = FailingDevice()
-    with engine(tmp_path / "root", device=device) as made:
+    with tier_pair(tmp_path / "root", device=device) as made:
         made.store(chain("p", 2))
         device.faults["preadv"] = error
         assert made.reasons(chain("p", 2)[:1]) == ["io_error"]
@@ -191,7 +195,7 @@ def test_any_error_of_a_read_is_a_miss(tmp_path, error):
 
 
 def test_without_file_descriptors_it_misses_and_keeps_every_object(tmp_path):
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 2))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
@@ -207,7 +211,7 @@ def test_without_file_descriptors_it_misses_and_keeps_every_object(tmp_path):
 def test_a_file_size_limit_is_a_dropped_store(tmp_path):
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
         resource.setrlimit(resource.RLIMIT_FSIZE, (OBJECT // 2, hard))
         try:
@@ -231,14 +235,14 @@ def replace_with_nothing(root):
 def replace_with_another(root):
     """A root in which another process has stored, as when a file system is mounted over this one."""
     root.rename(root.with_name("elsewhere"))
-    with engine(root) as other:
+    with tier_pair(root) as other:
         other.store(chain("r", 2))
 
 
 @pytest.mark.parametrize("change", [leave, replace_with_nothing, replace_with_another])
 def test_a_root_that_is_removed_or_replaced_is_left_and_the_new_one_taken(tmp_path, change, caplog, monkeypatch):
     monkeypatch.setattr(rate_limited_log, "INTERVAL_S", 0.0)
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 2))
         change(made.root)
         assert made.reasons(chain("p", 2)) == ["missing"] * 3
@@ -252,7 +256,7 @@ def test_a_root_that_is_removed_or_replaced_is_left_and_the_new_one_taken(tmp_pa
         assert made.reasons(chain("q", 1)) == ["", ""]
         assert made.root.stat().st_mode & 0o777 == 0o700
         assert sum("was removed or replaced" in message for message in caplog.messages) == 1
-        with engine(made.root) as other:  # takes us for what we are: alive, with a lease and a namespace
+        with tier_pair(made.root) as other:  # takes us for what we are: alive, with a lease and a namespace
             ledger = Ledger(str(made.root), Device())
             until(lambda: ledger.count_processes() == 2)
             assert is_held(str(made.root / made.namespace.attention / "in-use"))
@@ -262,7 +266,7 @@ def test_a_root_that_is_removed_or_replaced_is_left_and_the_new_one_taken(tmp_pa
 
 @pytest.mark.parametrize("name", ["leases/0", f"{'a' * 64}/in-use"])
 def test_a_lock_whose_file_is_gone_is_taken_anew(tmp_path, name):
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
         (made.root / name).unlink()
         ledger = Ledger(str(made.root), Device())
@@ -273,7 +277,7 @@ def test_a_lock_whose_file_is_gone_is_taken_anew(tmp_path, name):
 
 
 def test_a_new_root_that_everyone_may_write_is_not_taken(tmp_path):
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
         replace_with_nothing(made.root)
         made.root.chmod(0o777)
@@ -286,7 +290,7 @@ def test_a_new_root_that_everyone_may_write_is_not_taken(tmp_path):
 
 
 def test_locks_that_fail_while_running_drop_stores_and_keep_loads(tmp_path, monkeypatch):
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
         real = fcntl.flock
 
@@ -312,7 +316,7 @@ def test_reads_that_hang_are_given_up_and_nothing_waits_for_them_twice(tmp_path,
 
     device = Hanging()
     device.go_on.set()
-    with engine(tmp_path / "root", device=device, read_threads=1) as made:
+    with tier_pair(tmp_path / "root", device=device, read_threads=1) as made:
         made.store(chain("p", 1))
         made.recovered()
         device.go_on.clear()
@@ -336,7 +340,7 @@ def test_reads_that_hang_are_given_up_and_nothing_waits_for_them_twice(tmp_path,
 
 def test_jumps_of_the_clock_change_nothing(tmp_path, monkeypatch):
     real = time.time
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 2))
         for jump in (-1e6, 1e9):
             monkeypatch.setattr("time.time", lambda jump=jump: real() + jump)
@@ -344,7 +348,7 @@ def test_jumps_of_the_clock_change_nothing(tmp_path, monkeypatch):
             assert made.reasons([*chain("p", 2), *chain(f"q{jump}", 1)]) == [""] * 5
     for age, path in enumerate(object_files(made.root)):
         os.utime(path, (real() + (-1) ** age * 1e8,) * 2)
-    with engine(tmp_path / "root") as again:
+    with tier_pair(tmp_path / "root") as again:
         again.recovered()
         assert again.reasons(chain("p", 2)) == [""] * 3
         assert again.coverage(chain("p", 2)) == [True] * 3
@@ -363,7 +367,7 @@ def test_a_disk_that_takes_a_second_a_call_delays_and_loses_nothing(tmp_path):
             return super().pwritev(fd, segments, offset)
 
     device = Slow()
-    with engine(tmp_path / "root", device=device) as made:
+    with tier_pair(tmp_path / "root", device=device) as made:
         made.recovered()
         device.pause_s = 1.0
         made.store(chain("p", 1))

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from tests.tiers.disk.engine import FailingDevice, until
+from tests.tiers.disk.devices import FailingDevice
+from tests.tiers.disk.waiting import until
 from vllm_overlay.common.file_lock import lock, try_lock
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.device import Device, temporary_name, writer_is_alive

@@ -11,20 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.disk.engine import (
-    OBJECT,
-    OTHER_NAMESPACE,
-    UNIT,
-    Engine,
-    FailingDevice,
-    bytes_of_objects,
-    bytes_under,
-    chain,
-    engine,
-    on_disk,
-    temporaries,
-    until,
-)
+from tests.tiers.disk.devices import FailingDevice
+from tests.tiers.disk.files import bytes_of_objects, bytes_under, on_disk, temporaries
+from tests.tiers.disk.objects import OBJECT, UNIT, chain
+from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, TierPair, tier_pair
+from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.device import Device
@@ -36,16 +27,16 @@ CAPACITY = 128 * RANKS * on_disk()
 
 
 @contextmanager
-def full_tier(root: Path, **changes: object) -> Iterator[Engine]:
+def full_tier(root: Path, **changes: object) -> Iterator[TierPair]:
     """A tier that evicts for each store and has spares now."""
-    with engine(root, world_size=RANKS, **{"capacity_bytes": CAPACITY, **changes}) as made:
+    with tier_pair(root, world_size=RANKS, **{"capacity_bytes": CAPACITY, **changes}) as made:
         for turn in range(32):
             made.store(chain(f"old {turn}", 4))
         wait_for_spares(made)
         yield made
 
 
-def wait_for_spares(made: Engine, at_least: int = RANKS) -> None:
+def wait_for_spares(made: TierPair, at_least: int = RANKS) -> None:
     until(lambda: made.tier.advance() or len(made.spares()) >= at_least, "spares")
 
 
@@ -53,14 +44,14 @@ def inodes(paths: list[Path]) -> set[int]:
     return {path.stat().st_ino for path in paths}
 
 
-def store_anew(made: Engine, name: str) -> list[Path]:
+def store_anew(made: TierPair, name: str) -> list[Path]:
     """Stores one chunk; its files."""
     (chunk, _) = chain(name, 1)
     made.store([chunk])
     return [made.path(chunk, rank) for rank in range(RANKS)]
 
 
-def ticket_for(made: Engine, planned: PlannedObject) -> StoreTicket:
+def ticket_for(made: TierPair, planned: PlannedObject) -> StoreTicket:
     tickets: list[StoreTicket | None] = []
     until(lambda: made.tier.advance() or tickets.append(made.tier.reserve(planned)) or tickets[-1], "room")
     ticket = tickets[-1]
@@ -68,7 +59,7 @@ def ticket_for(made: Engine, planned: PlannedObject) -> StoreTicket:
     return ticket
 
 
-def verify(made: Engine, name: str) -> bool:
+def verify(made: TierPair, name: str) -> bool:
     return all(made.reasons(chain(name, 1)[:1], rank) == [""] for rank in range(RANKS))
 
 
@@ -110,7 +101,7 @@ def test_while_another_process_uses_the_root_evicted_files_are_unlinked(tmp_path
     """It may be reading them."""
     with (
         full_tier(tmp_path / "root") as made,
-        engine(tmp_path / "root", namespace=OTHER_NAMESPACE, capacity_bytes=CAPACITY) as other,
+        tier_pair(tmp_path / "root", namespace=OTHER_NAMESPACE, capacity_bytes=CAPACITY) as other,
     ):
         other.recovered()
         until(lambda: Ledger(str(made.root), Device()).count_processes() == 2)
@@ -284,7 +275,7 @@ def test_spares_of_other_sizes_never_take_all_the_room(tmp_path, batch: float):
         name = ObjectId("s", f"snapshot {number}".encode())
         return PlannedObject(name, (chunk.object_id,), 64, 64, sizes[number % 2])
 
-    with engine(
+    with tier_pair(
         tmp_path / "root",
         capacity_bytes=int(32 * batch * on_disk(largest)),
         max_object_bytes=largest,
@@ -327,7 +318,7 @@ class SlowReader(Device):
 
 def test_a_read_that_was_given_up_removes_nothing_that_came_after_it(tmp_path, caplog):
     device = SlowReader()
-    with engine(tmp_path / "root", device=device, capacity_bytes=128 * on_disk()) as made:
+    with tier_pair(tmp_path / "root", device=device, capacity_bytes=128 * on_disk()) as made:
         victim = chain("victim", 1)[0]
         made.store([victim])
         file = made.path(victim).stat().st_ino
@@ -355,7 +346,7 @@ def test_a_read_that_was_given_up_removes_nothing_that_came_after_it(tmp_path, c
 
 
 def test_a_worker_that_closes_leaves_no_spare(tmp_path):
-    made = Engine(tmp_path / "root", world_size=RANKS, capacity_bytes=CAPACITY)
+    made = TierPair(tmp_path / "root", world_size=RANKS, capacity_bytes=CAPACITY)
     for turn in range(32):
         made.store(chain(f"old {turn}", 4))
     wait_for_spares(made)

@@ -5,27 +5,18 @@ import threading
 
 import pytest
 
-from tests.tiers.disk.engine import (
-    NAMESPACE,
-    OBJECT,
-    Engine,
-    bytes_of,
-    chain,
-    content,
-    engine,
-    fill,
-    object_files,
-    on_disk,
-    settings,
-    until,
-)
-from tests.tiers.disk.test_manager import kill, start
+from tests.tiers.disk.files import object_files, on_disk
+from tests.tiers.disk.objects import OBJECT, bytes_of, chain, content, fill
+from tests.tiers.disk.processes import kill, start
+from tests.tiers.disk.reset import is_serving_another, store_after_reset
+from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
+from tests.tiers.disk.waiting import until
 from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, RESET
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION
 
 
 def namespaces(root):
@@ -33,28 +24,7 @@ def namespaces(root):
     return {path.parents[1].name for path in object_files(root)}
 
 
-def is_serving_another(made: Engine) -> bool:
-    """Whether the reclaimer has arrived in the namespace of the last reset."""
-    namespace = made.tier._reclaimer._membership.namespace
-    if namespace is None or namespace.description.get(RESET) != made.tier._reset:
-        return False
-    return all(manifest_or_empty(str(made.root / name)).is_of_one_process for name in namespace.fingerprints)
-
-
-def store_after_reset(made: Engine, planned, data=None) -> None:
-    """Store it in the namespace of now; ``data`` for other bytes than ``content``."""
-    tickets = []
-    until(lambda: made.tier.advance() or tickets.append(made.tier.reserve(planned)) or tickets[-1])
-    buffer = made.workers[0].begin_store(tickets[-1])
-    fill(buffer, content(planned, 0) if data is None else data)
-    made.workers[0].submit_store(tickets[-1], buffer)
-    results = []
-    until(lambda: results.extend(made.workers[0].poll()[0]) or results)
-    assert results[0].reason is None
-    made.tier.commit(tickets[-1].ticket)
-
-
-def load(made: Engine, planned):
+def load(made: TierPair, planned):
     """The bytes that the tier has for the object."""
     (ticket,) = made.tier.acquire([planned])
     worker = made.workers[0]
@@ -69,7 +39,7 @@ def load(made: Engine, planned):
 
 
 def test_what_was_stored_before_is_not_found_and_the_same_name_gets_new_bytes(tmp_path):
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         objects = chain("p", 2)
         made.store(objects)
         made.tier.clear()
@@ -83,7 +53,7 @@ def test_what_was_stored_before_is_not_found_and_the_same_name_gets_new_bytes(tm
 
 
 def test_other_processes_keep_what_they_have_and_do_not_see_what_comes(tmp_path):
-    with engine(tmp_path / "root") as made, engine(tmp_path / "root") as other:
+    with tier_pair(tmp_path / "root") as made, tier_pair(tmp_path / "root") as other:
         objects = chain("p", 2)
         made.store(objects)
         other.recovered()
@@ -91,7 +61,7 @@ def test_other_processes_keep_what_they_have_and_do_not_see_what_comes(tmp_path)
         made.tier.clear()
         store_after_reset(made, objects[0])
         assert other.reasons([*objects, *chain("q", 2)]) == [""] * 6
-        with engine(tmp_path / "root") as third:
+        with tier_pair(tmp_path / "root") as third:
             third.recovered()
             assert len(third.tier.index) == 6
 
@@ -110,7 +80,7 @@ class GatedWrites(Device):
 
 def test_a_store_under_way_goes_where_it_was_promised_and_is_not_found(tmp_path):
     device = GatedWrites()
-    with engine(tmp_path / "root", device=device) as made:
+    with tier_pair(tmp_path / "root", device=device) as made:
         made.store(chain("before", 1))
         planned = chain("p", 1)[0]
         ticket = made.tier.reserve(planned)
@@ -132,7 +102,7 @@ def test_a_store_under_way_goes_where_it_was_promised_and_is_not_found(tmp_path)
 
 
 def test_a_load_under_way_reads_what_it_was_promised(tmp_path):
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         planned = chain("p", 1)[0]
         made.store([planned])
         (ticket,) = made.tier.acquire([planned])
@@ -147,14 +117,14 @@ def test_a_load_under_way_reads_what_it_was_promised(tmp_path):
 
 
 def test_a_restart_finds_what_was_stored_before_the_reset_and_nothing_of_after(tmp_path):
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 2))
         made.tier.clear()
         until(lambda: is_serving_another(made))
         for planned in chain("p", 2)[:2]:
             store_after_reset(made, planned)
     assert namespaces(made.root) == set(NAMESPACE.fingerprints)  # what nobody finds again goes at the end
-    with engine(tmp_path / "root") as again:
+    with tier_pair(tmp_path / "root") as again:
         again.recovered()
         assert again.coverage(chain("p", 2)) == [True] * 3
         assert again.reasons(chain("p", 2)) == [""] * 3
@@ -163,9 +133,11 @@ def test_a_restart_finds_what_was_stored_before_the_reset_and_nothing_of_after(t
 STORE_AFTER_RESET = """
 import sys, time
 from pathlib import Path
-from tests.tiers.disk.engine import Engine, chain, until
-from tests.tiers.disk.test_reset import is_serving_another, store_after_reset
-made = Engine(Path(sys.argv[1])).recovered()
+from tests.tiers.disk.objects import chain
+from tests.tiers.disk.tier_pair import TierPair
+from tests.tiers.disk.waiting import until
+from tests.tiers.disk.reset import is_serving_another, store_after_reset
+made = TierPair(Path(sys.argv[1])).recovered()
 print("ready", flush=True)
 made.store(chain("p", 1))
 made.tier.clear()
@@ -182,14 +154,14 @@ def test_what_a_killed_process_stored_after_a_reset_is_removed_by_the_next(tmp_p
     process = start(STORE_AFTER_RESET, root)
     try:
         assert process.stdout.readline() == "stored\n"
-        with engine(root) as made:
+        with tier_pair(root) as made:
             made.store(chain("q", 1))
             assert len(namespaces(root)) == 3  # it is served
     finally:
         kill(process)
     for name in namespaces(root) - set(NAMESPACE.fingerprints) if not has_words else ():
         (root / name / DESCRIPTION).unlink()
-    with engine(root) as made:
+    with tier_pair(root) as made:
         until(lambda: namespaces(root) == set(NAMESPACE.fingerprints))
         made.recovered()
         assert made.reasons([*chain("p", 1), *chain("q", 1)]) == [""] * 4
@@ -198,7 +170,7 @@ def test_what_a_killed_process_stored_after_a_reset_is_removed_by_the_next(tmp_p
 
 
 def test_each_reset_is_a_namespace_and_the_one_before_goes(tmp_path):
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
         for _ in range(3):
             made.tier.clear()
@@ -210,7 +182,7 @@ def test_each_reset_is_a_namespace_and_the_one_before_goes(tmp_path):
 
 
 def test_what_was_stored_before_goes_when_room_is_needed(tmp_path):
-    with engine(tmp_path / "root", capacity_bytes=12 * on_disk()) as made:
+    with tier_pair(tmp_path / "root", capacity_bytes=12 * on_disk()) as made:
         made.store(chain("p", 8))
         kept = [made.path(planned) for planned in chain("p", 8)]
         made.tier.clear()
@@ -233,7 +205,7 @@ class SlowHeaders(Device):
 
 @pytest.mark.parametrize("is_scanning", [False, True])
 def test_what_recovery_finds_of_before_is_not_taken(tmp_path, is_scanning):
-    with engine(tmp_path / "root") as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 3))
     device = SlowHeaders()
     tier = DiskTierManager(settings(tmp_path / "root"), NAMESPACE, 1, OBJECT, device)

@@ -7,36 +7,19 @@ import numpy as np
 import pytest
 
 from tests.naive_twin import block_hashes
-from tests.tiers.disk.engine import Engine, bytes_of, content, engine, object_files, until
-from tests.tiers.disk.test_manager import kill, start
-from tests.tiers.disk.test_worker import GatedDevice
-from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
-from vllm_overlay.planner.planner import HybridOffloadPlanner
+from tests.tiers.disk.devices import GatedDevice
+from tests.tiers.disk.files import object_files
+from tests.tiers.disk.objects import bytes_of, content
+from tests.tiers.disk.processes import kill, start
+from tests.tiers.disk.prompts import GEOMETRY, KEYS, NUM_TOKENS, PLANNER, objects_of
+from tests.tiers.disk.tier_pair import TierPair, tier_pair
+from tests.tiers.disk.waiting import until
 from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk import async_lookup
 from vllm_overlay.tiers.disk.device import Device
 
-GEOMETRY = Geometry.build(
-    [
-        Group(0, GroupKind.FULL, 128, 40, 5120, True),
-        Group(1, GroupKind.WINDOW, 128, 40, 5120, True, window=100),
-        Group(2, GroupKind.RECURRENT, 128, 0, 9000, False),
-    ],
-    16,
-    64,
-)
-PLANNER = HybridOffloadPlanner(GEOMETRY)
-KEYS = block_hashes(bytes(range(40)))  # 640 tokens: 10 chunks
-NUM_TOKENS = len(KEYS) * GEOMETRY.match_unit + 1
 
-
-def objects_of(keys, boundaries):
-    """All chunks of a prompt, and the snapshots of these boundaries."""
-    chunks = PLANNER.store_plan(keys, {}, len(keys) * GEOMETRY.match_unit)
-    return [*chunks, *(PLANNER.snapshot(keys, boundary) for boundary in boundaries)]
-
-
-def lookup(made: Engine, keys=KEYS, num_tokens=NUM_TOKENS):
+def lookup(made: TierPair, keys=KEYS, num_tokens=NUM_TOKENS):
     """As the scheduler's half does it."""
     made.tier.advance()
     found = PLANNER.lookup(keys, num_tokens, 0, made.tier.index)
@@ -52,16 +35,16 @@ def short_answers(monkeypatch):
 @pytest.fixture
 def two(tmp_path):
     """Two engines that were there before anything was stored."""
-    with engine(tmp_path / "root") as one, engine(tmp_path / "root") as other:
+    with tier_pair(tmp_path / "root") as one, tier_pair(tmp_path / "root") as other:
         yield one.recovered(), other.recovered()
 
 
 STORER = """
 import sys, time
 from pathlib import Path
-from tests.tiers.disk.engine import Engine
-from tests.tiers.disk.test_sharing import KEYS, objects_of
-made = Engine(Path(sys.argv[1])).recovered()
+from tests.tiers.disk.tier_pair import TierPair
+from tests.tiers.disk.prompts import KEYS, objects_of
+made = TierPair(Path(sys.argv[1])).recovered()
 print("ready", flush=True)
 made.store(objects_of(KEYS, [320, 560]))
 print("stored", flush=True)
@@ -71,7 +54,7 @@ time.sleep(600)
 
 def test_what_another_process_stores_is_found_without_a_restart(tmp_path):
     root = tmp_path / "root"
-    with engine(root) as made:
+    with tier_pair(root) as made:
         made.recovered()
         assert lookup(made) == 0
         other = start(STORER, root)
@@ -112,7 +95,7 @@ def test_chunks_without_a_snapshot_are_found_so_that_a_junction_is(two):
 
 
 def test_an_object_that_lacks_a_rank_is_not_found(tmp_path):
-    with engine(tmp_path / "root", world_size=2) as one, engine(tmp_path / "root", world_size=2) as other:
+    with tier_pair(tmp_path / "root", world_size=2) as one, tier_pair(tmp_path / "root", world_size=2) as other:
         other.recovered()
         one.store(objects_of(KEYS, [320, 640]))
         one.path(PLANNER.snapshot(KEYS, 640), 1).unlink()
@@ -145,7 +128,7 @@ class Counting(Device):
 def test_no_is_remembered_for_a_while(tmp_path, monkeypatch):
     monkeypatch.setattr(async_lookup, "ANSWER_S", 600.0)
     device = Counting()
-    with engine(tmp_path / "root", device=device) as made:
+    with tier_pair(tmp_path / "root", device=device) as made:
         made.recovered()
         assert lookup(made) == 0
         until(lambda: made.tier._async_lookup._num_pending == 0)
@@ -171,7 +154,7 @@ def test_names_are_forgotten_in_time_and_in_number(monkeypatch):
 def test_a_prompt_may_cost_so_many_probes_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setattr(async_lookup, "_MAX_PROBES", 3)
     device = Counting()
-    with engine(tmp_path / "root", device=device) as made:
+    with tier_pair(tmp_path / "root", device=device) as made:
         made.recovered()
         lookup(made)
         until(lambda: made.tier._async_lookup._num_pending == 0)
@@ -204,7 +187,7 @@ def test_after_clear_nothing_of_others_is_found(two):
 def test_what_another_evicts_while_it_is_read_is_read_to_its_end(tmp_path):
     device = GatedDevice("preadv")
     objects = objects_of(KEYS, [640])
-    with engine(tmp_path / "root") as one, engine(tmp_path / "root", device=device, read_threads=2) as other:
+    with tier_pair(tmp_path / "root") as one, tier_pair(tmp_path / "root", device=device, read_threads=2) as other:
         one.recovered()
         device.gate.set()
         other.recovered()
@@ -231,7 +214,7 @@ def test_a_disk_that_hangs_holds_no_lookup(tmp_path):
             return super().open(path, flags)
 
     device = Hanging()
-    with engine(tmp_path / "root", device=device) as made:
+    with tier_pair(tmp_path / "root", device=device) as made:
         made.recovered()
         for turn in range(200):
             keys = block_hashes(bytes([turn, 1, 2, 3, 4, 5, 6, 7]))

@@ -1,38 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the disk tier's tests share: both halves on one root, and prompts' worth of objects."""
+"""Both halves of the disk tier on one root."""
 
-import errno
-import hashlib
-import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from tests.tiers.disk.objects import OBJECT, UNIT, bytes_of, chain, content, fill
+from tests.tiers.disk.waiting import until
 from vllm_overlay.config import DiskTierSettings, tier_settings
-from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult
 from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.format import file_bytes
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
-from vllm_overlay.tiers.memory import HostBuffer
 
-UNIT = 8192
-OBJECT = 3 * UNIT - 1000
 NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {"model": "tiny"})
 OTHER_NAMESPACE = DiskNamespace("c" * 64, "d" * 64, {"model": "another"})
-
-
-def until(predicate: Callable[[], object], what: str = "the condition", deadline_s: float = 20.0) -> None:
-    """Wait for something that other threads do; the deadline is for tests that fail."""
-    end = time.monotonic() + deadline_s
-    while not predicate():
-        assert time.monotonic() < end, f"{what} never came"
-        time.sleep(0.002)
 
 
 def settings(root: Path, **changes: object) -> DiskTierSettings:
@@ -41,80 +27,7 @@ def settings(root: Path, **changes: object) -> DiskTierSettings:
     return made
 
 
-def key(*words: object) -> bytes:
-    return hashlib.sha256(repr(words).encode()).digest()
-
-
-def chain(name: str, length: int, num_bytes: int = OBJECT) -> list[PlannedObject]:
-    """A prompt's chunks with a snapshot on the last one, parents first."""
-    ids = [ObjectId("f0", key(name, place)) for place in range(length)]
-    chunks = [
-        PlannedObject(object_id, tuple(ids[max(0, place - 1) : place]), place * 64, place * 64 + 64, num_bytes, 0)
-        for place, object_id in enumerate(ids)
-    ]
-    end = length * 64
-    return [*chunks, PlannedObject(ObjectId("s", key(name, "state")), (ids[-1],), end, end, num_bytes)]
-
-
-def content(planned: PlannedObject, rank: int) -> np.ndarray:
-    """The bytes that stand for an object in one rank."""
-    seed = int.from_bytes(key(planned.object_id, rank)[:8], "little")
-    return np.random.default_rng(seed).integers(0, 256, planned.num_bytes, dtype=np.uint8)
-
-
-def fill(buffer: HostBuffer, data: np.ndarray) -> None:
-    done = 0
-    for segment in buffer.segments():
-        segment[:] = data[done : done + segment.size]
-        done += segment.size
-
-
-def bytes_of(buffer: HostBuffer) -> np.ndarray:
-    return np.concatenate(buffer.segments())
-
-
-class FailingDevice(Device):
-    """A device on which ``faults`` names the calls that raise, and the error they raise."""
-
-    def __init__(self, **faults: int) -> None:
-        self.faults = dict(faults)
-
-    def _fail(self, call: str) -> None:
-        if call in self.faults:
-            raise OSError(self.faults[call], os.strerror(self.faults[call]))
-
-    def preadv(self, fd: int, segments: list[memoryview], offset: int) -> int:  # type: ignore[override]
-        self._fail("preadv")
-        return super().preadv(fd, segments, offset)
-
-    def pwritev(self, fd: int, segments: list[memoryview], offset: int) -> int:  # type: ignore[override]
-        self._fail("pwritev")
-        return super().pwritev(fd, segments, offset)
-
-    def rename(self, source: str, target: str) -> None:
-        self._fail("rename")
-        super().rename(source, target)
-
-    def open(self, path: str, flags: int) -> int:
-        self._fail("open")
-        return super().open(path, flags)
-
-    def unlink(self, path: str) -> None:
-        self._fail("unlink")
-        super().unlink(path)
-
-
-class ShortDevice(Device):
-    """Moves at most a page a call, as a kernel may."""
-
-    def preadv(self, fd: int, segments: list[memoryview], offset: int) -> int:  # type: ignore[override]
-        return super().preadv(fd, [segments[0][:4096]], offset)
-
-    def pwritev(self, fd: int, segments: list[memoryview], offset: int) -> int:  # type: ignore[override]
-        return super().pwritev(fd, [segments[0][:4096]], offset)
-
-
-class Engine:
+class TierPair:
     """One tier and its ranks' workers, driven by hand as the connector does."""
 
     def __init__(
@@ -136,7 +49,7 @@ class Engine:
         ]
         self._loads = 0
 
-    def recovered(self) -> "Engine":
+    def recovered(self) -> "TierPair":
         until(lambda: self.tier.advance() or not self.tier.is_recovering, "recovery")
         self.tier.index.check_integrity()
         return self
@@ -223,54 +136,16 @@ class Engine:
 
 
 @contextmanager
-def engine(root: Path, **changes: object) -> Iterator[Engine]:
-    made = Engine(root, **changes)  # type: ignore[arg-type]
+def tier_pair(root: Path, **changes: object) -> Iterator[TierPair]:
+    made = TierPair(root, **changes)  # type: ignore[arg-type]
     try:
         yield made
     finally:
         made.close()
 
 
-def _files_under(root: Path) -> Iterator[Path]:
-    """Files in the places of objects, while others may remove files and directories."""
-    for directory, _, names in os.walk(root):
-        if len(Path(directory).relative_to(root).parts) == 2:
-            yield from (Path(directory, name) for name in names)
-
-
-def object_files(root: Path) -> list[Path]:
-    return sorted(path for path in _files_under(root) if not path.name.startswith(".tmp."))
-
-
-def bytes_of_objects(root: Path) -> int:
-    """What the ledger counts, while nobody writes or removes any."""
-    return sum(path.stat().st_size for path in object_files(root))
-
-
-def temporaries(root: Path) -> list[Path]:
-    walk = ((directory, name) for directory, _, names in os.walk(root) for name in names)
-    return sorted(Path(directory, name) for directory, name in walk if name.startswith(".tmp."))
-
-
-def bytes_under(root: Path) -> int:
-    """Bytes of all objects and temporaries that were there at one moment, while others may write and remove them: one
-    walk alone would count what goes behind it and what comes before it. What two walks see was there between them."""
-    first, second = _sizes_under(root), _sizes_under(root)
-    return sum(min(size, second[file]) for file, size in first.items() if file in second)
-
-
-def _sizes_under(root: Path) -> dict[tuple[int, int], int]:
-    """By inode (a rename keeps it) and time of the last write (an inode's number is used again)."""
-    sizes = {}
-    for path in _files_under(root):
-        try:
-            status = path.lstat()
-        except OSError as error:
-            assert error.errno == errno.ENOENT
-        else:
-            sizes[status.st_ino, status.st_mtime_ns] = status.st_size
-    return sizes
-
-
-def on_disk(num_bytes: int = OBJECT) -> int:
-    return file_bytes(num_bytes)
+def store_many(made: TierPair, count: int, watch: Callable[[], object]) -> None:
+    """Prompts ``many-0``, ``many-1``, ..., with a look after each."""
+    for turn in range(count):
+        made.store(chain(f"many-{turn}", 2))
+        watch()

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies under a root: files, their bytes, and what the ledger says of them."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.tiers.disk.objects import OBJECT
+from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.format import file_bytes
+from vllm_overlay.tiers.disk.ledger import Ledger
+
+
+def _files_under(root: Path) -> Iterator[Path]:
+    """Files in the places of objects, while others may remove files and directories."""
+    for directory, _, names in os.walk(root):
+        if len(Path(directory).relative_to(root).parts) == 2:
+            yield from (Path(directory, name) for name in names)
+
+
+def object_files(root: Path) -> list[Path]:
+    return sorted(path for path in _files_under(root) if not path.name.startswith(".tmp."))
+
+
+def bytes_of_objects(root: Path) -> int:
+    """What the ledger counts, while nobody writes or removes any."""
+    return sum(path.stat().st_size for path in object_files(root))
+
+
+def temporaries(root: Path) -> list[Path]:
+    walk = ((directory, name) for directory, _, names in os.walk(root) for name in names)
+    return sorted(Path(directory, name) for directory, name in walk if name.startswith(".tmp."))
+
+
+def bytes_under(root: Path) -> int:
+    """Bytes of all objects and temporaries that were there at one moment, while others may write and remove them: one
+    walk alone would count what goes behind it and what comes before it. What two walks see was there between them."""
+    first, second = _sizes_under(root), _sizes_under(root)
+    return sum(min(size, second[file]) for file, size in first.items() if file in second)
+
+
+def _sizes_under(root: Path) -> dict[tuple[int, int], int]:
+    """By inode (a rename keeps it) and time of the last write (an inode's number is used again)."""
+    sizes = {}
+    for path in _files_under(root):
+        try:
+            status = path.lstat()
+        except OSError as error:
+            assert error.errno == errno.ENOENT
+        else:
+            sizes[status.st_ino, status.st_mtime_ns] = status.st_size
+    return sizes
+
+
+def on_disk(num_bytes: int = OBJECT) -> int:
+    return file_bytes(num_bytes)
+
+
+def ledger_of(root: Path):
+    """(bytes of files, bytes leased) as the ledger has them."""
+    with Ledger(str(root), Device()).locked() as state:
+        return state.file_bytes, sum(state.leases)

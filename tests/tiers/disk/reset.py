@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier after a reset, in the namespace of this process alone."""
+
+from tests.tiers.disk.objects import content, fill
+from tests.tiers.disk.tier_pair import TierPair
+from tests.tiers.disk.waiting import until
+from vllm_overlay.tiers.disk.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.namespace import RESET
+
+
+def is_serving_another(made: TierPair) -> bool:
+    """Whether the reclaimer has arrived in the namespace of the last reset."""
+    namespace = made.tier._reclaimer._membership.namespace
+    if namespace is None or namespace.description.get(RESET) != made.tier._reset:
+        return False
+    return all(manifest_or_empty(str(made.root / name)).is_of_one_process for name in namespace.fingerprints)
+
+
+def store_after_reset(made: TierPair, planned, data=None) -> None:
+    """Store it in the namespace of now; ``data`` for other bytes than ``content``."""
+    tickets = []
+    until(lambda: made.tier.advance() or tickets.append(made.tier.reserve(planned)) or tickets[-1])
+    buffer = made.workers[0].begin_store(tickets[-1])
+    fill(buffer, content(planned, 0) if data is None else data)
+    made.workers[0].submit_store(tickets[-1], buffer)
+    results = []
+    until(lambda: results.extend(made.workers[0].poll()[0]) or results)
+    assert results[0].reason is None
+    made.tier.commit(tickets[-1].ticket)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Namespaces that share a root: what nobody serves gives way to what is served."""
+
+import os
+
+from tests.tiers.disk.files import bytes_under, object_files, on_disk
+from tests.tiers.disk.objects import chain
+from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, store_many, tier_pair
+from tests.tiers.disk.waiting import until
+
+
+def test_opening_a_root_tells_what_else_lives_there(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with tier_pair(tmp_path / "root", namespace=OTHER_NAMESPACE) as other:
+        other.store(chain("p", 2))
+    assert not any("other namespaces" in message for message in caplog.messages)
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered()
+        (said,) = [message for message in caplog.messages if "other namespaces" in message]
+    assert f"2 other namespaces of {3 * on_disk()} bytes" in said
+    assert f"{2 * on_disk()} bytes of model 'another' (idle)" in said
+
+
+def test_the_oldest_objects_of_a_namespace_that_nobody_serves_go_first(tmp_path):
+    root = tmp_path / "root"
+    capacity = 10 * on_disk()
+    with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=capacity) as other:
+        other.store(chain("old", 8))
+    for age, path in enumerate(sorted(object_files(root), key=lambda path: path.stat().st_mtime_ns)):
+        os.utime(path, (1_000_000 + age,) * 2)
+    with tier_pair(root, capacity_bytes=capacity) as made:
+        made.recovered()
+        made.store(chain("new", 3))
+        assert made.reasons(chain("new", 3)) == [""] * 4
+        assert bytes_under(root) <= capacity
+        assert made.tier.usage().evicted_objects == 0
+    left = [other.path(planned).exists() for planned in chain("old", 8)]
+    assert left == sorted(left)
+    assert any(left)
+
+
+def test_a_namespace_that_nobody_serves_goes_as_a_whole_in_the_end(tmp_path):
+    root = tmp_path / "root"
+    capacity = 10 * on_disk()
+    with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=capacity) as other:
+        other.store(chain("old", 4))
+    with tier_pair(root, capacity_bytes=capacity) as made:
+        store_many(made, 10, lambda: None)
+        until(lambda: not any((root / name).exists() for name in OTHER_NAMESPACE.fingerprints))
+    with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=capacity) as other:
+        other.store(chain("old", 1)[:1])
+
+
+def test_a_newcomer_gets_its_share_of_a_root_that_another_process_has_filled(tmp_path):
+    root = tmp_path / "root"
+    capacity = 24 * on_disk()
+    with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=capacity) as other:
+        store_many(other, 10, lambda: None)
+        with tier_pair(root, capacity_bytes=capacity) as made:
+            made.recovered()
+            made.store(chain("new", 7))
+            assert made.tier.usage().evicted_objects == 0
+            assert bytes_under(root) <= capacity
+            assert made.reasons(chain("new", 7)) == [""] * 8
+            store_many(made, 10, lambda: None)
+            assert made.tier.usage().evicted_objects > 0
+            assert other.reasons(chain("many-9", 2)) == [""] * 3

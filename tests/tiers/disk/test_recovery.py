@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a restart finds, after a close as after a kill, and what it removes."""
+
+import errno
+import os
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.disk.files import bytes_under, ledger_of, object_files, on_disk, temporaries
+from tests.tiers.disk.objects import chain
+from tests.tiers.disk.processes import WRITER, kill, start
+from tests.tiers.disk.tier_pair import tier_pair
+from tests.tiers.disk.waiting import until
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.device import Device, temporary_name
+from vllm_overlay.tiers.disk.recovery import FoundObject, parents_first
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_restart_finds_the_same_coverage(tmp_path, world_size):
+    prompts = [chain(name, length) for name, length in (("p", 5), ("q", 1), ("r", 9))]
+    with tier_pair(tmp_path / "root", world_size=world_size) as made:
+        for objects in prompts:
+            made.store(objects)
+        used = made.tier.usage().used_bytes
+    with tier_pair(tmp_path / "root", world_size=world_size) as again:
+        again.recovered()
+        for objects in prompts:
+            assert again.coverage(objects) == [True] * len(objects)
+            assert again.reasons(objects, rank=world_size - 1) == [""] * len(objects)
+        assert again.tier.usage().used_bytes == used
+        again.store(chain("s", 2))
+
+
+def test_recovery_works_while_the_tier_serves(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 600))
+    with tier_pair(tmp_path / "root") as again:
+        again.store(chain("q", 3))
+        again.recovered()
+        assert all(again.coverage(chain("p", 600)) + again.coverage(chain("q", 3)))
+
+
+def test_a_missing_middle_chunk_discards_what_lies_on_top(tmp_path):
+    objects = chain("p", 5)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(objects)
+    made.path(objects[2]).unlink()
+    time.sleep(0.1)
+    with tier_pair(tmp_path / "root") as again:
+        again.recovered()
+        assert again.coverage(objects) == [True, True, False, False, False, False]
+        until(lambda: len(object_files(again.root)) == 2)
+        until(lambda: ledger_of(again.root)[0] == 2 * on_disk())
+
+
+def test_an_object_without_one_ranks_file_is_not_there(tmp_path):
+    objects = chain("p", 2)
+    with tier_pair(tmp_path / "root", world_size=2) as made:
+        made.store(objects)
+    made.path(objects[1], 1).unlink()
+    time.sleep(0.1)
+    with tier_pair(tmp_path / "root", world_size=2) as again:
+        again.recovered()
+        assert again.coverage(objects) == [True, False, False]
+        until(lambda: object_files(again.root) == sorted([again.path(objects[0], 0), again.path(objects[0], 1)]))
+
+
+@pytest.mark.parametrize("damage", ["header", "short", "swapped", "symlink", "empty"])
+def test_recovery_does_not_take_a_damaged_file(tmp_path, damage):
+    objects = chain("p", 3)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(objects)
+    path = made.path(objects[2])
+    if damage == "header":
+        with open(path, "r+b") as file:
+            file.seek(30)
+            file.write(b"\xff")
+    elif damage == "swapped":
+        shutil.copy(made.path(objects[1]), path)
+    elif damage == "symlink":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        os.truncate(path, 0 if damage == "empty" else 8192)
+    time.sleep(0.1)
+    with tier_pair(tmp_path / "root") as again:
+        again.recovered()
+        assert again.coverage(objects) == [True, True, False, False]
+        until(lambda: not os.path.lexists(path))
+
+
+def test_a_file_in_a_wrong_place_goes_and_the_object_in_the_right_one_stays(tmp_path):
+    objects = chain("p", 1)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(objects)
+    right = made.path(objects[0])
+    elsewhere = right.parent.parent / ("00" if right.parent.name != "00" else "01")
+    wrong = [elsewhere / right.name, right.with_name(right.name.replace(".r0", ".r1"))]
+    for path in wrong:
+        path.parent.mkdir(exist_ok=True)
+        shutil.copy(right, path)
+    time.sleep(0.1)
+    with tier_pair(tmp_path / "root") as again:
+        again.recovered()
+        assert again.coverage(objects) == [True, True]
+        until(lambda: not any(path.exists() for path in wrong))
+        assert again.reasons(objects) == ["", ""]
+
+
+class Refusing(Device):
+    """One file cannot be opened."""
+
+    def __init__(self, path: Path, error: Exception) -> None:
+        self._path, self._error = str(path), error
+
+    def open(self, path: str, flags: int) -> int:
+        if path == self._path:
+            raise self._error
+        return super().open(path, flags)
+
+
+def test_what_builds_on_an_object_that_could_not_be_read_now_stays_for_the_next_start(tmp_path):
+    objects = chain("p", 5)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(objects)
+    time.sleep(0.1)
+    shortage = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    with tier_pair(tmp_path / "root", device=Refusing(made.path(objects[2]), shortage)) as short:
+        short.recovered()
+        assert short.coverage(objects) == [True, True, False, False, False, False]
+    assert len(object_files(made.root)) == 6
+    with tier_pair(tmp_path / "root") as again:
+        assert all(again.recovered().coverage(objects))
+
+
+def test_what_builds_on_a_directory_that_could_not_be_listed_now_stays_for_the_next_start(tmp_path, monkeypatch):
+    objects = chain("p", 5)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(objects)
+    time.sleep(0.1)
+    scandir, unlisted = os.scandir, str(made.path(objects[2]).parent)
+
+    def short(path: str):
+        if path == unlisted and threading.current_thread().name.startswith("disk-recovery"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", short)
+    with tier_pair(tmp_path / "root") as scanned:
+        scanned.recovered()
+        assert not all(scanned.coverage(objects))
+    monkeypatch.undo()
+    assert len(object_files(made.root)) == 6
+    with tier_pair(tmp_path / "root") as again:
+        assert all(again.recovered().coverage(objects))
+
+
+def test_a_scan_that_fails_finds_nothing_and_removes_nothing(tmp_path, caplog):
+    objects = chain("p", 5)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(objects)
+    time.sleep(0.1)
+    defect = RuntimeError("nobody has thought of this")
+    with tier_pair(tmp_path / "root", device=Refusing(made.path(objects[2]), defect)) as failed:
+        failed.recovered()
+        assert len(failed.tier.index) == 0
+    assert any("nobody has thought of this" in message for message in caplog.messages)
+    assert len(object_files(made.root)) == 6
+
+
+def test_an_idle_engine_steps_until_what_was_there_is_known(tmp_path, monkeypatch):
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered()
+        made.store(chain("p", 3))
+        assert not made.tier.has_more_to_come()
+    with tier_pair(tmp_path / "root") as again:
+        assert again.tier.has_more_to_come()
+        until(lambda: again.tier.advance() or not again.tier.has_more_to_come())
+        assert all(again.coverage(chain("p", 3)))
+    monkeypatch.setattr("vllm_overlay.tiers.disk.manager._AWAKE_S", 0.0)
+    with tier_pair(tmp_path / "root") as slow:
+        assert slow.tier.is_recovering
+        assert not slow.tier.has_more_to_come()
+
+
+def test_files_of_no_object_are_left_alone(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+    stranger = made.path(chain("p", 1)[0]).parent / "notes.txt"
+    stranger.write_text("mine")
+    with tier_pair(tmp_path / "root") as again:
+        again.recovered()
+        assert again.coverage(chain("p", 1)) == [True, True]
+    assert stranger.exists()
+
+
+def test_parents_come_first_and_else_the_oldest():
+    def found(name, parents, mtime):
+        ids = tuple(ObjectId("f0", parent.encode()) for parent in parents)
+        return FoundObject(PlannedObject(ObjectId("f0", name.encode()), ids, 0, 64, 1), mtime, ())
+
+    items = [
+        found("d", "bc", 1), found("b", "a", 3), found("c", "a", 4), found("a", "", 5), found("z", "", 2),
+        found("x", "y", 0), found("y", "x", 0), found("o", "gone", 0), found("u", "xa", 0),
+    ]  # fmt: skip
+    reachable, unreachable = parents_first(items)
+    names = "".join(item.planned.object_id.key.decode() for item in reachable)
+    assert sorted(names) == sorted("abcdz")
+    assert names.index("a") < min(names.index("b"), names.index("c"))
+    assert names[-2:] == "dz"
+    assert sorted(item.planned.object_id.key for item in unreachable) == [b"o", b"u", b"x", b"y"]
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_after_kill_9_no_bad_object_is_found_and_no_temporary_stays(tmp_path, turn):
+    root = tmp_path / "root"
+    writer = start(WRITER, root, "w")
+    until(lambda: len(object_files(root)) > 5 + 20 * turn)
+    kill(writer)
+    directory = object_files(root)[0].parent
+    name = temporary_name().replace(f".{os.getpid()}.", f".{writer.pid}.")
+    (directory / name).write_bytes(b"half an object")  # as a writer killed between two writes leaves it
+    with tier_pair(root) as again:
+        again.recovered()
+        until(lambda: temporaries(root) == [])
+        until(lambda: ledger_of(root)[0] == bytes_under(root))
+        for turn in range(1000):
+            objects = chain(f"w-{turn}", 3)
+            held = [planned for planned in objects if again.has(planned)]
+            assert held == objects[: len(held)]
+            assert again.reasons(held) == [""] * len(held)
+            if not held:
+                break
+        assert turn > 0
+
+
+def test_a_temporary_stays_while_its_writer_lives_or_where_nobody_can_say_until_it_is_old(tmp_path):
+    root = tmp_path / "root"
+    with tier_pair(root) as made:
+        made.store(chain("p", 1))
+        directory = object_files(root)[0].parent
+        own, own_old = (directory / temporary_name() for _ in range(2))
+        theirs, theirs_old = (directory / re.sub(r"[0-9a-f]{8}", "0" * 8, temporary_name(), count=1) for _ in range(2))
+        for path in (own, own_old, theirs, theirs_old):
+            path.write_bytes(b"on its way")
+        for path in (own_old, theirs_old):
+            os.utime(path, (time.time() - 7200,) * 2)
+        with tier_pair(root) as other:  # not alone
+            other.store(chain("q", 1))
+            assert temporaries(root) == sorted([own, own_old, theirs])
+    with tier_pair(root) as alone:
+        alone.store(chain("r", 1))
+        assert temporaries(root) == sorted([own, own_old])

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory on its way to and from files: large loads come in pieces, and cancelled ones give it back."""
+
+import numpy as np
+import pytest
+
+from tests.tiers.disk.devices import GatedDevice
+from tests.tiers.disk.objects import OBJECT, UNIT, chain
+from tests.tiers.disk.tier_pair import NAMESPACE, settings, tier_pair
+from tests.tiers.disk.waiting import until
+from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.base import LoadTicket, StoreTicket
+from vllm_overlay.tiers.disk import worker as disk_worker
+from vllm_overlay.tiers.disk.worker import DiskTierWorker
+
+
+def test_a_load_larger_than_the_staging_comes_in_pieces(tmp_path):
+    with tier_pair(tmp_path / "root", staging_bytes=8 * UNIT) as made:
+        objects = chain("p", 20)
+        made.store(objects)
+        assert made.reasons(objects) == [""] * 21
+
+
+def test_two_loads_larger_than_the_staging_both_end(tmp_path):
+    with tier_pair(tmp_path / "root", staging_bytes=8 * UNIT) as made:
+        objects = chain("p", 10)
+        made.store(objects)
+        worker = made.workers[0]
+        tickets = [LoadTicket(0, planned.object_id, planned.num_bytes) for planned in objects]
+        worker.begin_load("one", tickets)
+        worker.begin_load("two", tickets)
+        ended = []
+
+        def poll():
+            for result in worker.poll()[1]:
+                assert result.reason is None
+                worker.end_fetch(result.load_id, result.position)
+                ended.append((result.load_id, result.position))
+            return len(ended) == 22
+
+        until(poll)
+        assert len(set(ended)) == 22
+
+
+def test_stores_leave_staging_for_loads(tmp_path):
+    with tier_pair(tmp_path / "root", staging_bytes=8 * UNIT) as made:
+        objects = chain("p", 6)
+        made.store(objects[:1])
+        tickets = [made.tier.reserve(planned) for planned in objects[1:]]
+        buffers = [made.workers[0].begin_store(ticket) for ticket in tickets]
+        assert [buffer is not None for buffer in buffers] == [True, False, False, False, False, False]
+        assert made.reasons(objects[:1]) == [""]
+
+
+def test_no_store_is_taken_when_too_many_are_pending(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_worker, "MAX_PENDING_STORES", 0)
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered()
+        until(lambda: made.tier.reserve(chain("x", 1)[0]))
+        assert made.workers[0].begin_store(StoreTicket(256, chain("p", 1)[0].object_id, (), 0, 64, OBJECT)) is None
+
+
+def test_an_object_larger_than_promised_is_refused_and_not_blamed(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        (result, *_) = made.fetch(chain("p", 1, OBJECT + 1))
+        assert (result.reason, result.is_bad) == ("too_large", False)
+
+
+def test_a_staging_too_small_for_the_largest_object_is_refused_with_a_size_that_works(tmp_path):
+    with pytest.raises(ConfigError, match="staging_bytes") as refusal:
+        engine_settings = settings(tmp_path, staging_bytes=5 * UNIT)
+        DiskTierWorker(engine_settings, NAMESPACE, 0, 1, UNIT, OBJECT)
+    works = int(str(refusal.value).split()[-1])
+    DiskTierWorker(settings(tmp_path, staging_bytes=works), NAMESPACE, 0, 1, UNIT, OBJECT).close(1.0)
+
+
+def staging_is_free(worker, num_units):
+    """Whether every unit can be had again."""
+    with worker._lock:
+        units = worker._staging._free.num_free
+    return units == num_units
+
+
+def test_cancelling_a_load_frees_its_staging(tmp_path):
+    device = GatedDevice("preadv")
+    with tier_pair(tmp_path / "root", device=device, staging_bytes=8 * UNIT, read_threads=1) as made:
+        objects = chain("p", 5)
+        made.store(objects)
+        worker = made.workers[0]
+        worker.begin_load("gone", [LoadTicket(0, planned.object_id, planned.num_bytes) for planned in objects])
+        device.waiting.acquire()  # one is being read, one is queued, the others wait for room
+        worker.cancel_load("gone")
+        device.gate.set()
+        until(lambda: staging_is_free(worker, 8))
+        assert worker.poll() == ([], [])
+        assert made.reasons(objects) == [""] * 6
+
+
+def test_cancelling_a_load_takes_back_what_was_fetched_and_not_ended(tmp_path):
+    with tier_pair(tmp_path / "root", staging_bytes=8 * UNIT) as made:
+        objects = chain("p", 5)
+        made.store(objects)
+        worker = made.workers[0]
+        tickets = [LoadTicket(0, planned.object_id, planned.num_bytes) for planned in objects]
+        worker.begin_load("polled", tickets)
+        polled = []
+        until(lambda: polled.extend(worker.poll()[1]) or len(polled) == 2)
+        worker.cancel_load("polled")
+        worker.begin_load("polled", tickets)  # the name may be used again
+        until(lambda: len(worker._fetched) == 2)
+        worker.cancel_load("polled")
+        until(lambda: staging_is_free(worker, 8))
+        assert worker.poll() == ([], [])
+
+
+def test_a_cancelled_store_gives_its_buffer_back(tmp_path):
+    with tier_pair(tmp_path / "root", staging_bytes=8 * UNIT) as made:
+        ticket = StoreTicket(256, chain("p", 1)[0].object_id, (), 0, 64, OBJECT)
+        for _ in range(20):
+            made.workers[0].cancel_store(ticket, made.workers[0].begin_store(ticket))
+        assert made.workers[0].pending_stores() == 0
+
+
+def test_the_bytes_of_a_buffer_are_those_of_its_units_in_order(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        worker = made.workers[0]
+        ticket = StoreTicket(256, chain("p", 1)[0].object_id, (), 0, 64, OBJECT)
+        buffer = worker.begin_store(ticket)
+        assert len(buffer.segments()) == 3
+        assert buffer.array.ctypes.data % 4096 == 0
+        assert np.concatenate(buffer.segments()).size == OBJECT
+        worker.cancel_store(ticket, buffer)

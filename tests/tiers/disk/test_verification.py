@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file that is not what was written is a miss and goes."""
+
+import os
+
+import pytest
+
+from tests.tiers.disk.objects import OBJECT, UNIT, chain
+from tests.tiers.disk.tier_pair import tier_pair
+from vllm_overlay.tiers.disk.device import Device, takes_direct_io
+
+
+def flip(path, offset):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x40]))
+
+
+HEADER_FIELDS = [0, 8, 12, 16, 24, 32, 40, 48, 52, 56, 57, 64, 96, 128, 129, 136, 144, 208, 224, 900, 4064, 4080]
+PAYLOAD = {"start": 4096, "middle": 4096 + OBJECT // 2, "end": 4096 + OBJECT - 1}
+PADDING = {"start": 4096 + OBJECT, "end": 4096 + 3 * UNIT - 1}
+
+
+@pytest.mark.parametrize("offset", HEADER_FIELDS)
+def test_a_flipped_header_field_is_a_miss_and_the_file_is_removed(tmp_path, offset):
+    check_flipped(tmp_path, offset, "header")
+
+
+@pytest.mark.parametrize("offset", [*PAYLOAD.values(), *PADDING.values()])
+def test_a_flipped_payload_or_padding_byte_is_a_miss_and_the_file_is_removed(tmp_path, offset):
+    check_flipped(tmp_path, offset, "checksum")
+
+
+def check_flipped(tmp_path, offset, reason):
+    planned = chain("p", 2)[1]
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 2))
+        flip(made.path(planned), offset)
+        (result,) = made.fetch([planned])
+        assert (result.reason, result.is_bad, result.buffer) == (reason, True, None)
+        assert not made.path(planned).exists()
+        assert made.reasons([planned]) == ["missing"]
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, 8192, 4096 + 3 * UNIT - 1, 4096 + 3 * UNIT + 1, 4096 + 4 * UNIT])
+def test_a_truncated_or_extended_file_is_a_miss_and_is_removed(tmp_path, size):
+    planned = chain("p", 1)[0]
+    with tier_pair(tmp_path / "root") as made:
+        made.store([planned])
+        os.truncate(made.path(planned), size)
+        (result,) = made.fetch([planned])
+        assert (result.reason, result.is_bad) == ("size", True)
+        assert not made.path(planned).exists()
+
+
+def test_the_file_of_another_key_is_a_miss(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        one, two = chain("p", 2)[:2]
+        made.store([one, two])
+        os.replace(made.path(one), made.path(two))
+        assert made.reasons([one, two]) == ["missing", "header"]
+
+
+def test_the_file_of_another_rank_or_namespace_is_a_miss(tmp_path):
+    planned = chain("p", 1)[0]
+    with tier_pair(tmp_path / "root", world_size=2) as made:
+        made.store([planned])
+        os.replace(made.path(planned, 1), made.path(planned, 0))
+        assert made.reasons([planned], rank=0) == ["header"]
+    with tier_pair(tmp_path / "a") as one, tier_pair(tmp_path / "b", world_size=2) as two:
+        one.store([planned])
+        two.store([planned])
+        os.replace(one.path(planned), two.path(planned))
+        assert two.reasons([planned]) == ["header"]
+
+
+def test_an_object_of_another_size_is_a_miss(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 1, OBJECT))
+        assert made.reasons(chain("p", 1, OBJECT - 1)) == ["header", "header"]
+        assert made.reasons(chain("p", 1, UNIT)) == ["missing", "missing"]
+
+
+def test_a_symlink_in_place_of_an_object_is_not_followed(tmp_path):
+    planned = chain("p", 1)[0]
+    with tier_pair(tmp_path / "root") as made:
+        made.store([planned])
+        target = tmp_path / "elsewhere"
+        made.path(planned).rename(target)
+        made.path(planned).symlink_to(target)
+        assert made.reasons([planned]) == ["header"]
+        assert not made.path(planned).is_symlink()
+        assert target.exists()
+
+
+@pytest.mark.parametrize(("direct_io", "reason"), [("auto", "io_error"), ("off", "header")])
+def test_a_pipe_or_a_directory_in_place_of_an_object_holds_nobody(tmp_path, direct_io, reason):
+    if direct_io == "auto" and not takes_direct_io(Device(), str(tmp_path)):
+        pytest.skip("this file system has no O_DIRECT")
+    one, two = chain("p", 2)[:2]
+    with tier_pair(tmp_path / "root", direct_io=direct_io) as made:
+        made.store([one, two])
+        made.path(one).unlink()
+        os.mkfifo(made.path(one))
+        made.path(two).unlink()
+        made.path(two).mkdir()
+        assert made.reasons([one, two]) == [reason, reason]
