@@ -22,13 +22,15 @@ import torch  # noqa: F401  LMCache's extension is linked against its libraries
 
 from bench.measure import Subject, table, take_turns
 from bench.rawdisk import RawFiles, settle
-from vllm_overlay.config import GIB, KIB, MIB, DiskTierSettings
+from vllm_overlay.config import GIB, KIB, MIB
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
 from vllm_overlay.tiers.disk.device import Device, takes_direct_io
 from vllm_overlay.tiers.disk.format import file_bytes
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.disk.tickets import DiskLoad
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import HostPool, unit_size
 
@@ -109,7 +111,10 @@ class Ours:
 
     def load(self) -> None:
         load_id = str(next(self._loads))
-        tickets = [LoadTicket(ticket.ticket, ticket.object_id, ticket.num_bytes) for ticket in self._tickets]
+        tickets = [
+            LoadTicket(ticket.ticket, ticket.planned.object_id, ticket.planned.num_bytes, DiskLoad())
+            for ticket in self._tickets
+        ]
         self._worker.begin_load(load_id, tickets)
         num_loaded = 0
         while num_loaded < len(tickets):
@@ -125,7 +130,7 @@ class Ours:
     def remove(self) -> None:
         for ticket in self._tickets:
             self.tier.commit(ticket.ticket)
-            self.tier.drop(ticket.object_id)
+            self.tier.drop(ticket.planned.object_id)
 
     def close(self) -> None:
         self._worker.close(4.0)

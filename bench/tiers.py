@@ -21,7 +21,7 @@ import torch
 from bench import model
 from bench.measure import Subject, table, take_turns
 from bench.rawdisk import RawFiles, settle
-from vllm_overlay.config import GIB, MIB, DiskTierSettings
+from vllm_overlay.config import GIB, MIB
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierWorker
@@ -29,6 +29,7 @@ from vllm_overlay.tiers.cpu import CpuTierManager, CpuTierWorker
 from vllm_overlay.tiers.disk.device import Device, takes_direct_io
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.memory import unit_size, units_needed
@@ -74,6 +75,7 @@ class Driver:
             while left and (buffer := self._worker.begin_store(left[0][0])) is not None:
                 accepted.append((*left.pop(0), buffer))
             self._transfer.gather([placement for _, placement, _ in accepted], [buffer for *_, buffer in accepted])
+            self._check_copies()
             for ticket, _, buffer in accepted:
                 self._worker.submit_store(ticket, buffer)
             stored, _ = self._worker.poll()
@@ -83,6 +85,12 @@ class Driver:
             num_stored += len(stored)
             if not stored:
                 time.sleep(_POLL_S)
+
+    def _check_copies(self) -> None:
+        """They have ended: the CPU's copies are made when they are submitted."""
+        for copy in self._transfer.poll():
+            if copy.error is not None:
+                raise RuntimeError("a copy failed") from copy.error
 
     def load(self, tickets: Sequence[LoadTicket], placements: Sequence[Placement]) -> None:
         """Returns when all are in the KV cache."""
@@ -99,6 +107,7 @@ class Driver:
                     raise RuntimeError(f"a load failed: {result.reason}")
                 buffers.append(result.buffer)
             self._transfer.scatter([placements[result.position] for result in fetched], buffers)
+            self._check_copies()
             for result in fetched:
                 self._worker.end_fetch(load_id, result.position)
             num_loaded += len(fetched)
@@ -205,7 +214,7 @@ def bench_disk(directory: Path, total_bytes: int, rounds: int) -> tuple[list[Row
 
 def _staging_of(worker: DiskTierWorker, num_bytes: int) -> memoryview:
     """All of the worker's staging memory, free as long as nothing is stored or loaded; warm after this."""
-    ticket = StoreTicket(0, ObjectId("f0", b"staging"), (), 0, 0, num_bytes)
+    ticket = StoreTicket(0, PlannedObject(ObjectId("f0", b"staging"), (), 0, 0, num_bytes))
     buffer = worker.begin_store(ticket)
     assert buffer is not None
     worker.cancel_store(ticket, buffer)
@@ -281,11 +290,7 @@ def _acquire(tier: TierManager, stores: Sequence[StoreTicket]) -> list[LoadTicke
     """What a scheduler does once the objects are stored and a request wants them."""
     for ticket in stores:
         tier.commit(ticket.ticket)
-    planned = [
-        PlannedObject(ticket.object_id, ticket.parents, ticket.start_tokens, ticket.end_tokens, ticket.num_bytes)
-        for ticket in stores
-    ]
-    tickets = tier.acquire(planned)
+    tickets = tier.acquire([ticket.planned for ticket in stores])
     if tickets is None:
         raise RuntimeError("an object that was stored is gone")
     return tickets

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from vllm_overlay.config import GIB, MIB, ConfigError, DiskTierSettings, parse_bytes, tier_settings
+from vllm_overlay.config import GIB, MIB, ConfigError, parse_bytes
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.factory import tier_spec
 
 CPU = {"tier": "cpu"}
 DISK = {"tier": "disk", "root": "/tmp/root"}
@@ -14,9 +16,9 @@ DISK = {"tier": "disk", "root": "/tmp/root"}
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({}, 'tier=None is not a tier: set kv_connector_extra_config.tier to "cpu" or "disk"'),
-        ({"tier": "gpu"}, "tier='gpu' is not a tier: set"),
-        ({"tier": []}, "tier=[] is not a tier: set"),
+        ({}, 'tier is not set: set kv_connector_extra_config.tier to "cpu" or "disk"'),
+        ({"tier": "gpu"}, 'tier=\'gpu\' is not known: set it to "cpu" or "disk", or to "module:Class"'),
+        ({"tier": []}, "tier=[] is not known: set it to"),
         ({**CPU, "capacity": 1}, "unknown setting 'capacity' of the cpu tier: it takes capacity_bytes, "),
         ({**CPU, "root": "/tmp"}, "unknown setting 'root' of the cpu tier"),
         ({"tier": "disk"}, "missing required field `root`"),
@@ -34,12 +36,13 @@ DISK = {"tier": "disk", "root": "/tmp/root"}
         ({**CPU, "load_failure_policy": "ignore"}, "Invalid enum value 'ignore' - at `$.load_failure_policy`"),
         ({**CPU, "max_load_attempts": 0}, "Expected `int` >= 1 - at `$.max_load_attempts`"),
         ({**CPU, "load_timeout_s": 0}, "Expected `float` > 0.0 - at `$.load_timeout_s`"),
+        ({**CPU, "eviction_policy": "mru"}, "eviction_policy='mru' is not known: set it to \"lru\", or to"),
         ({**CPU, "hybrid_chunk_size": 1.5}, "at `$.hybrid_chunk_size`"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        tier_settings(settings)
+        tier_spec(settings)
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -53,6 +56,6 @@ def test_sizes_are_bytes_or_words(value: object, num_bytes: int) -> None:
 
 
 def test_what_is_not_given_has_its_default_and_sizes_become_numbers() -> None:
-    settings = tier_settings({**DISK, "staging_bytes": "1 MiB"})
+    settings = tier_spec({**DISK, "staging_bytes": "1 MiB"}).settings
     assert isinstance(settings, DiskTierSettings)
     assert (settings.name, settings.capacity_bytes, settings.staging_bytes) == ("disk", 20 * GIB, MIB)

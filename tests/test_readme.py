@@ -8,8 +8,11 @@ from typing import Any, get_args
 
 import msgspec
 
-from vllm_overlay.config import CpuTierSettings, DiskTierSettings, TierSettings, tier_settings
+from vllm_overlay.config import TierSettings
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings, _names, multi_settings
+from vllm_overlay.tiers.cpu import CpuTierSettings
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.factory import tier_spec
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- settings:begin", "<!-- settings:end -->"
@@ -67,5 +70,5 @@ def test_the_readme_lists_every_setting_with_its_default_and_meaning() -> None:
 def test_the_readmes_example_works_and_both_families_of_metrics_call_its_children_alike() -> None:
     (example,) = re.findall(r"--kv-transfer-config '(.*?)'", README.read_text(), re.DOTALL)
     children = multi_settings(json.loads(example)["kv_connector_extra_config"]).connectors
-    in_tiers = [tier_settings(child["kv_connector_extra_config"]).name for child in children]
+    in_tiers = [tier_spec(child["kv_connector_extra_config"]).settings.name for child in children]
     assert _names(children) == in_tiers == ["cpu", "disk"]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's scheduler half over a CPU tier, without vLLM's engine."""
+"""The scheduler's half over a CPU tier, without vLLM's engine, and requests as it sees them."""
 
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 from tests.naive_twin import block_hashes
-from vllm_overlay.connector.metadata import AdapterWeights, OffloadWorkerMetadata, StoreJob
+from vllm_overlay.connector.lora.metadata import AdapterWeights
+from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
@@ -14,16 +15,17 @@ from vllm_overlay.tiers.cpu import CpuTierManager
 
 GEOMETRY = Geometry.build([Group(0, GroupKind.FULL, 64, 8, 512, True)], 16, 64)
 NOTHING: Any = SimpleNamespace(finished_recving=None)
+"""What vLLM reports of a step in which no load ended."""
 
 
 class Harness:
-    """A scheduler half over a CPU tier, and requests as it sees them."""
+    """Two ranks; blocks 1 to 4 are every request's."""
 
-    def __init__(self) -> None:
+    def __init__(self, report_timeout_s: float = 100.0) -> None:
         self.stats = OffloadStats.make("test")
         self.tier = CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
         self.scheduler = OffloadScheduler(
-            GEOMETRY, self.tier, 2, max_load_attempts=3, report_timeout_s=100, stats=self.stats
+            GEOMETRY, self.tier, 2, max_load_attempts=3, report_timeout_s=report_timeout_s, stats=self.stats
         )  # fmt: skip
 
     def request(self, name: str, num_tokens: int = 200, adapter_id: int = 0) -> Any:
@@ -34,12 +36,8 @@ class Harness:
             shared_prefix_boundary=0, lora_request=adapter,
         )  # fmt: skip
 
-    def step(self, request: Any, num_tokens: int, *loaded: AdapterWeights) -> int:
-        """Computes so many tokens; returns how many stores that brought. The workers report all at once, and what
-        adapters they have loaded."""
-        return len(self.jobs_of_step(request, num_tokens, *loaded))
-
-    def jobs_of_step(self, request: Any, num_tokens: int, *loaded: AdapterWeights) -> tuple[StoreJob, ...]:
+    def plan(self, request: Any, num_tokens: int) -> tuple[StoreJob, ...]:
+        """The stores of a step that computes so many tokens; nobody has reported them yet."""
         state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=lambda _: [[1, 2, 3, 4]])
         output: Any = SimpleNamespace(
             num_scheduled_tokens={request.request_id: num_tokens}, kv_connector_block_state=state
@@ -47,13 +45,43 @@ class Harness:
         self.scheduler.begin_step(output.num_scheduled_tokens)
         jobs = self.scheduler.plan_stores(output)
         request.num_computed_tokens += num_tokens
-        reported = Counter({job.ticket.ticket: 2 for job in jobs})
-        self.scheduler.update(NOTHING, OffloadWorkerMetadata(reported, adapters=Counter(2 * loaded)))
-        self.tier.index.check_integrity()
         return jobs
+
+    def report(self, jobs: tuple[StoreJob, ...], *loaded: AdapterWeights, failed: tuple[StoreJob, ...] = ()) -> None:
+        """Both ranks have ended these stores, and say what adapters they have loaded."""
+        self.scheduler.update(
+            NOTHING,
+            OffloadWorkerMetadata(
+                Counter({job.ticket.ticket: 2 for job in jobs}),
+                {job.ticket.ticket for job in failed},
+                adapters=Counter(2 * loaded),
+            ),
+        )
+
+    def jobs_of_step(self, request: Any, num_tokens: int, *loaded: AdapterWeights) -> tuple[StoreJob, ...]:
+        """Computes so many tokens; the workers report all stores at once."""
+        jobs = self.plan(request, num_tokens)
+        self.report(jobs, *loaded)
+        return jobs
+
+    def step(self, request: Any, num_tokens: int, *loaded: AdapterWeights) -> int:
+        """As ``jobs_of_step``; returns how many stores that brought."""
+        return len(self.jobs_of_step(request, num_tokens, *loaded))
 
     def idle_step(self, *loaded: AdapterWeights) -> None:
         """A step that computes nothing."""
         self.scheduler.begin_step({})
-        self.scheduler.update(NOTHING, OffloadWorkerMetadata(adapters=Counter(2 * loaded)))
-        self.tier.index.check_integrity()
+        self.report((), *loaded)
+
+    def store(self, name: str, num_tokens: int = 140) -> None:
+        """A request of that prompt has come, computed so many tokens, and stored them."""
+        request = self.request(name)
+        self.scheduler.lookup(request, 0)
+        self.step(request, num_tokens)
+        self.scheduler.finished(name)
+
+    def found(self, name: str, **changes: Any) -> int | None:
+        """What a lookup of that prompt by another request offers."""
+        request = self.request(name, **changes)
+        request.request_id = f"another {name}"
+        return self.scheduler.lookup(request, 0)

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from vllm_overlay.config import ConfigError, CpuTierSettings, DiskTierSettings
+from vllm_overlay.config import ConfigError
 from vllm_overlay.connector.compatibility import check_supported
+from vllm_overlay.tiers.base import TierSpec
+from vllm_overlay.tiers.factory import tier_spec
 
 NO_GROUPS: Any = SimpleNamespace(kv_cache_groups=[])
-CPU = CpuTierSettings()
-DISK = DiskTierSettings(root="/tmp/root")
+CPU = tier_spec({"tier": "cpu"})
+DISK = tier_spec({"tier": "disk", "root": "/tmp/root"})
 
 
 def engine(**changes: object) -> Any:
@@ -31,9 +33,9 @@ def engine(**changes: object) -> Any:
     return config
 
 
-@pytest.mark.parametrize("settings", [CPU, DISK])
-def test_what_is_supported_is_not_refused(settings: CpuTierSettings | DiskTierSettings) -> None:
-    check_supported(engine(), NO_GROUPS, settings)
+@pytest.mark.parametrize("spec", [CPU, DISK])
+def test_what_is_supported_is_not_refused(spec: TierSpec[Any]) -> None:
+    check_supported(engine(), NO_GROUPS, spec)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +49,12 @@ def test_what_is_supported_is_not_refused(settings: CpuTierSettings | DiskTierSe
         ({"device_config__device_type": "cuda"}, "this engine runs on 'cuda'"),
     ],
 )
-@pytest.mark.parametrize("settings", [CPU, DISK])
+@pytest.mark.parametrize("spec", [CPU, DISK])
 def test_an_engine_that_is_not_supported_is_refused(
-    changes: dict[str, object], words: str, settings: CpuTierSettings | DiskTierSettings
+    changes: dict[str, object], words: str, spec: TierSpec[Any]
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
-        check_supported(engine(**changes), NO_GROUPS, settings)
+        check_supported(engine(**changes), NO_GROUPS, spec)
     assert words in str(refusal.value)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from vllm_overlay.config import ConfigError, DiskTierSettings
+from vllm_overlay.config import ConfigError
 from vllm_overlay.connector import fingerprint
-from vllm_overlay.connector.fingerprint import compute_namespace, weights_digest
+from vllm_overlay.connector.fingerprint import compute_fingerprints, weights_digest
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.base import Fingerprints
+from vllm_overlay.tiers.disk.checksum import integrity_of
 
 
 class HfConfig:
@@ -35,7 +36,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def namespace(model: Path, root: Path, **changes: Any) -> DiskNamespace:
+def namespace(model: Path, root: Path, **changes: Any) -> Fingerprints:
     """The namespace of one engine; ``changes`` are what differs from the plain one."""
     given = {
         "dtype": "bfloat16",
@@ -73,10 +74,10 @@ def namespace(model: Path, root: Path, **changes: Any) -> DiskNamespace:
     kv_cache_config = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(layer_names=["layers.0"]), SimpleNamespace(layer_names=[given["layer"]])]
     )
-    settings = DiskTierSettings(
-        root=str(root), namespace=given.get("namespace", ""), integrity_key_file=given.get("key_file", "")
+    facts = {"integrity": integrity_of(given.get("key_file", "")).name}
+    return compute_fingerprints(
+        config, kv_cache_config, geometry, given["page_facts"], given.get("namespace", ""), root, facts
     )
-    return compute_namespace(config, kv_cache_config, settings, geometry, given["page_facts"])
 
 
 def test_the_same_engine_has_the_same_namespace_again(model: Path, tmp_path: Path) -> None:

@@ -8,16 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from tests.connector.fake_stream import UNIT, FakeStream, FakeTier
 from tests.connector.harness import NOTHING, Harness
 from vllm_overlay.connector.lora.digests import LoadedAdapters
-from vllm_overlay.connector.lora.keys import AdapterKeys, Adapters
-from vllm_overlay.connector.metadata import AdapterCheck, AdapterWeights, OffloadWorkerMetadata, StoreJob
+from vllm_overlay.connector.lora.keys import AdapterKeys, LoraNames
+from vllm_overlay.connector.lora.metadata import AdapterCheck, AdapterWeights
+from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.worker import OffloadWorker
-from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
-from vllm_overlay.transfer.base import Placement
+from vllm_overlay.transfer.base import Placement, Span
 
+OBJECT = PlannedObject(ObjectId("f0", b"k"), (), 0, 64, UNIT)
+PLACE = Placement(spans=(Span(0, 1, 0, 64),))
 ONE, OTHER = AdapterWeights(1, b"1" * 32), AdapterWeights(1, b"2" * 32, is_only=False)
 
 
@@ -175,19 +179,23 @@ def test_after_a_reset_a_request_whose_adapter_comes_to_be_known_is_not_stored(m
     assert made.step(request, 50) == 0
 
 
-def test_ranks_must_agree() -> None:
-    adapters = Adapters(world_size=2)
+def test_ranks_must_agree(made: Harness) -> None:
+    adapters = LoraNames(world_size=2)
     one, other = (OffloadWorkerMetadata(adapters=Counter([weights])) for weights in (ONE, OTHER))
+
+    def loaded() -> AdapterWeights | None:
+        return adapters.names(made.request("p", adapter_id=1), 0).weights
+
     adapters.learn(one.aggregate(one).adapters)
-    assert adapters.loaded(1) == ONE
+    assert loaded() == ONE
     adapters.learn(one.aggregate(other).adapters)
-    assert adapters.loaded(1) is None
+    assert loaded() is None
     adapters.learn(one.aggregate(one).adapters)
     adapters.learn(one.aggregate(OffloadWorkerMetadata()).adapters)
-    assert adapters.loaded(1) is None
+    assert loaded() is None
     unread = OffloadWorkerMetadata(adapters=Counter([AdapterWeights(1, b"")]))
     adapters.learn(unread.aggregate(unread).adapters)
-    assert adapters.loaded(1) is None
+    assert loaded() is None
 
 
 def test_a_restored_request_is_checked_in_the_first_pass_that_computes_it_and_only_there(made: Harness) -> None:
@@ -219,25 +227,6 @@ def request_like(name: str, made: Harness) -> Any:
 # What the worker's half does.
 
 
-class TierManager:
-    """A byte half that takes every store and finishes it at once."""
-
-    def __init__(self) -> None:
-        self.stored: list[int] = []
-
-    def begin_store(self, ticket: StoreTicket) -> object:
-        return object()
-
-    def submit_store(self, ticket: StoreTicket, buffer: object) -> None:
-        self.stored.append(ticket.ticket)
-
-    def poll(self) -> tuple[list[Any], list[Any]]:
-        return [], []
-
-    def load_pause_s(self) -> float:
-        return 0.0
-
-
 def adapter_model(nudge: float = 0.0, scaling: float = 2.0, part: str = "q_proj", **changes: Any) -> Any:
     """Looks like vLLM's LoRAModel as it is read from its files."""
     a, b = torch.ones(8, 16, dtype=torch.bfloat16), torch.zeros(32, 8, dtype=torch.bfloat16)
@@ -252,12 +241,17 @@ def named(name: str = "a", path: str = "/a", adapter_id: int = 1) -> Any:
     return SimpleNamespace(lora_int_id=adapter_id, lora_name=name, lora_path=path)
 
 
-def worker_with(adapters: LoadedAdapters) -> tuple[OffloadWorker, TierManager]:
-    tier = TierManager()
-    transfer: Any = SimpleNamespace(gather=lambda *_: None)
-    byte_half: Any = tier
+def worker_with(adapters: LoadedAdapters) -> tuple[OffloadWorker, FakeTier, FakeStream]:
+    tier, stream = FakeTier(), FakeStream()
+    stream.blocks[1] = bytes(UNIT)
     stats = OffloadStats.make("test")
-    return OffloadWorker(transfer, byte_half, adapters, load_timeout_s=5.0, stats=stats), tier
+    return OffloadWorker(stream, tier, adapters, load_timeout_s=5.0, stats=stats), tier, stream
+
+
+def end_all(worker: OffloadWorker, stream: FakeStream) -> None:
+    for handle in stream.in_flight:
+        stream.end(handle)
+    worker.advance()
 
 
 def test_a_digest_depends_on_every_weight_on_names_scaling_type_and_settings() -> None:
@@ -283,7 +277,7 @@ def test_a_digest_depends_on_every_weight_on_names_scaling_type_and_settings() -
 
 def test_news_of_an_adapter_are_told_once_by_each_connector_of_the_process() -> None:
     adapters = LoadedAdapters()
-    worker, _ = worker_with(adapters)
+    worker, *_ = worker_with(adapters)
     assert worker.take_metadata() is None
     adapters.heard(named(), adapter_model())
     (first,) = adapters.weights()
@@ -294,7 +288,7 @@ def test_news_of_an_adapter_are_told_once_by_each_connector_of_the_process() -> 
     adapters.heard(named("b", "/b", 2), adapter_model(nudge=1.0))
     told = worker.take_metadata()
     assert told is not None and {weights.adapter_id for weights in told.adapters} == {2}
-    anew, _ = worker_with(adapters)
+    anew, *_ = worker_with(adapters)
     told = anew.take_metadata()
     assert told is not None and {weights.adapter_id for weights in told.adapters} == {1, 2}
 
@@ -321,25 +315,26 @@ def test_objects_are_stored_only_while_their_weights_are_loaded() -> None:
     adapters = LoadedAdapters()
     adapters.heard(named(), adapter_model())
     (loaded,) = adapters.weights()
-    worker, tier = worker_with(adapters)
+    worker, tier, stream = worker_with(adapters)
     jobs = tuple(
-        StoreJob(StoreTicket(ticket, ObjectId("f0", b"k"), (), 0, 64, 512, ()), Placement(), weights)
+        StoreJob(StoreTicket(ticket, OBJECT), PLACE, weights)
         for ticket, weights in enumerate((None, loaded, AdapterWeights(1, b"x" * 32), AdapterWeights(2, loaded.digest)))
     )
     worker.store(jobs)
-    assert tier.stored == [0, 1]
+    end_all(worker, stream)
+    assert list(tier.stored) == [0, 1]
     metadata = worker.take_metadata()
     assert metadata is not None and metadata.failed_stores == {2, 3}
     adapters.heard(named(adapter_id=2), adapter_model(nudge=1.0))  # of the same name and path
     worker.store(jobs[1:2])
-    assert tier.stored == [0, 1]
+    assert stream.in_flight == []
 
 
 def test_blocks_restored_for_other_weights_are_reported_bad_in_that_pass() -> None:
     adapters = LoadedAdapters()
     adapters.heard(named(), adapter_model())
     (loaded,) = adapters.weights()
-    worker, _ = worker_with(adapters)
+    worker, *_ = worker_with(adapters)
     worker.take_metadata()
     worker.check_adapters((AdapterCheck("good", loaded, frozenset({1, 2})),))
     assert (worker.take_bad_blocks(), worker.take_metadata()) == (set(), None)

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's halves without vLLM's engine: resets, and ranks whose disk rests."""
+"""The scheduler's half without vLLM's engine: resets, pauses, stores that fail, reports that do not come."""
 
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 from tests.connector.harness import NOTHING, Harness
-from vllm_overlay.connector.lora.digests import LoadedAdapters
-from vllm_overlay.connector.metadata import LoadJob, OffloadWorkerMetadata
-from vllm_overlay.connector.metrics import OffloadStats
-from vllm_overlay.connector.worker import OffloadWorker
-from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.base import LoadTicket
+from vllm_overlay.connector.metadata import OffloadWorkerMetadata
 
 
 @pytest.fixture
@@ -73,47 +68,92 @@ def test_a_pause_ends_when_no_rank_rests_any_more(made: Harness) -> None:
     assert made.scheduler.lookup(made.request("p"), 0) == 128
 
 
-class SilentTier:
-    """A byte half that never answers."""
-
-    def __init__(self) -> None:
-        self.late: list[str] = []
-        self.cancelled: list[str] = []
-
-    def begin_load(self, load_id: str, tickets: object) -> None:
-        pass
-
-    def poll(self) -> tuple[list[Any], list[Any]]:
-        return [], []
-
-    def load_was_late(self, load_id: str) -> None:
-        self.late.append(load_id)
-
-    def cancel_load(self, load_id: str) -> None:
-        self.cancelled.append(load_id)
-
-    def load_pause_s(self) -> float:
-        return 7.0 * len(self.late)
+# Stores that fail, and reports that do not come.
 
 
-def test_a_late_load_is_told_to_the_tier_and_the_pause_to_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_store_that_a_rank_dropped_the_rest_of_the_prompt_is_found_all_the_same(made: Harness) -> None:
+    request = made.request("p", num_tokens=256)
+    made.scheduler.lookup(request, 0)
+    jobs = made.plan(request, 128)
+    assert len(jobs) == 2
+    made.report(jobs, failed=jobs[:1])
+    assert made.found("p") == 0
+    assert [job.ticket.planned.end_tokens for job in made.jobs_of_step(request, 64)] == [64, 128, 192]
+    assert made.found("p", num_tokens=256) == 192
+
+
+def test_a_chunk_that_came_after_a_dropped_one_is_stored_again_once_its_ticket_has_ended(made: Harness) -> None:
+    request = made.request("p", num_tokens=256)
+    made.scheduler.lookup(request, 0)
+    first, second = made.plan(request, 128)
+    made.report((first,), failed=(first,))
+    assert [job.ticket.planned.end_tokens for job in made.plan(request, 20)] == [64]  # the second's name is held
+    made.report((second,))
+    assert [job.ticket.planned.end_tokens for job in made.plan(request, 20)] == [128]
+
+
+def test_a_request_stores_the_beginning_that_it_had_left_to_another(made: Harness) -> None:
+    one, other = made.request("p", num_tokens=256), made.request("p", num_tokens=256)
+    other.request_id = "other"
+    for request in (one, other):
+        made.scheduler.lookup(request, 0)
+    jobs = made.plan(one, 128)
+    assert made.plan(other, 128) == ()  # both chunks are on their way
+    made.report(jobs, failed=jobs)
+    made.scheduler.finished("p")
+    assert made.step(other, 64) == 0  # its third chunk has no parents: the cursor goes back
+    assert [job.ticket.planned.end_tokens for job in made.jobs_of_step(other, 1)] == [64, 128, 192]
+
+
+def test_stores_that_fail_again_and_again_are_tried_ever_more_rarely(made: Harness) -> None:
+    request = made.request("p", num_tokens=64 + 200)
+    made.scheduler.lookup(request, 0)
+    jobs = made.plan(request, 64)
+    steps = []
+    for step in range(40):
+        made.report(jobs, failed=jobs)
+        jobs = made.plan(request, 1)
+        steps += [step] if jobs else []
+    assert steps == [0, 2, 6, 14, 30]
+    while not jobs:
+        jobs = made.plan(request, 0)
+    made.report(jobs)
+    assert made.found("p", num_tokens=264) == 64
+
+
+def test_an_overdue_store_is_waited_for_no_longer_and_its_memory_stays_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    tier: Any = SilentTier()
-    transfer: Any = None
-    worker = OffloadWorker(transfer, tier, LoadedAdapters(), load_timeout_s=5.0, stats=OffloadStats.make("test"))
-    job = LoadJob("p#1", "p", (LoadTicket(0, ObjectId("f0", b"k"), 1),), (), ())
-    worker.start_loads((job,), ())
-    assert worker.take_metadata() is None
-    now[0] += 5.1
-    worker.advance()
-    assert (tier.late, tier.cancelled) == (["p#1"], ["p#1"])
-    assert worker.take_finished() == ({"p"}, {"p"})
-    metadata = worker.take_metadata()
-    assert metadata is not None
-    assert (metadata.failed_loads, metadata.load_pause_s) == ({"p": "timeout"}, 7.0)
-    tier.late.clear()
-    ended = worker.take_metadata()
-    assert ended is not None
-    assert ended.load_pause_s == 0.0
-    assert worker.take_metadata() is None
+    made = Harness(report_timeout_s=100)
+    request = made.request("p")
+    made.scheduler.lookup(request, 0)
+    jobs = made.plan(request, 64)
+    used = made.tier.usage().used_bytes
+    assert made.scheduler.has_pending_work()
+    now[0] += 101
+    assert not made.scheduler.has_pending_work()
+    assert made.stats.data["counters"]["dropped_stores:not_reported"] == 1
+    assert made.tier.usage().used_bytes == used > 0  # a copy into it may still be under way
+    made.report(jobs)  # at last
+    assert made.tier.usage().used_bytes == 0
+    assert made.found("p") == 0
+
+
+def test_an_overdue_load_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    made = Harness(report_timeout_s=100)
+    made.store("p")
+    reader = made.request("p")
+    assert made.scheduler.lookup(reader, 0) == 128
+    made.scheduler.allocated(reader, [[1, 2, 3, 4]], 128)
+    now[0] += 101
+    assert not made.scheduler.has_pending_work()
+    assert made.stats.data["counters"]["failed_loads:not_reported"] == 1
+    used = made.tier.usage().used_bytes
+    made.scheduler.clear()
+    assert made.tier.usage().used_bytes == used > 0
+    made.scheduler.update(SimpleNamespace(finished_recving={"p"}), None)  # type: ignore[arg-type]
+    assert made.tier.usage().used_bytes == 0

@@ -43,7 +43,7 @@ class CpuManagerMachine(RuleBasedStateMachine):
         for item in self.objects[first : first + count]:
             ticket = self.tier.reserve(item)
             if ticket is not None:
-                assert len(ticket.units) == units_needed(item.num_bytes, UNIT)
+                assert len(ticket.part) == units_needed(item.num_bytes, UNIT)
                 self.tickets.append(ticket.ticket)
                 if commits:
                     self.tier.commit(ticket.ticket)

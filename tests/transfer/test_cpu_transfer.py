@@ -3,6 +3,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,15 @@ from vllm_overlay.transfer.cpu import CpuTransfer, GroupTensors
 from vllm_overlay.transfer.page_map import known_page_maps
 
 LAYOUTS = ["column_keys", "row_keys", "token_major", "amx_tiles"]
+
+
+def copied(transfer: CpuTransfer, way: str, *arguments: Any) -> None:
+    """Submits a copy, which has ended then; raises what it failed with."""
+    handle = getattr(transfer, way)(*arguments)
+    (finished,) = transfer.poll()
+    assert finished.handle == handle and transfer.poll() == []
+    if finished.error is not None:
+        raise finished.error
 
 
 @st.composite
@@ -74,7 +84,7 @@ def check_gather(case: Case, placements: list[Placement], buffers: list[HostBuff
         for place, unit in enumerate(buffer.units):
             part = data[place * pool.unit_bytes :][: pool.unit_bytes]
             expected[unit, : part.size] = part
-    CpuTransfer(case.groups).gather(placements, buffers)
+    copied(CpuTransfer(case.groups), "gather", placements, buffers)
     assert (pool.array == expected).all()
     assert all((a == b).all() for a, b in zip(before, naive.snapshot_of(case.groups), strict=True))
 
@@ -86,7 +96,7 @@ def check_scatter(case: Case, placements: list[Placement], buffers: list[HostBuf
     expected = naive.snapshot_of(case.groups)
     naive.randomize(case.groups, seed=4)
     before = pool.array.copy()
-    CpuTransfer(case.groups).scatter(placements, buffers)
+    copied(CpuTransfer(case.groups), "scatter", placements, buffers)
     assert all((a == b).all() for a, b in zip(expected, naive.snapshot_of(case.groups), strict=True))
     assert (pool.array == before).all()
 
@@ -134,7 +144,7 @@ def test_zero_clears_a_span_and_nothing_else(data: st.DataObject) -> None:
             memory[indices] = 0
     expected = naive.snapshot_of(case.groups)
     naive.randomize(case.groups, seed=5)
-    CpuTransfer(case.groups).zero(cleared)
+    copied(CpuTransfer(case.groups), "scatter", [], [], cleared)
     assert all((a == b).all() for a, b in zip(expected, naive.snapshot_of(case.groups), strict=True))
 
 
@@ -197,9 +207,9 @@ def test_a_placement_shorter_than_its_buffer_is_refused() -> None:
     buffer = pool.buffer([0, 1], num_bytes + 1)
     transfer = CpuTransfer(case.groups)
     with pytest.raises(ValueError, match="shorter than its buffer"):
-        transfer.gather([placement], [buffer])
+        copied(transfer, "gather", [placement], [buffer])
     with pytest.raises(ValueError, match="shorter than its buffer"):
-        transfer.scatter([placement], [buffer])
+        copied(transfer, "scatter", [placement], [buffer])
 
 
 def test_a_placement_longer_than_its_buffer_is_refused() -> None:
@@ -208,9 +218,9 @@ def test_a_placement_longer_than_its_buffer_is_refused() -> None:
     transfer = CpuTransfer(case.groups)
     for placement in (Placement(((1, 0),)), Placement(spans=(Span(0, 1, 0, 48), Span(0, 2, 0, 48)))):
         with pytest.raises(ValueError, match="longer than its buffer"):
-            transfer.gather([placement], [pool.buffer([0, 1], 8000)])
+            copied(transfer, "gather", [placement], [pool.buffer([0, 1], 8000)])
         with pytest.raises(ValueError, match="longer than its buffer"):
-            transfer.scatter([placement], [pool.buffer([0, 1], 8000)])
+            copied(transfer, "scatter", [placement], [pool.buffer([0, 1], 8000)])
 
 
 @pytest.mark.parametrize(
@@ -222,9 +232,9 @@ def test_tokens_that_are_not_there_are_refused(span: Span) -> None:
     buffer = HostPool(1, num_bytes).buffer([0], num_bytes)
     transfer = CpuTransfer(case.groups)
     with pytest.raises(IndexError, match="blocks of 1056 tokens"):
-        transfer.gather([Placement(spans=(span,))], [buffer])
+        copied(transfer, "gather", [Placement(spans=(span,))], [buffer])
     with pytest.raises(IndexError, match="blocks of 1056 tokens"):
-        transfer.scatter([Placement(spans=(span,))], [buffer])
+        copied(transfer, "scatter", [Placement(spans=(span,))], [buffer])
 
 
 @pytest.mark.parametrize(("unit", "missing_bytes"), [(1, 0), (-1, 0), (0, 1)])
@@ -232,4 +242,9 @@ def test_a_chunk_that_is_not_in_the_pool_is_refused(unit: int, missing_bytes: in
     case = real_case(0)
     pool = HostPool(1, 48 * case.attention.token_bytes - missing_bytes)
     with pytest.raises(IndexError, match="are not in a pool"):
-        CpuTransfer(case.groups).gather([Placement(spans=(Span(0, 0, 0, 48),))], [pool.buffer([unit], pool.unit_bytes)])
+        copied(
+            CpuTransfer(case.groups),
+            "gather",
+            [Placement(spans=(Span(0, 0, 0, 48),))],
+            [pool.buffer([unit], pool.unit_bytes)],
+        )

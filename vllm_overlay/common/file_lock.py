@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locks between processes, each on a file of its own; the end of a process frees them."""
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 
 _FILE_MODE = 0o600
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -20,6 +22,19 @@ def lock(path: str, shared: bool = False) -> int:
             os.close(fd)
             raise
         os.close(fd)  # the file was removed while we waited: lock the new one
+
+
+@contextlib.contextmanager
+def locked_if_possible(path: str) -> Iterator[None]:
+    """Holds the lock on ``path``; where the file system has no locks, the body runs without. Raises OSError when
+    ``path`` cannot be opened."""
+    fd = os.open(path, _OPEN, _FILE_MODE)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def try_lock(path: str) -> int | None:

@@ -2,24 +2,23 @@
 """What is refused at start, one sentence each, before it can go wrong."""
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
-from vllm_overlay.config import ConfigError, CpuTierSettings, DiskTierSettings
+from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.base import TierSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def check_supported(
-    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: CpuTierSettings | DiskTierSettings
-) -> None:
+def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", spec: TierSpec[Any]) -> None:
     """Called when a HybridOffloadConnector is built, in every process; raises ConfigError."""
     _check_engine(vllm_config)
     _check_groups(kv_cache_config)
-    if isinstance(settings, DiskTierSettings):
+    if spec.outlives_engine:
         _check_keys_survive_restart(vllm_config)
 
 
@@ -66,6 +65,6 @@ def _check_keys_survive_restart(vllm_config: "VllmConfig") -> None:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if not algorithm.startswith("sha256") and os.getenv("PYTHONHASHSEED") is None:
         raise ConfigError(
-            f"--prefix-caching-hash-algo {algorithm} is seeded at random in every process, so nothing on disk could "
-            "be found again: set PYTHONHASHSEED to a fixed number or use --prefix-caching-hash-algo sha256"
+            f"--prefix-caching-hash-algo {algorithm} is seeded at random in every process, so nothing that is stored "
+            "could be found again: set PYTHONHASHSEED to a fixed number or use --prefix-caching-hash-algo sha256"
         )

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """HybridOffloadConnector: vLLM's connector interface in front of one tier. No exception leaves it at run time."""
 
-import functools
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,13 +19,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.config import ConfigError, tier_settings
+from vllm_overlay.config import ConfigError
 from vllm_overlay.connector.compatibility import check_supported
+from vllm_overlay.connector.guard import never_fatal
 from vllm_overlay.connector.metadata import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.metrics import OffloadPromMetrics, OffloadStats
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.startup import prepare_process
+from vllm_overlay.tiers.factory import tier_spec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,32 +41,44 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_UNGUARDED = (
+    "register_kv_caches",
+    "get_handshake_metadata",
+    "set_xfer_handshake_metadata",
+    "build_kv_connector_stats",
+    "build_prom_metrics",
+)
+"""Hooks of the start, and of the class: what cannot work is refused there, with a sentence."""
 
-_HIT_SOURCES = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+_ANSWERS: dict[str, Callable[[], Any]] = {
+    "requires_kv_delivery": lambda: False,
+    "supports_divergent_local_hybrid_hits": lambda: False,
+    "get_num_new_matched_tokens": lambda: (0, False),
+    "update_state_after_alloc": lambda: None,
+    "build_connector_meta": OffloadMetadata,
+    "_plan_stores": tuple,
+    "update_connector_output": lambda: None,
+    "request_finished": lambda: (False, None),
+    "request_finished_all_groups": lambda: (False, None),
+    "has_pending_push_work": lambda: False,
+    "reset_cache": lambda: False,
+    "start_load_kv": lambda: None,
+    "wait_for_layer_load": lambda: None,
+    "save_kv_layer": lambda: None,
+    "wait_for_save": lambda: None,
+    "get_transfer_results": KVConnectorTransferResults,
+    "get_block_ids_with_load_errors": set,
+    "build_connector_worker_meta": lambda: None,
+    "get_kv_connector_stats": lambda: None,
+    "take_events": tuple,
+    "shutdown": lambda: None,
+    "_close_worker": lambda: None,
+}
+"""What a hook answers when it fails, which must do no harm: the engine goes on without this tier for that call."""
 
 
-def _never_fatal(default: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A hook that answers ``default()`` when it fails: the fault is logged and counted, the engine goes on."""
-
-    def decorate(hook: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(hook)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return hook(*args, **kwargs)
-            except Exception as error:
-                connector = args[0]
-                assert isinstance(connector, HybridOffloadConnector)
-                connector.hook_failed(hook.__name__, error)
-                return default()
-
-        return guarded
-
-    return decorate
-
-
-class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
+@never_fatal(KVConnectorBase_V1, answers=_ANSWERS, unguarded=_UNGUARDED)
+class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unused-ignore]
     """One tier behind vLLM's interface. Built once in the scheduler and once in every worker; see docs/architecture.md.
 
     Raises ConfigError (a sentence that names the setting) when it is built with what cannot work, and
@@ -75,9 +88,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         prepare_process()
-        self.settings = tier_settings(self._kv_transfer_config.kv_connector_extra_config)
-        check_supported(vllm_config, kv_cache_config, self.settings)
-        self._cache_hit_source = _HIT_SOURCES[self.settings.tier]
+        self._spec = tier_spec(self._kv_transfer_config.kv_connector_extra_config)
+        self.settings = self._spec.settings
+        check_supported(vllm_config, kv_cache_config, self._spec)
+        self._cache_hit_source = CacheHitSource(self._spec.hit_source)
         self._set_failure_policy()
         self._stats = OffloadStats.make(self.settings.name)
         self._scheduler: OffloadScheduler | None = None
@@ -105,7 +119,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Read by the scheduler at each lookup: a local hit whose states are gone is completed with a loaded one."""
         return self._scheduler is not None and self._scheduler.completes_local_attention
 
-    def hook_failed(self, hook: str, error: Exception) -> None:
+    def hook_failed(self, hook: str, error: BaseException) -> None:
         """Counts an unexpected error of a hook; the first of a hook is logged with its trace."""
         self._stats.count("hook_errors", reason=hook)
         if hook not in self._failures_logged:
@@ -119,7 +133,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm_overlay.connector.factory import build_worker
 
         self._worker, self._handshake = build_worker(
-            self._vllm_config, self._kv_cache_config, self.settings, self._stats, kv_caches
+            self._vllm_config, self._kv_cache_config, self._spec, self._stats, kv_caches
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -132,27 +146,23 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigError(f"{self.settings.name}: the workers' handshake is another connector's")
         from vllm_overlay.connector.factory import build_scheduler
 
-        self._scheduler = build_scheduler(self._vllm_config, self.settings, self._stats, known)
+        self._scheduler = build_scheduler(self._vllm_config, self._spec, self._stats, known)
 
     # Scheduler side.
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        num_tokens = self._lookup(request, num_computed_tokens)
+        num_tokens = self._scheduler.lookup(request, num_computed_tokens) if self._scheduler is not None else 0
         return num_tokens, bool(num_tokens)
 
-    @_never_fatal(lambda: 0)
-    def _lookup(self, request: "Request", num_computed_tokens: int) -> int | None:
-        return self._scheduler.lookup(request, num_computed_tokens) if self._scheduler is not None else 0
-
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        if self._scheduler is None:
-            return
-        try:
+        if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
-        except Exception as error:
-            self.hook_failed("update_state_after_alloc", error)
-            if num_external_tokens > 0:
-                self._scheduler.plan_failed(request.request_id)
+
+    def _recover_update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        if self._scheduler is not None and num_external_tokens > 0:
+            self._scheduler.plan_failed(request.request_id)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         if self._scheduler is None:
@@ -161,11 +171,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         metadata.stores = self._plan_stores(scheduler_output)
         return metadata
 
-    @_never_fatal(tuple)
     def _plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
+        """Guarded by itself: the loads of this step go out whatever becomes of its stores."""
         return self._scheduler.plan_stores(scheduler_output) if self._scheduler is not None else ()
 
-    @_never_fatal(lambda: None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         if self._scheduler is not None:
             reported = connector_output.kv_connector_worker_meta
@@ -175,22 +184,16 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._finished(request)
+        if self._scheduler is not None:
+            self._scheduler.finished(request.request_id)
         return False, None
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._finished(request)
-        return False, None
-
-    @_never_fatal(lambda: None)
-    def _finished(self, request: "Request") -> None:
-        if self._scheduler is not None:
-            self._scheduler.finished(request.request_id)
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_pending_work()
 
-    @_never_fatal(lambda: False)
     def reset_cache(self) -> bool | None:
         if self._scheduler is not None:
             self._scheduler.clear()
@@ -200,14 +203,15 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
-        if self._worker is None or not isinstance(metadata, OffloadMetadata):
-            return
-        self._worker.check_adapters(metadata.checks)
-        try:
+        if self._worker is not None and isinstance(metadata, OffloadMetadata):
+            self._worker.check_adapters(metadata.checks)
             self._worker.start_loads(metadata.loads, metadata.failed_loads)
-        except Exception as error:
-            self.hook_failed("start_load_kv", error)
-            self._worker.fail_loads(metadata.loads, Reason.HOOK_ERROR)
+
+    def _recover_start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        if self._worker is not None and isinstance(metadata, OffloadMetadata):
+            self._worker.fail_checks(metadata.checks)
+            self._worker.fail_loads(metadata.loads, metadata.failed_loads, Reason.HOOK_ERROR)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: nothing to wait for."""
@@ -219,15 +223,14 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         metadata = self._get_connector_metadata()
-        if self._worker is None or not isinstance(metadata, OffloadMetadata) or not metadata.stores:
-            return
-        try:
+        if self._worker is not None and isinstance(metadata, OffloadMetadata) and metadata.stores:
             self._worker.store(metadata.stores)
-        except Exception as error:
-            self.hook_failed("wait_for_save", error)
+
+    def _recover_wait_for_save(self) -> None:
+        metadata = self._get_connector_metadata()
+        if self._worker is not None and isinstance(metadata, OffloadMetadata):
             self._worker.fail_stores(metadata.stores, Reason.HOOK_ERROR)
 
-    @_never_fatal(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
             return KVConnectorTransferResults()
@@ -235,17 +238,14 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         finished, failed = self._worker.take_finished()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
-    @_never_fatal(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_bad_blocks() if self._worker is not None else set()
 
-    @_never_fatal(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.take_metadata() if self._worker is not None else None
 
     # Both sides.
 
-    @_never_fatal(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._scheduler is not None:
             self._scheduler.record_gauges()
@@ -269,9 +269,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return ()
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            given_up = self._worker.close(getattr(self.settings, "shutdown_timeout_s", 0.0))
-            if given_up:
-                logger.warning("%s: %d stores were given up at shutdown", self.settings.name, given_up)
+        self._close_worker()
         if self._scheduler is not None:
             self._scheduler.close()
+
+    def _close_worker(self) -> None:
+        if self._worker is not None and (given_up := self._worker.close(self.settings.shutdown_timeout_s)):
+            logger.warning("%s: %d stores were given up at shutdown", self.settings.name, given_up)

@@ -5,24 +5,23 @@ Attention chunks are stored in one canonical order, so their fingerprint names o
 are raw pages: theirs adds how the pages are laid out, and by which backend and vLLM version.
 """
 
-import contextlib
-import fcntl
 import json
 import logging
 import os
-import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from blake3 import blake3
 
-from vllm_overlay.config import ConfigError, DiskTierSettings
+from vllm_overlay import versions
+from vllm_overlay.common.atomic_file import replace_file
+from vllm_overlay.common.file_lock import locked_if_possible
+from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.namespace import INTEGRITY, DiskNamespace
+from vllm_overlay.tiers.base import Fingerprints
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype"}
 
 
@@ -43,25 +41,26 @@ class FileDigest(msgspec.Struct, frozen=True):
     digest: str
 
 
-def compute_namespace(
+def compute_fingerprints(
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
-    settings: DiskTierSettings,
     geometry: Geometry,
     page_facts: tuple[str, ...],
-) -> DiskNamespace:
-    """The namespace of this engine's objects. Called by every worker at start; the weights are read at most once."""
+    weights_name: str,
+    cache_directory: Path,
+    facts: Mapping[str, Any],
+) -> Fingerprints:
+    """The fingerprints of this engine's objects. Called by a tier in every worker, at start.
+
+    From ``weights_name`` on the arguments are the tier's: see ``Fingerprinter``. The weights are read at most once.
+    """
     import vllm
 
-    weights = _weights_identity(vllm_config, settings)
-    attention = _attention_facts(vllm_config, kv_cache_config, weights, geometry, page_facts)
-    attention[INTEGRITY] = integrity_of(settings.integrity_key_file).name
+    weights = _weights_identity(vllm_config, weights_name, cache_directory)
+    attention = {**_attention_facts(vllm_config, kv_cache_config, weights, geometry, page_facts), **facts}
     snapshot = {**attention, "vllm": vllm.__version__, "pages": page_facts}
-    return DiskNamespace(
-        attention=_digest(attention),
-        snapshot=_digest(snapshot),
-        description={"model": str(vllm_config.model_config.model), **snapshot},
-    )
+    description = {"model": str(vllm_config.model_config.model), **snapshot}
+    return Fingerprints(_digest(attention), _digest(snapshot), description)
 
 
 def _attention_facts(
@@ -83,7 +82,7 @@ def _attention_facts(
         for group in geometry.attention
     ]
     return {
-        "format": FORMAT_VERSION,
+        "format": versions.FINGERPRINT,
         "weights": weights,
         "config": config,
         "dtype": str(model.dtype),
@@ -100,10 +99,10 @@ def _digest(facts: dict[str, Any]) -> str:
     return blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _weights_identity(vllm_config: "VllmConfig", settings: DiskTierSettings) -> str:
+def _weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Path) -> str:
     model, load = vllm_config.model_config, vllm_config.load_config
-    if settings.namespace:
-        return f"namespace:{settings.namespace} revision:{model.revision}"
+    if name:
+        return f"namespace:{name} revision:{model.revision}"
     files = _safetensors_files(model.model, model.revision) if load.load_format in ("auto", "safetensors") else []
     if not files:
         raise ConfigError(
@@ -111,7 +110,7 @@ def _weights_identity(vllm_config: "VllmConfig", settings: DiskTierSettings) -> 
             "so the disk tier cannot tell them from others: set namespace to a name for exactly these weights, "
             'such as "my-model-2026-11"'
         )
-    return weights_digest(files, Path(settings.root) / "weights.json")
+    return weights_digest(files, cache_directory / "weights.json")
 
 
 def _safetensors_files(model: str, revision: str | None) -> list[Path]:
@@ -132,7 +131,7 @@ def weights_digest(files: Iterable[Path], cache_file: Path) -> str:
 
     One process reads at a time, so that the ranks of an engine do the work once.
     """
-    with _locked(cache_file.with_suffix(".lock")):
+    with locked_if_possible(str(cache_file.with_suffix(".lock"))):
         known = _read_cache(cache_file)
         found = {str(path.resolve()): _known_or_new(path, known) for path in files}
         if known != {**known, **found}:
@@ -149,18 +148,6 @@ def _known_or_new(path: Path, known: dict[str, FileDigest]) -> FileDigest:
     if entry is not None and (entry.size, entry.mtime_ns, entry.inode) == (stat.st_size, stat.st_mtime_ns, stat.st_ino):
         return entry
     return FileDigest(stat.st_size, stat.st_mtime_ns, stat.st_ino, _file_digest(path, stat.st_size))
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """An advisory lock; where the file system has none, the work is merely done twice."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _file_digest(path: Path, num_bytes: int) -> str:
@@ -180,9 +167,6 @@ def _read_cache(cache_file: Path) -> dict[str, FileDigest]:
 def _write_cache(cache_file: Path, entries: dict[str, FileDigest]) -> None:
     """Best effort: without it the next start reads the weights again."""
     try:
-        handle, scratch = tempfile.mkstemp(prefix=".weights-", dir=cache_file.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(entries))
-        os.replace(scratch, cache_file)
+        replace_file(cache_file, msgspec.json.encode(entries))
     except OSError as error:
         logger.warning("Cannot keep the weights' digests in %s: %s", cache_file, error)

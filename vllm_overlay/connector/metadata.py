@@ -3,6 +3,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -10,36 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_overlay.common.reasons import Reason
+from vllm_overlay.connector.lora.metadata import AdapterCheck, AdapterWeights
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.transfer.base import Placement, Span
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterWeights:
-    """What a rank has loaded under the id of a LoRA adapter.
-
-    ``digest`` is of all its weights, empty when they could not be read. ``is_only`` says that nothing else was loaded
-    under its name and path since the process began: what the device cache holds by these was computed with it.
-    """
-
-    adapter_id: int
-    digest: bytes
-    is_only: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterCheck:
-    """A restored request that this pass computes with for the first time, and the blocks of what was loaded for it.
-
-    They are bad unless its adapter is still ``weights``.
-    """
-
-    request_id: str
-    weights: AdapterWeights
-    block_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +43,7 @@ class LoadJob:
 
 
 @dataclass(slots=True)
-class OffloadMetadata(KVConnectorMetadata):
+class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     """Scheduler to workers, once a step. ``failed_loads`` are request ids whose load could not even be planned."""
 
     loads: tuple[LoadJob, ...] = ()
@@ -76,7 +53,7 @@ class OffloadMetadata(KVConnectorMetadata):
 
 
 @dataclass(slots=True)
-class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
+class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unused-ignore]
     """Workers to scheduler, once a step; vLLM aggregates the ranks' into one.
 
     ``reported`` counts, by store ticket, the ranks that are done with it; ``failed_stores`` are those that failed in
@@ -88,7 +65,7 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
     reported: Counter[int] = field(default_factory=Counter)
     failed_stores: set[int] = field(default_factory=set)
     bad_objects: set[ObjectId] = field(default_factory=set)
-    failed_loads: dict[str, str] = field(default_factory=dict)
+    failed_loads: dict[str, Reason] = field(default_factory=dict)
     load_pause_s: float | None = None
     adapters: Counter[AdapterWeights] = field(default_factory=Counter)
 
@@ -110,14 +87,12 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class OffloadHandshake(KVConnectorHandshakeMetadata):
+class OffloadHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc, unused-ignore]
     """Worker to scheduler, once at start: what only a worker knows.
 
-    ``num_units`` and ``unit_bytes`` describe the CPU tier's arena in one rank; ``namespace`` is the disk tier's.
+    ``tier_part`` is the tier's own. All but ``rank`` must be equal in all ranks.
     """
 
     rank: int
     geometry: Geometry
-    num_units: int = 0
-    unit_bytes: int = 0
-    namespace: DiskNamespace | None = None
+    tier_part: Any = None

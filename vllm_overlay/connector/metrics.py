@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class OffloadStats(KVConnectorStats):
+class OffloadStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
     """``data`` = {"name": configured name, "counters": {"metric" or "metric:reason": amount}, "gauges": {...}}.
 
     Counters add up over ranks and steps; of gauges, which only the scheduler side reports, the last one stays.
     """
+
+    data: dict[str, Any]
 
     @classmethod
     def make(cls, name: str) -> "OffloadStats":
@@ -62,7 +64,7 @@ class OffloadStats(KVConnectorStats):
 Metrics = dict[str, Any]
 
 
-class OffloadPromMetrics(KVConnectorPromMetrics):
+class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ignore]
     """Exposes ``OffloadStats``. Several connectors share each metric and differ in the label ``connector``."""
 
     def __init__(

@@ -1,30 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's half of HybridOffloadConnector: moves bytes as the scheduler's half said, and reports.
 
-Every method is called from the worker's main thread, inside vLLM's hooks; I/O threads stay inside the tier.
+Every method is called from the worker's main thread, inside vLLM's hooks; I/O threads stay inside the tier. Copies
+between the KV cache and host memory are submitted to the transfer and finish later, in any order. Until a copy has
+finished, nothing gives its buffers back and nothing reports its request: the engine would use its blocks.
 """
 
+import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.connector.lora.digests import LoadedAdapters
-from vllm_overlay.connector.metadata import AdapterCheck, AdapterWeights, LoadJob, OffloadWorkerMetadata, StoreJob
+from vllm_overlay.connector.lora.digests import AdapterReports, LoadedAdapters
+from vllm_overlay.connector.lora.metadata import AdapterCheck
+from vllm_overlay.connector.metadata import LoadJob, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.base import FetchResult, TierWorker
-from vllm_overlay.transfer.base import KVTransfer
+from vllm_overlay.tiers.memory import HostBuffer
+from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer
+
+_log = RateLimitedLog(logging.getLogger(__name__))
+
+_Accepted = tuple[StoreJob, HostBuffer]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Load:
-    """A load under way: positions still to come."""
+    """A load under way. ``reason`` says why it has failed, while copies of it are still to finish."""
 
     job: LoadJob
     started: float
-    missing: set[int] = field(default_factory=set)
+    unfetched: set[int]
+    copying: dict[Handle, list[FetchResult]] = field(default_factory=dict)
     num_bytes: int = 0
+    reason: Reason | None = None
 
 
 class OffloadWorker:
@@ -42,18 +55,44 @@ class OffloadWorker:
         self._transfer = transfer
         self._tier = tier
         self._adapters = adapters
+        self._adapter_reports = AdapterReports(adapters)
         self._load_timeout_s = load_timeout_s
         self._stats = stats
         self._loads: dict[str, _Load] = {}
+        self._load_copies: dict[Handle, _Load] = {}
+        self._store_copies: dict[Handle, list[_Accepted]] = {}
+        self._handed_over: set[int] = set()
+        """Store tickets that the transfer or the tier holds: one of them will end each."""
         self._finished: set[str] = set()
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, Reason] = {}
         self._bad_objects: set[ObjectId] = set()
         self._reported: Counter[int] = Counter()
         self._failed_stores: set[int] = set()
         self._is_pausing = False
         self._bad_blocks: set[int] = set()
-        self._told_adapters: dict[int, AdapterWeights] = {}
-        self._told_version = 0
+
+    def advance(self) -> None:
+        """Take what the transfer and the tier have ready."""
+        self._take_copies()
+        stored, fetched = self._tier.poll()
+        for result in stored:
+            self._end_store(result.ticket, result.reason)
+            if result.reason is None:
+                self._stats.count("stored_bytes", result.num_bytes)
+                self._stats.count("stored_objects")
+                self._stats.count("store_seconds", result.seconds)
+        self._take_fetched(fetched)
+        self._take_copies()
+        self._fail_late_loads()
+
+    def _take_copies(self) -> None:
+        for copy in self._transfer.poll():
+            if copy.error is not None:
+                _log.warning("copy", "a copy between the KV cache and host memory failed: %r", copy.error)
+            if (accepted := self._store_copies.pop(copy.handle, None)) is not None:
+                self._end_gather(accepted, copy)
+            elif (load := self._load_copies.pop(copy.handle, None)) is not None:
+                self._end_scatter(load, copy)
 
     # Loads.
 
@@ -62,27 +101,17 @@ class OffloadWorker:
         for request_id in unplanned:
             self.fail_request(request_id, Reason.NOT_PLANNED)
         for job in jobs:
-            self._loads[job.load_id] = _Load(job, time.monotonic(), set(range(len(job.tickets))))
+            load = self._loads[job.load_id] = _Load(job, time.monotonic(), set(range(len(job.tickets))))
             self._tier.begin_load(job.load_id, job.tickets)
+            if not job.tickets:
+                self._scatter(load, [])
         self.advance()
-
-    def advance(self) -> None:
-        """Take what the tier has ready: copy fetched objects into the KV cache, note ended stores."""
-        stored, fetched = self._tier.poll()
-        for result in stored:
-            self._end_store(result.ticket, result.reason)
-            if not result.reason:
-                self._stats.count("stored_bytes", result.num_bytes)
-                self._stats.count("stored_objects")
-                self._stats.count("store_seconds", result.seconds)
-        self._take_fetched(fetched)
-        self._fail_late_loads()
 
     def _take_fetched(self, fetched: list[FetchResult]) -> None:
         good: dict[str, list[FetchResult]] = {}
         for result in fetched:
             load = self._loads.get(result.load_id)
-            if load is None:
+            if load is None or load.reason is not None:
                 continue
             if result.buffer is None:
                 if result.is_bad:
@@ -92,19 +121,29 @@ class OffloadWorker:
                 good.setdefault(result.load_id, []).append(result)
         for load_id, results in good.items():
             load = self._loads.get(load_id)
-            if load is not None:
+            if load is not None and load.reason is None:
                 self._scatter(load, sorted(results, key=lambda result: result.position))
 
     def _scatter(self, load: _Load, results: list[FetchResult]) -> None:
+        load.unfetched.difference_update(result.position for result in results)
         placements = [load.job.placements[result.position] for result in results]
-        self._transfer.scatter(placements, [result.buffer for result in results if result.buffer is not None])
-        for result in results:
-            self._tier.end_fetch(load.job.load_id, result.position)
-            load.missing.discard(result.position)
-            load.num_bytes += result.num_bytes
-        if not load.missing:
-            self._transfer.zero(load.job.zeros)
-            self._end_load(load)
+        buffers = [result.buffer for result in results if result.buffer is not None]
+        handle = self._transfer.scatter(placements, buffers, () if load.unfetched else load.job.zeros)
+        load.copying[handle] = results
+        self._load_copies[handle] = load
+
+    def _end_scatter(self, load: _Load, copy: FinishedCopy) -> None:
+        results = load.copying.pop(copy.handle)
+        if copy.error is not None:
+            self._fail_load(load, Reason.TRANSFER_ERROR)
+        elif load.reason is not None:
+            self._fail_load(load, load.reason)
+        else:
+            for result in results:
+                self._tier.end_fetch(load.job.load_id, result.position)
+                load.num_bytes += result.num_bytes
+            if not load.unfetched and not load.copying:
+                self._end_load(load)
 
     def _end_load(self, load: _Load) -> None:
         del self._loads[load.job.load_id]
@@ -114,15 +153,19 @@ class OffloadWorker:
         self._stats.count("load_seconds", time.monotonic() - load.started)
 
     def _fail_load(self, load: _Load, reason: Reason) -> None:
-        del self._loads[load.job.load_id]
-        self._tier.cancel_load(load.job.load_id)
-        self.fail_request(load.job.request_id, reason)
+        """Give a load up, once nothing copies into its blocks any more."""
+        load.reason = load.reason or reason
+        if not load.copying:
+            del self._loads[load.job.load_id]
+            self._tier.cancel_load(load.job.load_id)
+            self.fail_request(load.job.request_id, load.reason)
 
     def _fail_late_loads(self) -> None:
-        """Nothing but this thread writes to the KV cache, so a load may be given up at any time."""
         oldest = time.monotonic() - self._load_timeout_s
-        for load in [load for load in self._loads.values() if load.started < oldest]:
-            self._tier.load_was_late(load.job.load_id)
+        late = [load for load in self._loads.values() if load.started < oldest and load.reason is None]
+        for load in late:
+            if load.unfetched:
+                self._tier.load_was_late(load.job.load_id)
             self._fail_load(load, Reason.TIMEOUT)
 
     def fail_request(self, request_id: str, reason: Reason) -> None:
@@ -130,56 +173,85 @@ class OffloadWorker:
         self._finished.add(request_id)
         self._failed[request_id] = reason
 
-    def fail_loads(self, jobs: tuple[LoadJob, ...], reason: Reason) -> None:
+    def fail_loads(self, jobs: tuple[LoadJob, ...], unplanned: tuple[str, ...], reason: Reason) -> None:
         """An unexpected error hit while starting ``jobs``: none of their requests may wait for ever."""
+        for request_id in (*unplanned, *(job.request_id for job in jobs if job.load_id not in self._loads)):
+            if request_id not in self._finished:
+                self.fail_request(request_id, reason)
         for job in jobs:
-            load = self._loads.get(job.load_id)
-            if load is not None:
+            if (load := self._loads.get(job.load_id)) is not None:
                 self._fail_load(load, reason)
-            elif job.request_id not in self._finished:
-                self.fail_request(job.request_id, reason)
 
     def check_adapters(self, checks: tuple[AdapterCheck, ...]) -> None:
         """Within the pass that first computes with restored blocks, after it has loaded its adapters: if one is not
         what it was at the lookup, vLLM must hear that the blocks are bad, and computes their requests anew."""
+        self.fail_checks(tuple(check for check in checks if not self._adapters.computes_with(check.weights)))
+
+    def fail_checks(self, checks: tuple[AdapterCheck, ...]) -> None:
+        """What was restored for these requests must not be computed with."""
         for check in checks:
-            if not self._adapters.computes_with(check.weights):
-                self._bad_blocks |= check.block_ids
-                self._failed[check.request_id] = Reason.ADAPTER
+            self._bad_blocks |= check.block_ids
+            self._failed[check.request_id] = Reason.ADAPTER
 
     # Stores.
 
     def store(self, jobs: tuple[StoreJob, ...]) -> None:
-        """Copy this step's objects out of the KV cache; after this the engine may reuse every block."""
-        accepted = []
-        for job in jobs:
-            if job.weights is not None and not self._adapters.have_still(job.weights):
-                self._end_store(job.ticket.ticket, Reason.ADAPTER)
-                continue
-            buffer = self._tier.begin_store(job.ticket)
-            if buffer is None:
-                self._end_store(job.ticket.ticket, Reason.STAGING_FULL)
-            else:
-                accepted.append((job, buffer))
+        """Submit the copies of this step's objects; after this the engine may reuse every block."""
+        accepted: list[_Accepted] = []
         try:
-            self._transfer.gather([job.placement for job, _ in accepted], [buffer for _, buffer in accepted])
-        except Exception:
+            for job in jobs:
+                if (buffer := self._accept(job)) is not None:
+                    accepted.append((job, buffer))
+            count = self._gather(accepted)
+        except BaseException:
             for job, buffer in accepted:
                 self._tier.cancel_store(job.ticket, buffer)
             raise
-        for job, buffer in accepted:
-            self._tier.submit_store(job.ticket, buffer)
+        for job, buffer in accepted[count:]:
+            self._tier.cancel_store(job.ticket, buffer)
+            self._end_store(job.ticket.ticket, Reason.TRANSFER_FULL)
         self.advance()
 
+    def _accept(self, job: StoreJob) -> HostBuffer | None:
+        if job.weights is not None and not self._adapters.have_still(job.weights):
+            self._end_store(job.ticket.ticket, Reason.ADAPTER)
+            return None
+        buffer = self._tier.begin_store(job.ticket)
+        if buffer is None:
+            self._end_store(job.ticket.ticket, Reason.STAGING_FULL)
+        return buffer
+
+    def _gather(self, accepted: Sequence[_Accepted]) -> int:
+        """Submit as many of the first as the transfer has room for; returns how many."""
+        count = len(accepted)
+        while count:
+            taken = list(accepted[:count])
+            handle = self._transfer.gather([job.placement for job, _ in taken], [buffer for _, buffer in taken])
+            if handle is not None:
+                self._store_copies[handle] = taken
+                self._handed_over.update(job.ticket.ticket for job, _ in taken)
+                break
+            count //= 2
+        return count
+
+    def _end_gather(self, accepted: list[_Accepted], copy: FinishedCopy) -> None:
+        for job, buffer in accepted:
+            if copy.error is None:
+                self._tier.submit_store(job.ticket, buffer)
+            else:
+                self._tier.cancel_store(job.ticket, buffer)
+                self._end_store(job.ticket.ticket, Reason.TRANSFER_ERROR)
+
     def fail_stores(self, jobs: tuple[StoreJob, ...], reason: Reason) -> None:
-        """An unexpected error hit while storing ``jobs``: report all that the tier does not hold."""
+        """An unexpected error hit while storing ``jobs``: report all that neither the transfer nor the tier holds."""
         for job in jobs:
-            if job.ticket.ticket not in self._reported:
+            if job.ticket.ticket not in self._handed_over and job.ticket.ticket not in self._reported:
                 self._end_store(job.ticket.ticket, reason)
 
-    def _end_store(self, ticket: int, reason: Reason) -> None:
+    def _end_store(self, ticket: int, reason: Reason | None) -> None:
+        self._handed_over.discard(ticket)
         self._reported[ticket] = 1
-        if reason:
+        if reason is not None:
             self._failed_stores.add(ticket)
             self._stats.count("dropped_stores", reason=reason)
 
@@ -198,23 +270,20 @@ class OffloadWorker:
     def take_metadata(self) -> OffloadWorkerMetadata | None:
         """What the scheduler's half must know of this step; None when nothing happened."""
         pause_s = self._tier.load_pause_s()
-        news = pause_s if pause_s or self._is_pausing else None
+        change = pause_s if pause_s or self._is_pausing else None
         self._is_pausing = pause_s > 0
+        adapters = self._adapter_reports.take_changes()
         metadata = OffloadWorkerMetadata(
-            self._reported, self._failed_stores, self._bad_objects, self._failed, news, self._new_adapters()
+            self._reported, self._failed_stores, self._bad_objects, self._failed, change, adapters
         )
         self._reported, self._failed_stores = Counter(), set()
         self._bad_objects, self._failed = set(), {}
         return metadata if metadata else None
 
-    def _new_adapters(self) -> Counter[AdapterWeights]:
-        if self._told_version == self._adapters.version:
-            return Counter()
-        loaded = {weights.adapter_id: weights for weights in self._adapters.weights()}
-        news = [weights for weights in loaded.values() if self._told_adapters.get(weights.adapter_id) != weights]
-        self._told_adapters, self._told_version = loaded, self._adapters.version
-        return Counter(news)
-
     def close(self, timeout_s: float) -> int:
-        """Finish pending stores in that time; returns how many were given up."""
-        return self._tier.close(timeout_s)
+        """Finish pending copies and stores in that time; returns how many stores were given up."""
+        deadline = time.monotonic() + timeout_s
+        self._transfer.close(timeout_s)
+        self._take_copies()
+        given_up = sum(map(len, self._store_copies.values()))
+        return given_up + self._tier.close(max(0.0, deadline - time.monotonic()))

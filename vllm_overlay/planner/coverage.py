@@ -10,7 +10,7 @@ from vllm_overlay.planner.geometry import Geometry, Group
 from vllm_overlay.planner.objects import ObjectId
 
 
-class TierView(Protocol):
+class HitSource(Protocol):
     """The questions a lookup asks a tier. Chunks of a full-attention group must be prefix-closed in it."""
 
     def has(self, object_id: ObjectId) -> bool:
@@ -63,7 +63,7 @@ class CoverageSearch:
     """
 
     def __init__(
-        self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int, num_local: int, view: TierView
+        self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int, num_local: int, view: HitSource
     ) -> None:
         self._geometry = geometry
         self._keys = keys

@@ -134,6 +134,16 @@ class Geometry:
         """Bytes of all recurrent states after one boundary: what a snapshot holds beside its tail."""
         return sum(group.page_bytes for group in self.recurrent)
 
+    @property
+    def smallest_object_bytes(self) -> int:
+        """Bytes of the smallest chunk, or of a snapshot in a model without attention."""
+        return min(map(self.chunk_bytes, self.attention), default=self.max_snapshot_bytes)
+
+    @property
+    def largest_object_bytes(self) -> int:
+        """Bytes of the largest chunk or snapshot."""
+        return max(*map(self.chunk_bytes, self.attention), self.max_snapshot_bytes, 0)
+
     def tail_tokens(self, boundary: int) -> int:
         """Tokens between the last chunk end and ``boundary`` in every splittable group: what a snapshot adds."""
         return boundary % self.chunk_size if any(map(self.is_splittable, self.attention)) else 0

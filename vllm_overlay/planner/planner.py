@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.planner.coverage import Coverage, CoverageSearch, TierView
+from vllm_overlay.planner.coverage import Coverage, CoverageSearch, HitSource
 from vllm_overlay.planner.geometry import Geometry, Group
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 
@@ -48,7 +48,7 @@ class HybridOffloadPlanner:
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
 
-    def lookup(self, keys: Sequence[bytes], num_tokens: int, num_local: int, view: TierView) -> Lookup:
+    def lookup(self, keys: Sequence[bytes], num_tokens: int, num_local: int, view: HitSource) -> Lookup:
         """Finds the restore point of a prompt of ``num_tokens``, of which ``num_local`` are in the KV cache already.
 
         It is the largest boundary above ``num_local`` and at most ``num_tokens - 1`` at which every group can be

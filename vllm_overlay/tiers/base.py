@@ -1,49 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TierManager interface: an index half in the scheduler process, a byte half in every worker process.
+"""The interface of a tier: a manager in the scheduler's process, a worker in every worker's process, and a spec.
 
-The index half decides what is kept; the byte half only does what a ticket says. They meet through tickets that travel
-in connector metadata and through completions that travel back.
+The manager decides what is kept. The worker only does what a ticket says. They meet through tickets, which travel in
+connector metadata, and through completions, which travel back. Whatever a tier needs beside that travels as its own
+*part* of a ticket or of the handshake, which everybody else passes on without looking at it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from vllm_overlay.common.reasons import Reason
+from vllm_overlay.config import TierSettings
+from vllm_overlay.planner.coverage import HitSource
+from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
-from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.memory import HostBuffer
+
+SettingsT = TypeVar("SettingsT", bound=TierSettings)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreTicket:
     """Permission to write one object. ``ticket`` is unique in the engine's life and serves as generation tag.
 
-    ``reset`` names the last ``TierManager.clear``, for tiers whose objects outlive it; empty before the first. ``over``
-    has a file a rank to write over, or nothing.
+    ``part`` is the tier's own: what its manager tells its workers.
     """
 
     ticket: int
-    object_id: ObjectId
-    parents: tuple[ObjectId, ...]
-    start_tokens: int
-    end_tokens: int
-    num_bytes: int
-    units: tuple[int, ...] = ()
-    reset: str = ""
-    over: tuple[str, ...] = ()
+    planned: PlannedObject
+    part: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTicket:
-    """Permission to read one object, which stays pinned until released. ``ticket`` is the tag it was stored under."""
+    """Permission to read one object, which stays pinned until released. ``ticket`` is the tag it was stored under.
+
+    ``part`` is the tier's own: what its manager tells its workers.
+    """
 
     ticket: int
     object_id: ObjectId
     num_bytes: int
-    units: tuple[int, ...] = ()
-    reset: str = ""
+    part: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,7 @@ class TierUsage:
 
 
 class TierManager(ABC):
-    """Scheduler half. All calls come from the scheduler's thread; none may block on a disk."""
-
-    index: PrefixIndex
+    """Scheduler half. All calls come from the scheduler's thread; none may block on a disk or a network."""
 
     @abstractmethod
     def advance(self) -> None:
@@ -69,6 +69,18 @@ class TierManager(ABC):
     def has_more_to_come(self) -> bool:
         """Whether an idle engine should go on stepping, because ``advance`` will have more to take in soon."""
         return False
+
+    @abstractmethod
+    def hits(self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int) -> HitSource:
+        """What answers the questions of one lookup of one prompt; not used after it.
+
+        A tier with a ``PrefixIndex`` returns that. A tier whose store answers in batches, or whose objects are not
+        prefix-closed, returns ``BatchedHits`` over it.
+        """
+
+    @abstractmethod
+    def has_or_awaits(self, object_id: ObjectId) -> bool:
+        """Whether the object is in the tier or on its way there, so that it need not be stored."""
 
     def look_further(  # noqa: B027
         self, planner: HybridOffloadPlanner, keys: Sequence[bytes], num_tokens: int, num_known: int
@@ -96,7 +108,10 @@ class TierManager(ABC):
 
     @abstractmethod
     def abort(self, ticket: int) -> None:
-        """A rank could not store the object of ``ticket``: forget it and what was planned on top of it."""
+        """A rank could not store the object of ``ticket``: forget it and what was planned on top of it.
+
+        Called once every rank has reported, so no rank writes to its memory any more.
+        """
 
     @abstractmethod
     def acquire(self, planned: Sequence[PlannedObject]) -> list[LoadTicket] | None:
@@ -108,7 +123,10 @@ class TierManager(ABC):
 
     @abstractmethod
     def drop(self, object_id: ObjectId) -> None:
-        """Forget an object that did not verify, with everything that depends on it."""
+        """Stop finding an object, and everything that depends on it: it did not verify, or its store is overdue.
+
+        Memory that a ticket or a load holds is given back only when that has ended.
+        """
 
     @abstractmethod
     def usage(self) -> TierUsage:
@@ -138,9 +156,9 @@ class FetchResult:
     """One object of a load is in host memory and verified, or is not.
 
     ``position`` is its place in the tickets given to ``begin_load``. On success ``buffer`` holds the object until
-    ``end_fetch``. On failure ``buffer`` is None, ``reason`` a metric label such as "checksum", and ``is_bad`` says
-    whether the object itself must be dropped (a fault of this process, e.g. no staging in time, is not the object's).
-    A load whose size exceeds the staging memory arrives in pieces: later objects wait until earlier ones are ended.
+    ``end_fetch``. On failure ``buffer`` is None, and ``is_bad`` says whether the object itself must be dropped (a fault
+    of this process, e.g. no staging in time, is not the object's). A load whose size exceeds the staging memory arrives
+    in pieces: later objects wait until earlier ones are ended.
     """
 
     load_id: str
@@ -154,11 +172,15 @@ class FetchResult:
 
 
 class TierWorker(ABC):
-    """Worker half. All calls come from the worker's main thread; I/O threads stay behind this interface."""
+    """Worker half. All calls come from the worker's main thread; I/O threads stay behind this interface.
+
+    A buffer that it has handed out is the caller's until ``submit_store``, ``cancel_store``, ``end_fetch`` or
+    ``cancel_load``: a copy may be using it.
+    """
 
     @abstractmethod
     def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
-        """A buffer to fill before the pass ends, or None when there is no staging room (the store is dropped)."""
+        """A buffer to fill, or None when there is no staging room (the store is dropped)."""
 
     @abstractmethod
     def submit_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
@@ -178,7 +200,10 @@ class TierWorker(ABC):
 
     @abstractmethod
     def cancel_load(self, load_id: str) -> None:
-        """No further result of this load is wanted. Its buffers are taken back as soon as no thread uses them."""
+        """No further result of this load is wanted, and no copy uses its buffers.
+
+        They are taken back as soon as no thread uses them.
+        """
 
     def load_was_late(self, load_id: str) -> None:  # noqa: B027
         """The load did not come in the time it had, and is about to be cancelled."""
@@ -198,3 +223,57 @@ class TierWorker(ABC):
     @abstractmethod
     def close(self, timeout_s: float) -> int:
         """Finish pending stores within ``timeout_s``, end all threads; returns how many stores were given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """What stored numbers depend on: a digest of 64 hex digits for chunks, one for snapshots, the facts in words."""
+
+    attention: str
+    snapshot: str
+    description: dict[str, Any]
+
+
+class Fingerprinter(Protocol):
+    """Computes the fingerprints of this engine's objects, for a tier whose objects outlive the engine."""
+
+    def __call__(self, weights_name: str, cache_directory: Path, facts: Mapping[str, Any]) -> Fingerprints:
+        """``weights_name`` stands for the weights when it is not empty; else their files are read once, and their
+        digests kept in ``cache_directory``. ``facts`` are the tier's own, by name. Raises ConfigError."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What a worker knows when it builds its half of a tier."""
+
+    geometry: Geometry
+    rank: int
+    world_size: int
+    fingerprints: Fingerprinter
+
+
+class TierSpec(ABC, Generic[SettingsT]):
+    """Everything that the connector must know of a kind of tier. ``tiers/factory.py`` finds it by its name."""
+
+    settings_type: ClassVar[type[TierSettings]]
+    """What it takes in ``kv_connector_extra_config``."""
+    hit_source: ClassVar[str] = "external_unspecified"
+    """Where its tokens come from: a value of vLLM's ``CacheHitSource``."""
+    auto_object_bytes: ClassVar[int | None] = None
+    """``hybrid_chunk_size`` "auto" picks the smallest chunk of at least so many bytes; None: chunks of 64 tokens."""
+    outlives_engine: ClassVar[bool] = False
+    """Whether a later process finds its objects, so that their names must not change from process to process."""
+
+    def __init__(self, settings: SettingsT) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def build_worker(self, context: WorkerContext) -> tuple[TierWorker, Any]:
+        """This rank's half and the tier's own part of the handshake. Raises ConfigError.
+
+        Called once in each worker, at start. The part travels to the scheduler and must be equal in all ranks.
+        """
+
+    @abstractmethod
+    def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> TierManager:
+        """The scheduler's half, from the ranks' part of the handshake. Raises ConfigError. Called once, at start."""

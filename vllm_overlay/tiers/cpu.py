@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU tier: the scheduler owns the index and says which units of the arena; every worker owns an arena's bytes."""
+"""The CPU tier: the scheduler owns the index and says which units of the arena; every worker owns an arena's bytes.
+
+The tier's part of a ticket is the object's units, as a tuple of integers.
+"""
 
 import itertools
+import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.config import ConfigError
+from vllm_overlay.config import GIB, ConfigError, TierSettings, parse_bytes
+from vllm_overlay.planner.coverage import HitSource
+from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import (
     FetchResult,
@@ -17,12 +26,35 @@ from vllm_overlay.tiers.base import (
     StoreResult,
     StoreTicket,
     TierManager,
+    TierSpec,
     TierUsage,
     TierWorker,
+    WorkerContext,
 )
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
-from vllm_overlay.tiers.memory import HostBuffer, HostPool, UnitAllocator, units_needed
+from vllm_overlay.tiers.memory import HostBuffer, HostPool, UnitAllocator, available_memory, unit_size, units_needed
+from vllm_overlay.tiers.policies.base import EvictionPolicy
+from vllm_overlay.tiers.policies.factory import make_policy
+
+logger = logging.getLogger(__name__)
+
+
+class CpuTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
+    """The CPU tier."""
+
+    tier: str = "cpu"
+    capacity_bytes: Annotated[
+        int | str, Meta(description='host memory of this engine, all ranks together; bytes or `"4 GiB"`')
+    ] = "4 GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """The tier's part of the handshake: one rank's memory, the same in all ranks."""
+
+    num_units: int
+    unit_bytes: int
 
 
 def arena_units(capacity_bytes: int, world_size: int, unit_bytes: int, largest_object_bytes: int) -> int:
@@ -49,8 +81,10 @@ def check_free_memory(capacity_bytes: int, available_bytes: int) -> None:
 class CpuTierManager(TierManager):
     """Index half. Sizes are counted in units of one rank; every rank's arena looks alike."""
 
-    def __init__(self, num_units: int, unit_bytes: int, world_size: int) -> None:
-        self.index = PrefixIndex(capacity_bytes=num_units * unit_bytes)
+    def __init__(
+        self, num_units: int, unit_bytes: int, world_size: int, policy: EvictionPolicy[Entry] | None = None
+    ) -> None:
+        self.index = PrefixIndex(capacity_bytes=num_units * unit_bytes, policy=policy)
         self._num_units = num_units
         self._unit_bytes = unit_bytes
         self._world_size = world_size
@@ -61,6 +95,12 @@ class CpuTierManager(TierManager):
 
     def advance(self) -> None:
         """Nothing happens behind the scheduler's back here."""
+
+    def hits(self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int) -> HitSource:
+        return self.index
+
+    def has_or_awaits(self, object_id: ObjectId) -> bool:
+        return self.index.has_or_awaits(object_id)
 
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
         needed = units_needed(planned.num_bytes, self._unit_bytes)
@@ -76,15 +116,7 @@ class CpuTierManager(TierManager):
             return None
         ticket = next(self._tickets)
         self.index.reserve(rounded, ticket, units)
-        return StoreTicket(
-            ticket,
-            planned.object_id,
-            planned.parents,
-            planned.start_tokens,
-            planned.end_tokens,
-            planned.num_bytes,
-            units,
-        )
+        return StoreTicket(ticket, planned, units)
 
     def commit(self, ticket: int) -> None:
         self._reclaim(self.index.commit(ticket).released)
@@ -139,21 +171,21 @@ class CpuTierWorker(TierWorker):
         self._started: dict[int, float] = {}
 
     def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
-        self._tags[list(ticket.units)] = 0
+        self._tags[list(ticket.part)] = 0
         self._started[ticket.ticket] = time.perf_counter()
-        return self._pool.buffer(ticket.units, ticket.num_bytes)
+        return self._pool.buffer(ticket.part, ticket.planned.num_bytes)
 
     def submit_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
         self._tags[list(buffer.units)] = ticket.ticket
         seconds = time.perf_counter() - self._started.pop(ticket.ticket)
-        self._stored.append(StoreResult(ticket.ticket, ticket.num_bytes, seconds))
+        self._stored.append(StoreResult(ticket.ticket, ticket.planned.num_bytes, seconds))
 
     def cancel_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
         self._started.pop(ticket.ticket, None)
 
     def begin_load(self, load_id: str, tickets: Sequence[LoadTicket]) -> None:
         for position, ticket in enumerate(tickets):
-            whole = bool((self._tags[list(ticket.units)] == ticket.ticket).all())
+            whole = bool((self._tags[list(ticket.part)] == ticket.ticket).all())
             self._fetched.append(
                 FetchResult(
                     load_id,
@@ -161,7 +193,7 @@ class CpuTierWorker(TierWorker):
                     ticket.object_id,
                     ticket.num_bytes,
                     0.0,
-                    self._pool.buffer(ticket.units, ticket.num_bytes) if whole else None,
+                    self._pool.buffer(ticket.part, ticket.num_bytes) if whole else None,
                     None if whole else Reason.GENERATION,
                     not whole,
                 )
@@ -183,3 +215,37 @@ class CpuTierWorker(TierWorker):
 
     def close(self, timeout_s: float) -> int:
         return 0
+
+
+class CpuTierSpec(TierSpec[CpuTierSettings]):
+    """``"tier": "cpu"``."""
+
+    settings_type = CpuTierSettings
+    hit_source = "host"
+
+    def build_worker(self, context: WorkerContext) -> tuple[CpuTierWorker, Arena]:
+        geometry = context.geometry
+        capacity_bytes = parse_bytes(self.settings.capacity_bytes, "capacity_bytes")
+        unit_bytes = unit_size(geometry.smallest_object_bytes)
+        num_units = arena_units(capacity_bytes, context.world_size, unit_bytes, geometry.largest_object_bytes)
+        check_free_memory(capacity_bytes, available_memory())
+        if context.rank == 0:
+            self._log_capacity(geometry, num_units * unit_bytes)
+        return CpuTierWorker(num_units, unit_bytes), Arena(num_units, unit_bytes)
+
+    def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> CpuTierManager:
+        assert isinstance(part, Arena)
+        policy = make_policy(self.settings.eviction_policy)
+        return CpuTierManager(part.num_units, part.unit_bytes, world_size, policy)
+
+    def _log_capacity(self, geometry: Geometry, rank_bytes: int) -> None:
+        tokens = int(rank_bytes / geometry.token_bytes) if geometry.token_bytes else 0
+        snapshots = rank_bytes // geometry.max_snapshot_bytes if geometry.max_snapshot_bytes else 0
+        logger.info(
+            "%s: %.2f GiB a rank hold the attention of %d tokens, or %d snapshots of at most %.1f MB, or a mix",
+            self.settings.name,
+            rank_bytes / GIB,
+            tokens,
+            snapshots,
+            geometry.max_snapshot_bytes / 1e6,
+        )

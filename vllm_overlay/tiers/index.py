@@ -31,7 +31,7 @@ class Commit(NamedTuple):
 
 
 class PrefixIndex:
-    """Implements the planner's ``TierView``. Lives in the scheduler process, is called from its thread only.
+    """Implements the planner's ``HitSource``. Lives in the scheduler process, is called from its thread only.
 
     Bytes are those of one rank, as the planner counts them; ``capacity_bytes`` likewise (None: no limit). Unknown
     names and tickets are ignored everywhere: a late report is no error.
@@ -73,12 +73,17 @@ class PrefixIndex:
         """Whether the name is taken: the object is visible, on its way, or dropped but still held."""
         return object_id in self._entries
 
+    def has_or_awaits(self, object_id: ObjectId) -> bool:
+        """Whether the object is visible or on its way."""
+        entry = self._entries.get(object_id)
+        return entry is not None and entry.state is not EntryState.DROPPED
+
     def may_reserve(self, planned: PlannedObject) -> bool:
         """Whether ``reserve`` would take the object if there is room: it is new and its parents are here or coming."""
         return planned.object_id not in self._entries and self._find_parents(planned) is not None
 
     def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
-        """See ``TierView``. Amortised O(log n): paths once walked are remembered."""
+        """See ``HitSource``. Amortised O(log n): paths once walked are remembered."""
         found = self.get(object_id)
         passed = []
         while found is not None and not found.num_snapshots:

@@ -9,6 +9,7 @@ be cut; a snapshot is the pages of all recurrent groups and the spans between th
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NewType
 
 from vllm_overlay.tiers.memory import HostBuffer
 
@@ -36,17 +37,46 @@ class Placement:
         return {block_id for _, block_id in self.pages} | {span.block_id for span in self.spans}
 
 
+Handle = NewType("Handle", int)
+"""Names one submitted copy; unique in the life of a transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedCopy:
+    """A submitted copy has ended: nothing of it touches the KV cache or host memory any more.
+
+    ``error`` is None when every byte was copied.
+    """
+
+    handle: Handle
+    error: BaseException | None = None
+
+
 class KVTransfer(ABC):
-    """Copies between KV tensors and host buffers. Called from the worker's main thread, inside its hooks only."""
+    """Copies between KV tensors and host buffers: submitted here, finished when ``poll`` says so.
+
+    Called from the worker's main thread, inside its hooks only. A copy that was submitted cannot be taken back: until
+    it is finished, its blocks and its buffers belong to it. Copies may finish in any order.
+    """
 
     @abstractmethod
-    def gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> None:
-        """KV cache to host: fill each buffer with its placement's bytes. Done when it returns."""
+    def gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> Handle | None:
+        """KV cache to host: fill each buffer with its placement's bytes.
+
+        What the blocks hold now is what arrives, whatever the engine computes into them afterwards. None, and nothing
+        submitted, when there is no room for that many bytes on their way.
+        """
 
     @abstractmethod
-    def scatter(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> None:
-        """Host to KV cache. Done when it returns."""
+    def scatter(
+        self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], zeros: Sequence[Span] = ()
+    ) -> Handle:
+        """Host to KV cache; then clear ``zeros``: what a load leaves beyond its last token must not stay as garbage."""
 
     @abstractmethod
-    def zero(self, spans: Sequence[Span]) -> None:
-        """Clear attention tokens: what a load leaves beyond its last token must not stay as garbage."""
+    def poll(self) -> list[FinishedCopy]:
+        """What has finished since the last call. Never waits."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait so long for what was submitted; whether all of it has finished. Called once, at shutdown."""
+        return True

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers for KV tensors in host memory (vLLM's CPU platform)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 from vllm_overlay.transfer import cpu_kernels
-from vllm_overlay.transfer.base import KVTransfer, Placement, Span
+from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span
 from vllm_overlay.transfer.page_map import Packing, PageMap
 
 _Addresses = npt.NDArray[np.int64]
@@ -49,6 +52,8 @@ class CpuTransfer(KVTransfer):
     def __init__(self, groups: Mapping[int, GroupTensors]) -> None:
         cpu_kernels.prepare()
         self._groups = groups
+        self._handles = itertools.count(1)
+        self._finished: list[FinishedCopy] = []
         self._scratch: Bytes = np.empty(0, dtype=np.uint8)
         self._halves = {
             group_id: (_Half(group.layers, group.page_map.keys, 0), _Half(group.layers, group.page_map.values, 1))
@@ -56,21 +61,47 @@ class CpuTransfer(KVTransfer):
             if group.page_map is not None
         }
 
-    def gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> None:
+    def gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> Handle:
+        return self._finish(partial(self._gather, placements, buffers))
+
+    def scatter(
+        self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], zeros: Sequence[Span] = ()
+    ) -> Handle:
+        return self._finish(partial(self._scatter, placements, buffers, zeros))
+
+    def poll(self) -> list[FinishedCopy]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _finish(self, copy: Callable[[], None]) -> Handle:
+        """Copies at once; the handle is finished when it is given out."""
+        handle = Handle(next(self._handles))
+        error: BaseException | None = None
+        try:
+            copy()
+        except SHUTDOWN:
+            raise
+        except BaseException as raised:
+            error = raised
+        self._finished.append(FinishedCopy(handle, error))
+        return handle
+
+    def _gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> None:
         for item in _plan(placements, buffers):
             if isinstance(item, _Run):
                 self._copy_run(item, to_host=True)
             else:
                 self._gather_object(*item)
 
-    def scatter(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> None:
+    def _scatter(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], zeros: Sequence[Span]) -> None:
         for item in _plan(placements, buffers):
             if isinstance(item, _Run):
                 self._copy_run(item, to_host=False)
             else:
                 self._scatter_object(*item)
+        self._zero(zeros)
 
-    def zero(self, spans: Sequence[Span]) -> None:
+    def _zero(self, spans: Sequence[Span]) -> None:
         for span in spans:
             for half in self._halves[span.group_id]:
                 for tokens in half.views(span):

@@ -16,13 +16,12 @@ import pytest
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import object_files, on_disk, temporaries
 from tests.tiers.disk.objects import OBJECT, chain
-from tests.tiers.disk.tier_pair import tier_pair
+from tests.tiers.disk.tier_pair import load_ticket, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.common import circuit_breaker, rate_limited_log
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
 from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk import admission
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.device import Device
@@ -321,7 +320,7 @@ def test_reads_that_hang_are_given_up_and_nothing_waits_for_them_twice(tmp_path,
         made.recovered()
         device.go_on.clear()
         worker, planned = made.workers[0], chain("p", 1)[0]
-        ticket = LoadTicket(0, planned.object_id, planned.num_bytes)
+        ticket = load_ticket(planned)
         for turn in range(3):
             worker.begin_load(f"late {turn}", [ticket])
             assert worker.poll() == ([], [])

@@ -14,7 +14,7 @@ from vllm_overlay.common.file_lock import lock, try_lock
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.device import Device, temporary_name, writer_is_alive
 from vllm_overlay.tiers.disk.lease import Lease, RecycledFile
-from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger, LedgerState, slot_of
+from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger, LedgerState
 
 
 @pytest.fixture
@@ -143,10 +143,6 @@ def test_a_state_that_is_not_whole_is_an_uncounted_one():
     assert LedgerState.decode(raw) == state
     for damaged in (b"", raw[:-1], raw + b"x", b"\xff" + raw[1:], bytes(len(raw))):
         assert LedgerState.decode(damaged) == LedgerState(None)
-
-
-def test_tickets_name_their_lease():
-    assert slot_of(77 * NUM_SLOTS + 13) == 13
 
 
 def test_a_lock_on_a_removed_file_is_taken_on_the_new_one(tmp_path):

@@ -71,7 +71,7 @@ def test_a_full_tier_stores_over_what_it_evicted(tmp_path, monkeypatch):
         def watched(planned: PlannedObject) -> StoreTicket | None:
             ticket = reserve(planned)
             if ticket is not None and planned.object_id.tag == "f0":
-                promised.append(inodes([Path(path) for path in ticket.over]))
+                promised.append(inodes([Path(path) for path in ticket.part.over]))
             return ticket
 
         monkeypatch.setattr(made.tier, "reserve", watched)
@@ -111,7 +111,7 @@ def test_while_another_process_uses_the_root_evicted_files_are_unlinked(tmp_path
         for turn in range(4):
             (chunk, _) = chain(f"new {turn}", 1)
             ticket = ticket_for(made, chunk)
-            assert made.spares() == [] and ticket.over == ()
+            assert made.spares() == [] and ticket.part.over == ()
             made.tier.abort(ticket.ticket)
             store_anew(made, f"new {turn}")
 
@@ -161,9 +161,9 @@ def test_a_store_that_ends_early_leaves_no_spare_and_gives_its_room_back(tmp_pat
     with full_tier(tmp_path / "root") as made:
         (chunk, _) = chain("p", 1)
         ticket = ticket_for(made, chunk)
-        assert len(ticket.over) == RANKS
+        assert len(ticket.part.over) == RANKS
         made.tier.abort(ticket.ticket)  # as when a rank has no staging room
-        until(lambda: not any(os.path.exists(path) for path in ticket.over))
+        until(lambda: not any(os.path.exists(path) for path in ticket.part.over))
         until(lambda: made.tier.advance() or made.tier._reclaimer._lease.in_flight == 0)
         for turn in range(10):
             made.store(chain(f"new {turn}", 1))
@@ -352,14 +352,14 @@ def test_a_worker_that_closes_leaves_no_spare(tmp_path):
     wait_for_spares(made)
     chunk = chain("p", 1)[0]
     ticket = ticket_for(made, chunk)
-    assert ticket.over
+    assert ticket.part.over
     for worker in made.workers:
         buffer = worker.begin_store(ticket)
         assert buffer is not None
         worker._is_closed = True
         worker.submit_store(ticket, buffer)
         until(lambda worker=worker: worker.poll()[0])
-    assert not any(os.path.exists(path) for path in ticket.over)
+    assert not any(os.path.exists(path) for path in ticket.part.over)
     made.tier.abort(ticket.ticket)
     made.close()
     assert temporaries(made.root) == []
@@ -368,7 +368,7 @@ def test_a_worker_that_closes_leaves_no_spare(tmp_path):
 def test_a_store_that_is_given_back_while_the_tier_closes_leaves_no_spare(tmp_path):
     with full_tier(tmp_path / "root") as made:
         ticket = ticket_for(made, chain("p", 1)[0])
-        assert ticket.over
+        assert ticket.part.over
         made.tier._reclaimer._is_closing = True
         made.tier.abort(ticket.ticket)
     assert temporaries(made.root) == []

@@ -17,6 +17,7 @@ from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION
+from vllm_overlay.tiers.disk.tickets import DiskLoad
 
 
 def namespaces(root):
@@ -107,9 +108,9 @@ def test_a_load_under_way_reads_what_it_was_promised(tmp_path):
         made.store([planned])
         (ticket,) = made.tier.acquire([planned])
         made.tier.clear()
-        assert ticket.reset == ""
+        assert ticket.part.reset == ""
         assert made.reasons([planned]) == [""]
-        made.workers[0].begin_load("new", [LoadTicket(0, planned.object_id, OBJECT, reset=made.tier._reset)])
+        made.workers[0].begin_load("new", [LoadTicket(0, planned.object_id, OBJECT, DiskLoad(made.tier._reset))])
         results = []
         until(lambda: results.extend(made.workers[0].poll()[1]) or results)
         assert results[0].reason == "missing"

@@ -12,9 +12,8 @@ from tests.tiers.disk.files import object_files
 from tests.tiers.disk.objects import bytes_of, content
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, NUM_TOKENS, PLANNER, objects_of
-from tests.tiers.disk.tier_pair import TierPair, tier_pair
+from tests.tiers.disk.tier_pair import TierPair, load_ticket, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk import async_lookup
 from vllm_overlay.tiers.disk.device import Device
 
@@ -194,7 +193,7 @@ def test_what_another_evicts_while_it_is_read_is_read_to_its_end(tmp_path):
         one.store(objects)
         device.gate.clear()
         worker = other.workers[0]
-        worker.begin_load("slow", [LoadTicket(0, planned.object_id, planned.num_bytes) for planned in objects[:2]])
+        worker.begin_load("slow", [load_ticket(planned) for planned in objects[:2]])
         for _ in range(2):
             assert device.waiting.acquire(timeout=20)  # opened, and not yet read
         one.tier.drop(objects[0].object_id)

@@ -13,8 +13,8 @@ from tests.tiers.disk.objects import OBJECT, UNIT, chain, content, fill
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.tiers.base import StoreTicket
-from vllm_overlay.tiers.disk import ledger
 from vllm_overlay.tiers.disk.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.tickets import DiskStore
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, UNIT, UNIT + 1, OBJECT, 3 * UNIT])
@@ -168,7 +168,7 @@ def test_a_ticket_whose_lease_is_gone_is_not_kept(tmp_path):
         planned = chain("p", 1)[0]
         made.store(chain("before", 1))
         worker = made.workers[0]
-        ticket = StoreTicket(ledger.NUM_SLOTS + 200, planned.object_id, (), 0, 64, OBJECT)
+        ticket = StoreTicket(1, planned, DiskStore(slot=200))
         buffer = worker.begin_store(ticket)
         fill(buffer, content(planned, 0))
         worker.submit_store(ticket, buffer)

@@ -9,20 +9,29 @@ import numpy as np
 
 from tests.tiers.disk.objects import OBJECT, UNIT, bytes_of, chain, content, fill
 from tests.tiers.disk.waiting import until
-from vllm_overlay.config import DiskTierSettings, tier_settings
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.disk.tickets import DiskLoad
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
+from vllm_overlay.tiers.factory import tier_spec
 
 NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {"model": "tiny"})
 OTHER_NAMESPACE = DiskNamespace("c" * 64, "d" * 64, {"model": "another"})
 
 
+def load_ticket(planned: PlannedObject) -> LoadTicket:
+    """As the manager hands it out before any reset."""
+    return LoadTicket(0, planned.object_id, planned.num_bytes, DiskLoad())
+
+
 def settings(root: Path, **changes: object) -> DiskTierSettings:
-    made = tier_settings({"tier": "disk", "root": str(root), "staging_bytes": 40 * UNIT, "min_free_bytes": 0} | changes)
+    made = tier_spec(
+        {"tier": "disk", "root": str(root), "staging_bytes": 40 * UNIT, "min_free_bytes": 0} | changes
+    ).settings
     assert isinstance(made, DiskTierSettings)
     return made
 
@@ -95,7 +104,7 @@ class TierPair:
         self._loads += 1
         load_id = f"load-{self._loads}"
         worker = self.workers[rank]
-        worker.begin_load(load_id, [LoadTicket(0, planned.object_id, planned.num_bytes) for planned in objects])
+        worker.begin_load(load_id, [load_ticket(planned) for planned in objects])
         results: dict[int, FetchResult] = {}
 
         def poll() -> bool:

@@ -8,13 +8,14 @@ by request, anew after an eviction, and in place. What counts is what was loaded
 import functools
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
 
-from vllm_overlay.connector.metadata import AdapterWeights
+from vllm_overlay.connector.lora.metadata import AdapterWeights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -77,6 +78,24 @@ class LoadedAdapters:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
         return digest.digest()
+
+
+class AdapterReports:
+    """What one connector has told its scheduler of the process's adapters."""
+
+    def __init__(self, adapters: LoadedAdapters) -> None:
+        self._adapters = adapters
+        self._sent: dict[int, AdapterWeights] = {}
+        self._sent_version = 0
+
+    def take_changes(self) -> Counter[AdapterWeights]:
+        """What has changed since the last call, each counted once for this rank."""
+        if self._sent_version == self._adapters.version:
+            return Counter()
+        loaded = {weights.adapter_id: weights for weights in self._adapters.weights()}
+        changes = [weights for weights in loaded.values() if self._sent.get(weights.adapter_id) != weights]
+        self._sent, self._sent_version = loaded, self._adapters.version
+        return Counter(changes)
 
 
 def _tensors(model: "LoRAModel") -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters as the scheduler's half knows them, and the names that their weights give to objects.
+"""The names that the weights of LoRA adapters give to objects, as the scheduler's half knows them.
 
 vLLM's block hashes hold an adapter's name and path, which stay when its weights change.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, overload
+from weakref import WeakValueDictionary
 
 from blake3 import blake3
 
-from vllm_overlay.connector.metadata import AdapterWeights
+from vllm_overlay.connector.lora.metadata import AdapterCheck, AdapterWeights
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 class AdapterKeys(Sequence[bytes]):
@@ -40,26 +44,116 @@ class AdapterKeys(Sequence[bytes]):
         return key
 
 
-class Adapters:
-    """What the workers have loaded, by vLLM's id of an adapter. One entry for each that they ever reported."""
+class RequestNames:
+    """The names of one request's objects, from a lookup to the request's end or its next lookup.
+
+    ``keys`` is None while the request is passed by: it is not known which weights compute it, or some of its blocks
+    may be of before the last reset. ``should_ask_again`` says that the weights may be known after this step.
+    """
+
+    def __init__(self, request: "Request", num_found: int) -> None:
+        self.keys: Sequence[bytes] | None = None
+        self.weights: AdapterWeights | None = None
+        self.should_ask_again = False
+        self._request = request
+        self._num_found = num_found
+        self._is_restored = False
+        self._has_begun = False
+        self._is_in_first_pass = False
+        self._is_passed_by = False
+        self._unchecked: frozenset[int] = frozenset()
+
+    @property
+    def adapter_id(self) -> int:
+        """vLLM's id of the adapter that computes it."""
+        return int(self._request.lora_request.lora_int_id)
+
+    def pass_by(self) -> None:
+        """Neither restore nor store this request until it is looked up again."""
+        self.keys, self._is_passed_by = None, True
+
+    def restored(self, block_ids: Iterable[int]) -> None:
+        """A load was planned into these blocks."""
+        self._is_restored = True
+        if self.weights is not None:
+            self._unchecked = frozenset(block_ids)
+
+    def name(self, weights: AdapterWeights | None) -> None:
+        """Name its objects by what is loaded of its adapter."""
+        self.weights = weights
+        if weights is not None and not self._is_passed_by:
+            self.keys = AdapterKeys(self._request.block_hashes, weights.digest)
+            self._doubt_what_was_found()
+
+    def _doubt_what_was_found(self) -> None:
+        """Block hashes do not tell which of several weights of one name and path have computed a local hit."""
+        if self.weights is not None and not self.weights.is_only and self._num_found:
+            self.keys = None
+
+    def begin(self, is_scheduled: bool) -> AdapterCheck | None:
+        """A step begins. What vLLM found in its own cache shows with the first pass: lookups hear of whole blocks."""
+        self._is_in_first_pass = False
+        if not is_scheduled:
+            return None
+        if not self._has_begun:
+            self._has_begun, self._is_in_first_pass = True, self.weights is None
+            if not self._is_restored:
+                self._num_found = self._request.num_computed_tokens
+            self._doubt_what_was_found()
+        blocks, self._unchecked = self._unchecked, frozenset()
+        return AdapterCheck(self._request.request_id, self.weights, blocks) if blocks and self.weights else None
+
+    def learn(self, loaded: AdapterWeights | None) -> None:
+        """What other weights have begun is stored no more; a first pass that brought the weights is from now on."""
+        if self.weights is not None and self.weights != loaded:
+            self.keys = None
+        if self._is_in_first_pass:
+            self.name(loaded)
+
+
+class LoraNames:
+    """Names the objects of every request, by what the workers have loaded. Called by the scheduler's half.
+
+    Three calls: ``names`` at a lookup, ``begin_step``, and ``learn`` with each step's reports. A request is forgotten
+    with the ``RequestNames`` that the caller holds.
+    """
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._loaded: dict[int, AdapterWeights] = {}
         self._asked: dict[int, int] = {}
+        self._requests: WeakValueDictionary[str, RequestNames] = WeakValueDictionary()
         self._step = 0
 
-    def next_step(self) -> None:
-        """A step's metadata goes to the workers: whatever they report comes back before the next step's lookups."""
-        self._step += 1
+    def names(self, request: "Request", num_local: int) -> RequestNames:
+        """The names of a request that is looked up, of which ``num_local`` tokens are in the KV cache."""
+        names = RequestNames(request, num_local)
+        if request.lora_request is None:
+            self._requests.pop(request.request_id, None)
+            names.keys = request.block_hashes
+            return names
+        adapter_id = request.lora_request.lora_int_id
+        self._requests[request.request_id] = names
+        names.name(self._loaded.get(adapter_id))
+        names.should_ask_again = names.keys is None and self._may_be_reported(adapter_id)
+        return names
 
-    def may_be_reported(self, adapter_id: int) -> bool:
+    def _may_be_reported(self, adapter_id: int) -> bool:
         """Whether a lookup should be repeated after this step.
 
         An adapter that was loaded ahead of its requests is reported with the first step after that, so an unknown
         one is waited for in the step of its first lookup, and never again.
         """
         return adapter_id not in self._loaded and self._asked.setdefault(adapter_id, self._step) == self._step
+
+    def begin_step(self, scheduled: Collection[str]) -> tuple[AdapterCheck, ...]:
+        """A step's metadata goes to the workers; what they have to check of restored requests that it computes.
+
+        Whatever they report comes back before the next step's lookups.
+        """
+        self._step += 1
+        checks = [names.begin(request_id in scheduled) for request_id, names in self._requests.items()]
+        return tuple(check for check in checks if check is not None)
 
     def learn(self, reports: Counter[AdapterWeights]) -> None:
         """Take in a step's reports: what not every rank has loaded alike is unknown."""
@@ -68,7 +162,5 @@ class Adapters:
         for weights, num_ranks in reports.items():
             if num_ranks == self._world_size and weights.digest:
                 self._loaded[weights.adapter_id] = weights
-
-    def loaded(self, adapter_id: int) -> AdapterWeights | None:
-        """The weights that the workers last reported; they may have changed since, which workers check in each pass."""
-        return self._loaded.get(adapter_id)
+        for names in self._requests.values():
+            names.learn(self._loaded.get(names.adapter_id))

@@ -5,13 +5,14 @@ import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm_overlay import versions
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.namespace import check_object_id
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
 MAGIC = b"HKVOBJ\r\n"
-VERSION = 1
+VERSION = versions.DISK_OBJECT
 HEADER_BYTES = PAGE_BYTES
 MAX_PARENTS = 8
 

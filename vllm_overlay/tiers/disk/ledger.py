@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from vllm_overlay import versions
 from vllm_overlay.common.file_lock import lock, try_lock
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.checksum import XXH3
@@ -24,15 +25,10 @@ from vllm_overlay.tiers.disk.root import lock_directory
 logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 256
-_MAGIC = b"HKVLEDG1"
+_MAGIC = b"HKVLEDG%d" % versions.LEDGER
 _STATE = struct.Struct(f"<8sq{NUM_SLOTS}Q")
 _CHECKSUM_BYTES = 16
 _FILES_A_LOCK = 64
-
-
-def slot_of(ticket: int) -> int:
-    """The lease that a store ticket draws on: a worker knows its scheduler's lease by it."""
-    return ticket % NUM_SLOTS
 
 
 @dataclass(slots=True)

@@ -11,7 +11,9 @@ from functools import partial
 
 import msgspec
 
-from vllm_overlay.config import ConfigError, DiskTierSettings, parse_bytes
+from vllm_overlay.config import ConfigError, parse_bytes
+from vllm_overlay.planner.coverage import HitSource
+from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierUsage
@@ -20,13 +22,16 @@ from vllm_overlay.tiers.disk.async_lookup import AsyncLookup
 from vllm_overlay.tiers.disk.checksum import integrity_of
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.format import MAX_PARENTS, file_bytes
-from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger
+from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.namespace import DiskNamespace, check_object_id
 from vllm_overlay.tiers.disk.reclaimer import Grant, Limits, Reclaimer
 from vllm_overlay.tiers.disk.recovery import Recovery
 from vllm_overlay.tiers.disk.root import choose_root
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.disk.tickets import DiskLoad, DiskStore
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
+from vllm_overlay.tiers.policies.factory import make_policy
 
 _OBJECTS_A_SLICE = 256
 _AWAKE_S = 60.0
@@ -50,7 +55,7 @@ class DiskTierManager(TierManager):
         device: Device | None = None,
     ) -> None:
         device = device or Device()
-        self.index = PrefixIndex(capacity_bytes=None)
+        self.index = PrefixIndex(capacity_bytes=None, policy=make_policy(settings.eviction_policy))
         self._world_size = world_size
         self._limits = self._limits_of(settings, max_object_bytes)
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
@@ -148,6 +153,14 @@ class DiskTierManager(TierManager):
         num_bytes = sum(item.num_bytes for item in released)
         self._reclaimer.remove([item.object_id for item in released], num_bytes)
 
+    # Lookups.
+
+    def hits(self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int) -> HitSource:
+        return self.index
+
+    def has_or_awaits(self, object_id: ObjectId) -> bool:
+        return self.index.has_or_awaits(object_id)
+
     # Stores.
 
     def should_store(self, object_id: ObjectId) -> bool:
@@ -165,19 +178,10 @@ class DiskTierManager(TierManager):
             self._dropped += 1
             return None
         self._write_rate.spend(charged.num_bytes)
-        ticket = next(self._tickets) * NUM_SLOTS + grant.slot
+        ticket = next(self._tickets)
         self.index.reserve(charged, ticket)
         self._in_flight[ticket] = grant
-        return StoreTicket(
-            ticket,
-            planned.object_id,
-            planned.parents,
-            planned.start_tokens,
-            planned.end_tokens,
-            planned.num_bytes,
-            reset=self._reset,
-            over=grant.over,
-        )
+        return StoreTicket(ticket, planned, DiskStore(grant.slot, self._reset, grant.over))
 
     def commit(self, ticket: int) -> None:
         if (grant := self._in_flight.pop(ticket, None)) is not None:
@@ -196,7 +200,7 @@ class DiskTierManager(TierManager):
         if entries is None:
             return None
         return [
-            LoadTicket(entry.ticket, item.object_id, item.num_bytes, reset=self._reset)
+            LoadTicket(entry.ticket, item.object_id, item.num_bytes, DiskLoad(self._reset))
             for entry, item in zip(entries, planned, strict=True)
         ]
 

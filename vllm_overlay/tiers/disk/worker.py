@@ -14,17 +14,19 @@ from functools import partial
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.config import DiskTierSettings, parse_bytes
+from vllm_overlay.config import parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
 from vllm_overlay.tiers.disk.checksum import integrity_of
 from vllm_overlay.tiers.disk.device import Device, make_directory, remove_quietly, takes_direct_io, temporary_name
 from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
-from vllm_overlay.tiers.disk.ledger import Ledger, slot_of
+from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.object_file import BadObject, payload_checksum, read_object, write_object
 from vllm_overlay.tiers.disk.root import choose_root
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.staging import Staging
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
+from vllm_overlay.tiers.disk.tickets import DiskLoad, DiskStore
 from vllm_overlay.tiers.memory import PAGE_BYTES, HostBuffer
 
 MAX_PENDING_STORES = 256
@@ -93,9 +95,9 @@ class DiskTierWorker(TierWorker):
 
     def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
         with self._lock:
-            if self._is_closing or self._num_writing >= MAX_PENDING_STORES or ticket.num_bytes < 1:
+            if self._is_closing or self._num_writing >= MAX_PENDING_STORES or ticket.planned.num_bytes < 1:
                 return None
-            return self._staging.for_store(ticket.num_bytes)
+            return self._staging.for_store(ticket.planned.num_bytes)
 
     def submit_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
         with self._lock:
@@ -112,7 +114,9 @@ class DiskTierWorker(TierWorker):
         reason = self._try_to_write(ticket, buffer)
         with self._lock:
             self._staging.end_store(buffer)
-            self._stored.append(StoreResult(ticket.ticket, ticket.num_bytes, time.monotonic() - started, reason))
+            self._stored.append(
+                StoreResult(ticket.ticket, ticket.planned.num_bytes, time.monotonic() - started, reason)
+            )
             self._num_writing -= 1
             self._start_waiting()
             self._written.notify_all()
@@ -120,7 +124,7 @@ class DiskTierWorker(TierWorker):
     def _try_to_write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
         """The reason why not, or None."""
         if self._is_closed or not self._write_breaker.allows():
-            for spare in ticket.over[self._rank : self._rank + 1]:
+            for spare in _store_part(ticket).over[self._rank : self._rank + 1]:
                 remove_quietly(self._device, spare)
             return Reason.CLOSED if self._is_closed else Reason.BREAKER
         reason = self._write_or_reason(ticket, buffer)
@@ -139,9 +143,10 @@ class DiskTierWorker(TierWorker):
         return reason
 
     def _write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
-        namespace = self._namespace.since(ticket.reset)
-        path = namespace.path_of(self._root, ticket.object_id, self._rank)
-        spare = ticket.over[self._rank] if ticket.over else ""
+        part = _store_part(ticket)
+        namespace = self._namespace.since(part.reset)
+        path = namespace.path_of(self._root, ticket.planned.object_id, self._rank)
+        spare = part.over[self._rank] if part.over else ""
         temporary = spare or os.path.join(os.path.dirname(path), temporary_name())
         self._temporaries.add(temporary)
         has_its_name = False
@@ -150,7 +155,7 @@ class DiskTierWorker(TierWorker):
             if spare:
                 make_directory(self._device, os.path.dirname(path))
             write_object(self._device, temporary, header, buffer, self._direct, self._integrity, is_spare=bool(spare))
-            has_its_name = self._ledger.publish(slot_of(ticket.ticket), temporary, path)
+            has_its_name = self._ledger.publish(part.slot, temporary, path)
             return None if has_its_name else Reason.NO_LEASE
         finally:
             if not has_its_name:
@@ -158,13 +163,14 @@ class DiskTierWorker(TierWorker):
             self._temporaries.discard(temporary)
 
     def _header(self, namespace: DiskNamespace, ticket: StoreTicket, buffer: HostBuffer) -> ObjectHeader:
+        planned = ticket.planned
         return ObjectHeader(
-            fingerprint=bytes.fromhex(namespace.fingerprint_of(ticket.object_id.tag)),
-            object_id=ticket.object_id,
-            parents=ticket.parents,
-            start_tokens=ticket.start_tokens,
-            end_tokens=ticket.end_tokens,
-            payload_bytes=ticket.num_bytes,
+            fingerprint=bytes.fromhex(namespace.fingerprint_of(planned.object_id.tag)),
+            object_id=planned.object_id,
+            parents=planned.parents,
+            start_tokens=planned.start_tokens,
+            end_tokens=planned.end_tokens,
+            payload_bytes=planned.num_bytes,
             rank=self._rank,
             world_size=self._world_size,
             ticket=ticket.ticket,
@@ -264,7 +270,7 @@ class DiskTierWorker(TierWorker):
 
     def _read_or_reason(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
         try:
-            namespace = self._namespace.since(fetch.ticket.reset)
+            namespace = self._namespace.since(_load_part(fetch.ticket).reset)
             path = namespace.path_of(self._root, fetch.ticket.object_id, self._rank)
             try:
                 identity = self._identity(namespace, fetch.ticket)
@@ -327,3 +333,13 @@ class DiskTierWorker(TierWorker):
         for temporary in tuple(self._temporaries):
             remove_quietly(self._device, temporary)
         return given_up
+
+
+def _store_part(ticket: StoreTicket) -> DiskStore:
+    assert isinstance(ticket.part, DiskStore)
+    return ticket.part
+
+
+def _load_part(ticket: LoadTicket) -> DiskLoad:
+    assert isinstance(ticket.part, DiskLoad)
+    return ticket.part

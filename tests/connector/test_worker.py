@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's half over a stream whose copies end when the test says so, in any order."""
+
+import itertools
+import random
+
+import pytest
+
+from tests.connector.fake_stream import UNIT, FakeStream, FakeTier
+from vllm_overlay.common.reasons import Reason
+from vllm_overlay.connector.lora.digests import LoadedAdapters
+from vllm_overlay.connector.metadata import LoadJob, StoreJob
+from vllm_overlay.connector.metrics import OffloadStats
+from vllm_overlay.connector.worker import OffloadWorker
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.base import LoadTicket, StoreTicket
+from vllm_overlay.transfer.base import Placement, Span
+
+
+def at(block_id: int) -> Placement:
+    return Placement(spans=(Span(0, block_id, 0, 64),))
+
+
+class Made:
+    """A worker's half, its tier and its stream."""
+
+    def __init__(self, num_units: int = 64, ring_buffers: int = 1 << 30) -> None:
+        self.stream = FakeStream(ring_buffers)
+        self.tier = FakeTier(num_units)
+        self.num_units = num_units
+        self.stats = OffloadStats.make("test")
+        self.worker = OffloadWorker(
+            self.stream, self.tier, LoadedAdapters(), load_timeout_s=5.0, stats=self.stats
+        )  # fmt: skip
+        self.reported: dict[int, bool] = {}
+
+    def store(self, *tickets: int) -> None:
+        """Store blocks of these numbers under tickets of the same numbers; each block holds its number."""
+        for ticket in tickets:
+            self.stream.blocks[ticket] = bytes([ticket]) * UNIT
+        self.worker.store(tuple(StoreJob(store_ticket(ticket), at(ticket)) for ticket in tickets))
+        for ticket in tickets:
+            self.stream.blocks[ticket] = b"reused!!"
+
+    def load(self, load_id: str, blocks: list[int], zeros: tuple[Span, ...] = ()) -> None:
+        tickets = tuple(LoadTicket(n, ObjectId("f0", bytes([n])), UNIT) for n in range(len(blocks)))
+        placements = tuple(map(at, blocks))
+        self.worker.start_loads((LoadJob(load_id, load_id[0], tickets, placements, zeros),), ())
+
+    def reports(self) -> dict[int, bool]:
+        """Tickets that were reported so far, and whether they failed."""
+        metadata = self.worker.take_metadata()
+        if metadata is not None:
+            assert not set(metadata.reported) & set(self.reported), "a ticket was reported twice"
+            self.reported |= {ticket: ticket in metadata.failed_stores for ticket in metadata.reported}
+        return self.reported
+
+    def counted(self, name: str) -> float:
+        return float(self.stats.data["counters"][name])
+
+
+def store_ticket(ticket: int) -> StoreTicket:
+    return StoreTicket(ticket, PlannedObject(ObjectId("f0", bytes([ticket])), (), 0, 64, UNIT))
+
+
+@pytest.fixture
+def made() -> Made:
+    return Made()
+
+
+# Stores.
+
+
+def test_a_store_is_the_tiers_only_once_its_copy_has_ended(made: Made) -> None:
+    made.store(1, 2)
+    made.worker.advance()
+    assert (made.tier.stored, made.reports()) == ({}, {})
+    (handle,) = made.stream.in_flight
+    made.stream.end(handle)
+    made.worker.advance()
+    assert made.tier.stored == {1: b"\x01" * UNIT, 2: b"\x02" * UNIT}
+    assert made.reports() == {1: False, 2: False}
+
+
+def test_steps_whose_copies_end_in_another_order_are_reported_as_they_end(made: Made) -> None:
+    for ticket in (1, 2, 3):
+        made.store(ticket)
+    for handle, ticket in zip(reversed(made.stream.in_flight), (3, 2, 1), strict=True):
+        made.stream.end(handle)
+        made.worker.advance()
+        assert ticket in made.reports()
+    assert made.tier.stored == {n: bytes([n]) * UNIT for n in (1, 2, 3)}
+
+
+def test_a_full_ring_takes_the_first_and_drops_the_rest() -> None:
+    made = Made(ring_buffers=3)
+    made.store(*range(1, 11))
+    assert made.reports() == dict.fromkeys(range(3, 11), True)
+    assert made.counted("dropped_stores:transfer_full") == 8
+    made.store(20, 21)
+    assert made.reports()[21] and 20 not in made.reports()
+    for handle in made.stream.in_flight:
+        made.stream.end(handle)
+    made.worker.advance()
+    assert set(made.tier.stored) == {1, 2, 20}
+    assert len(made.tier.free) == made.num_units
+
+
+def test_without_staging_room_a_store_is_dropped_and_the_others_go_on() -> None:
+    made = Made(num_units=2)
+    made.store(1, 2, 3)
+    assert made.reports() == {3: True}
+    assert made.counted("dropped_stores:staging_full") == 1
+
+
+def test_a_copy_that_fails_fails_its_stores_and_gives_their_memory_back(made: Made) -> None:
+    made.store(1, 2)
+    made.stream.end(made.stream.in_flight[0], RuntimeError("device-side assert"))
+    made.worker.advance()
+    assert made.reports() == {1: True, 2: True}
+    assert (made.tier.stored, made.counted("dropped_stores:transfer_error")) == ({}, 2)
+    assert len(made.tier.free) == made.num_units
+
+
+def test_an_unexpected_error_reports_each_ticket_once(made: Made) -> None:
+    made.store(1)
+    made.worker.fail_stores((StoreJob(store_ticket(1), at(1)), StoreJob(store_ticket(2), at(2))), Reason.HOOK_ERROR)
+    assert made.reports() == {2: True}  # the first is on its way
+    made.stream.end(made.stream.in_flight[0])
+    made.worker.advance()
+    assert made.reports() == {1: False, 2: True}
+
+
+# Loads.
+
+
+def test_a_load_is_reported_once_its_last_copy_has_ended(made: Made) -> None:
+    rest = Span(0, 9, 16, 48)
+    made.load("p#1", [7, 8, 9], (rest,))
+    made.tier.arrive("p#1", 0, b"first 0.")
+    made.tier.arrive("p#1", 2, b"third 2.")
+    made.worker.advance()
+    made.tier.arrive("p#1", 1, b"second 1")
+    made.worker.advance()
+    first, second = made.stream.in_flight
+    made.stream.end(second)
+    made.worker.advance()
+    assert made.worker.take_finished() == (set(), set())
+    assert made.tier.ended == [("p#1", 1)]
+    made.stream.end(first)
+    made.worker.advance()
+    assert made.worker.take_finished() == ({"p"}, set())
+    assert made.stream.blocks == {7: b"first 0.", 8: b"second 1", 9: b"third 2."}
+    assert made.stream.cleared == [rest]
+    assert made.counted("loaded_bytes") == 3 * UNIT
+
+
+def test_a_load_of_nothing_but_the_rest_of_a_block_ends_too(made: Made) -> None:
+    made.load("p#1", [], (Span(0, 9, 16, 48),))
+    made.stream.end(made.stream.in_flight[0])
+    made.worker.advance()
+    assert made.worker.take_finished() == ({"p"}, set())
+    assert len(made.stream.cleared) == 1
+
+
+def test_a_late_load_is_reported_only_when_nothing_copies_into_its_blocks(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    made.load("p#1", [7, 8])
+    made.tier.arrive("p#1", 0, b"content.")
+    made.worker.advance()
+    now[0] += 5.1
+    made.worker.advance()
+    assert made.tier.late == ["p#1"]
+    assert (made.worker.take_finished(), made.tier.cancelled_loads) == ((set(), set()), [])
+    made.tier.arrive("p#1", 1, b"content.")  # too late, and never copied
+    made.worker.advance()
+    assert len(made.stream.in_flight) == 1
+    made.stream.end(made.stream.in_flight[0])
+    made.worker.advance()
+    assert (made.worker.take_finished(), made.tier.cancelled_loads) == (({"p"}, {"p"}), ["p#1"])
+    metadata = made.worker.take_metadata()
+    assert metadata is not None and metadata.failed_loads == {"p": Reason.TIMEOUT}
+    assert made.tier.late == ["p#1"]
+    assert len(made.tier.free) == made.num_units
+
+
+def test_a_load_whose_copies_alone_are_late_does_not_blame_the_tier(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    made.load("p#1", [7])
+    made.tier.arrive("p#1", 0, b"content.")
+    made.worker.advance()
+    now[0] += 5.1
+    made.worker.advance()
+    assert made.tier.late == []
+    made.stream.end(made.stream.in_flight[0])
+    made.worker.advance()
+    assert made.worker.take_finished() == ({"p"}, {"p"})
+
+
+def test_a_load_with_a_bad_object_waits_for_its_other_copies(made: Made) -> None:
+    made.load("p#1", [7, 8, 9])
+    made.tier.arrive("p#1", 0, b"content.")
+    made.tier.arrive("p#1", 1, b"content.")
+    made.worker.advance()
+    made.tier.arrive("p#1", 2, b"", reason=Reason.CHECKSUM, is_bad=True)
+    made.worker.advance()
+    assert made.worker.take_finished() == (set(), set())
+    made.stream.end(made.stream.in_flight[0])
+    made.worker.advance()
+    assert made.worker.take_finished() == ({"p"}, {"p"})
+    metadata = made.worker.take_metadata()
+    assert metadata is not None and metadata.bad_objects == {ObjectId("f0", b"\x02")}
+    assert metadata.failed_loads == {"p": Reason.CHECKSUM}
+
+
+def test_a_copy_that_fails_fails_its_load(made: Made) -> None:
+    made.load("p#1", [7])
+    made.tier.arrive("p#1", 0, b"content.")
+    made.worker.advance()
+    made.stream.end(made.stream.in_flight[0], RuntimeError("device-side assert"))
+    made.worker.advance()
+    assert made.worker.take_finished() == ({"p"}, {"p"})
+    metadata = made.worker.take_metadata()
+    assert metadata is not None and metadata.failed_loads == {"p": Reason.TRANSFER_ERROR}
+
+
+def test_a_broken_device_fails_everything_and_raises_nothing(made: Made) -> None:
+    made.stream.is_broken = True
+    made.store(1, 2)
+    made.load("p#1", [7])
+    made.tier.arrive("p#1", 0, b"content.")
+    made.worker.advance()
+    assert made.worker.take_finished() == ({"p"}, {"p"})
+    assert made.reports() == {1: True, 2: True}
+    assert len(made.tier.free) == made.num_units
+
+
+def test_loads_that_cannot_be_started_are_told(made: Made) -> None:
+    jobs = (LoadJob("p#1", "p", (), (), ()),)
+    made.worker.fail_loads(jobs, ("q",), Reason.HOOK_ERROR)
+    assert made.worker.take_finished() == ({"p", "q"}, {"p", "q"})
+
+
+# The end.
+
+
+def test_a_shutdown_waits_for_the_stream_and_stores_what_it_brings(made: Made) -> None:
+    made.store(1, 2)
+    assert made.worker.close(1.0) == 0
+    assert set(made.tier.stored) == {1, 2}
+
+
+def test_a_shutdown_counts_copies_that_are_stuck(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.store(1, 2)
+    monkeypatch.setattr(made.stream, "close", lambda timeout_s: False)
+    assert made.worker.close(0.0) == 2
+
+
+# Anything in any order.
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_ends_when_every_ticket_and_load_is_reported_once_and_all_memory_comes_back(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    luck = random.Random(seed)
+    made = Made(num_units=luck.choice([4, 16, 64]), ring_buffers=luck.choice([2, 8, 64]))
+    numbers = itertools.count(1)
+    stored: set[int] = set()
+    finished: list[str] = []
+    waiting: list[tuple[str, int]] = []
+    loads: set[str] = set()
+
+    def take_reports() -> None:
+        made.reports()
+        done, _ = made.worker.take_finished()
+        for name in done:
+            copying = [p.spans[0].block_id for copy in made.stream.submitted.values() for p in copy.placements]
+            assert not any(block >> 8 == int(name[1:]) for block in copying), "reported with a copy under way"
+        finished.extend(done)
+
+    for _ in range(120):
+        event = luck.random()
+        if event < 0.25:
+            tickets = [next(numbers) for _ in range(luck.randint(1, 4))]
+            for ticket in tickets:
+                made.stream.blocks[ticket] = bytes([ticket % 256]) * UNIT
+            made.worker.store(tuple(StoreJob(a_ticket(ticket), at(ticket)) for ticket in tickets))
+            stored.update(tickets)
+        elif event < 0.4:
+            number = next(numbers)
+            count = luck.randint(1, 3)
+            objects = tuple(LoadTicket(n, ObjectId("f0", bytes([n])), UNIT) for n in range(count))
+            placements = tuple(at((number << 8) + n) for n in range(count))
+            made.worker.start_loads((LoadJob(f"r{number}#1", f"r{number}", objects, placements, ()),), ())
+            loads.add(f"r{number}")
+            waiting += [(f"r{number}#1", n) for n in range(count)]
+        elif event < 0.65 and waiting and made.tier.free:
+            load_id, position = waiting.pop(luck.randrange(len(waiting)))
+            if load_id not in made.tier.cancelled_loads:
+                failure = {"reason": Reason.IO_ERROR} if luck.random() < 0.2 else {}
+                made.tier.arrive(load_id, position, b"content.", **failure)
+        elif event < 0.95 and made.stream.in_flight:
+            made.stream.end(luck.choice(made.stream.in_flight), RuntimeError("x") if luck.random() < 0.1 else None)
+        else:
+            now[0] += luck.choice([0.0, 1.0, 6.0])
+        made.worker.advance()
+        take_reports()
+    now[0] += 6.0
+    for _ in range(3):
+        for handle in made.stream.in_flight:
+            made.stream.end(handle)
+        made.worker.advance()
+        take_reports()
+    assert set(made.reports()) == stored
+    assert sorted(finished) == sorted(loads)
+    assert len(made.tier.free) == made.num_units
+
+
+def a_ticket(ticket: int) -> StoreTicket:
+    return StoreTicket(ticket, PlannedObject(ObjectId("f0", ticket.to_bytes(4, "big")), (), 0, 64, UNIT))

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one guard through which vLLM reaches a connector's hooks: what a hook raises is logged, counted, answered for."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol, TypeVar
+
+from vllm_overlay.common.fence import SHUTDOWN
+
+Answer = Callable[[], Any]
+
+
+class Guarded(Protocol):
+    """What a guarded class has beside its hooks."""
+
+    def hook_failed(self, hook: str, error: BaseException) -> None:
+        """Called with every exception that a hook lets out. Must not raise."""
+
+
+C = TypeVar("C", bound=type[Any])
+
+
+def never_fatal(interface: type, *, answers: Mapping[str, Answer], unguarded: Collection[str]) -> Callable[[C], C]:
+    """A class decorator: no exception of a method or property named in ``answers`` leaves it, but a shutdown's.
+
+    ``answers`` has for each what it returns instead. A method ``_recover_<name>`` is called first, with the same
+    arguments, and fenced in the same way. Every member of ``interface`` that the class defines must be in ``answers``
+    or in ``unguarded``, whose exceptions are meant to be seen: raises TypeError at import when one is in neither.
+    """
+
+    def decorate(cls: C) -> C:
+        own = {name for name in vars(cls) if not name.startswith("_") and hasattr(interface, name)}
+        if forgotten := own - set(answers) - set(unguarded):
+            raise TypeError(f"{cls.__name__} says nothing of what answers for {', '.join(sorted(forgotten))}")
+        for name, answer in answers.items():
+            setattr(cls, name, _guarded_member(name, vars(cls)[name], answer))
+        return cls
+
+    return decorate
+
+
+def _guarded_member(name: str, member: Any, answer: Answer) -> Any:
+    if isinstance(member, property):
+        assert member.fget is not None
+        return property(_guarded(name, member.fget, answer), doc=member.__doc__)
+    return _guarded(name, member, answer)
+
+
+def _guarded(name: str, function: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(self: Guarded, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(self, *args, **kwargs)
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
+            self.hook_failed(name, error)
+        _recover(self, name, args, kwargs)
+        return answer()
+
+    return guarded
+
+
+def _recover(connector: Guarded, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    recover = getattr(connector, f"_recover_{name}", None)
+    if recover is None:
+        return
+    try:
+        recover(*args, **kwargs)
+    except SHUTDOWN:
+        raise
+    except BaseException as error:
+        connector.hook_failed(name, error)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores and loads that the workers still have to report.
+
+A copy that is under way cannot be taken back, so only its report ends it: until then its memory and its blocks are
+taken. A report that is overdue is waited for no longer, but what it stands for stays taken until it comes.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+
+
+@dataclass(slots=True)
+class PendingStore:
+    """A store ticket that is out: reports still to come, one a rank."""
+
+    ticket: int
+    request_id: str
+    planned: PlannedObject
+    deadline: float
+    missing_reports: int
+    has_failed: bool = False
+    is_overdue: bool = False
+
+
+@dataclass(slots=True)
+class PendingLoad:
+    """A load that workers still have to report: what it keeps pinned."""
+
+    request_id: str
+    object_ids: tuple[ObjectId, ...]
+    deadline: float
+    is_overdue: bool = False
+
+
+class PendingReports:
+    """Called by the scheduler's half alone. ``timeout_s`` is the setting ``report_timeout_s``."""
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._stores: dict[int, PendingStore] = {}
+        self._loads: dict[str, PendingLoad] = {}
+
+    @property
+    def num_stores(self) -> int:
+        return len(self._stores)
+
+    @property
+    def num_loads(self) -> int:
+        return len(self._loads)
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether a report that is not overdue is still to come."""
+        return any(not store.is_overdue for store in self._stores.values()) or any(
+            not load.is_overdue for load in self._loads.values()
+        )
+
+    def add_store(self, ticket: int, request_id: str, planned: PlannedObject) -> None:
+        self._stores[ticket] = PendingStore(ticket, request_id, planned, self._deadline(), self._world_size)
+
+    def add_load(self, request_id: str, object_ids: tuple[ObjectId, ...]) -> None:
+        self._loads[request_id] = PendingLoad(request_id, object_ids, self._deadline())
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
+
+    def take_back(self, since: Collection[int]) -> list[int]:
+        """Stores that are not in ``since``, which no worker will hear of: forgets them and returns their tickets."""
+        tickets = [ticket for ticket in self._stores if ticket not in since]
+        for ticket in tickets:
+            del self._stores[ticket]
+        return tickets
+
+    @property
+    def tickets(self) -> frozenset[int]:
+        return frozenset(self._stores)
+
+    def report_stores(self, reported: Counter[int], failed: Collection[int]) -> list[PendingStore]:
+        """Takes in a step's reports by ticket; returns the stores that every rank has reported now."""
+        ended = []
+        for ticket, num_ranks in reported.items():
+            if (store := self._stores.get(ticket)) is None:
+                continue
+            store.missing_reports -= num_ranks
+            store.has_failed |= ticket in failed
+            if store.missing_reports <= 0:
+                ended.append(self._stores.pop(ticket))
+        return ended
+
+    def end_load(self, request_id: str) -> tuple[ObjectId, ...]:
+        """All ranks have reported the load; returns what it kept pinned."""
+        load = self._loads.pop(request_id, None)
+        return () if load is None else load.object_ids
+
+    def take_overdue(self) -> tuple[list[PendingStore], list[PendingLoad]]:
+        """Stores and loads that have become overdue since the last call."""
+        now = time.monotonic()
+        stores = [store for store in self._stores.values() if store.deadline < now and not store.is_overdue]
+        loads = [load for load in self._loads.values() if load.deadline < now and not load.is_overdue]
+        for store in stores:
+            store.is_overdue = True
+        for load in loads:
+            load.is_overdue = True
+        return stores, loads

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where objects lie in the KV cache, from a request's block tables. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+from vllm_overlay.planner.geometry import Geometry, Group
+from vllm_overlay.planner.objects import PlannedObject
+from vllm_overlay.transfer.base import Placement, Span
+
+NULL_BLOCK = 0
+"""vLLM's block that holds nothing: freed by a sliding window, or already in the device cache."""
+BlockIds = Sequence[Sequence[int]]
+"""A request's blocks: for each KV cache group, by vLLM's id, the block of each N tokens."""
+
+
+class Placer:
+    """Places the objects of one model. Called by the scheduler's half."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+        self._groups = {group.group_id: group for group in geometry.groups}
+
+    def group_of(self, planned: PlannedObject) -> Group | None:
+        """The group that ``planned`` is a chunk of; None for a snapshot."""
+        return None if planned.group_id is None else self._groups[planned.group_id]
+
+    def to_store(
+        self, planned: PlannedObject, block_ids: BlockIds, states: Mapping[int, int] | None = None
+    ) -> Placement | None:
+        """Where an object is to be copied from; None when a block of it is gone.
+
+        ``states`` has for a snapshot the block that vLLM offers for each recurrent group.
+        """
+        group = self.group_of(planned)
+        placement = self._chunk(planned, group, block_ids) if group else self._snapshot(planned, block_ids, states)
+        return None if NULL_BLOCK in placement.block_ids else placement
+
+    def to_load(self, planned: PlannedObject, block_ids: BlockIds) -> Placement:
+        """Where an object is to be copied to. A snapshot goes to the block that vLLM allocated for its boundary."""
+        group = self.group_of(planned)
+        return self._chunk(planned, group, block_ids) if group else self._snapshot(planned, block_ids, None)
+
+    def is_local(self, planned: PlannedObject, block_ids: BlockIds) -> bool:
+        """Whether it is attention that the device cache has: vLLM shows its null block there."""
+        group = self.group_of(planned)
+        if group is None or not group.is_full:
+            return False
+        return block_at(block_ids, group, planned.start_tokens) == NULL_BLOCK
+
+    def beyond(self, restore_point: int, block_ids: BlockIds) -> tuple[Span, ...]:
+        """The rest of the last attention block of each group: vLLM does not clear what a connector says it loads."""
+        spans = []
+        for group in self._geometry.attention:
+            offset = restore_point % group.block_size
+            if offset and self._geometry.is_splittable(group):
+                block_id = block_at(block_ids, group, restore_point)
+                spans.append(Span(group.group_id, block_id, offset, group.block_size - offset))
+        return tuple(spans)
+
+    def _chunk(self, planned: PlannedObject, group: Group, block_ids: BlockIds) -> Placement:
+        if not self._geometry.is_splittable(group):
+            return Placement(pages=((group.group_id, block_at(block_ids, group, planned.start_tokens)),))
+        return Placement(spans=(self._span(planned, group, block_ids),))
+
+    def _snapshot(self, planned: PlannedObject, block_ids: BlockIds, states: Mapping[int, int] | None) -> Placement:
+        pages = tuple(
+            (group.group_id, states[group.group_id] if states else block_at(block_ids, group, planned.end_tokens - 1))
+            for group in self._geometry.recurrent
+        )
+        has_tail = planned.start_tokens < planned.end_tokens
+        groups = [group for group in self._geometry.attention if has_tail and self._geometry.is_splittable(group)]
+        return Placement(pages, tuple(self._span(planned, group, block_ids) for group in groups))
+
+    def _span(self, planned: PlannedObject, group: Group, block_ids: BlockIds) -> Span:
+        block_id = block_at(block_ids, group, planned.start_tokens)
+        num_tokens = planned.end_tokens - planned.start_tokens
+        return Span(group.group_id, block_id, planned.start_tokens % group.block_size, num_tokens)
+
+
+def block_at(block_ids: BlockIds, group: Group, token: int) -> int:
+    """The block that holds ``token``; ``NULL_BLOCK`` when the request's table does not reach it."""
+    blocks, index = block_ids[group.group_id], token // group.block_size
+    return blocks[index] if index < len(blocks) else NULL_BLOCK

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``"tier": "disk"``: how the disk tier's halves are built. Its part of the handshake is its namespace."""
+
+from pathlib import Path
+from typing import Any
+
+from vllm_overlay.config import MIB
+from vllm_overlay.planner.geometry import Geometry
+from vllm_overlay.tiers.base import TierSpec, WorkerContext
+from vllm_overlay.tiers.disk.checksum import integrity_of
+from vllm_overlay.tiers.disk.device import Device, open_root
+from vllm_overlay.tiers.disk.manager import DiskTierManager
+from vllm_overlay.tiers.disk.namespace import INTEGRITY, DiskNamespace
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.disk.worker import DiskTierWorker
+from vllm_overlay.tiers.memory import PAGE_BYTES, unit_size
+
+
+class DiskTierSpec(TierSpec[DiskTierSettings]):
+    """See ``TierSpec``."""
+
+    settings_type = DiskTierSettings
+    hit_source = "disk"
+    auto_object_bytes = 4 * MIB
+    outlives_engine = True
+
+    def build_worker(self, context: WorkerContext) -> tuple[DiskTierWorker, DiskNamespace]:
+        settings, geometry = self.settings, context.geometry
+        open_root(Device(), settings.root)
+        integrity = {INTEGRITY: integrity_of(settings.integrity_key_file).name}
+        fingerprints = context.fingerprints(settings.namespace, Path(settings.root), integrity)
+        namespace = DiskNamespace(fingerprints.attention, fingerprints.snapshot, fingerprints.description)
+        unit_bytes = -(-unit_size(geometry.smallest_object_bytes) // PAGE_BYTES) * PAGE_BYTES
+        worker = DiskTierWorker(
+            settings, namespace, context.rank, context.world_size, unit_bytes, geometry.largest_object_bytes
+        )
+        return worker, namespace
+
+    def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> DiskTierManager:
+        assert isinstance(part, DiskNamespace)
+        return DiskTierManager(self.settings, part, world_size, geometry.largest_object_bytes)
