@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from vllm_overlay import VLLM_VERSION
 from vllm_overlay.patching import tree
 from vllm_overlay.patching.diff import PatchError
+from vllm_overlay.patching.installed import installed_root
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 UNIT = "tests/v1/kv_connector/unit"
@@ -149,7 +150,7 @@ def link(source: str, destination: str) -> None:
 
 def make_unpatched(work: Path) -> Path:
     """A copy of the installed vLLM, hard-linked, with the series taken back."""
-    installed = tree.installed_root()
+    installed = installed_root()
     if installed is None or not tree.status(installed).is_applied:
         raise PatchError("the installed vLLM lacks the series: run `make setup`")
     root = work / "unpatched"

@@ -12,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from vllm_overlay.patching.diff import PatchError
-from vllm_overlay.patching.replace import checked_target, sha256
-from vllm_overlay.patching.series import Patch, Series, load
+from vllm_overlay.patching.replace import checked_target
+from vllm_overlay.patching.series import Patch, Series, load, sha256
 from vllm_overlay.patching.tree import find_root, version_of
 
 REQUIRED_FIELDS = ("Description", "Why-Patch", "Origin", "Forwarded", "Last-Update", "Drop-When")

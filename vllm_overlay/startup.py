@@ -4,7 +4,7 @@
 import functools
 import logging
 
-from vllm_overlay.patching import tree
+from vllm_overlay.patching import installed
 
 logger = logging.getLogger(__name__)
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 def prepare_process() -> None:
     """Logs vLLM's version and what is applied; raises UnpatchedError, whose sentence names the command to run."""
     _log_like_vllm()
-    logger.info("vllm-overlay: %s", tree.require())
+    logger.info("vllm-overlay: %s", installed.require())
 
 
 def _log_like_vllm() -> None:

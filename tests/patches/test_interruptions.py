@@ -1,27 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that an exception or a kill ends at any step: the tree is as it was, at once or after the next run."""
+"""Runs that an exception or a kill ends at any step.
+
+An exception leaves the tree as it was. A kill leaves whole files, old or new, and the next run, whichever it is, brings
+all of them to one end and leaves nothing over.
+"""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from tests.patches.trees import ORIGINALS, A, contents
-from vllm_overlay.patching import tree as patch_tree
-from vllm_overlay.patching.replace import STATE_DIRECTORY, lock, recover
-from vllm_overlay.patching.tree import FileState, PatchError, apply, reverse, status
+from tests.patches.trees import ORIGINALS, THREE_STEPS, A, B, C, contents, make_series, make_tree
+from vllm_overlay.patching.diff import PatchError
+from vllm_overlay.patching.installed import verify_installed
+from vllm_overlay.patching.originals import STATE_DIRECTORY
+from vllm_overlay.patching.series import sha256
+from vllm_overlay.patching.tree import FileState, apply, reverse, status
 
 REPO = Path(__file__).resolve().parents[2]
+STEPS = ("replace", "link", "unlink", "fsync", "fchmod", "mkdir")
+SOME_PATCHED = [A, C]
+"""What the tests call half: the first and the last file are patched."""
 
 
-def other_end(tree, series, action):
-    """The contents that an action leads to; the tree is left as it is, inodes included."""
-    originals = {path: series.original_of(path, (tree / path).read_bytes()) for path in series.chains}
-    wanted = {p: series.patched_from(p, o) if action is apply else o for p, o in originals.items()}
-    return {**contents(tree), **wanted}
+def ends(series):
+    """The contents of the package without and with the series, nothing else beside them."""
+    originals = {path: text.encode() for path, text in ORIGINALS.items()}
+    patched = {p: series.patched_from(p, o) if p in series.chains else o for p, o in originals.items()}
+    return {"vllm/__init__.py": b"", **originals}, {"vllm/__init__.py": b"", **patched}
+
+
+def left_in_state_directory(tree):
+    directory = tree / STATE_DIRECTORY
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def assert_nothing_is_left_over(tree, series, action, also=()):
+    """The tree is at the end that this action leads to; ``also``: originals that another series has kept."""
+    original, patched = ends(series)
+    assert contents(tree) == (patched if action is apply else original)
+    if action is reverse:
+        assert not (tree / STATE_DIRECTORY).exists()
+        return
+    kept = {sha256(original[path]) for path in {*series.chains, *also}}
+    assert left_in_state_directory(tree) == sorted([*(f"originals/{digest}" for digest in kept), "originals.json"])
+    for digest in kept:
+        assert sha256((tree / STATE_DIRECTORY / "originals" / digest).read_bytes()) == digest
+
+
+def make_half(tree, series):
+    """What a killed run leaves: some files are patched."""
+    apply(tree, series)
+    for path in ORIGINALS:
+        if path not in SOME_PATCHED:
+            (tree / path).write_text(ORIGINALS[path])
+    assert status(tree, series).is_half_applied
+
+
+def start_from(tree, series, state):
+    reverse(tree, series)
+    if state == "applied":
+        apply(tree, series)
+    elif state == "half":
+        make_half(tree, series)
+
+
+# Exceptions
 
 
 def visible(files):
@@ -29,63 +77,85 @@ def visible(files):
     return {path: content for path, content in files.items() if not path.endswith(("-new", "-old"))}
 
 
-STEPS = ("replace", "link", "unlink", "fsync", "fchmod")
+def run_with_an_error_at(step, error, action, tree, series, monkeypatch):
+    """Runs an action of which the n-th step raises; returns whether there was one, and whether the run ended in it."""
+    left, raised = step, False
+
+    def failing(real):
+        def take(*arguments, **keywords):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise error
+            return real(*arguments, **keywords)
+
+        return take
+
+    with monkeypatch.context() as patched:
+        for name in STEPS:
+            patched.setattr(os, name, failing(getattr(os, name)))
+        try:
+            action(tree, series)
+        except (KeyboardInterrupt, PatchError):
+            raised = True
+    return left <= 0, raised
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("action", [apply, reverse])
-def test_an_exception_at_any_step_leaves_the_tree_as_it_was(tree, series, monkeypatch, action, error):
-    undo = reverse if action is apply else apply
-    if action is reverse:
-        apply(tree, series)
-    before = contents(tree)
-    after = other_end(tree, series, action)
-    inodes = {path: (tree / path).stat().st_ino for path in before}
-    steps = interrupted = 0
-    real = {name: getattr(os, name) for name in STEPS}
-
-    def failing(name):
-        def step(*arguments, **keywords):
-            nonlocal steps
-            steps += 1
-            if steps == at:
-                raise error
-            return real[name](*arguments, **keywords)
-
-        return step
-
-    for at in range(1, 200):
-        steps = 0
-        with monkeypatch.context() as patched:
-            for name in STEPS:
-                patched.setattr(os, name, failing(name))
-            try:
-                action(tree, series)
-            except (KeyboardInterrupt, PatchError):
-                interrupted += 1
-        if steps < at:
+@pytest.mark.parametrize(
+    ("start", "action"), [("original", apply), ("applied", reverse), ("half", apply), ("half", reverse)]
+)
+def test_an_exception_at_any_step_leaves_the_tree_as_it_was(tree, series, monkeypatch, start, action, error):
+    end = ends(series)[action is apply]
+    start_from(tree, series, start)
+    interrupted = 0
+    for step in range(1, 200):
+        before, state = contents(tree), status(tree, series)
+        inodes = {path: (tree / path).stat().st_ino for path in before}
+        was_taken, raised = run_with_an_error_at(step, error, action, tree, series, monkeypatch)
+        if not was_taken:
             break
-        now = contents(tree)
-        if visible(now) == after:  # it had ended but for its tidying up, or the step was one that may fail
-            assert action(tree, series).is_applied is (action is apply)
-            undo(tree, series)
-            inodes = {path: (tree / path).stat().st_ino for path in before}
+        interrupted += raised
+        if visible(contents(tree)) == end:  # it had ended but for its tidying up, or the step was one that may fail
+            action(tree, series)
+            assert_nothing_is_left_over(tree, series, action)
+            start_from(tree, series, start)
         else:
-            assert now == before
-            assert not status(tree, series).interrupted
-        assert contents(tree) == before
-        assert {path: (tree / path).stat().st_ino for path in before} == inodes
-    assert interrupted > 10
-    assert action(tree, series).is_applied is (action is apply)
+            assert raised
+            assert contents(tree) == before
+            assert status(tree, series) == state
+            assert {path: (tree / path).stat().st_ino for path in before} == inodes
+    assert interrupted > (3 if start == "half" else 10)
+    assert_nothing_is_left_over(tree, series, action)
+
+
+def test_a_file_that_cannot_be_put_back_is_named_and_the_next_run_repairs_it(tree, series, monkeypatch):
+    real = os.replace
+
+    def broken(source, target, **keywords):
+        if (tree / C).name in str(target):
+            raise OSError(5, "Input/output error")
+        if str(source).endswith("-old"):
+            raise OSError(30, "Read-only file system")
+        real(source, target, **keywords)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", broken)
+        with pytest.raises(PatchError, match=r"a\.py could not be put back \(Read-only file system\).*only in part"):
+            apply(tree, series)
+    assert status(tree, series).is_half_applied
+    reverse(tree, series)
+    assert_nothing_is_left_over(tree, series, reverse)
+
+
+# Kills
 
 
 KILLED = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, {repo!r})
-from devtools.validate_patches import validate
-from vllm_overlay.patching import tree as patch_tree
-from vllm_overlay.patching import replace
+from vllm_overlay.patching import tree
 from vllm_overlay.patching.series import load
 action, directory, root, left = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 series = load(directory)
@@ -99,80 +169,137 @@ def stepping(real):
     return step
 for name in {steps!r}:
     setattr(os, name, stepping(getattr(os, name)))
-if action == "recover":
-    with replace.lock(root):
-        replace.recover(root)
-else:
-    getattr(patch_tree, action)(root, series)
+getattr(tree, action)(root, series)
 """
 
 
 def killed_at(step, action, tree, series):
     """Runs an action in a process that is killed at its n-th step; returns whether it was."""
-    script = KILLED.format(repo=str(REPO), steps=STEPS)
-    command = [sys.executable, "-c", script, action, str(series.directory), str(tree), str(step)]
+    script = KILLED.format(repo=str(REPO), steps=(*STEPS, "open", "rmdir"))
+    command = [sys.executable, "-c", script, action.__name__, str(series.directory), str(tree), str(step)]
     code = subprocess.run(command).returncode
     assert code in (0, -9)
     return code == -9
 
 
-@pytest.mark.parametrize("action", ["apply", "reverse"])
-def test_a_run_killed_at_any_step_is_rolled_back_by_the_next(tree, series, action):
-    undo = reverse if action == "apply" else apply
-    if action == "reverse":
-        apply(tree, series)
-    before = contents(tree)
-    after = other_end(tree, series, getattr(patch_tree, action))
+def assert_it_is_told(tree, series, known=(FileState.ORIGINAL, FileState.PATCHED)):
+    """Every file is whole and known, and the check at start says so of a tree that is neither one nor the other."""
+    found = status(tree, series)
+    assert set(found.files.values()) <= set(known), found.files
+    report = verify_installed(series, tree)
+    assert bool(report.problem) is not found.is_applied
+    assert found.is_applied or "apply_patches.py --installed`" in report.problem
+    is_mixed = len(set(found.files.values())) > 1
+    if is_mixed and FileState.OUTDATED not in found.files.values():
+        assert found.is_half_applied and report.is_broken and "only in part" in report.problem
+    return is_mixed
+
+
+@pytest.mark.parametrize("then", [apply, reverse])
+@pytest.mark.parametrize(("start", "action"), [("original", apply), ("applied", reverse)])
+def test_a_run_killed_at_any_step_is_repaired_by_the_next(tree, series, start, action, then):
     half_seen = 0
     for step in range(1, 200):
+        start_from(tree, series, start)
         if not killed_at(step, action, tree, series):
             break
-        found = status(tree, series)
-        states = set(found.files.values())
-        if len(states) > 1:
-            half_seen += 1
-            assert found.interrupted
-            assert "only in part" in patch_tree.verify_installed(series, tree).problem
-        with lock(tree):
-            recover(tree)
-        if contents(tree) == after:  # it had ended
-            undo(tree, series)
-        assert contents(tree) == before
+        half_seen += assert_it_is_told(tree, series)
+        then(tree, series)
+        assert_nothing_is_left_over(tree, series, then)
     assert step > 20
     assert half_seen >= 2
 
 
-def test_a_roll_back_that_is_killed_is_taken_up_again(tree, series):
-    before = contents(tree)
-    middle = next(
-        step
-        for step in range(1, 200)
-        if killed_at(step, "apply", tree, series) and len(set(status(tree, series).files.values())) > 1
-    )
-    assert middle
-    for step in range(1, 50):
-        if not killed_at(step, "recover", tree, series):
+def test_runs_killed_one_after_the_other_lose_nothing(tree, series):
+    kills = half_seen = 0
+    random = Random(10)
+    for _ in range(60):
+        kills += killed_at(random.randrange(1, 60), random.choice([apply, reverse]), tree, series)
+        half_seen += assert_it_is_told(tree, series)
+    assert kills > 20 and half_seen > 2
+    apply(tree, series)
+    assert_nothing_is_left_over(tree, series, apply)
+
+
+@pytest.mark.parametrize("then", [apply, reverse])
+def test_a_change_of_series_killed_at_any_step_is_repaired_by_the_next_run(tree, tmp_path, then):
+    source = make_tree(tmp_path / "source")
+    old = make_series(tmp_path / "old", source, THREE_STEPS)
+    steps = {"0001-other.patch": {B: ("b = 1\n", "b = 'one'\n")}, "0002-more.patch": {A: ("a = 1\n", "a = 'one'\n")}}
+    new = make_series(tmp_path / "new", source, steps)
+    mixed_seen = 0
+    for step in range(1, 200):
+        apply(tree, old)
+        if not killed_at(step, apply, tree, new):
             break
-    assert step > 3
-    assert contents(tree) == before
-    assert status(tree, series).is_original
+        mixed_seen += assert_it_is_told(tree, new, (FileState.OUTDATED, FileState.PATCHED))
+        then(tree, new)
+        assert_nothing_is_left_over(tree, new, then, also=old.chains)
+    assert step > 20
+    assert mixed_seen >= 1
 
 
-def test_a_journal_does_not_touch_a_file_that_was_written_since(tree, series):
-    steps = (s for s in range(1, 200) if killed_at(s, "apply", tree, series))
-    next(s for s in steps if status(tree, series).files[A] is FileState.PATCHED)
-    (tree / A).write_text("reinstalled\n")
-    with lock(tree):
-        recover(tree)
-    assert (tree / A).read_text() == "reinstalled\n"
-    assert sorted(contents(tree)) == sorted(["vllm/__init__.py", *ORIGINALS])
+def killed_when(path, tree, series):
+    """A tree on which ``apply`` was killed right after it replaced ``path``."""
+    for step in range(1, 200):
+        assert killed_at(step, apply, tree, series)
+        if status(tree, series).files[path] is FileState.PATCHED:
+            return
+        reverse(tree, series)
 
 
-def test_a_journal_that_names_a_file_outside_is_refused(tree, series, tmp_path):
+def test_a_file_that_was_written_since_a_kill_is_refused_and_kept(tree, series):
+    killed_when(A, tree, series)
+    (tree / A).write_text("mine\n")
+    for action in apply, reverse:
+        with pytest.raises(PatchError, match=r"a\.py is not the file of vLLM"):
+            action(tree, series)
+    assert (tree / A).read_text() == "mine\n"
+    (tree / A).write_text(ORIGINALS[A])
+    reverse(tree, series)
+    assert_nothing_is_left_over(tree, series, reverse)
+
+
+# Trees that version 0.1 left: it kept a journal, and staged files under the same names
+
+
+def leave_as_0_1(tree, series, renamed):
+    """What an ``apply`` of version 0.1 leaves that was killed when it had renamed some files."""
+    original, patched = ends(series)
+    apply(tree, series)
+    for path in ORIGINALS:
+        (tree / path).write_bytes(patched[path] if path in renamed else original[path])
+        beside = (tree / path).parent
+        (beside / f".{Path(path).name}.vllm-overlay-old").write_bytes(original[path])
+        if path not in renamed:
+            (beside / f".{Path(path).name}.vllm-overlay-new").write_bytes(patched[path])
+    files = [{"path": p, "before": sha256(original[p]), "after": sha256(patched[p])} for p in ORIGINALS]
+    (tree / STATE_DIRECTORY / "journal.json").write_text(json.dumps({"phase": "staged", "files": files}))
+
+
+@pytest.mark.parametrize("then", [apply, reverse])
+@pytest.mark.parametrize("renamed", [[], [A], [A, B], [A, B, C]])
+def test_an_interrupted_run_of_version_0_1_is_repaired(tree, series, renamed, then):
+    leave_as_0_1(tree, series, renamed)
+    assert_it_is_told(tree, series)
+    then(tree, series)
+    assert_nothing_is_left_over(tree, series, then)
+
+
+def test_an_interrupted_run_of_version_0_1_with_another_series_is_repaired(tree, series, tmp_path):
+    leave_as_0_1(tree, series, [A, C])
+    new = make_series(
+        tmp_path / "new", make_tree(tmp_path / "source"), {"0001-b.patch": {B: ("b = 1\n", "b = 'one'\n")}}
+    )
+    apply(tree, new)
+    assert_nothing_is_left_over(tree, new, apply, also=series.chains)
+
+
+def test_a_journal_that_names_a_file_outside_is_not_followed(tree, series, tmp_path):
     (tmp_path / "victim").write_text("mine")
     (tree / STATE_DIRECTORY).mkdir()
     entry = {"path": "vllm/../../victim", "before": "0", "after": "0"}
     (tree / STATE_DIRECTORY / "journal.json").write_text(json.dumps({"phase": "staged", "files": [entry]}))
-    with pytest.raises(PatchError, match="journal"):
-        apply(tree, series)
+    apply(tree, series)
     assert (tmp_path / "victim").read_text() == "mine"
+    assert_nothing_is_left_over(tree, series, apply)

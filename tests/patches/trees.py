@@ -9,7 +9,8 @@ from pathlib import Path
 
 from devtools.validate_patches import validate
 from vllm_overlay import VLLM_VERSION
-from vllm_overlay.patching import tree as patch_tree
+from vllm_overlay.patching.diff import PatchError
+from vllm_overlay.patching.installed import installed_root
 from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import Series, load
 
@@ -95,7 +96,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def installed_originals(series: Series) -> dict[str, bytes]:
     """vLLM's own contents of the touched files, from the installed vLLM, patched or not."""
-    root = patch_tree.installed_root()
+    root = installed_root()
     assert root is not None
     originals = {}
     for path in series.chains:
@@ -118,7 +119,7 @@ def linked_vllm(destination: Path) -> Path:
 
     ``replace_files`` then writes anew what differs and removes its bytecode.
     """
-    root = patch_tree.installed_root()
+    root = installed_root()
     assert root is not None
     shutil.copytree(root / "vllm", destination / "vllm", copy_function=_link)
     return destination
@@ -133,7 +134,7 @@ def linked_vllm_without(left_out: str, destination: Path) -> Path:
             continue
         try:
             now.update({diff.path: diff.apply(now[diff.path]) for diff in patch.files})
-        except patch_tree.PatchError:
+        except PatchError:
             continue
     root = linked_vllm(destination)
     replace_files(root, now)

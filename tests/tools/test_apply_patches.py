@@ -67,8 +67,23 @@ def test_a_refusal_goes_to_stderr_with_status_1(tmp_path, capsys):
 
 
 def test_the_module_does_the_same_without_tools(checkout):
-    done = run("-m", "vllm_overlay.patching.tree", "--target", checkout, "--check", cwd=REPO)
-    assert done.returncode == 0, done.stderr
+    done = run("-m", "vllm_overlay.patching", "--target", checkout, "--check", cwd=REPO)
+    assert done.returncode == 0 and "The series would apply." in done.stdout, done
+
+
+@pytest.mark.parametrize("last", [[], ["--reverse"]])
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_series_that_is_in_only_in_part_is_told_with_the_command_that_repairs_it(checkout, capsys, at, last):
+    series = load()
+    path = [*series.chains][at]
+    (checkout / path).write_bytes(series.patched_from(path, (checkout / path).read_bytes()))
+    assert main(["--target", str(checkout), "--status"]) == 1
+    command = f"`python tools/apply_patches.py --target {checkout}` in {REPO}"
+    assert f"The series is applied only in part: run {command} to" in capsys.readouterr().out
+    assert main(["--target", str(checkout), *last]) == 0
+    assert "was applied only in part, this run repairs it" in capsys.readouterr().out
+    main(["--target", str(checkout), "--status"])
+    assert "in part" not in capsys.readouterr().out
 
 
 def test_installed_is_the_vllm_that_this_python_would_import(checkout):

@@ -2,13 +2,16 @@
 """The command line of the patch series, for tools/apply_patches.py and ``python -m vllm_overlay.patching``."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_overlay import VLLM_VERSION
 from vllm_overlay.patching import tree
+from vllm_overlay.patching.check import check
 from vllm_overlay.patching.diff import PatchError
+from vllm_overlay.patching.installed import apply_command, installed_root
 from vllm_overlay.patching.series import load
 
 DONE, REFUSED, USAGE = 0, 1, 2
@@ -17,8 +20,8 @@ DONE, REFUSED, USAGE = 0, 1, 2
 def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
-        description=f"Applies this overlay's patch series to vLLM {VLLM_VERSION}, all of it or nothing. Files are "
-        "written anew and renamed into place; a run that was interrupted is rolled back by the next one.",
+        description=f"Applies this overlay's patch series to vLLM {VLLM_VERSION}, all of it or nothing. Each file "
+        "is replaced by a rename. After a run that was killed, run it again: every run starts from what it finds.",
         epilog=f"""examples:
   {program} --installed                     patch the vLLM of this environment
   {program} --installed --status            which patches are in it
@@ -52,25 +55,22 @@ def main(argv: Sequence[str] | None = None, program: str = "tools/apply_patches.
         print(f"refused: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
-        print("interrupted: the tree is as it was", file=sys.stderr)
+        print("interrupted: the tree is as it was, unless --status says otherwise", file=sys.stderr)
         return 130
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.installed:
-        root = tree.installed_root()
-        if root is None:
-            raise PatchError(f"{sys.executable} finds no vLLM: install vLLM {VLLM_VERSION}, or use --target DIR")
-    else:
-        root = tree.find_root(arguments.target)
+    root = _root(arguments)
     if arguments.check:
         return _check(root)
     if arguments.status:
-        return _status(root)
+        return _status(
+            root, apply_command("--installed" if arguments.installed else f"--target {shlex.quote(str(root))}")
+        )
     series = load()
     before = tree.status(root, series)
-    if before.interrupted:
-        print("an earlier run was interrupted: rolling it back first")
+    if before.is_partial:
+        print(f"{root / 'vllm'}: the series was applied only in part, this run repairs it")
     if arguments.reverse:
         tree.reverse(root, series)
         print(f"{root / 'vllm'}: {'as it was, no patch was in it' if before.is_original else 'vLLM is its own again'}")
@@ -81,19 +81,28 @@ def _run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _status(root: Path) -> int:
+def _root(arguments: argparse.Namespace) -> Path:
+    if not arguments.installed:
+        return tree.find_root(arguments.target)
+    root = installed_root()
+    if root is None:
+        raise PatchError(f"{sys.executable} finds no vLLM: install vLLM {VLLM_VERSION}, or use --target DIR")
+    return root
+
+
+def _status(root: Path, command: str) -> int:
     found = tree.status(root)
     print(f"{root / 'vllm'}: vLLM {found.vllm_version or '(does not say its version)'}, series {found.series}\n")
     print(_table([("patch", "state"), *((name, str(state)) for name, state in found.patches.items())]))
     print()
     print(_table([("file", "state"), *((path, str(state)) for path, state in found.files.items())]))
-    if found.interrupted:
-        print("\nA run was interrupted: the next one, without --status, rolls it back.")
+    if found.is_partial:
+        print(f"\nThe series is applied only in part: run {command} to complete it, with --reverse to take it out.")
     return DONE if found.is_applied else REFUSED
 
 
 def _check(root: Path) -> int:
-    report = tree.check(root)
+    report = check(root)
     print(f"{root / 'vllm'}: vLLM {report.vllm_version or '(does not say its version)'}\n")
     rows = [(name, str(outcome), report.reasons[name]) for name, outcome in report.outcomes.items()]
     print(_table([("patch", "outcome", "why"), *rows]))

@@ -1,47 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces several files of a tree, all or none, also when the process is killed in between.
+"""Replaces several files of a tree by renames: all of them, or none when an exception ends it.
 
-A journal says what is going on before anything is touched. New contents are staged beside their targets, the old
-files stay reachable under a second name, then every target is renamed into place; never written to, so that hard
-links of it (pip's cache, another environment) keep their bytes. Whoever comes next finds the journal of a run that
-did not end and rolls it back to the very files that were there before.
+No file is written in place, so hard links of it (pip's cache, another environment) keep their bytes. New contents are
+staged beside their targets, and each old file gets a second name there. Then each target is renamed into place. An
+exception puts the renamed files back, which needs no space.
+
+A killed run leaves every file whole, old or new, and some staged files. ``tree`` knows each content by its SHA-256, so
+the next run brings all files to one state. It calls ``remove_leftovers`` first.
 """
 
 import contextlib
 import errno
 import fcntl
-import hashlib
-import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from vllm_overlay.patching.diff import PatchError, is_safe_path
 
-STATE_DIRECTORY = ".vllm-overlay"
-_STAGED, _ENDED = "staged", "ended"
+_JOURNAL_OF_0_1 = ".vllm-overlay/journal.json"
+"""Version 0.1 wrote it. Its interrupted runs are repaired from the contents, as ours are; the journal is not read."""
+
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One file of a journal: its SHA-256 before and after."""
-
-    path: str
-    before: str
-    after: str
-
-
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def checked_target(root: Path, path: str) -> Path:
-    """The file ``path`` below ``root``; PatchError unless it is a regular file reached without symbolic links."""
+    """The file ``path`` below ``root``. Raises PatchError if it is no regular file, or a symbolic link leads there."""
     if not is_safe_path(path):
         raise PatchError(f"{path!r} is not a file of vllm/")
     target = root
@@ -70,69 +57,43 @@ def lock(root: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def is_interrupted(root: Path) -> bool:
-    """Whether a run on this tree did not end."""
-    return _journal_path(root).exists()
-
-
-def recover(root: Path) -> bool:
-    """Rolls back what an interrupted run left; True when there was one. Needs the lock."""
-    journal = _journal_path(root)
-    try:
-        text = journal.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return False
-    try:
-        content = json.loads(text)
-        phase = str(content["phase"])
-        entries = [_Entry(str(e["path"]), str(e["before"]), str(e["after"])) for e in content["files"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise PatchError(f"{journal} is damaged: reinstall vLLM, then remove that file") from error
-    for entry in entries:
-        if not is_safe_path(entry.path):
-            raise PatchError(f"{journal} names {entry.path!r}: reinstall vLLM, then remove that file")
-    try:
-        if phase == _STAGED:
-            for entry in entries:
-                _roll_back(root, entry)
-        _clean(root, entries)
-        journal.unlink()
-    except OSError as error:
-        raise PatchError(f"{error.filename or root}: {error.strerror}; mend that and run this again") from error
-    return True
-
-
 def replace_files(root: Path, contents: Mapping[str, bytes]) -> None:
-    """Gives every file of ``contents`` its new bytes, or none of them. Needs the lock; rolls back when it raises."""
-    entries = []
-    for path, content in contents.items():
-        before = sha256(checked_target(root, path).read_bytes())
-        if before != sha256(content):
-            entries.append(_Entry(path, before, sha256(content)))
-    if not entries:
-        return
-    try:
-        _write_journal(root, _STAGED, entries)
-        for entry in entries:
-            _stage(root, entry.path, contents[entry.path])
-        for entry in entries:
-            target = root / entry.path
-            _remove_bytecode(target)
-            os.replace(_new_name(target), target)
-        for directory in {(root / entry.path).parent for entry in entries}:
-            _sync_directory(directory)
-        _write_journal(root, _ENDED, entries)
-    except BaseException as error:
-        recover(root)
-        if not isinstance(error, OSError):
+    """Gives every file of ``contents`` its new bytes. Needs the lock.
+
+    Raises PatchError for what the system refuses, and lets other exceptions through. The old files are back in place
+    then, unless the message says that one could not be put back.
+    """
+    targets = {checked_target(root, path): content for path, content in contents.items()}
+    changed = {target: content for target, content in targets.items() if target.read_bytes() != content}
+    with _as_refusals(root, "the tree is as it was"):
+        started: list[Path] = []
+        try:
+            for target, content in changed.items():
+                _stage(target, content)
+            for target in changed:
+                started.append(target)
+                _remove_bytecode(target)
+                os.replace(_new_name(target), target)
+            for directory in {target.parent for target in changed}:
+                _sync_directory(directory)
+        except BaseException:
+            _put_back(started)
+            _remove_staged(changed)
             raise
-        hint = f": run this as the owner of {root}" if error.errno in _NOT_OURS else "; the tree is as it was"
-        raise PatchError(f"{error.filename or root}: {error.strerror}{hint}") from error
-    recover(root)
+    with _as_refusals(root, "the next run removes it"):
+        _remove_staged(changed)
+
+
+def remove_leftovers(root: Path, paths: Iterable[str]) -> None:
+    """Removes what a killed run left beside these files. Needs the lock, and paths that ``checked_target`` took."""
+    with _as_refusals(root, "mend that and run this again"):
+        # The journal first: with it and without the staged files, version 0.1 asks for a new vLLM.
+        _remove(root / _JOURNAL_OF_0_1)
+        _remove_staged(root / path for path in paths)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file of the state directory anew."""
+    """Writes one file that lies outside ``vllm/``, by a rename. Makes its directory; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f"{path.name}.new")
     with open(fresh, "wb") as file:
@@ -143,13 +104,14 @@ def write_atomically(path: Path, content: bytes) -> None:
     _sync_directory(path.parent)
 
 
-def _journal_path(root: Path) -> Path:
-    return root / STATE_DIRECTORY / "journal.json"
-
-
-def _write_journal(root: Path, phase: str, entries: list[_Entry]) -> None:
-    files = [{"path": e.path, "before": e.before, "after": e.after} for e in entries]
-    write_atomically(_journal_path(root), json.dumps({"phase": phase, "files": files}, indent=1).encode())
+@contextlib.contextmanager
+def _as_refusals(root: Path, hint: str) -> Iterator[None]:
+    """Turns what the system refuses into PatchError; ``hint`` unless another user could do it."""
+    try:
+        yield
+    except OSError as error:
+        said = f"run this as the owner of {root}" if error.errno in _NOT_OURS else hint
+        raise PatchError(f"{error.filename or root}: {error.strerror}; {said}") from error
 
 
 def _new_name(target: Path) -> Path:
@@ -160,13 +122,11 @@ def _old_name(target: Path) -> Path:
     return target.with_name(f".{target.name}.vllm-overlay-old")
 
 
-def _stage(root: Path, path: str, content: bytes) -> None:
-    target = checked_target(root, path)
-    fresh, old = _new_name(target), _old_name(target)
-    fresh.unlink(missing_ok=True)
-    old.unlink(missing_ok=True)
+def _stage(target: Path, content: bytes) -> None:
+    """Writes the new file beside its target, with its owner and mode, and gives the old one a second name."""
+    _remove_staged([target])
     status = target.stat()
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(_new_name(target), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(descriptor, "wb") as file:
         file.write(content)
         file.flush()
@@ -176,32 +136,36 @@ def _stage(root: Path, path: str, content: bytes) -> None:
         os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
         os.fsync(descriptor)
     try:
-        os.link(target, old)
+        os.link(target, _old_name(target))
     except OSError:  # a file system without hard links
-        shutil.copy2(target, old)
+        shutil.copy2(target, _old_name(target))
 
 
-def _roll_back(root: Path, entry: _Entry) -> None:
-    """Puts the old file back if the target is the new one; a file that somebody else wrote since is left alone."""
-    target = root / entry.path
-    old = _old_name(target)
-    try:
-        current = sha256(target.read_bytes())
-    except FileNotFoundError:
-        current = entry.after
-    if current != entry.after:
-        return
-    if not old.exists():
-        raise PatchError(f"{target} cannot be rolled back, {old.name} is gone: reinstall vLLM and run this again")
-    _remove_bytecode(target)
-    os.replace(old, target)
+def _put_back(targets: Iterable[Path]) -> None:
+    """Renames the old files over what has replaced them. A staged file that is still there has replaced none."""
+    for target in targets:
+        if os.path.lexists(_new_name(target)):
+            continue
+        try:
+            _remove_bytecode(target)
+            os.replace(_old_name(target), target)
+        except OSError as error:
+            raise PatchError(
+                f"{target} could not be put back ({error.strerror}), so vLLM is patched only in part: mend that and "
+                "run this again"
+            ) from error
 
 
-def _clean(root: Path, entries: list[_Entry]) -> None:
-    for entry in entries:
-        target = root / entry.path
-        _new_name(target).unlink(missing_ok=True)
-        _old_name(target).unlink(missing_ok=True)
+def _remove_staged(targets: Iterable[Path]) -> None:
+    for target in targets:
+        _remove(_new_name(target))
+        _remove(_old_name(target))
+
+
+def _remove(path: Path) -> None:
+    """Looks first: a read-only file system refuses to unlink even what is not there."""
+    if os.path.lexists(path):
+        os.unlink(path)
 
 
 def _remove_bytecode(target: Path) -> None:

@@ -11,9 +11,12 @@ from typing import Any
 
 from vllm_overlay import VLLM_VERSION
 from vllm_overlay.patching.diff import FileDiff, PatchError, parse
-from vllm_overlay.patching.replace import sha256
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

