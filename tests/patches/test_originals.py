@@ -3,10 +3,11 @@
 
 import pytest
 
-from tests.patches.trees import THREE_STEPS, A, B, C, contents, make_series, make_tree
+from tests.patches.trees import ORIGINALS, THREE_STEPS, A, B, C, contents, make_series, make_tree
 from vllm_overlay.patching import tree as patching_tree
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.originals import STATE_DIRECTORY, KeptOriginals
+from vllm_overlay.patching.series import FileChain, sha256
 from vllm_overlay.patching.tree import FileState, apply, reverse, status
 
 
@@ -25,14 +26,32 @@ def test_a_series_that_changed_finds_its_way_without_the_old_one(tree, tmp_path)
     assert contents(tree) == before
 
 
-def test_a_kept_original_that_was_tampered_with_is_not_used(tree, tmp_path):
+@pytest.mark.parametrize("tampered", [{B}, {C}])
+def test_a_kept_original_that_was_tampered_with_is_not_used(tree, tmp_path, tampered):
+    """The new series touches b.py; c.py is only the old one's."""
     source = make_tree(tmp_path / "source")
     apply(tree, make_series(tmp_path / "old", source, THREE_STEPS))
+    before = contents(tree)
     new = make_series(tmp_path / "new", source, {"0001-other.patch": {B: ("b = 1\n", "b = 'one'\n")}})
-    for kept in (tree / STATE_DIRECTORY / "originals").iterdir():
+    for path in tampered:
+        kept = tree / STATE_DIRECTORY / "originals" / sha256(ORIGINALS[path].encode())
         kept.write_bytes(b"evil\n")
-    with pytest.raises(PatchError, match="is not the file of vLLM"):
-        apply(tree, new)
+        for action in apply, reverse:
+            with pytest.raises(PatchError, match=f"{path} is not the file of vLLM"):
+                action(tree, new)
+    assert contents(tree) == before
+
+
+@pytest.mark.parametrize("action", [apply, reverse])
+def test_an_original_of_another_vllm_is_not_used(tree, series, action):
+    """The notes were made when the pin was another one."""
+    other = b"of another version\n"
+    chain = FileChain(sha256(other), (("0001-old.patch", sha256(b"patched\n")),))
+    KeptOriginals.read(tree).keep({A: chain}, {A: other})
+    (tree / A).write_bytes(b"patched\n")
+    with pytest.raises(PatchError, match=f"{A} is not the file of vLLM"):
+        action(tree, series)
+    assert (tree / A).read_bytes() == b"patched\n"
 
 
 def test_an_original_that_was_lost_is_kept_again(tree, series, tmp_path):

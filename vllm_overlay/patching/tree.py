@@ -201,10 +201,11 @@ def _originals_of(root: Path, series: Series, kept: KeptOriginals) -> dict[str, 
         )
     originals: dict[str, bytes] = {}
     for path in {**series.chains, **kept.notes}:
-        original = _original_of(path, checked_target(root, path).read_bytes(), series, kept)
+        content = checked_target(root, path).read_bytes()
+        original = _original_of(path, content, series, kept)
         if original is not None:
             originals[path] = original
-        elif path in series.chains:
+        elif path in series.chains or kept.knows(path, sha256(content)):
             raise PatchError(
                 f"{root / path} is not the file of vLLM {series.vllm_version}, patched or not: nothing was changed; "
                 "put vLLM's own file back (reinstall vLLM, or `git checkout` it in a checkout) and run this again"
