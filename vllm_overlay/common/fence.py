@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fence around foreign code lets through: only a shutdown of the process.
 
-Native code raises what is no ``Exception``: a panic of a Rust extension, ``asyncio.CancelledError``. A fence is therefore
+Native code raises what is no ``Exception``: a panic of a Rust extension, ``asyncio.CancelledError``. So a fence is
 
     try:
         hook()
