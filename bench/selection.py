@@ -45,12 +45,12 @@ def microseconds(action: Callable[[], object]) -> float:
 def scheduler_side(num_children: int, selection: str, watchdog: Watchdog) -> SchedulerSide:
     """Children with 100, 200, ... tokens; with ``cost``, all lines measured."""
     children = [Child(i, str(i), Instant(100 * (i + 1)), lambda: None, watchdog) for i in range(num_children)]
-    settings = MultiSettings(connectors=[{}], selection=selection)  # type: ignore[arg-type]
+    settings = MultiSettings(connectors=[{}], selection=selection)
     side = SchedulerSide(children, settings, {child.name: ChildSettings() for child in children}, True)
     for tokens in (100, 1000, 5000):
-        side._prices.step_took(tokens, 0.001 * tokens)
-        for cost in side._prices.loads:
-            cost.measured(tokens, 0.01 + 0.0001 * tokens)
+        side.rule.step_measured(tokens, 0.001 * tokens)
+        for child in children:
+            side.rule.load_measured(child.index, tokens, 0.01 + 0.0001 * tokens)
     return side
 
 

@@ -27,6 +27,12 @@ def parse_bytes(value: object, setting: str) -> int:
     raise ConfigError(f'{setting}={value!r} is not a size: give bytes or a string such as "4 GiB"')
 
 
+MaxLoadAttempts = Annotated[
+    int, Meta(description="failed loads of one request after which this connector is not used for it again", ge=1)
+]
+"""Like ``load_weight`` a key of every connector below a MultiConnector; our tiers heed it when they are alone too."""
+
+
 class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What every HybridOffloadConnector takes in ``kv_connector_extra_config``."""
 
@@ -42,9 +48,7 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["recompute", "fail"],
         Meta(description="what a failed load does to its request (vLLM's own default is `fail`)"),
     ] = "recompute"
-    max_load_attempts: Annotated[
-        int, Meta(description="failed loads of one request after which it is computed without this tier", ge=1)
-    ] = 3
+    max_load_attempts: MaxLoadAttempts = 3
     load_timeout_s: Annotated[
         float, Meta(description="seconds after which a load is given up and its request computed", gt=0)
     ] = 30.0

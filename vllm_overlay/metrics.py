@@ -69,7 +69,8 @@ MULTI_CONNECTOR_GAUGES = (
     CounterName(
         "state",
         "vllm:kv_connector_state",
-        "0: in service, 1: being stopped, 2: waiting to be tried again, 3: on trial.",
+        "Its circuit breaker: 0 serving, 1 stopping, 2 open (waits to be tried again), "
+        "3 half open (a new instance is being started).",
     ),
     CounterName(
         "quarantined_requests",

@@ -50,7 +50,7 @@ class Churn:
                 "enable_prefix_caching": True,
                 "enforce_eager": True,
                 "disable_log_stats": False,
-                "kv_transfer_config": multi(*children, retry_first_s=0.02, retry_longest_s=0.5, load_timeout_s=3.0),
+                "kv_transfer_config": multi(*children, retry_first_s=0.02, retry_longest_s=0.5, isolate_after_s=3.0),
             }
         )
         self.engine = self.driver.llm.llm_engine
@@ -115,7 +115,10 @@ class Churn:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             self.driver._step()
-            if connector._scheduler._lifecycles[0].phase.name == "SERVING" and not connector.has_pending_push_work():
+            if (
+                connector._scheduler.supervisor.lifecycles[0].phase.name == "SERVING"
+                and not connector.has_pending_push_work()
+            ):
                 break
         self.driver.reset()
         self.driver._step()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Children whose every hook is recorded, scripted and made to raise by the test, and a MultiConnector over them."""
 
+import asyncio
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,6 +30,14 @@ BLOCK = 16
 
 class Boom(Exception):
     """What a fake raises when told to."""
+
+
+class Panic(BaseException):
+    """As native code raises it: no ``Exception``."""
+
+
+FAULTS = (Boom, Panic, asyncio.CancelledError)
+"""What the fence holds."""
 
 
 @dataclass
@@ -143,13 +152,13 @@ def public_hooks() -> dict[str, Any]:
 
 
 class FakeBase(KVConnectorBase_V1):
-    """``answers``: hook -> value or function of the arguments. ``raising``: hooks that raise. ``calls``: what came."""
+    """``answers``: hook -> value or function of the arguments. ``raising``: hooks that raise ``error``. ``calls``: what came."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if extra.get("boom"):
-            raise Boom("__init__")
+        if "boom" in extra:
+            raise extra["boom"]("__init__")
         if extra.get("wants_recompute"):
             vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         self.answers: dict[str, Any] = {
@@ -159,6 +168,7 @@ class FakeBase(KVConnectorBase_V1):
             "request_finished_all_groups": (False, None),
         }
         self.raising: set[str] = set()
+        self.error: type[BaseException] = Boom
         self.calls: list[tuple[Any, ...]] = []
 
     def called(self, hook: str) -> list[tuple[Any, ...]]:
@@ -171,7 +181,7 @@ def _hook(name: str) -> Any:
     def hook(self: FakeBase, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((name, *args))
         if name in self.raising:
-            raise Boom(name)
+            raise self.error(name)
         if name in self.answers:
             answer = self.answers[name]
             return answer(*args) if callable(answer) else answer
@@ -183,7 +193,7 @@ def _hook(name: str) -> Any:
 def _property(name: str) -> Any:
     def read(self: FakeBase) -> Any:
         if name in self.raising:
-            raise Boom(name)
+            raise self.error(name)
         return self.answers.get(name, False)
 
     return property(read)

@@ -85,7 +85,12 @@ class Matrix:
                 "enforce_eager": True,
                 "disable_log_stats": False,
                 "kv_transfer_config": multi(
-                    faulty, steady, retry_first_s=0.02, retry_longest_s=0.1, hang_after_s=HANG_S - 1, load_timeout_s=8.0
+                    faulty,
+                    steady,
+                    retry_first_s=0.02,
+                    retry_longest_s=0.1,
+                    hang_after_s=HANG_S - 1,
+                    isolate_after_s=8.0,
                 ),
             }
         )
@@ -181,7 +186,7 @@ class Matrix:
 
     @property
     def _phase(self) -> str:
-        return str(self._scheduler._lifecycles[0].phase.name)
+        return str(self._scheduler.supervisor.lifecycles[0].phase.name)
 
     def _counted(self, what: str) -> float:
         return self.driver.metric(f"vllm:kv_connector_{what}", {"connector": "faulty"})

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_overlay.multi_connector.completion import Completions, Ledger, Load, UnreportableLoad
+from vllm_overlay.multi_connector.completion import Completions, Load, UnreportableLoad
 
 
 def completions(one_group=True):
@@ -121,35 +121,6 @@ def test_block_errors_are_passed_on(one_group: bool):
     open_.received(0, {"r"}, ())
     done = open_.take()
     assert (done.invalid_blocks, done.failed) == ({9}, set())
-
-
-def test_ledger_passes_a_report_once():
-    ledger = Ledger()
-    ledger.load_started("r", child=1, tokens=64, now=1.0)
-    assert ledger.loader_of("r") == 1
-    may_receive, may_send, (ended,) = ledger.settle({"r"}, (), {"r"}, now=1.5)
-    assert (may_receive, may_send) == ({"r"}, set())
-    assert (ended.child, ended.tokens, ended.seconds, ended.failed) == (1, 64, 0.5, True)
-    assert ledger.settle({"r"}, {"r"}, (), now=2.0) == (set(), set(), [])
-
-
-@pytest.mark.parametrize("load_first", [True, False])
-def test_ledger_passes_only_the_later_report_of_an_aborted_request(load_first):
-    ledger = Ledger()
-    ledger.load_started("r", child=0, tokens=64, now=0.0)
-    ledger.hold("r", frozenset({1}))
-    first, second = ((("r",), ()), ((), ("r",))) if load_first else (((), ("r",)), (("r",), ()))
-    assert ledger.settle(*first, (), now=1.0)[:2] == (set(), set())
-    assert ledger.settle(*second, (), now=1.0)[:2] == tuple(set(ids) for ids in second)
-    assert ledger.open_requests == 0
-
-
-def test_ledger_passes_one_report_when_both_come_together():
-    ledger = Ledger()
-    ledger.load_started("r", child=0, tokens=64, now=0.0)
-    ledger.hold("r", frozenset({1}))
-    may_receive, may_send, _ = ledger.settle({"r"}, {"r"}, (), now=1.0)
-    assert len(may_receive) + len(may_send) == 1
 
 
 reports = st.tuples(st.sampled_from(["sent", "received"]), st.integers(0, 2), st.sampled_from("pqr"))

@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector.fakes import blocks, child, multi, request
-from vllm_overlay.multi_connector.cost_model import ENOUGH, Line, LoadCost, Prices
+from vllm_overlay.multi_connector.cost_model import ENOUGH, Line, LoadCost
 from vllm_overlay.multi_connector.selection import Offer, decide
+from vllm_overlay.multi_connector.selection_rules.cost import Cost
 
 
 def fitted(*points):
@@ -67,17 +68,17 @@ def test_a_child_that_is_too_slow_is_tried_again_some_time():
 
 
 def priced(*lines, per_token=0.001):
-    """Prices after as many measurements as it takes: each child's (a, b)."""
-    prices = Prices([1.0] * len(lines))
+    """The rule after as many measurements as it takes: each child's (a, b)."""
+    rule = Cost([1.0] * len(lines))
     for tokens in (100, 1000, 2000):
-        prices.step_took(tokens, 0.01 + per_token * tokens)
-        for cost, (a, b) in zip(prices.loads, lines, strict=True):
-            cost.measured(tokens, a + b * tokens)
-    return prices
+        rule.step_measured(tokens, 0.01 + per_token * tokens)
+        for index, (a, b) in enumerate(lines):
+            rule.load_measured(index, tokens, a + b * tokens)
+    return rule
 
 
-def winner(prices, *tokens):
-    offers = [Offer(number, 1.0, prices.value_of(index)) for index, number in enumerate(tokens)]
+def winner(rule, *tokens):
+    offers = [Offer(number, 1.0, rule.value_of(index)) for index, number in enumerate(tokens)]
     return decide(offers, 10_000, may_wait=False).chosen
 
 
@@ -91,23 +92,23 @@ def test_a_load_that_is_slower_than_computing_is_left():
 
 
 def test_a_few_tokens_do_not_pay_for_a_slow_start():
-    prices = priced((0.5, 0.0))
-    assert winner(prices, 400) is None
-    assert winner(prices, 600) == 0
+    rule = priced((0.5, 0.0))
+    assert winner(rule, 400) is None
+    assert winner(rule, 600) == 0
 
 
 def test_nobody_is_waited_for_who_would_be_too_slow_even_with_all_tokens():
-    prices = priced((0.0, 0.0001), (0.0, 0.002))
-    offers = [Offer(10, 1.0, prices.value_of(0)), Offer(None, 1.0, prices.value_of(1))]
+    rule = priced((0.0, 0.0001), (0.0, 0.002))
+    offers = [Offer(10, 1.0, rule.value_of(0)), Offer(None, 1.0, rule.value_of(1))]
     assert decide(offers, 10_000, may_wait=True).chosen == 0
 
 
 def test_before_anything_is_measured_weights_decide():
-    prices = Prices([1.0, 0.5, 0.0])
-    assert winner(prices, 100, 300, 9000) == 1
+    rule = Cost([1.0, 0.5, 0.0])
+    assert winner(rule, 100, 300, 9000) == 1
     for tokens in (100, 200, 300):
-        prices.step_took(tokens, 0.001 * tokens)
-    assert winner(prices, 100, 300, 9000) == 1
+        rule.step_measured(tokens, 0.001 * tokens)
+    assert winner(rule, 100, 300, 9000) == 1
 
 
 class Clock:
@@ -148,6 +149,6 @@ def test_the_connector_learns_from_its_own_steps_and_loads():
         connector.request_finished_all_groups(request(name), ([],))
     assert loaded == [500, 500, 500, 0, 0, 0]
     assert connector._children[0].counters.too_slow == 3
-    assert scheduler._prices.prefill_s_per_token == pytest.approx(0.001)
+    assert scheduler.rule.rule.prefill_s_per_token == pytest.approx(0.001)
     connector.build_connector_meta(Output(0))
     assert not scheduler.tracked

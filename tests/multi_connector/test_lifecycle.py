@@ -9,62 +9,62 @@ from vllm_overlay.multi_connector.lifecycle import Duty, Lifecycle, Order, Phase
 
 
 def test_one_life():
-    service, seen = Lifecycle(Backoff(1.0, 60.0)), []
+    lifecycle, seen = Lifecycle(Backoff(1.0, 60.0)), []
 
     def look():
-        seen.append((service.phase, service.order))
+        seen.append((lifecycle.phase, lifecycle.order))
 
     look()
-    service.isolate(100.0)
+    lifecycle.isolate(100.0)
     look()
-    service.stopped()
+    lifecycle.stopped()
     look()
-    assert not service.may_try(100.5)
-    assert service.may_try(101.0)
-    service.begin_trial()
+    assert not lifecycle.may_try(100.5)
+    assert lifecycle.may_try(101.0)
+    lifecycle.half_open()
     look()
-    service.serve(101.1)
+    lifecycle.serve(101.1)
     look()
     assert seen == [
         (Phase.SERVING, Order(0, Duty.SERVE)),
         (Phase.STOPPING, Order(0, Duty.STOP)),
-        (Phase.RESTING, Order(0, Duty.STOP)),
-        (Phase.ON_TRIAL, Order(1, Duty.STAND_BY)),
+        (Phase.OPEN, Order(0, Duty.STOP)),
+        (Phase.HALF_OPEN, Order(1, Duty.STAND_BY)),
         (Phase.SERVING, Order(1, Duty.SERVE)),
     ]
 
 
-def test_a_failed_trial_is_stopped_before_the_next_and_waits_longer():
-    service = Lifecycle(Backoff(1.0, 60.0))
-    service.isolate(100.0)
-    service.stopped()
-    service.begin_trial()
-    service.isolate(101.0)
-    assert service.order == Order(1, Duty.STOP)
-    service.stopped()
-    assert not service.may_try(102.5)
-    assert service.may_try(103.0)
+def test_a_failed_attempt_is_stopped_before_the_next_and_waits_longer():
+    lifecycle = Lifecycle(Backoff(1.0, 60.0))
+    lifecycle.isolate(100.0)
+    lifecycle.stopped()
+    lifecycle.half_open()
+    lifecycle.isolate(101.0)
+    assert lifecycle.order == Order(1, Duty.STOP)
+    lifecycle.stopped()
+    assert not lifecycle.may_try(102.5)
+    assert lifecycle.may_try(103.0)
 
 
-@given(st.lists(st.sampled_from(["isolate", "stopped", "try", "serve", "trial_failed"]), max_size=60))
-def test_generations_never_go_back_and_nothing_serves_without_a_trial(events):
-    service, now, lives = Lifecycle(Backoff(1.0, 60.0)), 0.0, []
+@given(st.lists(st.sampled_from(["isolate", "stopped", "try", "serve", "attempt_failed"]), max_size=60))
+def test_generations_never_go_back_and_nothing_serves_without_being_half_open(events):
+    lifecycle, now, lives = Lifecycle(Backoff(1.0, 60.0)), 0.0, []
     for event in events:
         now += 100.0
         if event == "isolate":
-            service.isolate(now)
+            lifecycle.isolate(now)
         elif event == "stopped":
-            service.stopped()
-        elif event == "try" and service.may_try(now):
-            service.begin_trial()
-        elif event == "trial_failed" and service.phase is Phase.RESTING:
-            service.trial_failed(now)
-        elif event == "serve" and service.phase is Phase.ON_TRIAL:
-            service.serve(now)
-        lives.append((service.generation, service.order.duty))
+            lifecycle.stopped()
+        elif event == "try" and lifecycle.may_try(now):
+            lifecycle.half_open()
+        elif event == "attempt_failed" and lifecycle.phase is Phase.OPEN:
+            lifecycle.attempt_failed(now)
+        elif event == "serve" and lifecycle.phase is Phase.HALF_OPEN:
+            lifecycle.serve(now)
+        lives.append((lifecycle.generation, lifecycle.order.duty))
     for (before, duty), (after, then) in pairwise(lives):
         assert before <= after <= before + 1
         if duty is Duty.STOP and then is Duty.SERVE:
-            raise AssertionError("served without a trial")
+            raise AssertionError("served without being half open")
         if after > before:
             assert then is Duty.STAND_BY

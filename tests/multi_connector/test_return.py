@@ -6,7 +6,6 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 
-from tests.multi_connector.engine import Clock, Engine, counters
 from tests.multi_connector.fakes import (
     Boom,
     FakeChild,
@@ -17,11 +16,12 @@ from tests.multi_connector.fakes import (
     request,
     scheduler_output,
 )
+from tests.multi_connector.lockstep import Clock, Lockstep, counters
 from vllm_overlay.multi_connector.lifecycle import Phase
 from vllm_overlay.multi_connector.metadata import MultiWorkerMetadata
 
 
-class Returning(Engine):
+class Returning(Lockstep):
     """An engine whose clock the test moves, and which rests for a second after a first failure."""
 
     def __init__(self, *children, ranks=1, **settings):
@@ -36,7 +36,7 @@ class Returning(Engine):
             connector.set_host_xfer_buffer_ops("copy")
 
     def state(self, index=0):
-        return self.scheduler._scheduler._lifecycles[index].phase
+        return self.scheduler._scheduler.supervisor.lifecycles[index].phase
 
     def recover(self, steps=4):
         """Lets the pause pass and steps until the first child serves again."""
@@ -55,7 +55,7 @@ def test_a_child_comes_back_as_a_new_instance_everywhere(ranks):
     old[0].raising = {"build_connector_meta"}
     engine.step()
     engine.step()
-    assert engine.state() is Phase.RESTING
+    assert engine.state() is Phase.OPEN
     assert engine.recover()
     engine.step()  # the workers hear that it serves
     new = engine.fakes(0)
@@ -120,7 +120,7 @@ def test_an_instance_that_fails_again_rests_longer():
         assert engine.recover()
         engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
         engine.step()
-        rests.append(engine.scheduler._scheduler._lifecycles[0].backoff.pause_s)
+        rests.append(engine.scheduler._scheduler.supervisor.lifecycles[0].backoff.pause_s)
     assert rests[0] <= 2.0  # it had served, though not for long
 
 
@@ -246,7 +246,7 @@ def test_a_child_whose_shutdown_raises_is_shut_down_again_after_a_pause_and_then
 
 
 def test_a_load_that_is_never_reported_isolates_its_child_and_fails():
-    engine = Returning(load_timeout_s=30)
+    engine = Returning(isolate_after_s=30)
     engine.admit("r", 0)
     engine.step()
     engine.clock.now += 29

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from tests.multi_connector.fakes import FakeChild, child, multi, vllm_config
+from tests.multi_connector.fakes import Boom, FakeChild, Panic, child, multi, vllm_config
 from vllm_overlay.config import ConfigError
-from vllm_overlay.multi_connector.settings import child_specs
+from vllm_overlay.multi_connector.settings import RENAMED, child_specs, multi_settings
 
 
 def specs(*children, **settings):
@@ -107,12 +108,12 @@ def test_extra_config_that_is_no_mapping_is_refused():
 def test_an_unknown_setting_is_refused():
     assert refusal(child(), lookup_timeout=1) == (
         "unknown setting 'lookup_timeout' of the MultiConnector: it takes connectors, selection, "
-        "lookup_timeout_ms, max_load_attempts, load_timeout_s, retry_first_s, retry_longest_s, hang_after_s, "
+        "lookup_timeout_ms, isolate_after_s, retry_first_s, retry_longest_s, hang_after_s, "
         "control_file"
     )
 
 
-@pytest.mark.parametrize("settings", [{"lookup_timeout_ms": -1}, {"lookup_timeout_ms": "5"}, {"max_load_attempts": 0}])
+@pytest.mark.parametrize("settings", [{"lookup_timeout_ms": -1}, {"lookup_timeout_ms": "5"}, {"isolate_after_s": -1}])
 def test_a_setting_out_of_range_is_refused(settings):
     (name,) = settings
     assert name in refusal(child(), **settings)
@@ -138,7 +139,7 @@ def test_a_child_that_cannot_be_built_is_named_and_the_built_ones_are_shut_down(
     FakeChild.__init__ = spy
     try:
         with pytest.raises(RuntimeError, match="connector 'b' of the MultiConnector failed in __init__"):
-            multi(child("a"), child("b", boom=True))
+            multi(child("a"), child("b", boom=Boom))
     finally:
         FakeChild.__init__ = original
     assert built[0].called("shutdown") == [[]]
@@ -171,6 +172,8 @@ def test_children_get_configurations_of_their_own():
         ({"min_tokens": -1}, "connector 'cpu': Expected `int` >= 0"),
         ({"store": "no"}, "connector 'cpu': Expected `bool`"),
         ({"promote": 1}, "connector 'cpu': Expected `bool`"),
+        ({"max_load_attempts": 0}, "connector 'cpu': Expected `int` >= 1 - at `$.max_load_attempts`"),
+        ({"max_load_attempts": "3"}, "connector 'cpu': Expected `int`"),
     ],
 )
 def test_a_switch_of_a_child_that_is_none_is_refused_by_child(given, words):
@@ -181,6 +184,49 @@ def test_a_child_is_not_shown_the_switches_that_are_ours():
     (spec,) = specs(child("cpu", min_tokens=5, store=False, load=True, promote=False, own=1))
     assert spec.kv_transfer_config.kv_connector_extra_config == {"name": "cpu", "own": 1}
     assert (spec.settings.min_tokens, spec.settings.store, spec.settings.promote) == (5, False, False)
+
+
+def test_attempts_are_each_childs_own_and_the_child_is_shown_them_like_its_weight():
+    default, own = specs(child("cpu"), child("disk", max_load_attempts=5, weight=2.0))
+    assert (default.settings.max_load_attempts, own.settings.max_load_attempts) == (3, 5)
+    assert own.kv_transfer_config.kv_connector_extra_config == {
+        "name": "disk",
+        "load_weight": 2.0,
+        "max_load_attempts": 5,
+    }
+
+
+def test_attempts_beside_the_childs_own_settings_are_refused_with_the_place():
+    assert refusal({**child("cpu"), "max_load_attempts": 2}) == (
+        "unknown key 'max_load_attempts' of connector 'cpu': it belongs in this connector's kv_connector_extra_config"
+    )
+
+
+INSTEAD = {
+    "max_load_attempts": (
+        "max_load_attempts is no setting of the MultiConnector any more: it is now max_load_attempts in the "
+        "kv_connector_extra_config of each child"
+    ),
+    "load_timeout_s": "load_timeout_s is no setting of the MultiConnector any more: it is now isolate_after_s",
+}
+"""The sentence for each setting that is gone."""
+
+
+@pytest.mark.parametrize("old", sorted(INSTEAD.keys() | RENAMED.keys()))
+def test_a_setting_that_is_gone_is_refused_with_what_to_write_now(old):
+    assert refusal(child("cpu"), **{old: 3}) == INSTEAD[old]
+
+
+def test_what_to_write_now_is_taken():
+    assert multi_settings({"connectors": [child("cpu", max_load_attempts=3)], "isolate_after_s": 3})
+
+
+def test_a_child_whose_module_panics_while_it_is_imported_is_refused_by_child(monkeypatch):
+    def panic(config):
+        raise Panic("from native code")
+
+    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", panic)
+    assert refusal(child("cpu")) == "connector 'cpu' cannot be configured: from native code"
 
 
 def test_the_name_of_our_own_statistics_is_no_childs():

@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 
 from tests.multi_connector.fakes import FakeStats, child, multi, vllm_config
 from vllm_overlay.metrics import MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS
-from vllm_overlay.multi_connector import MultiConnector, stats
+from vllm_overlay.multi_connector import MultiConnector, harmless, stats
 from vllm_overlay.multi_connector.stats import Counters, MultiStats
 
 ENGINE = {"model_name": "m", "engine": "0"}
@@ -17,7 +17,7 @@ ENGINE = {"model_name": "m", "engine": "0"}
 
 @pytest.fixture(autouse=True)
 def forget_what_was_logged():
-    stats.log_once.cache_clear()
+    harmless.log_once.cache_clear()
 
 
 def connector_with_stats(*loads, **settings):

@@ -16,8 +16,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from vllm_overlay.multi_connector import MultiConnector
 from vllm_overlay.multi_connector.child import Child
+from vllm_overlay.multi_connector.lookup import Lookup
 from vllm_overlay.multi_connector.metadata import MultiWorkerMetadata
-from vllm_overlay.multi_connector.scheduler import Lookup, SchedulerSide
+from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.multi_connector.stats import MultiPromMetrics, MultiStats
 
@@ -60,7 +61,7 @@ def _substitute() -> None:
     MultiConnector._all_support_hma = property(
         lambda self: all(isinstance(connector, SupportsHMA) for connector in self.sub_connectors)
     )
-    MultiConnector._requests_to_connector = property(lambda self: _Chosen(self._scheduler._lookups))
+    MultiConnector._requests_to_connector = property(lambda self: _Chosen(self._scheduler.lookups.by_request))
     MultiWorkerMetadata.metadata = property(lambda self: self.children)
     MultiPromMetrics._prom_metrics = property(
         lambda self: self._children, lambda self, metrics: setattr(self, "_children", metrics)

@@ -2,8 +2,10 @@
 """One child and the fence around it: what it raises or garbles is logged, counted, answered for, never passed on.
 
 A child that raised, or answered what cannot be an answer, has done an unknown part of its work, so it is *isolated*: no
-hook of it is called any more, here and (service.py) in all processes. It comes back as a new instance. Blocks that the
-old one may still touch are given back only once it cannot touch them: see ``WorkerSide``.
+hook of it is called any more, here and (supervisor.py) in all processes. It comes back as a new instance. Blocks that
+the old one may still touch are given back only once it cannot touch them: see ``WorkerSide``.
+
+The fence holds every exception, also those of native code that are no ``Exception``; common/fence.py says which pass.
 """
 
 import inspect
@@ -14,12 +16,13 @@ from typing import Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.multi_connector.stats import Counters
 from vllm_overlay.multi_connector.watchdog import Watchdog
 
 # Below vLLM's own logger, whose handlers and level it shares.
 logger = init_logger(f"vllm.{__name__}")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 class Child:
@@ -77,44 +80,48 @@ class Child:
     def call(
         self,
         hook: str,
-        default: Answer,
+        default: Result,
         *args: Any,
-        parse: Callable[[Any], Answer] | None = None,
+        parse: Callable[[Any], Result] | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Answer:
+    ) -> Result:
         """The child's answer to ``hook(*args, **options)``, or ``default`` when it is out of service or raises.
 
         ``parse`` checks and converts the answer inside the fence: what it raises counts as the hook's exception.
         """
         return self._fenced(hook, default, args, parse, options) if self.in_service else default
 
-    def ask(self, hook: str, default: Answer, *args: Any, parse: Callable[[Any], Answer] | None = None) -> Answer:
+    def ask(self, hook: str, default: Result, *args: Any, parse: Callable[[Any], Result] | None = None) -> Result:
         """As ``call``, also of a child out of service."""
         return self._fenced(hook, default, args, parse, MappingProxyType({}))
 
-    def read(self, hook: str, default: Answer, parse: Callable[[Any], Answer]) -> Answer:
+    def read(self, hook: str, default: Result, parse: Callable[[Any], Result]) -> Result:
         """As ``call`` for a property."""
         if not self.in_service:
             return default
         try:
             return parse(getattr(self.connector, hook))
-        except Exception as error:
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
             self.failed(hook, error)
             return default
 
     def _fenced(
         self,
         hook: str,
-        default: Answer,
+        default: Result,
         args: tuple[Any, ...],
-        parse: Callable[[Any], Answer] | None,
+        parse: Callable[[Any], Result] | None,
         options: Mapping[str, Any],
-    ) -> Answer:
+    ) -> Result:
         self._watchdog.began(self.name, hook)
         try:
             answer = getattr(self.connector, hook)(*args, **options)
             return parse(answer) if parse is not None else answer
-        except Exception as error:
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
             self.failed(hook, error)
             return default
         finally:
@@ -126,7 +133,7 @@ class Child:
         """As ``call`` for a hook that runs before serving; see ``at_start``."""
         return at_start(self.name, hook, lambda: getattr(self.connector, hook)(*args))
 
-    def failed(self, hook: str, error: Exception) -> None:
+    def failed(self, hook: str, error: BaseException) -> None:
         """Counts and logs one exception, and isolates the child."""
         self.counters.count_error(hook)
         self.log_once(hook, "failed in %s; it is logged once and counted from here on.", hook, exc_info=error)
@@ -147,7 +154,9 @@ class Child:
         try:
             self.connector.shutdown()
             self.stopped = True
-        except Exception as error:
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
             self.counters.count_error("shutdown")
             self.log_once("shutdown", "could not be shut down; what it still holds stays held.", exc_info=error)
         finally:
@@ -170,7 +179,9 @@ class Child:
             for hook, argument in start_hooks:
                 self._watchdog.began(self.name, hook)
                 getattr(self.connector, hook)(argument)
-        except Exception as error:
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
             self.failed(hook, error)
             return False
         finally:
@@ -178,17 +189,19 @@ class Child:
         self.standing_by = True
         return True
 
-    def log_once(self, topic: str, message: str, *args: object, exc_info: Exception | None = None) -> None:
+    def log_once(self, topic: str, message: str, *args: object, exc_info: BaseException | None = None) -> None:
         if topic not in self._logged:
             self._logged.add(topic)
             logger.error("Connector %r " + message, self.name, *args, exc_info=exc_info)
 
 
-def at_start(name: str, hook: str, action: Callable[[], Answer]) -> Answer:
+def at_start(name: str, hook: str, action: Callable[[], Result]) -> Result:
     """Runs a child's hook before serving: an exception becomes a refusal that names child and hook."""
     try:
         return action()
-    except Exception as error:
+    except SHUTDOWN:
+        raise
+    except BaseException as error:
         raise RuntimeError(f"connector {name!r} of the MultiConnector failed in {hook}: {error}") from error
 
 

@@ -5,7 +5,7 @@ How the children's answers become one (``tests/multi_connector/test_interface.py
 
 | hook | children asked | merged by |
 | --- | --- | --- |
-| get_num_new_matched_tokens | all, in the same call | highest tokens x load_weight, first of equals (selection.py) |
+| get_num_new_matched_tokens | all, in the same call | highest value, first of equals (selection_rules/) |
 | update_state_after_alloc | all | the chosen one gets the tokens, the others the real blocks and 0 |
 | get_loaded_kv_cache_group_ids, get_external_cache_hit_sources | the chosen one | its answer |
 | request.shared_prefix_boundary | all, each from the scheduler's value | selection.merge_junctions |
@@ -14,7 +14,7 @@ How the children's answers become one (``tests/multi_connector/test_interface.py
 | bind/clear_connector_metadata, start_load_kv, wait_for_layer_load, save_kv_layer, wait_for_save, \
 finish_forward, reset_capture_state, handle_preemptions, on_new_request, register_kv_caches, \
 set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown | all | nothing to merge |
-| get_transfer_results, get_finished | all | load: the chosen child's report; save: all who promised (completion.py) |
+| get_transfer_results, get_finished | all | load: the chosen child's report; save: all holders' (completion.py) |
 | get_block_ids_with_load_errors | all | union |
 | request_finished, request_finished_all_groups | all | True if any; parameters joined, first of equal keys |
 | register_finished_partial_tail | all | any; counts as one promise with request_finished |
@@ -30,8 +30,8 @@ set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown |
 | get_finished_count | all | None if one says None; must agree, else a refusal |
 | kv_load_failure_policy | all | "recompute" if a child's is once it is built |
 
-"All" are those in service (service.py), and for hooks that concern one request those that see it (visibility.py). For
-a child out of service nothing waits but the blocks that it may still touch (worker.py).
+"All" are those in service (supervisor.py), and for hooks that concern one request those that see it
+(request_filter.py). For a child out of service nothing waits but the blocks that it may still touch (worker.py).
 """
 
 import contextlib

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from vllm.logger import init_logger
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.multi_connector.settings import ChildSettings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -73,7 +74,9 @@ class ControlFile:
             if self._seen is not None:
                 self._seen, self.settings = None, self._configured
                 logger.info("%s is gone: the children's switches are as configured", self._path)
-        except (ControlError, OSError) as error:
+        except SHUTDOWN:
+            raise
+        except BaseException as error:  # besides ControlError and OSError say MemoryError: no file ends the engine
             logger.warning("%s changes nothing, the last good switches hold: %s", self._path, error)
 
     def _changed(self) -> dict[str, dict[str, object]]:

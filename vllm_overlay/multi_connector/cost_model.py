@@ -5,7 +5,6 @@ Both are straight lines, seconds = a + b x tokens, fitted as measurements come: 
 2 % less, so that a line follows a disk that becomes slower.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 _MEMORY = 0.98
@@ -84,31 +83,3 @@ class LoadCost:
         if not self.line.is_known:
             return self._promise * prefill_s
         return prefill_s - self.line.seconds(tokens) * self._discount
-
-
-class Prices:
-    """What a scheduler knows of all children and of its own prefill."""
-
-    def __init__(self, weights: list[float]) -> None:
-        """Children's weights. Before it is measured, the heaviest child's load is taken to cost nothing."""
-        heaviest = max(weights, default=0.0)
-        self.loads = [LoadCost(weight / heaviest if heaviest else 0.0) for weight in weights]
-        self._steps = Line()
-        self._weights = weights
-
-    def step_took(self, tokens: int, seconds: float) -> None:
-        """One engine step that computed ``tokens`` of prompts."""
-        self._steps.add(tokens, seconds)
-
-    @property
-    def prefill_s_per_token(self) -> float | None:
-        """None until enough steps have been seen."""
-        return self._steps.coefficients()[1] if self._steps.is_known else None
-
-    def value_of(self, child: int) -> Callable[[int], float]:
-        """What ``child``'s offer of a number of tokens is worth: seconds saved, or tokens x weight at first."""
-        per_token = self.prefill_s_per_token
-        if per_token is None:
-            weight = self._weights[child]
-            return lambda tokens: tokens * weight
-        return lambda tokens: self.loads[child].saved_s(tokens, tokens * per_token) if tokens else 0.0

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of one child as the scheduler directs it, in step with the workers. Pure.
+"""The life of one child as the scheduler directs it: a circuit breaker with the workers in its loop. Pure.
 
-    SERVING --isolate--> STOPPING --all ranks have stopped it--> RESTING --the pause is over--> ON_TRIAL --> SERVING
-                            ^                                                                      |
-                            +-------------------- it failed again, here or on a rank --------------+
+    SERVING --isolate--> STOPPING --all ranks have stopped it--> OPEN --the pause is over--> HALF_OPEN --> SERVING
+                            ^                                                                    |
+                            +------------------- it failed again, here or on a rank -------------+
 
-A child that comes back is a new instance, on the scheduler and on every rank: its *generation* goes up by one when it
-is put on trial. The scheduler sends an ``Order`` for each child with each step's metadata; a rank's answer names the
-orders it has seen, so that an answer to an older order is not taken for one to the present order.
+A child that comes back is a new instance, on the scheduler and on every rank. Its *generation* goes up by one when it
+becomes half open. The scheduler sends an ``Order`` for each child with each step's metadata. A rank's answer names the
+orders it has seen, so an answer to an older order is not taken for one to the present order.
 """
 
 from dataclasses import dataclass
@@ -37,27 +37,31 @@ class Phase(Enum):
     """Where a child is in its life; the values are those of the gauge ``vllm:kv_connector_state``."""
 
     SERVING = 0
+    """The closed circuit breaker: every hook is called."""
     STOPPING = 1
-    RESTING = 2
-    ON_TRIAL = 3
+    """It has failed, and some rank's instance may still touch blocks."""
+    OPEN = 2
+    """No instance can touch a block; the pause runs."""
+    HALF_OPEN = 3
+    """The scheduler has a new instance, which waits for the ranks' new instances."""
 
 
 _DUTIES = {
     Phase.SERVING: Duty.SERVE,
     Phase.STOPPING: Duty.STOP,
-    Phase.RESTING: Duty.STOP,
-    Phase.ON_TRIAL: Duty.STAND_BY,
+    Phase.OPEN: Duty.STOP,
+    Phase.HALF_OPEN: Duty.STAND_BY,
 }
 
 
 class Lifecycle:
-    """One child. Whoever builds the scheduler's own instance calls ``begin_trial`` and ``serve``."""
+    """One child. ``Supervisor`` builds the scheduler's own instance and then calls ``half_open`` and ``serve``."""
 
     def __init__(self, backoff: Backoff) -> None:
         self.backoff = backoff
         self.phase = Phase.SERVING
         self.generation = 0
-        self.told = True
+        self.sent = True
         """Whether the ranks have been sent the present order."""
 
     @property
@@ -66,36 +70,40 @@ class Lifecycle:
 
     @property
     def needs_steps(self) -> bool:
-        """Whether an idle engine should go on stepping for it: news for the ranks, or an answer that is about to come.
+        """Whether an idle engine should go on stepping for it: to send an order, or to hear an answer that will come.
 
-        Not while it rests or while a rank cannot stop it: either may last, and an idle engine would spin.
+        Not while it is open or while a rank cannot stop it: either may last, and an idle engine would spin.
         """
-        return not self.told or self.phase is Phase.ON_TRIAL
+        return not self.sent or self.phase is Phase.HALF_OPEN
 
     def isolate(self, now: float) -> None:
-        if self.phase in (Phase.SERVING, Phase.ON_TRIAL):
+        """It has failed in some process."""
+        if self.phase in (Phase.SERVING, Phase.HALF_OPEN):
             self.backoff.failed(now)
             self._enter(Phase.STOPPING)
 
     def stopped(self) -> None:
         """All ranks have stopped their instances."""
         if self.phase is Phase.STOPPING:
-            self.phase = Phase.RESTING
+            self.phase = Phase.OPEN
 
     def may_try(self, now: float) -> bool:
-        return self.phase is Phase.RESTING and self.backoff.may_try(now)
+        """Whether the pause is over."""
+        return self.phase is Phase.OPEN and self.backoff.may_try(now)
 
-    def trial_failed(self, now: float) -> None:
+    def attempt_failed(self, now: float) -> None:
         """The scheduler could not build its own instance: the ranks need not hear of this attempt."""
         self.backoff.failed(now)
 
-    def begin_trial(self) -> None:
+    def half_open(self) -> None:
+        """The scheduler has built its own instance."""
         self.generation += 1
-        self._enter(Phase.ON_TRIAL)
+        self._enter(Phase.HALF_OPEN)
 
     def serve(self, now: float) -> None:
+        """All processes have an instance."""
         self.backoff.succeeded(now)
         self._enter(Phase.SERVING)
 
     def _enter(self, phase: Phase) -> None:
-        self.phase, self.told = phase, False
+        self.phase, self.sent = phase, False

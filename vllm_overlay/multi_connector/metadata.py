@@ -12,8 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.completion import Load
+from vllm_overlay.multi_connector.harmless import harmless
 from vllm_overlay.multi_connector.lifecycle import Order
 
 
@@ -28,8 +30,8 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     """Request finished since the last step -> the children that hold its blocks."""
     orders: tuple[Order, ...] = ()
     """What every rank has to do with each child; a child that does not serve has no part in ``children``."""
-    strangers: dict[int, frozenset[str]] = field(default_factory=dict)
-    """Child that came back since the last step -> requests that lived then, of which it has never heard."""
+    unknown_requests: dict[int, frozenset[str]] = field(default_factory=dict)
+    """Child that came back since the last step -> requests that lived then, which are unknown to its new instance."""
     preempted: frozenset[str] = frozenset()
     """For children whose handle_preemptions is the older one that takes request ids."""
 
@@ -49,7 +51,7 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unus
     """Child that stands by -> (pipeline rank, tensor rank) -> what its new instance there says."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "MultiWorkerMetadata":
-        """A child whose own ``aggregate`` raises has lost a rank's news, so its books are broken: isolated."""
+        """A child whose own ``aggregate`` raises has lost what a rank reported, so it is reported broken: isolated."""
         assert isinstance(other, MultiWorkerMetadata)
         broken: set[int] = set()
         children: list[KVConnectorWorkerMetadata | None] = []
@@ -57,7 +59,9 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unus
             try:
                 merged = theirs if mine is None else mine if theirs is None else mine.aggregate(theirs)
                 children.append(validation.worker_metadata(merged))
-            except Exception:
+            except SHUTDOWN:
+                raise
+            except BaseException:
                 broken.add(index)
                 children.append(None)
         indexes = self.handshakes.keys() | other.handshakes.keys()
@@ -89,10 +93,12 @@ class MultiKVEvents(KVConnectorKVEvents):  # type: ignore[misc, unused-ignore]
         self._num_workers = 1
 
     def add_events(self, events: Iterable[Any]) -> None:
+        """A child's container that raises is logged once; what it did not take is lost, and nothing else."""
         for index, theirs in events:
             if (mine := self.children.get(index)) is None:
                 self.children[index] = theirs
-            else:
+                continue
+            with harmless(f"KV cache events of child {index} could not be added up; some are lost."):
                 mine.add_events(theirs.get_all_events())
                 mine.increment_workers(theirs.get_number_of_workers())
 
@@ -100,7 +106,11 @@ class MultiKVEvents(KVConnectorKVEvents):  # type: ignore[misc, unused-ignore]
         return list(self.children.items())
 
     def aggregate(self) -> "MultiKVEvents":
-        return MultiKVEvents({index: events.aggregate() for index, events in self.children.items()})
+        aggregated: dict[int, KVConnectorKVEvents] = {}
+        for index, events in self.children.items():
+            with harmless(f"KV cache events of child {index} could not be aggregated; they are lost."):
+                aggregated[index] = events.aggregate()
+        return MultiKVEvents(aggregated)
 
     def increment_workers(self, count: int = 1) -> None:
         """``add_events`` has counted each child's workers, so a rank where a child had none does not count for it."""
@@ -110,5 +120,6 @@ class MultiKVEvents(KVConnectorKVEvents):  # type: ignore[misc, unused-ignore]
         return self._num_workers
 
     def clear_events(self) -> None:
-        for events in self.children.values():
-            events.clear_events()
+        for index, events in self.children.items():
+            with harmless(f"KV cache events of child {index} could not be cleared."):
+                events.clear_events()

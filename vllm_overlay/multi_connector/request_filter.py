@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests one child sees. A child stores what it sees scheduled, so what it must not store it does not see.
 
-- A *stranger* was there before the child's present instance. The instance has never heard of it and never does.
-- A request *without work* was announced to the child and looked up in it, but never gets blocks or steps there: to the
-  child it is a request that waits and is then aborted. So it is for a child whose ``store`` is off, and, with
-  ``promote`` off, for requests that another child loads.
+- An *unknown* request is older than the child's present instance. The instance was never told of it and never is.
+- A request *without work* is announced to the child and looked up in it, but never gets blocks or steps there: to the
+  child it is a request that waits and is then aborted. This is for a child whose ``store`` is off. With ``promote``
+  off it is for requests that another child loads.
 
 Either lasts until the request is finished: a child cannot take up a request in the middle.
 """
@@ -23,26 +23,28 @@ class RequestFilter:
     """One child's. All ids are request ids."""
 
     def __init__(self) -> None:
-        self._strangers: set[str] = set()
+        self._unknown: set[str] = set()
         self._without_work: set[str] = set()
         self._after_this_step: set[str] = set()
-        self._leaving: set[str] = set()
+        self._finished_unknown: set[str] = set()
 
-    def begin_anew(self, living: Iterable[str]) -> None:
-        """A new instance, which knows none of the requests that live now."""
-        self._strangers = set(living)
-        for table in (self._without_work, self._after_this_step, self._leaving):
+    def reset(self, living: Iterable[str]) -> None:
+        """For a new instance: all requests that live now are unknown to it."""
+        self._unknown = set(living)
+        for table in (self._without_work, self._after_this_step, self._finished_unknown):
             table.clear()
 
-    def add_stranger(self, request_id: str) -> None:
+    def add_unknown(self, request_id: str) -> None:
         """A request that came while no instance was in service."""
-        self._strangers.add(request_id)
+        self._unknown.add(request_id)
 
-    def knows(self, request_id: str) -> bool:
-        return request_id not in self._strangers
+    def is_unknown(self, request_id: str) -> bool:
+        """Whether the present instance was never told of the request."""
+        return request_id in self._unknown
 
     def works_on(self, request_id: str) -> bool:
-        return request_id not in self._strangers and request_id not in self._without_work
+        """Whether the child gets the request's blocks and steps."""
+        return request_id not in self._unknown and request_id not in self._without_work
 
     def give_no_work(self, request_id: str) -> None:
         self._without_work.add(request_id)
@@ -52,31 +54,31 @@ class RequestFilter:
         self._after_this_step.add(request_id)
 
     def finished(self, request_id: str) -> None:
-        """A stranger is one until the next step's plan, which names the finished requests."""
+        """An unknown request stays unknown until the next step's plan, which names the finished requests."""
         self._without_work.discard(request_id)
         self._after_this_step.discard(request_id)
-        if request_id in self._strangers:
-            self._leaving.add(request_id)
+        if request_id in self._unknown:
+            self._finished_unknown.add(request_id)
 
     @property
     def tracked(self) -> int:
         """Entries in its tables."""
-        return len(self._strangers) + len(self._without_work) + len(self._after_this_step)
+        return len(self._unknown) + len(self._without_work) + len(self._after_this_step)
 
     def view(self, output: "SchedulerOutput") -> "SchedulerOutput":
         """``output`` without what the child must not see; ``output`` itself when that is nothing."""
-        hidden = self._strangers | self._without_work
-        return _without(output, hidden, self._strangers) if hidden else output
+        hidden = self._unknown | self._without_work
+        return _without(output, hidden, self._unknown) if hidden else output
 
     def step_is_planned(self) -> None:
         """The child has built its metadata for this step."""
         self._without_work |= self._after_this_step
         self._after_this_step.clear()
-        self._strangers -= self._leaving
-        self._leaving.clear()
+        self._unknown -= self._finished_unknown
+        self._finished_unknown.clear()
 
 
-def _without(output: "SchedulerOutput", hidden: set[str], strangers: set[str]) -> "SchedulerOutput":
+def _without(output: "SchedulerOutput", hidden: set[str], unknown: set[str]) -> "SchedulerOutput":
     scheduled = {r: number for r, number in output.num_scheduled_tokens.items() if r not in hidden}
     return dataclasses.replace(
         output,
@@ -86,7 +88,7 @@ def _without(output: "SchedulerOutput", hidden: set[str], strangers: set[str]) -
         total_num_scheduled_tokens=sum(scheduled.values()),
         scheduled_spec_decode_tokens=_dict_without(output.scheduled_spec_decode_tokens, hidden),
         scheduled_encoder_inputs=_dict_without(output.scheduled_encoder_inputs, hidden),
-        finished_req_ids=output.finished_req_ids - strangers,
+        finished_req_ids=output.finished_req_ids - unknown,
         preempted_req_ids=None if output.preempted_req_ids is None else output.preempted_req_ids - hidden,
         kv_connector_block_state=_state_without(output.kv_connector_block_state, hidden),
     )

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which child loads a request, and where its prefill should stop. Pure: no vLLM, no clock, no state."""
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from vllm_overlay.common.fence import SHUTDOWN
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,10 +69,15 @@ def valid_tokens(answer: object, ceiling: int) -> int | None:
     A too large answer is not cut down to the ceiling: a child that keeps recurrent states has one at the boundary it
     named, not at the one it would be cut down to.
     """
-    if isinstance(answer, bool) or not hasattr(answer, "__index__"):
+    if isinstance(answer, bool):
         return None
-    tokens = answer.__index__()
-    return int(tokens) if 0 <= tokens <= ceiling else None
+    try:
+        tokens = int(operator.index(answer))  # type: ignore[arg-type]
+    except SHUTDOWN:
+        raise
+    except BaseException:  # no number, or a foreign one that raises: a tensor of several, say
+        return None
+    return tokens if 0 <= tokens <= ceiling else None
 
 
 def merge_junctions(schedulers: int, childrens: Iterable[object], resume_tokens: int, num_tokens: int) -> int:

@@ -5,14 +5,16 @@ import copy
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from vllm_overlay.config import ConfigError, load_weight_of
+from vllm_overlay.common.fence import SHUTDOWN
+from vllm_overlay.config import ConfigError, MaxLoadAttempts, load_weight_of
+from vllm_overlay.multi_connector.selection_rules.factory import rule_class
 from vllm_overlay.multi_connector.stats import OWN
 
 
@@ -24,17 +26,17 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(description="the children, in order; each takes the fields of `--kv-transfer-config`"),
     ]
     selection: Annotated[
-        Literal["weighted", "cost"],
-        Meta(description="who loads: `weighted`, the highest tokens x load_weight; `cost`, the most seconds saved"),
+        str,
+        Meta(
+            description="who loads: `weighted`, the highest tokens x load_weight; `cost`, the most seconds saved; "
+            "`module:Class`, a rule of your own"
+        ),
     ] = "weighted"
     lookup_timeout_ms: Annotated[
         float,
         Meta(description="ms a request waits for children still looking, when one could beat the ready offers", ge=0),
     ] = 50.0
-    max_load_attempts: Annotated[
-        int, Meta(description="failed loads of one request after which a child is not chosen for it again", ge=1)
-    ] = 3
-    load_timeout_s: Annotated[
+    isolate_after_s: Annotated[
         float,
         Meta(
             description="seconds after which a load that its child has not reported isolates the child; 0: never", ge=0
@@ -55,10 +57,18 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = ""
 
 
+RENAMED = {
+    "max_load_attempts": "it is now max_load_attempts in the kv_connector_extra_config of each child",
+    "load_timeout_s": "it is now isolate_after_s",
+}
+"""Settings that the MultiConnector had, and what to write now."""
+
+
 class ChildSettings(msgspec.Struct, kw_only=True, frozen=True):
     """What any connector may carry in its ``kv_connector_extra_config`` as a child of the MultiConnector."""
 
     load_weight: Annotated[float, Meta(description="weight of what it offers: `matched_tokens x load_weight`")] = 1.0
+    max_load_attempts: MaxLoadAttempts = 3
     min_tokens: Annotated[int, Meta(description="an offer of fewer tokens counts as none", ge=0)] = 0
     load: Annotated[bool, Meta(description="whether requests are loaded from it")] = True
     store: Annotated[bool, Meta(description="whether it stores requests")] = True
@@ -67,6 +77,9 @@ class ChildSettings(msgspec.Struct, kw_only=True, frozen=True):
 
 _OURS_ALONE = ("min_tokens", "load", "store", "promote")
 """Settings that the child itself is not shown: it may refuse what it does not know."""
+
+_SHARED = ("load_weight", "max_load_attempts")
+"""Settings that the child is shown too: our own tiers have them under the same names."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,6 +101,8 @@ class ChildSpec:
 def multi_settings(extra_config: Mapping[str, Any]) -> MultiSettings:
     """The checked settings; raises ConfigError."""
     known = [field.name for field in msgspec.structs.fields(MultiSettings)]
+    if renamed := sorted(set(extra_config) & set(RENAMED)):
+        raise ConfigError(f"{renamed[0]} is no setting of the MultiConnector any more: {RENAMED[renamed[0]]}")
     if unknown := sorted(set(extra_config) - set(known)):
         raise ConfigError(f"unknown setting {unknown[0]!r} of the MultiConnector: it takes {', '.join(known)}")
     if not extra_config.get("connectors"):
@@ -96,9 +111,11 @@ def multi_settings(extra_config: Mapping[str, Any]) -> MultiSettings:
             '[{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]'
         )
     try:
-        return msgspec.convert(dict(extra_config), MultiSettings)
+        settings = msgspec.convert(dict(extra_config), MultiSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"MultiConnector: {error}") from error
+    rule_class(settings.selection)
+    return settings
 
 
 def child_specs(
@@ -151,7 +168,7 @@ def _child_spec(entry: Mapping[str, Any], name: str, inherited: Mapping[str, Any
     if unknown := sorted(set(entry) - set(known)):
         hint = (
             "it belongs in this connector's kv_connector_extra_config"
-            if unknown[0] in ("name", "load_weight", "tier", *_OURS_ALONE)
+            if unknown[0] in ("name", "tier", *_SHARED, *_OURS_ALONE)
             else f"it takes {', '.join(known)}, and what is the connector's own goes in kv_connector_extra_config"
         )
         raise ConfigError(f"unknown key {unknown[0]!r} of connector {name!r}: {hint}")
@@ -164,20 +181,22 @@ def _child_spec(entry: Mapping[str, Any], name: str, inherited: Mapping[str, Any
         for setting in _OURS_ALONE:
             config.kv_connector_extra_config.pop(setting, None)
         cls = KVConnectorFactory.get_connector_class(config)
-    except Exception as error:
+    except SHUTDOWN:
+        raise
+    except BaseException as error:
         raise ConfigError(f"connector {name!r} cannot be configured: {_sentence(error)}") from error
     return ChildSpec(name, settings, cls, config)
 
 
 def _child_settings(extra: Mapping[str, Any], name: str) -> ChildSettings:
-    given = {setting: extra[setting] for setting in _OURS_ALONE if setting in extra}
+    given = {setting: extra[setting] for setting in (*_SHARED, *_OURS_ALONE) if setting in extra}
     try:
         return msgspec.convert({**given, "load_weight": load_weight_of(extra, name)}, ChildSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"connector {name!r}: {error}") from error
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: BaseException) -> str:
     """One line for an error; pydantic's are several."""
     details = getattr(error, "errors", None)
     if callable(details):

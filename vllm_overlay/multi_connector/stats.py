@@ -5,11 +5,10 @@ Two children of one class stay apart, a child loaded by module path works, and n
 into the loop that serves metrics: what cannot be added up or exported is dropped and logged once.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,19 +16,12 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.logger import init_logger
 
 from vllm_overlay.metrics import CONNECTOR, MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS, MULTI_CONNECTOR_GAUGES
-
-logger = init_logger(f"vllm.{__name__}")
+from vllm_overlay.multi_connector.harmless import harmless
 
 OWN = "*"
 """The key of our own part among the children's names; no child may have this name."""
-
-
-@functools.cache
-def log_once(message: str) -> None:
-    logger.exception(message)
 
 
 @dataclass(slots=True)
@@ -195,7 +187,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
     def to_dict(self) -> dict[str, Any]:
         wire: dict[str, Any] = {}
         for name, part in self.data.items():
-            with _harmless(f"Stats of connector {name!r} could not be written; they are lost."):
+            with harmless(f"Stats of connector {name!r} could not be written; they are lost."):
                 wire[name] = part.to_dict()
         return wire
 
@@ -203,39 +195,30 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
         for name, part in other.data.items():
             mine = self.data.setdefault(name, part)
             if mine is not part:
-                with _harmless(f"Stats of connector {name!r} could not be added up; some are lost."):
+                with harmless(f"Stats of connector {name!r} could not be added up; some are lost."):
                     self.data[name] = mine.aggregate(part)
         return self
 
     def reset(self) -> None:
         for name, part in self.data.items():
-            with _harmless(f"Stats of connector {name!r} could not be reset."):
+            with harmless(f"Stats of connector {name!r} could not be reset."):
                 part.reset()
 
     def reduce(self) -> dict[str, Any]:
         reduced: dict[str, Any] = {}
         for name, part in self.data.items():
-            with _harmless(f"Stats of connector {name!r} could not be reduced; they are not logged."):
+            with harmless(f"Stats of connector {name!r} could not be reduced; they are not logged."):
                 reduced[name] = part.reduce()
         return reduced
 
     def is_empty(self) -> bool:
         for name, part in self.data.items():
             empty = False
-            with _harmless(f"Stats of connector {name!r} could not be asked whether they are empty; taken as not."):
+            with harmless(f"Stats of connector {name!r} could not be asked whether they are empty; taken as not."):
                 empty = part.is_empty()
             if not empty:
                 return False
         return True
-
-
-@contextlib.contextmanager
-def _harmless(message: str) -> Iterator[None]:
-    """What raises inside is logged once and left out."""
-    try:
-        yield
-    except Exception:
-        log_once(message)
 
 
 def _rebuilt(name: str, part: object, class_name: str | None) -> KVConnectorStats | None:
@@ -246,7 +229,7 @@ def _rebuilt(name: str, part: object, class_name: str | None) -> KVConnectorStat
         cls: Any = KVConnectorFactory.get_connector_class_by_name(name)
         registered: KVConnectorStats | None = cls.build_kv_connector_stats(data=part)
         return registered
-    with _harmless(f"Stats of connector {name!r} could not be rebuilt; they are not logged."):
+    with harmless(f"Stats of connector {name!r} could not be rebuilt; they are not logged."):
         module, _, qualname = class_name.partition(":")
         stats: KVConnectorStats | None = connector_class(module, qualname).build_kv_connector_stats(data=part)
         return stats
@@ -343,22 +326,20 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
         registry = _Registry({kind: metric_types[kind] for kind in (Gauge, Counter, Histogram)})
         self._children: dict[str, KVConnectorPromMetrics] = {}
         for name, cls, config in children:
-            try:
+            made = None
+            with harmless(f"Metrics of connector {name!r} could not be built; its own are not exported."):
                 made = cls.build_prom_metrics(config, registry.types_for(name), labelnames, per_engine_labelvalues)
-            except Exception:
-                log_once(f"Metrics of connector {name!r} could not be built; its own are not exported.")
-                continue
             if made is not None:
                 self._children[name] = made
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Called by vLLM with what ``MultiStats.to_dict`` wrote. Never raises."""
-        with _harmless("Statistics of the MultiConnector could not be exported."):
+        with harmless("Statistics of the MultiConnector could not be exported."):
             for name, part in transfer_stats_data.items():
                 if name == OWN:
                     self._observe_own(OwnStats(part), self.per_engine_labelvalues[engine_idx])
                 elif name in self._children:
-                    with _harmless(f"Statistics of connector {name!r} could not be exported."):
+                    with harmless(f"Statistics of connector {name!r} could not be exported."):
                         self._children[name].observe(part, engine_idx)
 
     def _observe_own(self, own: OwnStats, engine: list[object]) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from vllm.logger import init_logger
 
+from vllm_overlay.common.fence import SHUTDOWN
+
 logger = init_logger(f"vllm.{__name__}")
 
 
@@ -42,8 +44,14 @@ class Watchdog:
         if self.limit_s > 0:
             self._call = _Call(child, hook, self._clock(), threading.get_ident())
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="multi-connector-watchdog", daemon=True)
-                self._thread.start()
+                self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="multi-connector-watchdog", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the process may have no more threads; how long hooks take is still measured
+            logger.error("The watchdog has no thread, so hooks that hang are not named: %s", error)
 
     def ended(self) -> float:
         """The hook has returned; how many seconds it took when that is over the limit, else 0."""
@@ -67,12 +75,21 @@ class Watchdog:
         if call is None or call.reported or self._clock() - call.started <= self.limit_s:
             return
         call.reported = True
-        frame = sys._current_frames().get(call.thread_id)
-        where = "".join(traceback.format_stack(frame)[-12:]) if frame is not None else "(its thread is gone)"
         logger.error(
             "Connector %r has not returned from %s for %.1f s (hang_after_s); the engine waits for it here:\n%s",
             call.child,
             call.hook,
             self._clock() - call.started,
-            where,
+            _stack_of(call.thread_id),
         )
+
+
+def _stack_of(thread_id: int) -> str:
+    """Where a thread is now. Reading its frames and their sources may fail while it runs on."""
+    try:
+        frame = sys._current_frames().get(thread_id)
+        return "".join(traceback.format_stack(frame)[-12:]) if frame is not None else "(its thread is gone)"
+    except SHUTDOWN:
+        raise
+    except BaseException as error:
+        return f"(its stack cannot be read: {error!r})"

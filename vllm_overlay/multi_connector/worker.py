@@ -55,7 +55,7 @@ class WorkerSide:
         self._obeyed: KVConnectorMetadata | None = None
         self._orders: tuple[Order, ...] = ()
         self._stop_attempts = [Backoff(settings.retry_first_s, settings.retry_longest_s) for _ in children]
-        self._strangers: list[set[str]] = [set() for _ in children]
+        self._unknown_requests: list[set[str]] = [set() for _ in children]
         self._start_hooks: dict[str, Any] = {}
         self._handshakes: dict[int, dict[tuple[int, int], KVConnectorHandshakeMetadata]] = {}
 
@@ -84,8 +84,8 @@ class WorkerSide:
         for child, part in self._parts(metadata):
             if not child.wants_preempted_ids:
                 child.call("handle_preemptions", None, part)
-            elif known := set(metadata.preempted) - self._strangers[child.index]:
-                child.call("handle_preemptions", None, known)
+            elif preempted := set(metadata.preempted) - self._unknown_requests[child.index]:
+                child.call("handle_preemptions", None, preempted)
 
     def bind_connector_metadata(self, metadata: MultiMetadata) -> None:
         self._obey(metadata)
@@ -116,8 +116,8 @@ class WorkerSide:
         if metadata is self._obeyed:
             return
         self._obeyed, self._orders = metadata, metadata.orders
-        for index, request_ids in metadata.strangers.items():
-            self._strangers[index] = set(request_ids)
+        for index, request_ids in metadata.unknown_requests.items():
+            self._unknown_requests[index] = set(request_ids)
         for child, order in zip(self._children, metadata.orders, strict=False):
             if order.generation > child.generation:
                 self._renew(child, order.generation)
@@ -142,22 +142,22 @@ class WorkerSide:
         """This rank's reports. Also where an isolated child is stopped and what it owed is released."""
         for child in self._children:
             if child.in_service:
-                self._collect(child, self._known_of(child, finished_req_ids))
+                self._collect(child, self._without_unknown(child, finished_req_ids))
         for child in self._children:
             if child.isolated and not child.stopped:
-                self._stop(child, self._known_of(child, finished_req_ids))
+                self._stop(child, self._without_unknown(child, finished_req_ids))
             if child.stopped:
                 self._completions.abandon(child.index)
-        for strangers in self._strangers:
-            strangers -= finished_req_ids
+        for unknown in self._unknown_requests:
+            unknown -= finished_req_ids
         done = self._completions.take()
         self._load_errors |= done.invalid_blocks
         return KVConnectorTransferResults(
             finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
         )
 
-    def _known_of(self, child: Child, request_ids: set[str]) -> set[str]:
-        return request_ids - self._strangers[child.index]
+    def _without_unknown(self, child: Child, request_ids: set[str]) -> set[str]:
+        return request_ids - self._unknown_requests[child.index]
 
     def _collect(self, child: Child, finished_req_ids: set[str]) -> None:
         results = child.ask("get_transfer_results", None, finished_req_ids, parse=validation.transfer_results)
@@ -229,7 +229,7 @@ class WorkerSide:
     @property
     def tracked(self) -> int:
         """Entries in all tables of requests."""
-        return self.open_requests + sum(map(len, self._strangers))
+        return self.open_requests + sum(map(len, self._unknown_requests))
 
 
 def _rank() -> tuple[int, int]:

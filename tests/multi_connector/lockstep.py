@@ -45,7 +45,7 @@ def counters(connector, name="a"):
     return connector._children["abcdefgh".index(name)].counters
 
 
-class Engine:
+class Lockstep:
     """A scheduler-side and one or more worker-side MultiConnectors, joined as vLLM joins them."""
 
     def __init__(self, *children, ranks=1, **settings):

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No shared fate: a child that fails is taken out of service, and the requests go on."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.multi_connector.fakes import (
+    Boom,
+    multi,
+    request,
+    scheduler_output,
+    worker,
+)
+from tests.multi_connector.lockstep import Lockstep, counters
+from vllm_overlay.multi_connector.completion import UnreportableLoad
+
+
+@pytest.mark.parametrize("hook", ["update_state_after_alloc", "build_connector_meta"])
+def test_a_load_whose_child_fails_before_it_is_sent_is_told_failed(hook):
+    engine = Lockstep()
+    engine.scheduler.sub_connectors[0].raising = {hook}
+    engine.admit("r", 0)
+    told = engine.step()
+    assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})
+    # The workers' child never saw it and was shut down before the report.
+    (fake, _) = engine.workers[0].sub_connectors
+    assert not fake.called("bind_connector_metadata") and not fake.called("start_load_kv")
+    assert len(fake.called("shutdown")) == 1
+    assert engine.scheduler.get_num_new_matched_tokens(request("next"), 0) == (0, False)
+    engine.finish("next")
+    engine.finish("r")
+    assert engine.tables_are_empty()
+
+
+WORKER_HOOKS = [
+    "bind_connector_metadata",
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("hook", WORKER_HOOKS)
+def test_a_workers_child_that_raises_is_shut_down_before_its_loads_and_saves_are_released(hook, ranks):
+    engine = Lockstep(ranks=ranks)
+    engine.admit("r", 0)
+    engine.finish("s", 0, 1)
+    bad = engine.workers[-1].sub_connectors[0]
+    bad.raising = {hook}
+    for rank in range(ranks):
+        engine.report(1, rank=rank, sending={"s"})
+    told = engine.step()
+    if ranks == 2:
+        assert told.finished_recving is None  # the other rank's child has not ended its part yet
+        told = engine.step()  # now the scheduler knows, and so does the other rank
+    assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})
+    assert told.finished_sending == {"s"}
+    for connector in engine.workers:
+        fake, other = connector.sub_connectors
+        assert len(fake.called("shutdown")) == 1 and not other.called("shutdown")
+    assert bad.calls[-1][0] == "shutdown" or ranks == 1
+    assert engine.scheduler._children[0].isolated
+    engine.finish("r")
+    engine.step()
+    assert engine.tables_are_empty()
+
+
+def test_loads_sent_while_the_scheduler_does_not_know_yet_are_refused():
+    engine = Lockstep()
+    engine.workers[0].sub_connectors[0].raising = {"wait_for_save"}
+    engine.admit("first", 0)
+    metadata = engine.scheduler.build_connector_meta(scheduler_output())
+    engine.workers[0].bind_connector_metadata(metadata)
+    engine.workers[0].wait_for_save()
+    assert engine.workers[0].get_transfer_results(set()).failed_recving == {"first"}
+    engine.admit("second", 0)
+    told = engine.step()
+    assert told.failed_recving == {"second"}
+
+
+def test_what_a_child_that_cannot_be_shut_down_holds_stays_held():
+    engine = Lockstep()
+    engine.admit("r", 0)
+    engine.finish("s", 0)
+    engine.workers[0].sub_connectors[0].raising = {"start_load_kv", "shutdown"}
+    for _ in range(3):
+        told = engine.step()
+        assert (told.finished_recving, told.finished_sending) == (None, None)
+    assert len(engine.workers[0].sub_connectors[0].called("shutdown")) == 1
+
+
+def test_a_load_that_a_child_out_of_service_never_saw_is_told_failed_even_if_it_cannot_be_shut_down():
+    engine = Lockstep()
+    engine.workers[0].sub_connectors[0].raising = {"start_load_kv", "shutdown"}
+    metadata = engine.scheduler.build_connector_meta(scheduler_output())
+    engine.workers[0].bind_connector_metadata(metadata)
+    engine.workers[0].start_load_kv(None)
+    engine.admit("r", 0)
+    assert engine.step().failed_recving == {"r"}
+
+
+def test_loads_reported_good_while_their_errors_could_not_be_asked_for_are_told_failed():
+    engine = Lockstep()
+    engine.admit("r", 0)
+    engine.workers[0].sub_connectors[0].raising = {"get_block_ids_with_load_errors"}
+    engine.report(0, recving={"r"})
+    assert engine.step().failed_recving == {"r"}
+
+
+def test_a_child_the_scheduler_took_out_of_service_gets_no_hook_of_that_step():
+    engine = Lockstep()
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    (fake, other) = engine.workers[0].sub_connectors
+    assert [name for name, *_ in fake.calls if name != "get_kv_connector_stats"] == ["shutdown"]
+    assert len(other.called("handle_preemptions")) == 1
+
+
+def test_a_worker_tells_of_an_isolation_until_the_scheduler_has_heard():
+    engine = Lockstep()
+    engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
+    assert engine.step().kv_connector_worker_meta.broken == {0}
+    told = engine.step().kv_connector_worker_meta
+    assert (told.broken, told.unstopped) == (frozenset(), frozenset())
+    assert counters(engine.scheduler).isolations == 1
+
+
+def test_a_load_that_fails_after_its_request_is_gone_leaves_nothing():
+    engine = Lockstep()
+    engine.admit("r", 0)
+    engine.step()
+    engine.finish("r")
+    engine.report(0, recving={"r"}, failed={"r"})
+    engine.step()
+    assert engine.tables_are_empty()
+
+
+def test_a_save_promised_by_a_child_that_raises_in_finishing_is_held_until_the_workers_stop_it():
+    engine = Lockstep()
+    engine.scheduler.sub_connectors[0].raising = {"request_finished_all_groups"}
+    assert engine.finish("r")
+    assert engine.step().finished_sending == {"r"}
+    assert not engine.finish("later")
+    assert engine.tables_are_empty()
+
+
+def test_the_other_child_goes_on_after_an_isolation():
+    engine = Lockstep()
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    engine.admit("r", 1)
+    engine.report(1, recving={"r"})
+    told = engine.step()
+    assert (told.finished_recving, told.failed_recving) == ({"r"}, set())
+
+
+def test_a_failed_synchronous_load_invalidates_its_blocks():
+    engine = Lockstep()
+    engine.admit("r", 0, asynchronous=False)
+    engine.workers[0].sub_connectors[0].raising = {"wait_for_layer_load"}
+    told = engine.step()
+    assert (told.invalid_block_ids, told.finished_recving, told.failed_recving) == ({4, 5}, None, set())
+
+
+def test_a_good_synchronous_load_needs_no_report():
+    engine = Lockstep()
+    engine.admit("r", 0, asynchronous=False)
+    told = engine.step()
+    assert (told.invalid_block_ids, told.finished_recving) == (set(), None)
+    assert counters(engine.scheduler).loaded_tokens == 64
+
+
+def test_a_failed_synchronous_load_on_several_groups_is_not_served_on():
+    engine = Lockstep(groups=2)
+    engine.admit("r", 0, asynchronous=False)
+    engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
+    with pytest.raises(UnreportableLoad):
+        engine.step()
+
+
+def test_block_errors_are_a_union():
+    connector = worker()
+    for fake, ids in zip(connector.sub_connectors, ({1}, {2}), strict=True):
+        fake.answers["get_block_ids_with_load_errors"] = ids
+    connector.get_transfer_results(set())
+    assert connector.get_block_ids_with_load_errors() == {1, 2}
+
+
+def test_block_errors_on_several_groups_are_passed_on_whether_a_load_is_open_or_not():
+    engine = Lockstep(groups=2)
+    engine.admit("s", 1)
+    engine.workers[0].sub_connectors[0].answers["get_block_ids_with_load_errors"] = {9}
+    engine.report(1, recving={"s"})
+    told = engine.step()
+    assert (told.invalid_block_ids, told.finished_recving, told.failed_recving) == ({9}, {"s"}, set())
+
+
+def test_an_exception_is_logged_once_with_child_hook_and_traceback(monkeypatch):
+    from vllm_overlay.multi_connector import child as child_module
+
+    lines = []
+    monkeypatch.setattr(child_module.logger, "error", lambda *args, exc_info=None: lines.append((args, exc_info)))
+    connector = multi()
+    connector.sub_connectors[0].raising = {"take_events"}
+    for _ in range(3):
+        connector._children[0].isolated = False
+        connector.take_events()
+    ((message, *args), error) = lines[0]
+    assert len(lines) == 1
+    assert (message % tuple(args)).startswith("Connector 'a' failed in take_events")
+    assert isinstance(error, Boom)
+    assert counters(connector).errors == {"take_events": 3}
+
+
+def test_shutdown_reaches_every_child_and_never_raises():
+    connector = worker()
+    a, b = connector.sub_connectors
+    a.raising = {"shutdown"}
+    connector.shutdown()
+    connector.shutdown()
+    assert (len(a.called("shutdown")), len(b.called("shutdown"))) == (2, 1)  # it is tried again while it raises
+
+
+def test_binding_the_cache_manager_reaches_each_child_once():
+    connector = multi()
+    manager = SimpleNamespace(block_pool="pool")
+    connector.bind_kv_cache_manager(manager)
+    for fake in connector.sub_connectors:
+        assert fake.called("bind_kv_cache_manager") == [[manager]]
+        assert fake.called("bind_gpu_block_pool") == [["pool"]]

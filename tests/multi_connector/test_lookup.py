@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookups: who is chosen, who is waited for, where the prefill stops, and what is counted."""
+
+import pytest
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+
+from tests.multi_connector.fakes import (
+    Boom,
+    blocks,
+    child,
+    multi,
+    request,
+    scheduler_output,
+)
+from tests.multi_connector.lockstep import allocated, answering, counters
+
+# ---- Lookup and selection.
+
+
+def test_the_best_weighted_offer_is_chosen_and_all_are_asked_in_one_call():
+    connector = answering(100, 90, 16, weights=[1.0, 2.0, 1.0])
+    assert connector.get_num_new_matched_tokens(request(), 32) == (90, True)
+    assert [len(fake.called("get_num_new_matched_tokens")) for fake in connector.sub_connectors] == [1, 1, 1]
+
+
+def test_losers_get_the_real_blocks_and_no_tokens():
+    connector = answering(100, 90)
+    r, b = request(), blocks(1, 2)
+    connector.get_num_new_matched_tokens(r, 0)
+    connector.update_state_after_alloc(r, b, 100)
+    assert [fake.called("update_state_after_alloc") for fake in connector.sub_connectors] == [
+        [[r, b, 100]],
+        [[r, b, 0]],
+    ]
+
+
+def test_what_the_scheduler_does_not_take_is_loaded_by_nobody():
+    connector = answering(100)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.update_state_after_alloc(request(), blocks(1), 0)
+    assert allocated(connector.sub_connectors[0]) == [0]
+    assert connector.build_connector_meta(scheduler_output()).loads == {}
+
+
+def test_the_synchronous_flag_is_the_chosen_ones():
+    assert answering((16, True), (64, False)).get_num_new_matched_tokens(request(), 0) == (64, False)
+
+
+def test_a_hit_of_nothing_is_never_asynchronous():
+    assert answering((0, True)).get_num_new_matched_tokens(request(), 0) == (0, False)
+
+
+def test_the_chosen_child_says_what_it_loads_and_from_where():
+    connector = answering(16, 64)
+    sources = {CacheHitSource.DISK: 64}
+    connector.sub_connectors[1].answers |= {
+        "get_loaded_kv_cache_group_ids": (1, 2),
+        "get_external_cache_hit_sources": sources,
+    }
+    connector.get_num_new_matched_tokens(request(), 0)
+    assert connector.get_loaded_kv_cache_group_ids(request()) == (1, 2)
+    assert connector.get_external_cache_hit_sources(request(), 64) == sources
+
+
+def test_without_a_choice_the_interfaces_defaults_hold():
+    connector = answering(0)
+    assert connector.get_loaded_kv_cache_group_ids(request()) == (7,)
+    assert connector.get_external_cache_hit_sources(request(), 8) == {CacheHitSource.EXTERNAL_UNSPECIFIED: 8}
+    assert connector.get_external_cache_hit_sources(request(), 0) == {}
+
+
+def test_a_child_still_looking_does_not_hide_an_offer_it_cannot_beat():
+    connector = answering(900, None, weights=[1.0, 0.5])
+    assert connector.get_num_new_matched_tokens(request(), 0) == (900, True)
+
+
+def test_a_child_still_looking_that_could_win_is_waited_for_until_the_deadline():
+    connector = answering(16, None, lookup_timeout_ms=50)
+    for passed_s in (0.0, 0.04):
+        connector._scheduler._clock.now = 100.0 + passed_s
+        assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)
+    connector._scheduler._clock.now = 100.051
+    assert connector.get_num_new_matched_tokens(request(), 0) == (16, True)
+
+
+def test_the_deadline_is_each_requests_own():
+    connector = answering(16, None, lookup_timeout_ms=50)
+    connector.get_num_new_matched_tokens(request("first"), 0)
+    connector._scheduler._clock.now += 1
+    assert connector.get_num_new_matched_tokens(request("second"), 0) == (None, False)
+
+
+def test_a_request_that_found_no_blocks_does_not_wait_again():
+    connector = answering(16, None)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector._scheduler._clock.now += 1
+    assert [connector.get_num_new_matched_tokens(request(), 0)[0] for _ in range(2)] == [16, 16]
+
+
+def test_a_request_that_was_admitted_may_wait_again():
+    connector = answering(16, None)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector._scheduler._clock.now += 1
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.update_state_after_alloc(request(), blocks(1), 16)
+    assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)  # after a preemption, say
+
+
+def test_an_answer_after_waiting_counts():
+    connector = answering(16, None)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.sub_connectors[1].answers["get_num_new_matched_tokens"] = (64, False)
+    assert connector.get_num_new_matched_tokens(request(), 0) == (64, False)
+
+
+@pytest.mark.parametrize("answer", [-1, 1001, 16.0, "16", True, [1]])
+def test_an_impossible_answer_is_taken_as_nothing_and_counted(answer):
+    connector = answering(answer, 16)
+    assert connector.get_num_new_matched_tokens(request(num_tokens=1000), 0) == (16, True)
+    assert counters(connector).invalid_answers == 1
+
+
+@pytest.mark.parametrize("answer", [None, 5, (1, 2, 3)])
+def test_an_answer_that_is_no_pair_is_taken_as_nothing(answer):
+    connector = answering(0, 16)
+    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = lambda *args: answer
+    assert connector.get_num_new_matched_tokens(request(), 0) == (16, True)
+    assert counters(connector).errors == {"get_num_new_matched_tokens": 1}
+
+
+@pytest.mark.parametrize("recurrent, taken", [(False, 900), (True, 0)])
+def test_the_whole_prompt_is_a_hit_only_where_no_state_must_rewind(recurrent, taken):
+    connector = answering(900, recurrent=recurrent)
+    assert connector.get_num_new_matched_tokens(request(num_tokens=1000), 100)[0] == taken
+
+
+def test_all_but_the_last_token_may_always_hit():
+    assert answering(899, recurrent=True).get_num_new_matched_tokens(request(num_tokens=1000), 100)[0] == 899
+
+
+def test_a_child_that_failed_a_request_too_often_is_not_chosen_for_it_again():
+    connector = multi(child("a", max_load_attempts=2), child("b"))
+    for fake, tokens in zip(connector.sub_connectors, (100, 16), strict=True):
+        fake.answers["get_num_new_matched_tokens"] = (tokens, True)
+    r = request()
+    for expected in (100, 100, 16, 16, 16, 0):  # the other child has its own number, which is 3
+        assert connector.get_num_new_matched_tokens(r, 0)[0] == expected
+        connector.update_state_after_alloc(r, blocks(1), expected)
+        connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
+    assert connector.get_num_new_matched_tokens(request("another"), 0)[0] == 100
+
+
+def test_a_decision_is_made_anew_at_every_lookup():
+    connector = answering(100, 16)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (0, False)
+    assert connector.get_num_new_matched_tokens(request(), 0) == (16, True)
+    connector.update_state_after_alloc(request(), blocks(1), 16)
+    assert [allocated(fake) for fake in connector.sub_connectors] == [[0], [16]]
+
+
+# ---- Junctions.
+
+
+def junction_setter(tokens, junction):
+    def answer(r, num_computed_tokens):
+        r.seen.append(r.shared_prefix_boundary)
+        if junction is not None:
+            r.shared_prefix_boundary = junction
+        return tokens, True
+
+    return answer
+
+
+def junction_after(*answers, schedulers=64, **settings):
+    connector = answering(*[0] * len(answers), **settings)
+    for fake, (tokens, junction) in zip(connector.sub_connectors, answers, strict=True):
+        fake.answers["get_num_new_matched_tokens"] = junction_setter(tokens, junction)
+    r = request(junction=schedulers)
+    r.seen = []
+    connector.get_num_new_matched_tokens(r, 0)
+    assert r.seen == [schedulers] * len(answers)
+    return r.shared_prefix_boundary
+
+
+def test_every_child_starts_from_the_schedulers_junction_and_the_furthest_useful_one_wins():
+    assert junction_after((128, 512), (100, 256)) == 512
+
+
+def test_a_junction_behind_the_chosen_hit_gives_way_to_the_schedulers():
+    assert junction_after((128, 100), (0, 128)) == 64
+
+
+def test_while_waiting_the_junction_stays_the_schedulers():
+    assert junction_after((128, 512), (None, 600)) == 64
+
+
+def test_an_untouched_junction_stays():
+    assert junction_after((0, None), (0, None), schedulers=300) == 300
+
+
+def test_a_raising_childs_junction_does_not_count():
+    connector = answering(0, 0)
+
+    def answer(r, num_computed_tokens):
+        r.shared_prefix_boundary = 512
+        raise Boom
+
+    connector.sub_connectors[1].answers["get_num_new_matched_tokens"] = answer
+    r = request(junction=64)
+    connector.get_num_new_matched_tokens(r, 0)
+    assert r.shared_prefix_boundary == 64
+
+
+# ---- Counting.
+
+
+def test_a_lookup_is_counted_once_at_admission_however_often_it_is_made():
+    connector = answering(100, 90, 0)
+    for _ in range(5):
+        connector.get_num_new_matched_tokens(request(num_tokens=1000), 200)
+    connector.update_state_after_alloc(request(), blocks(1), 100)
+    connector.update_state_after_alloc(request(), blocks(1), 0)  # vLLM calls again when the load is done
+    a, b, c = (counters(connector, name) for name in "abc")
+    assert [(x.queries, x.asked_tokens, x.offered_tokens, x.chosen, x.outbid) for x in (a, b, c)] == [
+        (1, 800, 100, 1, 0),
+        (1, 800, 90, 0, 1),
+        (1, 800, 0, 0, 0),
+    ]
+
+
+def test_a_hit_the_scheduler_does_not_use_was_not_chosen():
+    connector = answering(100)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.update_state_after_alloc(request(), blocks(1), 0)
+    assert (counters(connector).offered_tokens, counters(connector).chosen) == (100, 0)
+
+
+def test_the_wait_is_counted_for_the_child_that_was_still_looking():
+    connector = answering(16, None)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector._scheduler._clock.now += 0.25
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.update_state_after_alloc(request(), blocks(1), 16)
+    assert (counters(connector, "a").lookup_wait_seconds, counters(connector, "b").lookup_wait_seconds) == (0, 0.25)
+
+
+def test_load_seconds_run_from_allocation_to_completion():
+    connector = answering(16)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.update_state_after_alloc(request(), blocks(1), 16)
+    connector._scheduler._clock.now += 0.5
+    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
+    assert (counters(connector).load_seconds, counters(connector).loaded_tokens) == (0.5, 16)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step from the scheduler to the workers and back: metadata, reports, events, handshakes, preemptions."""
+
+import pickle
+
+import pytest
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from tests.multi_connector.fakes import (
+    Boom,
+    FakeEvents,
+    FakeHandshake,
+    FakeMetadata,
+    FakeWorkerMetadata,
+    child,
+    multi,
+    request,
+    scheduler_output,
+    worker,
+)
+from tests.multi_connector.lockstep import Lockstep, answering, counters
+from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiWorkerMetadata
+
+
+def test_each_child_gets_its_own_metadata():
+    engine = Lockstep()
+    engine.step()
+    assert [fake.called("bind_connector_metadata") for fake in engine.workers[0].sub_connectors] == [
+        [[FakeMetadata("a")]],
+        [[FakeMetadata("b")]],
+    ]
+
+
+def test_a_load_is_done_when_its_child_says_so():
+    engine = Lockstep()
+    engine.admit("r", 1)
+    assert engine.step().finished_recving is None
+    engine.report(1, recving={"r"})
+    told = engine.step()
+    assert (told.finished_recving, told.failed_recving) == ({"r"}, set())
+    assert counters(engine.scheduler, "b").loaded_tokens == 64
+    engine.finish("r")
+    assert engine.tables_are_empty()
+
+
+def test_another_childs_or_a_repeated_report_of_a_load_is_ignored_and_counted():
+    engine = Lockstep()
+    engine.admit("r", 1)
+    engine.report(0, recving={"r"})
+    assert engine.step().finished_recving is None
+    engine.report(1, recving={"r"})
+    engine.step()
+    engine.report(1, recving={"r"}, sending={"never"})
+    told = engine.step()
+    assert (told.finished_recving, told.finished_sending) == (None, None)
+    stats = engine.workers[0].get_kv_connector_stats()
+    assert stats is None  # already told: Lockstep.step takes the stats of every step
+
+
+def test_ignored_reports_are_counted_by_child():
+    connector = worker()
+    connector.sub_connectors[1].answers["get_transfer_results"] = KVConnectorTransferResults({"x"}, {"y"}, {"y"})
+    connector.get_transfer_results(set())
+    assert (counters(connector, "a").ignored_reports, counters(connector, "b").ignored_reports) == (0, 2)
+
+
+def test_a_failed_load_is_told_and_counted():
+    engine = Lockstep()
+    engine.admit("r", 1)
+    engine.report(1, recving={"r"}, failed={"r"})
+    told = engine.step()
+    assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})
+    assert counters(engine.scheduler, "b").failed_loads == 1
+    assert counters(engine.scheduler, "b").loaded_tokens == 0
+
+
+def test_with_two_ranks_a_load_is_done_when_both_ranks_childs_say_so():
+    engine = Lockstep(ranks=2)
+    engine.admit("r", 0)
+    engine.report(0, rank=0, recving={"r"}, failed={"r"})
+    assert engine.step().finished_recving is None
+    engine.report(0, rank=1, recving={"r"})
+    told = engine.step()
+    assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})
+
+
+def test_blocks_are_free_when_every_child_that_holds_them_has_reported():
+    engine = Lockstep()
+    assert engine.finish("r", 0, 1)
+    engine.report(1, sending={"r"})
+    assert engine.step().finished_sending is None
+    engine.report(1, sending={"r"})
+    assert engine.step().finished_sending is None  # told twice, still one child
+    engine.report(0, sending={"r"})
+    assert engine.step().finished_sending == {"r"}
+    assert engine.tables_are_empty()
+
+
+def test_with_two_ranks_blocks_are_free_when_every_child_on_both_has_reported():
+    engine = Lockstep(ranks=2)
+    engine.finish("r", 0, 1)
+    for rank, index in ((0, 0), (0, 1), (1, 0)):
+        engine.report(index, rank=rank, sending={"r"})
+        assert engine.step().finished_sending is None
+    engine.report(1, rank=1, sending={"r"})
+    assert engine.step().finished_sending == {"r"}
+
+
+def test_a_request_no_child_holds_is_free_at_once():
+    engine = Lockstep()
+    assert engine.finish("r") is False
+    assert engine.step().finished_sending is None
+    assert engine.tables_are_empty()
+
+
+def test_a_child_that_took_the_partial_tail_and_the_request_owes_one_report():
+    engine = Lockstep()
+    engine.scheduler.sub_connectors[0].answers["register_finished_partial_tail"] = True
+    assert engine.scheduler.register_finished_partial_tail(request("r"), ([1],), [(0, 1, 12)])
+    assert engine.finish("r", 1)
+    engine.report(1, sending={"r"})
+    assert engine.step().finished_sending is None
+    engine.report(0, sending={"r"})
+    assert engine.step().finished_sending == {"r"}
+
+
+@pytest.mark.parametrize("load_first", [True, False])
+def test_an_aborted_request_is_freed_once_after_its_load_and_its_saves(load_first):
+    engine = Lockstep()
+    engine.admit("r", 0)
+    engine.step()
+    engine.finish("r", 1)
+    reports = [{"child_index": 0, "recving": {"r"}}, {"child_index": 1, "sending": {"r"}}]
+    told = []
+    for report in reports if load_first else reversed(reports):
+        engine.report(**report)
+        output = engine.step()
+        told.append((output.finished_recving or set()) | (output.finished_sending or set()))
+    assert told == [set(), {"r"}]
+    assert engine.tables_are_empty()
+
+
+def test_an_aborted_lookup_leaves_nothing():
+    connector = answering(16, None)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector._scheduler._clock.now += 1
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.request_finished_all_groups(request(), ([],))
+    assert not connector._scheduler.tracked
+
+
+def test_parameters_of_all_children_are_returned_and_the_first_of_equal_keys_wins():
+    connector = multi()
+    a, b = connector.sub_connectors
+    a.answers["request_finished_all_groups"] = (False, {"x": 1, "y": 1})
+    b.answers["request_finished_all_groups"] = (True, {"y": 2, "z": 2})
+    assert connector.request_finished_all_groups(request(), ([1],)) == (True, {"x": 1, "y": 1, "z": 2})
+
+
+def test_a_child_without_hybrid_support_gets_the_one_groups_blocks():
+    connector = multi(child("a"), child("old", "PlainChild"), hybrid=False)
+    a, old = connector.sub_connectors
+    connector.request_finished_all_groups(request(), ([1, 2],))
+    assert a.called("request_finished_all_groups")[0][1] == ([1, 2],)
+    assert old.called("request_finished")[0][1] == [1, 2]
+
+
+def test_each_child_sees_its_own_worker_metadata_loads_and_saves():
+    engine = Lockstep()
+    engine.admit("load", 0)
+    engine.finish("save", 1)
+    engine.workers[0].sub_connectors[1].answers["build_connector_worker_meta"] = FakeWorkerMetadata({"x"})
+    engine.report(0, recving={"load"}, failed={"load"})
+    engine.report(1, sending={"save"})
+    engine.step()
+    ((a,),), ((b,),) = (fake.called("update_connector_output") for fake in engine.scheduler.sub_connectors)
+    assert (a.finished_recving, a.failed_recving, a.finished_sending) == ({"load"}, {"load"}, None)
+    assert (b.finished_recving, b.failed_recving, b.finished_sending) == (None, set(), {"save"})
+    assert (a.kv_connector_worker_meta, b.kv_connector_worker_meta) == (None, FakeWorkerMetadata({"x"}))
+
+
+def test_worker_metadata_of_ranks_is_added_up_per_child():
+    merged = MultiWorkerMetadata((FakeWorkerMetadata({"x"}), None)).aggregate(
+        MultiWorkerMetadata((FakeWorkerMetadata({"y"}), FakeWorkerMetadata({"z"})), broken=frozenset({1}))
+    )
+    assert merged.children == (FakeWorkerMetadata({"x", "y"}), FakeWorkerMetadata({"z"}))
+    assert merged.broken == {1}
+
+
+def test_worker_metadata_that_cannot_be_added_up_isolates_its_child():
+    boom = MultiWorkerMetadata((FakeWorkerMetadata({"boom"}), FakeWorkerMetadata({"x"})))
+    merged = boom.aggregate(boom)
+    assert (merged.children, merged.broken) == ((None, FakeWorkerMetadata({"x"})), {0})
+
+
+def test_nothing_to_say_is_no_worker_metadata():
+    assert worker().build_connector_worker_meta() is None
+
+
+def test_events_of_the_scheduler_side_are_chained():
+    connector = multi()
+    x, y, z = (BlockRemoved(block_hashes=[i], medium=None) for i in range(3))
+    connector.sub_connectors[0].answers["take_events"] = lambda: iter([x])
+    connector.sub_connectors[1].answers["take_events"] = lambda: [y, z]
+    assert list(connector.take_events()) == [x, y, z]
+
+
+def test_an_exception_inside_a_childs_event_generator_loses_only_its_events():
+    def events():
+        yield AllBlocksCleared()
+        raise Boom
+
+    connector = multi()
+    connector.sub_connectors[0].answers["take_events"] = events
+    connector.sub_connectors[1].answers["take_events"] = lambda: [AllBlocksCleared()]
+    assert len(list(connector.take_events())) == 1
+
+
+def test_what_are_no_events_is_not_published():
+    connector = multi()
+    connector.sub_connectors[0].answers["take_events"] = lambda: ["x"]
+    assert list(connector.take_events()) == []
+
+
+def test_events_of_all_ranks_are_added_up_per_child():
+    engine = Lockstep(ranks=2)
+    (_, a0, a1), (_, _, b1) = engine.fakes(0), engine.fakes(1)
+    a0.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["x", "y"])
+    a1.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["y"])
+    b1.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["z"])
+    engine.step()
+    ((a,),), ((b,),) = (fake.called("update_connector_output") for fake in engine.scheduler.sub_connectors)
+    assert (a.kv_cache_events.events, a.kv_cache_events.workers) == (["x", "y", "y"], 2)
+    assert (b.kv_cache_events.events, b.kv_cache_events.workers) == (["z"], 1)
+
+
+# ---- Handshake, preemption.
+
+
+def test_each_child_gets_back_its_own_handshake_metadata_of_every_rank():
+    sent = {}
+    for rank in range(2):
+        connector = worker(child("a"), child("b"), child("c"))
+        for index in (0, 2):
+            connector.sub_connectors[index].answers["get_handshake_metadata"] = FakeHandshake(f"{index}@{rank}")
+        sent[0, rank] = connector.get_handshake_metadata()
+    received = pickle.loads(pickle.dumps(sent))
+    connector = multi(child("a"), child("b"), child("c"))
+    connector.set_xfer_handshake_metadata_pp_aware(received)
+    a, b, c = connector.sub_connectors
+    assert a.called("set_xfer_handshake_metadata_pp_aware") == [
+        [{(0, 0): FakeHandshake("0@0"), (0, 1): FakeHandshake("0@1")}]
+    ]
+    assert b.called("set_xfer_handshake_metadata_pp_aware") == [[{}]]
+    assert c.called("set_xfer_handshake_metadata") == [[{0: FakeHandshake("2@0"), 1: FakeHandshake("2@1")}]]
+
+
+def test_handshake_metadata_keyed_by_rank_is_split_too():
+    connector = multi()
+    connector.set_xfer_handshake_metadata({3: MultiHandshakeMetadata((None, FakeHandshake("b")))})
+    a, b = connector.sub_connectors
+    assert a.called("set_xfer_handshake_metadata") == [[{}]]
+    assert b.called("set_xfer_handshake_metadata") == [[{3: FakeHandshake("b")}]]
+
+
+def test_no_handshake_metadata_anywhere_is_none():
+    assert worker().get_handshake_metadata() is None
+    connector = multi()
+    connector.set_xfer_handshake_metadata_pp_aware({})  # what vLLM then calls
+    assert [fake.called("set_xfer_handshake_metadata") for fake in connector.sub_connectors] == [[[{}]]] * 2
+
+
+def test_preemptions_reach_old_and_new_children_in_their_own_form():
+    children = child("new"), child("old", "OldPreemptionChild")
+    scheduler_side, worker_side = multi(*children), worker(*children)
+    new, old = worker_side.sub_connectors
+    worker_side.handle_preemptions(scheduler_side.build_connector_meta(scheduler_output()))
+    worker_side.handle_preemptions(scheduler_side.build_connector_meta(scheduler_output({"r"})))
+    assert new.called("handle_preemptions") == [[FakeMetadata("new")]] * 2
+    assert old.called("handle_preemptions") == [[{"r"}]]
