@@ -50,8 +50,9 @@ class FakeWorkerMetadata(KVConnectorWorkerMetadata):
     items: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "FakeWorkerMetadata":
-        if "boom" in self.items | other.items:
-            raise Boom("aggregate")
+        for error in FAULTS:
+            if error.__name__ in self.items | other.items:
+                raise error("aggregate")
         return FakeWorkerMetadata(self.items | other.items)
 
 
@@ -63,30 +64,44 @@ class FakeHandshake(KVConnectorHandshakeMetadata):
 class FakeEvents(KVConnectorKVEvents):
     """Counts like vLLM's own containers: an event is common when every worker has it."""
 
-    def __init__(self, events: Iterable[str]) -> None:
+    def __init__(self, events: Iterable[str], raising: str = "", error: type[BaseException] = Boom) -> None:
+        """``raising``: the method that raises ``error``."""
         self.events, self.workers = list(events), 1
+        self._raising, self._error = raising, error
+
+    def _maybe_raise(self, method: str) -> None:
+        if self._raising == method:
+            raise self._error(method)
 
     def add_events(self, events: list[Any]) -> None:
+        self._maybe_raise("add_events")
         self.events += events
 
     def aggregate(self) -> "FakeEvents":
+        self._maybe_raise("aggregate")
         return self
 
     def increment_workers(self, count: int = 1) -> None:
+        self._maybe_raise("increment_workers")
         self.workers += count
 
     def get_all_events(self) -> list[Any]:
+        self._maybe_raise("get_all_events")
         return list(self.events)
 
     def get_number_of_workers(self) -> int:
+        self._maybe_raise("get_number_of_workers")
         return self.workers
 
     def clear_events(self) -> None:
+        self._maybe_raise("clear_events")
         self.events = []
 
 
 class FakeStats(KVConnectorStats):
-    """``data`` = {"loads": number}; raises where the test sets ``data["raises"]``."""
+    """``data`` = {"loads": number}; raises ``error`` where the test sets ``data["raises"]``."""
+
+    error: type[BaseException] = Boom
 
     def aggregate(self, other: KVConnectorStats) -> "FakeStats":
         self._maybe_raise("aggregate")
@@ -111,7 +126,7 @@ class FakeStats(KVConnectorStats):
 
     def _maybe_raise(self, what: str) -> None:
         if self.data.get("raises") == what:
-            raise Boom(what)
+            raise self.error(what)
 
 
 class FakePromMetrics(KVConnectorPromMetrics):
@@ -124,7 +139,7 @@ class FakePromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         if transfer_stats_data["loads"] < 0:
-            raise Boom("observe")
+            raise FakeStats.error("observe")
         self.loads[engine_idx].inc(transfer_stats_data["loads"])
 
 
@@ -152,7 +167,10 @@ def public_hooks() -> dict[str, Any]:
 
 
 class FakeBase(KVConnectorBase_V1):
-    """``answers``: hook -> value or function of the arguments. ``raising``: hooks that raise ``error``. ``calls``: what came."""
+    """``answers``: hook -> value or function of the arguments. ``raising``: hooks that raise ``error``.
+
+    ``calls``: what came.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -242,7 +260,7 @@ class UnfitPromChild(FakeChild):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> KVConnectorPromMetrics | None:
-        raise Boom("build_prom_metrics")
+        raise FakeStats.error("build_prom_metrics")
 
 
 class Impostor:

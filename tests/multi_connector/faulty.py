@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from vllm_overlay.connector.connector import HybridOffloadConnector
 
-KINDS = ("raises", "raises once", "returns garbage", "hangs")
+KINDS = ("raises", "raises once", "panics", "returns garbage", "hangs")
 HANG_S = 5.0
 GARBAGE: tuple[Any, ...] = (
     None,
@@ -63,6 +63,10 @@ class Broken(Exception):
     """What a faulty hook raises."""
 
 
+class Panic(BaseException):
+    """What a faulty hook raises when its native code panics: no ``Exception``."""
+
+
 @dataclass
 class Fault:
     """One cell of the matrix. ``fired`` counts how often it took effect."""
@@ -93,7 +97,7 @@ class Fault:
             real()
         if self.kind == "returns garbage":
             return self._random.choice(GARBAGE)
-        raise Broken(self.hook)
+        raise Panic(self.hook) if self.kind == "panics" else Broken(self.hook)
 
 
 class Faults:

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from tests.multi_connector.fakes import child, multi, request
+from tests.multi_connector.fakes import FAULTS, child, multi, request
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.multi_connector import control_file
 from vllm_overlay.multi_connector.control_file import ControlError, ControlFile, read_switches
 from vllm_overlay.multi_connector.settings import ChildSettings
@@ -95,6 +96,33 @@ def test_a_path_that_cannot_be_read_is_a_warning(tmp_path, warnings):
     switches = ControlFile(str(tmp_path), CONFIGURED)
     switches.look(0.0)
     assert switches.settings == CONFIGURED and len(warnings) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError, *FAULTS])
+def test_whatever_reading_raises_is_a_warning(error, tmp_path, warnings, monkeypatch):
+    path = tmp_path / "switches.json"
+    write(path, {"cpu": {"load": False}})
+
+    def read(content, configured):
+        raise error("reading")
+
+    monkeypatch.setattr(control_file, "read_switches", read)
+    switches = ControlFile(str(path), CONFIGURED)
+    switches.look(0.0)
+    assert switches.settings == CONFIGURED and len(warnings) == 1
+
+
+@pytest.mark.parametrize("error", SHUTDOWN)
+def test_a_shutdown_passes_while_the_file_is_read(error, tmp_path, monkeypatch):
+    path = tmp_path / "switches.json"
+    write(path, {})
+
+    def read(content, configured):
+        raise error
+
+    monkeypatch.setattr(control_file, "read_switches", read)
+    with pytest.raises(error):
+        ControlFile(str(path), CONFIGURED).look(0.0)
 
 
 def test_an_operator_stops_loads_from_a_child_and_allows_them_again(tmp_path):

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector.fakes import (
-    Boom,
+    FAULTS,
     blocks,
     child,
     multi,
@@ -19,6 +19,7 @@ from tests.multi_connector.fakes import (
     scheduler_output,
     worker,
 )
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.multi_connector import MultiConnector
 from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiMetadata
 
@@ -130,12 +131,13 @@ def test_every_hook_reaches_every_child(hook):
 
 
 @pytest.mark.parametrize("hook", RUNTIME)
+@pytest.mark.parametrize("error", FAULTS)
 @pytest.mark.parametrize("faulty", [0, 1])
-def test_a_childs_exception_stops_neither_the_engine_nor_the_other_child(hook, faulty):
+def test_a_childs_exception_stops_neither_the_engine_nor_the_other_child(hook, error, faulty):
     connector = ours()
     bad, good = connector.sub_connectors[faulty], connector.sub_connectors[1 - faulty]
     name = CHILDS_NAME.get(hook, hook)
-    bad.raising = {name}
+    bad.raising, bad.error = {name}, error
     use(connector, hook)
     if not isinstance(public_hooks()[hook], property) and not (hook in CHOSEN_ONLY and faulty == 0):
         assert good.called(name) or (hook in CHOSEN_ONLY and faulty == 1)
@@ -143,10 +145,11 @@ def test_a_childs_exception_stops_neither_the_engine_nor_the_other_child(hook, f
 
 
 @pytest.mark.parametrize("hook", RUNTIME)
-def test_a_childs_exception_is_counted_and_isolates_it(hook):
+@pytest.mark.parametrize("error", FAULTS)
+def test_a_childs_exception_is_counted_and_isolates_it(hook, error):
     connector = ours()
     name = CHILDS_NAME.get(hook, hook)
-    connector.sub_connectors[0].raising = {name}
+    connector.sub_connectors[0].raising, connector.sub_connectors[0].error = {name}, error
     told = use(connector, hook)
     (first, second) = connector._children
     # shutdown ends an instance's life: there is nothing left to isolate.
@@ -169,13 +172,26 @@ def test_a_childs_garbage_is_answered_like_an_exception_or_harmless(hook):
     connector.get_transfer_results(set())
 
 
-@pytest.mark.parametrize("hook", sorted(STARTUP))
-def test_a_childs_exception_at_start_is_a_refusal_that_names_child_and_hook(hook):
+@pytest.mark.parametrize("hook", [*RUNTIME, *sorted(STARTUP)])
+@pytest.mark.parametrize("error", SHUTDOWN)
+def test_a_shutdown_of_the_process_passes_and_is_no_fault_of_the_child(hook, error):
     connector = ours()
-    connector.sub_connectors[1].raising = {hook}
+    bad = connector.sub_connectors[0]
+    bad.raising, bad.error = {CHILDS_NAME.get(hook, hook)}, error
+    with pytest.raises(error):
+        use(connector, hook)
+    assert not connector._children[0].isolated
+    assert not connector._children[0].counters.errors
+
+
+@pytest.mark.parametrize("hook", sorted(STARTUP))
+@pytest.mark.parametrize("error", FAULTS)
+def test_a_childs_exception_at_start_is_a_refusal_that_names_child_and_hook(hook, error):
+    connector = ours()
+    connector.sub_connectors[1].raising, connector.sub_connectors[1].error = {hook}, error
     with pytest.raises(RuntimeError, match=f"connector 'b' of the MultiConnector failed in {hook}: ") as caught:
         use(connector, hook)
-    assert isinstance(caught.value.__cause__, Boom)
+    assert isinstance(caught.value.__cause__, error)
 
 
 def test_bound_metadata_shows_on_the_multi_connector_itself():

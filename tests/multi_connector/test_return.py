@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector.fakes import (
-    Boom,
+    FAULTS,
     FakeChild,
     FakeHandshake,
     FakeMetadata,
@@ -124,9 +124,10 @@ def test_an_instance_that_fails_again_rests_longer():
     assert rests[0] <= 2.0  # it had served, though not for long
 
 
+@pytest.mark.parametrize("error", FAULTS)
 @pytest.mark.parametrize("where", ["scheduler", "worker"])
 @pytest.mark.parametrize("hook", ["__init__", "bind_kv_cache_manager", "register_kv_caches", "reset_cache"])
-def test_an_instance_that_cannot_be_built_leaves_the_child_out_and_is_tried_again(where, hook):
+def test_an_instance_that_cannot_be_built_leaves_the_child_out_and_is_tried_again(where, hook, error):
     engine = Returning(ranks=2)
     engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
     engine.step()
@@ -135,9 +136,9 @@ def test_an_instance_that_cannot_be_built_leaves_the_child_out_and_is_tried_agai
 
     def building():
         if hook == "__init__" and broken[0]:
-            raise Boom("__init__")
+            raise error("__init__")
         fake = build()
-        fake.raising = {hook} if broken[0] else set()
+        fake.raising, fake.error = {hook} if broken[0] else set(), error
         return fake
 
     side._children[0]._build = building

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.multi_connector.fakes import FAULTS
 from vllm_overlay.multi_connector.selection import Offer, decide, merge_junctions, valid_tokens
 
 CEILING = 100
@@ -86,6 +87,21 @@ def test_a_tie_is_waited_for_only_where_order_would_decide_for_the_pending_one(p
 @pytest.mark.parametrize("answer", [-1, 101, 10**30, 1.0, math.nan, "16", True, [16], object()])
 def test_impossible_answers_are_not_tokens(answer):
     assert valid_tokens(answer, CEILING) is None
+
+
+class Raising:
+    """A number that raises when it is asked for its value, as a tensor of several elements does."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def __index__(self):
+        raise self._error
+
+
+@pytest.mark.parametrize("error", FAULTS)
+def test_an_answer_that_raises_is_no_number(error):
+    assert valid_tokens(Raising(error), CEILING) is None
 
 
 def test_possible_answers_are_tokens():

@@ -3,7 +3,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from tests.multi_connector.fakes import Boom, FakeChild, Panic, child, multi, vllm_config
+from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, child, multi, vllm_config
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.settings import RENAMED, child_specs, multi_settings
 
@@ -128,7 +128,8 @@ def test_a_child_without_hybrid_support_is_taken_while_the_hybrid_manager_is_off
     assert len(multi(child("a"), child("old", "PlainChild"), hybrid=False).sub_connectors) == 2
 
 
-def test_a_child_that_cannot_be_built_is_named_and_the_built_ones_are_shut_down():
+@pytest.mark.parametrize("error", FAULTS)
+def test_a_child_that_cannot_be_built_is_named_and_the_built_ones_are_shut_down(error):
     built = []
     original = FakeChild.__init__
 
@@ -139,7 +140,7 @@ def test_a_child_that_cannot_be_built_is_named_and_the_built_ones_are_shut_down(
     FakeChild.__init__ = spy
     try:
         with pytest.raises(RuntimeError, match="connector 'b' of the MultiConnector failed in __init__"):
-            multi(child("a"), child("b", boom=Boom))
+            multi(child("a"), child("b", boom=error))
     finally:
         FakeChild.__init__ = original
     assert built[0].called("shutdown") == [[]]

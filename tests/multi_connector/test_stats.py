@@ -7,7 +7,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
-from tests.multi_connector.fakes import FakeStats, child, multi, vllm_config
+from tests.multi_connector.fakes import FAULTS, FakeStats, child, multi, vllm_config
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.metrics import MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS
 from vllm_overlay.multi_connector import MultiConnector, harmless, stats
 from vllm_overlay.multi_connector.stats import Counters, MultiStats
@@ -92,8 +93,10 @@ def test_nothing_is_empty_and_reset_makes_it_so():
     assert found.is_empty()
 
 
+@pytest.mark.parametrize("error", FAULTS)
 @pytest.mark.parametrize("what", ["aggregate", "reduce", "is_empty", "to_dict"])
-def test_a_childs_stats_that_raise_harm_nobody(what):
+def test_a_childs_stats_that_raise_harm_nobody(what, error, monkeypatch):
+    monkeypatch.setattr(FakeStats, "error", error)
     connector = connector_with_stats(1, 2)
     bad = FakeStats(data={"loads": 1, "raises": what})
     connector.sub_connectors[0].answers["get_kv_connector_stats"] = lambda: bad
@@ -127,7 +130,18 @@ def test_what_is_no_payload_is_nothing(own):
     assert MultiConnector.build_kv_connector_stats({"*": own}).is_empty()
 
 
-def test_stats_that_cannot_be_reset_do_not_stop_the_others_reset():
+@pytest.mark.parametrize("error", SHUTDOWN)
+def test_a_shutdown_passes_through_stats(error, monkeypatch):
+    monkeypatch.setattr(FakeStats, "error", error)
+    found = connector_with_stats(1, 2).get_kv_connector_stats()
+    found.data["a"].data["raises"] = "reduce"
+    with pytest.raises(error):
+        found.reduce()
+
+
+@pytest.mark.parametrize("error", FAULTS)
+def test_stats_that_cannot_be_reset_do_not_stop_the_others_reset(error, monkeypatch):
+    monkeypatch.setattr(FakeStats, "error", error)
     found = connector_with_stats(1, 2).get_kv_connector_stats()
     found.data["a"].data["raises"] = "reset"
     found.reset()
@@ -216,7 +230,9 @@ def test_a_class_with_a_connector_label_of_its_own_keeps_it():
     assert front.value("vllm:named_loads_total", connector="b") == 2
 
 
-def test_a_child_whose_metrics_cannot_be_built_keeps_our_counters():
+@pytest.mark.parametrize("error", FAULTS)
+def test_a_child_whose_metrics_cannot_be_built_keeps_our_counters(error, monkeypatch):
+    monkeypatch.setattr(FakeStats, "error", error)
     front = Front(child("a", "UnfitPromChild"), child("b"))
     front.metrics.observe({**own(a={"queries": 1}), "a": {"loads": 1}, "b": {"loads": 2}})
     assert front.value("vllm:kv_connector_queries_total", connector="a") == 1
@@ -250,7 +266,9 @@ def test_an_amount_that_cannot_be_counted_does_not_hide_the_others():
     assert front.value("vllm:kv_connector_chosen_total", connector="a") == 1
 
 
-def test_one_childs_bad_payload_does_not_hide_another_childs():
+@pytest.mark.parametrize("error", FAULTS)
+def test_one_childs_bad_payload_does_not_hide_another_childs(error, monkeypatch):
+    monkeypatch.setattr(FakeStats, "error", error)
     front = Front(child("a"), child("b"))
     front.metrics.observe({"a": {"loads": -1}, "b": {"loads": 2}})
     assert front.value("vllm:fake_loads_total", kind="k", connector="b") == 2

@@ -8,6 +8,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from tests.multi_connector.fakes import (
+    FAULTS,
     Boom,
     FakeEvents,
     FakeHandshake,
@@ -20,7 +21,8 @@ from tests.multi_connector.fakes import (
     worker,
 )
 from tests.multi_connector.lockstep import Lockstep, answering, counters
-from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiWorkerMetadata
+from vllm_overlay.common.fence import SHUTDOWN
+from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiKVEvents, MultiWorkerMetadata
 
 
 def test_each_child_gets_its_own_metadata():
@@ -188,10 +190,21 @@ def test_worker_metadata_of_ranks_is_added_up_per_child():
     assert merged.broken == {1}
 
 
-def test_worker_metadata_that_cannot_be_added_up_isolates_its_child():
-    boom = MultiWorkerMetadata((FakeWorkerMetadata({"boom"}), FakeWorkerMetadata({"x"})))
-    merged = boom.aggregate(boom)
+@pytest.mark.parametrize("error", FAULTS)
+def test_worker_metadata_that_cannot_be_added_up_isolates_its_child(error):
+    bad = MultiWorkerMetadata((FakeWorkerMetadata({error.__name__}), FakeWorkerMetadata({"x"})))
+    merged = bad.aggregate(bad)
     assert (merged.children, merged.broken) == ((None, FakeWorkerMetadata({"x"})), {0})
+
+
+@pytest.mark.parametrize("error", SHUTDOWN)
+def test_a_shutdown_passes_while_worker_metadata_is_added_up(error):
+    class Ending(FakeWorkerMetadata):
+        def aggregate(self, other):
+            raise error
+
+    with pytest.raises(error):
+        MultiWorkerMetadata((Ending(),)).aggregate(MultiWorkerMetadata((Ending(),)))
 
 
 def test_nothing_to_say_is_no_worker_metadata():
@@ -233,6 +246,33 @@ def test_events_of_all_ranks_are_added_up_per_child():
     ((a,),), ((b,),) = (fake.called("update_connector_output") for fake in engine.scheduler.sub_connectors)
     assert (a.kv_cache_events.events, a.kv_cache_events.workers) == (["x", "y", "y"], 2)
     assert (b.kv_cache_events.events, b.kv_cache_events.workers) == (["z"], 1)
+
+
+@pytest.mark.parametrize("error", FAULTS)
+@pytest.mark.parametrize("method", ["get_all_events", "get_number_of_workers"])
+def test_a_childs_events_that_cannot_be_added_up_harm_nobody(method, error):
+    engine = Lockstep(ranks=2)
+    (_, a0, a1), (_, b0, b1) = engine.fakes(0), engine.fakes(1)
+    a0.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["x"])
+    a1.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["x"], method, error)
+    b0.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["y"])
+    b1.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["z"])
+    engine.step()
+    ((b,),) = engine.scheduler.sub_connectors[1].called("update_connector_output")
+    assert (b.kv_cache_events.events, b.kv_cache_events.workers) == (["y", "z"], 2)
+
+
+@pytest.mark.parametrize("error", FAULTS)
+def test_events_that_raise_in_every_method_of_their_container_harm_nobody(error):
+    for method in ("add_events", "increment_workers"):
+        events = MultiKVEvents({0: FakeEvents(["x"], method, error), 1: FakeEvents(["y"])})
+        events.add_events([(0, FakeEvents(["x"])), (1, FakeEvents(["y"]))])
+        assert events.children[1].events == ["y", "y"]
+    events = MultiKVEvents({0: FakeEvents(["x"], "aggregate", error), 1: FakeEvents(["y"])})
+    assert list(events.aggregate().children) == [1]
+    events = MultiKVEvents({0: FakeEvents(["x"], "clear_events", error), 1: FakeEvents(["y"])})
+    events.clear_events()
+    assert events.children[1].events == []
 
 
 # ---- Handshake, preemption.

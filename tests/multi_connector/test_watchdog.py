@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from tests.multi_connector.fakes import child, multi, scheduler_output
+from tests.multi_connector.fakes import FAULTS, child, multi, scheduler_output
 from vllm_overlay.multi_connector import watchdog
 from vllm_overlay.multi_connector.watchdog import Watchdog
 
@@ -50,6 +50,33 @@ def test_a_hook_in_time_is_not_reported(lines):
     clock.now += 100.0
     dog.look()
     assert not lines
+
+
+@pytest.mark.parametrize("error", FAULTS)
+def test_a_hook_is_named_even_when_its_place_cannot_be_read(error, lines, monkeypatch):
+    def frames():
+        raise error("frames")
+
+    monkeypatch.setattr(watchdog.sys, "_current_frames", frames)
+    dog, clock = watched()
+    dog.began("cpu", "wait_for_save")
+    clock.now += 10.5
+    dog.look()
+    (line,) = lines
+    assert line.startswith("Connector 'cpu' has not returned from wait_for_save") and "frames" in line
+
+
+def test_a_process_that_has_no_more_threads_is_served_without_one(lines, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    dog = Watchdog(10.0)
+    for _ in range(2):
+        dog.began("cpu", "wait_for_save")
+        dog.ended()
+    (line,) = lines
+    assert line.startswith("The watchdog has no thread")
 
 
 def test_switched_off_it_has_no_thread():

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.outputs import KVConnectorOutput
+
+from tests.multi_connector.fake_rules import Fewest, Raising
+from tests.multi_connector.fakes import FAULTS, blocks, child, multi, request
+from tests.multi_connector.lockstep import Clock
+from vllm_overlay.common.fence import SHUTDOWN
+from vllm_overlay.config import ConfigError
+from vllm_overlay.multi_connector.selection_rules import guarded
+from vllm_overlay.multi_connector.selection_rules.cost import Cost
+from vllm_overlay.multi_connector.selection_rules.weighted import Weighted
+
+FAKES = "tests.multi_connector.fake_rules"
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    found = []
+    monkeypatch.setattr(guarded.logger, "exception", lambda message, *args: found.append(message % args))
+    return found
+
+
+def offering(*tokens, **settings):
+    """A MultiConnector whose children a, b offer these tokens, with a clock of its own."""
+    connector = multi(**settings)
+    connector._scheduler._clock = Clock()
+    for fake, number in zip(connector.sub_connectors, tokens, strict=True):
+        fake.answers["get_num_new_matched_tokens"] = (number, True)
+    return connector
+
+
+def step(connector, num_tokens=1000):
+    """One engine step of a second that computes a prompt."""
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=num_tokens, num_scheduled_tokens={"r": num_tokens}, preempted_req_ids=frozenset()
+    )
+    connector.build_connector_meta(output)
+    connector._scheduler._clock.now += 1.0
+    connector.update_connector_output(KVConnectorOutput())
+
+
+def serve(connector, name):
+    """A request's way: looked up, allocated, loaded in half a second, finished. Returns the tokens it loaded."""
+    tokens = connector.get_num_new_matched_tokens(request(name), 0)[0]
+    connector.update_state_after_alloc(request(name), blocks(1), tokens)
+    connector._scheduler._clock.now += 0.5
+    if tokens:
+        connector.update_connector_output(KVConnectorOutput(finished_recving={name}))
+    connector.request_finished_all_groups(request(name), ([],))
+    return tokens
+
+
+@pytest.mark.parametrize("name, cls", [("weighted", Weighted), ("cost", Cost), (f"{FAKES}:Fewest", Fewest)])
+def test_a_rule_is_named_in_settings(name, cls):
+    assert type(multi(selection=name)._scheduler.rule.rule) is cls
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "fewest",
+            """selection='fewest' is not a rule: known are weighted, cost, and "module:Class" for one of your own""",
+        ),
+        ("no.such.module:X", "selection='no.such.module:X' cannot be imported: No module named 'no'"),
+        (f"{FAKES}:Gone", f"selection='{FAKES}:Gone' cannot be imported: module '{FAKES}' has no attribute 'Gone'"),
+        (f"{FAKES}:NoRule", f"selection='{FAKES}:NoRule' is not a rule: it must be a subclass of SelectionRule"),
+        (f"{FAKES}:Unfit", f"selection='{FAKES}:Unfit' cannot be started: too heavy"),
+    ],
+)
+def test_a_rule_that_cannot_be_used_is_refused_at_start(name, sentence):
+    with pytest.raises(ConfigError) as caught:
+        multi(selection=name)
+    assert str(caught.value) == sentence
+
+
+def test_a_rule_by_module_path_chooses_and_hears_what_loads_and_steps_took():
+    connector = offering(100, 16, selection=f"{FAKES}:Fewest")
+    step(connector)
+    assert serve(connector, "first") == 16
+    rule = connector._scheduler.rule.rule
+    rule.refused = 1
+    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (0, False)
+    assert serve(connector, "second") == 0
+    assert rule.load_weights == [1.0, 1.0]
+    assert rule.heard == [("step", 1000, 1.0), ("load", 1, 16, 0.5), ("lost", 1)]
+    assert connector._children[1].counters.too_slow == 1
+
+
+WHERE = ["value_of", "value", "garbage", "load_measured", "step_measured", "lost_to_computing"]
+
+
+@pytest.mark.parametrize("error", FAULTS)
+@pytest.mark.parametrize("where", WHERE)
+def test_a_rule_that_raises_while_serving_is_replaced_by_weights_and_logged_once(where, error, lines, monkeypatch):
+    monkeypatch.setattr(Raising, "where", where)
+    monkeypatch.setattr(Raising, "error", error)
+    connector = offering(16, 90, selection=f"{FAKES}:Raising")
+    first = serve(connector, "first")
+    assert first == (90 if where in ("value_of", "value", "garbage") else 16)
+    step(connector)
+    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (0, False)
+    serve(connector, "second")
+    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (16, True)
+    assert [serve(connector, name) for name in ("third", "fourth")] == [90, 90]
+    step(connector)
+    assert lines == [f"selection='{FAKES}:Raising' has failed; from now on tokens x load_weight decide."]
+    assert not any(one.isolated for one in connector._children)
+    assert not connector._scheduler.tracked
+
+
+@pytest.mark.parametrize("error", SHUTDOWN)
+def test_a_shutdown_passes_through_a_rule(error, lines, monkeypatch):
+    monkeypatch.setattr(Raising, "where", "value")
+    monkeypatch.setattr(Raising, "error", error)
+    connector = offering(16, 90, selection=f"{FAKES}:Raising")
+    with pytest.raises(error):
+        connector.get_num_new_matched_tokens(request(), 0)
+    assert not lines
+
+
+def test_by_weight_a_child_of_weight_zero_is_not_counted_as_too_slow():
+    connector = multi(child("a", weight=0.0))
+    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (100, True)
+    assert connector.get_num_new_matched_tokens(request(), 0)[0] == 0
+    connector.update_state_after_alloc(request(), blocks(1), 0)
+    assert connector._children[0].counters.too_slow == 0
