@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism: an object exists when every rank has it, and belongs to that number of ranks."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.engine.binding import BINDING
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
@@ -17,8 +17,6 @@ pytestmark = pytest.mark.engine
 N = FLOAT32.block_size
 
 LENGTHS = (300, N + 1, 3000)
-BINDING = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0"}
-"""vLLM binds ranks to NUMA nodes; a machine with one node must say which core is whose."""
 
 
 @dataclass(frozen=True)

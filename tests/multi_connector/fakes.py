@@ -39,6 +39,9 @@ class Panic(BaseException):
 FAULTS = (Boom, Panic, asyncio.CancelledError)
 """What the fence holds."""
 
+ENDINGS = (KeyboardInterrupt, SystemExit)
+"""What passes it."""
+
 
 @dataclass
 class FakeMetadata(KVConnectorMetadata):

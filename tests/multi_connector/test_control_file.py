@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from tests.multi_connector.fakes import FAULTS, child, multi, request
-from vllm_overlay.common.fence import SHUTDOWN
+from tests.multi_connector.fakes import ENDINGS, FAULTS, child, multi, request
 from vllm_overlay.multi_connector import control_file
 from vllm_overlay.multi_connector.control_file import ControlError, ControlFile, read_switches
 from vllm_overlay.multi_connector.settings import ChildSettings
@@ -112,7 +111,7 @@ def test_whatever_reading_raises_is_a_warning(error, tmp_path, warnings, monkeyp
     assert switches.settings == CONFIGURED and len(warnings) == 1
 
 
-@pytest.mark.parametrize("error", SHUTDOWN)
+@pytest.mark.parametrize("error", ENDINGS)
 def test_a_shutdown_passes_while_the_file_is_read(error, tmp_path, monkeypatch):
     path = tmp_path / "switches.json"
     write(path, {})

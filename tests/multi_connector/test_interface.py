@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector.fakes import (
+    ENDINGS,
     FAULTS,
     blocks,
     child,
@@ -19,7 +20,6 @@ from tests.multi_connector.fakes import (
     scheduler_output,
     worker,
 )
-from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.multi_connector import MultiConnector
 from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiMetadata
 
@@ -173,7 +173,7 @@ def test_a_childs_garbage_is_answered_like_an_exception_or_harmless(hook):
 
 
 @pytest.mark.parametrize("hook", [*RUNTIME, *sorted(STARTUP)])
-@pytest.mark.parametrize("error", SHUTDOWN)
+@pytest.mark.parametrize("error", ENDINGS)
 def test_a_shutdown_of_the_process_passes_and_is_no_fault_of_the_child(hook, error):
     connector = ours()
     bad = connector.sub_connectors[0]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.binding import BINDING
 from tests.engine.client import Engine, cpu_child, multi, prompt
-from tests.engine.test_parallel import BINDING
 from tests.multi_connector.matrix import CHILDREN
 
 LENGTH, RESTORABLE = 200, 192

@@ -5,9 +5,8 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector.fake_rules import Fewest, Raising
-from tests.multi_connector.fakes import FAULTS, blocks, child, multi, request
+from tests.multi_connector.fakes import ENDINGS, FAULTS, blocks, child, multi, request
 from tests.multi_connector.lockstep import Clock
-from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.selection_rules import guarded
 from vllm_overlay.multi_connector.selection_rules.cost import Cost
@@ -112,7 +111,7 @@ def test_a_rule_that_raises_while_serving_is_replaced_by_weights_and_logged_once
     assert not connector._scheduler.tracked
 
 
-@pytest.mark.parametrize("error", SHUTDOWN)
+@pytest.mark.parametrize("error", ENDINGS)
 def test_a_shutdown_passes_through_a_rule(error, lines, monkeypatch):
     monkeypatch.setattr(Raising, "where", "value")
     monkeypatch.setattr(Raising, "error", error)

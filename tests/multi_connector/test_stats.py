@@ -7,8 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
-from tests.multi_connector.fakes import FAULTS, FakeStats, child, multi, vllm_config
-from vllm_overlay.common.fence import SHUTDOWN
+from tests.multi_connector.fakes import ENDINGS, FAULTS, FakeStats, child, multi, vllm_config
 from vllm_overlay.metrics import MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS
 from vllm_overlay.multi_connector import MultiConnector, harmless, stats
 from vllm_overlay.multi_connector.stats import Counters, MultiStats
@@ -130,7 +129,7 @@ def test_what_is_no_payload_is_nothing(own):
     assert MultiConnector.build_kv_connector_stats({"*": own}).is_empty()
 
 
-@pytest.mark.parametrize("error", SHUTDOWN)
+@pytest.mark.parametrize("error", ENDINGS)
 def test_a_shutdown_passes_through_stats(error, monkeypatch):
     monkeypatch.setattr(FakeStats, "error", error)
     found = connector_with_stats(1, 2).get_kv_connector_stats()

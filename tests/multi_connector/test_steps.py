@@ -8,6 +8,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from tests.multi_connector.fakes import (
+    ENDINGS,
     FAULTS,
     Boom,
     FakeEvents,
@@ -21,7 +22,6 @@ from tests.multi_connector.fakes import (
     worker,
 )
 from tests.multi_connector.lockstep import Lockstep, answering, counters
-from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiKVEvents, MultiWorkerMetadata
 
 
@@ -197,7 +197,7 @@ def test_worker_metadata_that_cannot_be_added_up_isolates_its_child(error):
     assert (merged.children, merged.broken) == ((None, FakeWorkerMetadata({"x"})), {0})
 
 
-@pytest.mark.parametrize("error", SHUTDOWN)
+@pytest.mark.parametrize("error", ENDINGS)
 def test_a_shutdown_passes_while_worker_metadata_is_added_up(error):
     class Ending(FakeWorkerMetadata):
         def aggregate(self, other):
