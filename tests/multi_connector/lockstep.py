@@ -99,9 +99,9 @@ class Lockstep:
             )
             connector.clear_connector_metadata()
             outputs.append(pickle.loads(pickle.dumps(output)))
-        told = self.aggregator.aggregate(outputs).kv_connector_output
-        self.scheduler.update_connector_output(told)
-        return told
+        combined = self.aggregator.aggregate(outputs).kv_connector_output
+        self.scheduler.update_connector_output(combined)
+        return combined
 
     def tables_are_empty(self):
         return not self.scheduler._scheduler.tracked and not any(w._worker.tracked for w in self.workers)

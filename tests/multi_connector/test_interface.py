@@ -150,10 +150,10 @@ def test_a_childs_exception_is_counted_and_isolates_it(hook, error):
     connector = ours()
     name = CHILDS_NAME.get(hook, hook)
     connector.sub_connectors[0].raising, connector.sub_connectors[0].error = {name}, error
-    told = use(connector, hook)
+    answer = use(connector, hook)
     (first, second) = connector._children
     # shutdown ends an instance's life: there is nothing left to isolate.
-    counted = connector.get_kv_connector_stats() if hook != "get_kv_connector_stats" else told
+    counted = connector.get_kv_connector_stats() if hook != "get_kv_connector_stats" else answer
     counters = counted.data["*"].counters
     assert counters["a"].errors == {name: 1}
     assert "b" not in counters or not counters["b"].errors

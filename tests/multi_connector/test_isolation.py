@@ -21,8 +21,8 @@ def test_a_load_whose_child_fails_before_it_is_sent_is_told_failed(hook):
     engine = Lockstep()
     engine.scheduler.sub_connectors[0].raising = {hook}
     engine.admit("r", 0)
-    told = engine.step()
-    assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})
+    output = engine.step()
+    assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"})
     # The workers' child never saw it and was shut down before the report.
     (fake, _) = engine.workers[0].sub_connectors
     assert not fake.called("bind_connector_metadata") and not fake.called("start_load_kv")
@@ -54,12 +54,12 @@ def test_a_workers_child_that_raises_is_shut_down_before_its_loads_and_saves_are
     bad.raising = {hook}
     for rank in range(ranks):
         engine.report(1, rank=rank, sending={"s"})
-    told = engine.step()
+    output = engine.step()
     if ranks == 2:
-        assert told.finished_recving is None  # the other rank's child has not ended its part yet
-        told = engine.step()  # now the scheduler knows, and so does the other rank
-    assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})
-    assert told.finished_sending == {"s"}
+        assert output.finished_recving is None  # the other rank's child has not ended its part yet
+        output = engine.step()  # now the scheduler knows, and so does the other rank
+    assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"})
+    assert output.finished_sending == {"s"}
     for connector in engine.workers:
         fake, other = connector.sub_connectors
         assert len(fake.called("shutdown")) == 1 and not other.called("shutdown")
@@ -79,8 +79,8 @@ def test_loads_sent_while_the_scheduler_does_not_know_yet_are_refused():
     engine.workers[0].wait_for_save()
     assert engine.workers[0].get_transfer_results(set()).failed_recving == {"first"}
     engine.admit("second", 0)
-    told = engine.step()
-    assert told.failed_recving == {"second"}
+    output = engine.step()
+    assert output.failed_recving == {"second"}
 
 
 def test_what_a_child_that_cannot_be_shut_down_holds_stays_held():
@@ -89,8 +89,8 @@ def test_what_a_child_that_cannot_be_shut_down_holds_stays_held():
     engine.finish("s", 0)
     engine.workers[0].sub_connectors[0].raising = {"start_load_kv", "shutdown"}
     for _ in range(3):
-        told = engine.step()
-        assert (told.finished_recving, told.finished_sending) == (None, None)
+        output = engine.step()
+        assert (output.finished_recving, output.finished_sending) == (None, None)
     assert len(engine.workers[0].sub_connectors[0].called("shutdown")) == 1
 
 
@@ -125,8 +125,8 @@ def test_a_worker_tells_of_an_isolation_until_the_scheduler_has_heard():
     engine = Lockstep()
     engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
     assert engine.step().kv_connector_worker_meta.broken == {0}
-    told = engine.step().kv_connector_worker_meta
-    assert (told.broken, told.unstopped) == (frozenset(), frozenset())
+    output = engine.step().kv_connector_worker_meta
+    assert (output.broken, output.unstopped) == (frozenset(), frozenset())
     assert counters(engine.scheduler).isolations == 1
 
 
@@ -155,23 +155,23 @@ def test_the_other_child_goes_on_after_an_isolation():
     engine.step()
     engine.admit("r", 1)
     engine.report(1, recving={"r"})
-    told = engine.step()
-    assert (told.finished_recving, told.failed_recving) == ({"r"}, set())
+    output = engine.step()
+    assert (output.finished_recving, output.failed_recving) == ({"r"}, set())
 
 
 def test_a_failed_synchronous_load_invalidates_its_blocks():
     engine = Lockstep()
     engine.admit("r", 0, asynchronous=False)
     engine.workers[0].sub_connectors[0].raising = {"wait_for_layer_load"}
-    told = engine.step()
-    assert (told.invalid_block_ids, told.finished_recving, told.failed_recving) == ({4, 5}, None, set())
+    output = engine.step()
+    assert (output.invalid_block_ids, output.finished_recving, output.failed_recving) == ({4, 5}, None, set())
 
 
 def test_a_good_synchronous_load_needs_no_report():
     engine = Lockstep()
     engine.admit("r", 0, asynchronous=False)
-    told = engine.step()
-    assert (told.invalid_block_ids, told.finished_recving) == (set(), None)
+    output = engine.step()
+    assert (output.invalid_block_ids, output.finished_recving) == (set(), None)
     assert counters(engine.scheduler).loaded_tokens == 64
 
 
@@ -196,8 +196,8 @@ def test_block_errors_on_several_groups_are_passed_on_whether_a_load_is_open_or_
     engine.admit("s", 1)
     engine.workers[0].sub_connectors[0].answers["get_block_ids_with_load_errors"] = {9}
     engine.report(1, recving={"s"})
-    told = engine.step()
-    assert (told.invalid_block_ids, told.finished_recving, told.failed_recving) == ({9}, {"s"}, set())
+    output = engine.step()
+    assert (output.invalid_block_ids, output.finished_recving, output.failed_recving) == ({9}, {"s"}, set())
 
 
 def test_an_exception_is_logged_once_with_child_hook_and_traceback(monkeypatch):

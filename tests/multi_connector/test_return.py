@@ -218,14 +218,14 @@ def test_a_child_that_cannot_be_stopped_keeps_its_blocks_until_it_has_reported_t
     engine.step()
     engine.workers[0].sub_connectors[0].raising = {"wait_for_save"}
     for _ in range(3):
-        told = engine.step()
-        assert (told.finished_recving, told.finished_sending) == (None, None)
+        output = engine.step()
+        assert (output.finished_recving, output.finished_sending) == (None, None)
     assert not engine.recover()
     engine.scheduler._scheduler.record_gauges()
     assert counters(engine.scheduler).gauges == {"state": 1.0, "quarantined_requests": 2.0}
     engine.report(0, recving={"r"}, failed={"r"}, sending={"s"})
-    told = engine.step()
-    assert (told.failed_recving, told.finished_sending) == ({"r"}, {"s"})
+    output = engine.step()
+    assert (output.failed_recving, output.finished_sending) == ({"r"}, {"s"})
     assert engine.recover()
 
 
@@ -295,10 +295,10 @@ def test_what_was_held_for_the_old_instance_is_not_expected_of_the_new_one():
     (worker_side,) = engine.workers
     worker_side.bind_connector_metadata(metadata)
     worker_side.get_transfer_results(set())
-    news = worker_side.build_connector_worker_meta()
+    reports = worker_side.build_connector_worker_meta()
     assert engine.finish("r")  # while it is being stopped
     assert engine.scheduler.has_pending_push_work()  # or an idle engine would keep its blocks
-    engine.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=news))
+    engine.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
     engine.clock.now += 100  # and the pause is over before the workers hear of the hold
     assert engine.step().finished_sending == {"r"}
     assert engine.recover()

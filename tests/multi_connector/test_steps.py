@@ -39,8 +39,8 @@ def test_a_load_is_done_when_its_child_says_so():
     engine.admit("r", 1)
     assert engine.step().finished_recving is None
     engine.report(1, recving={"r"})
-    told = engine.step()
-    assert (told.finished_recving, told.failed_recving) == ({"r"}, set())
+    output = engine.step()
+    assert (output.finished_recving, output.failed_recving) == ({"r"}, set())
     assert counters(engine.scheduler, "b").loaded_tokens == 64
     engine.finish("r")
     assert engine.tables_are_empty()
@@ -54,8 +54,8 @@ def test_another_childs_or_a_repeated_report_of_a_load_is_ignored_and_counted():
     engine.report(1, recving={"r"})
     engine.step()
     engine.report(1, recving={"r"}, sending={"never"})
-    told = engine.step()
-    assert (told.finished_recving, told.finished_sending) == (None, None)
+    output = engine.step()
+    assert (output.finished_recving, output.finished_sending) == (None, None)
     stats = engine.workers[0].get_kv_connector_stats()
     assert stats is None  # already told: Lockstep.step takes the stats of every step
 
@@ -71,8 +71,8 @@ def test_a_failed_load_is_told_and_counted():
     engine = Lockstep()
     engine.admit("r", 1)
     engine.report(1, recving={"r"}, failed={"r"})
-    told = engine.step()
-    assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})
+    output = engine.step()
+    assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"})
     assert counters(engine.scheduler, "b").failed_loads == 1
     assert counters(engine.scheduler, "b").loaded_tokens == 0
 
@@ -83,8 +83,8 @@ def test_with_two_ranks_a_load_is_done_when_both_ranks_childs_say_so():
     engine.report(0, rank=0, recving={"r"}, failed={"r"})
     assert engine.step().finished_recving is None
     engine.report(0, rank=1, recving={"r"})
-    told = engine.step()
-    assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})
+    output = engine.step()
+    assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"})
 
 
 def test_blocks_are_free_when_every_child_that_holds_them_has_reported():
@@ -134,12 +134,12 @@ def test_an_aborted_request_is_freed_once_after_its_load_and_its_saves(load_firs
     engine.step()
     engine.finish("r", 1)
     reports = [{"child_index": 0, "recving": {"r"}}, {"child_index": 1, "sending": {"r"}}]
-    told = []
+    reported = []
     for report in reports if load_first else reversed(reports):
         engine.report(**report)
         output = engine.step()
-        told.append((output.finished_recving or set()) | (output.finished_sending or set()))
-    assert told == [set(), {"r"}]
+        reported.append((output.finished_recving or set()) | (output.finished_sending or set()))
+    assert reported == [set(), {"r"}]
     assert engine.tables_are_empty()
 
 

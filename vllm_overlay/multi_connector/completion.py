@@ -36,7 +36,7 @@ class Completions:
     """One rank's open loads and saves. All ids are request ids, all children indexes."""
 
     def __init__(self, block_errors_name_requests: bool) -> None:
-        """``block_errors_name_requests``: the model has one KV cache group, so a block id says whose load failed."""
+        """``block_errors_name_requests``: the model has one KV cache group, so a block id names the failed load."""
         self._block_errors_name_requests = block_errors_name_requests
         self._loads: dict[str, int] = {}
         self._saves: dict[str, set[int]] = {}
@@ -65,12 +65,12 @@ class Completions:
             self._synchronous[request_id] = load
 
     def refuse_load(self, request_id: str, load: Load) -> None:
-        """A load whose child never saw it, so that nothing writes: failed at once."""
+        """A load that its child never saw, so nothing writes: it fails at once."""
         self.expect_load(request_id, load)
         self._fail(request_id, load)
 
     def expect_saves(self, request_id: str, children: Collection[int]) -> None:
-        """A finished request whose blocks these children still read."""
+        """A finished request; these children still read its blocks."""
         self._saves.setdefault(request_id, set()).update(children)
 
     def received(self, child: int, finished: Collection[str], failed: Collection[str]) -> int:

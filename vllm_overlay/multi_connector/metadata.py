@@ -51,7 +51,7 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unus
     """Child that stands by -> (pipeline rank, tensor rank) -> what its new instance there says."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "MultiWorkerMetadata":
-        """A child whose own ``aggregate`` raises has lost what a rank reported, so it is reported broken: isolated."""
+        """If a child's own ``aggregate`` raises, a rank's report is lost, so the child is reported broken."""
         assert isinstance(other, MultiWorkerMetadata)
         broken: set[int] = set()
         children: list[KVConnectorWorkerMetadata | None] = []

@@ -14,7 +14,7 @@ class _OpenLoad:
 
 @dataclass(slots=True, frozen=True)
 class EndedLoad:
-    """A load the workers have reported: whose, how much, how long it took, and whether it failed."""
+    """A load the workers have reported: its child, its tokens, how long it took, and whether it failed."""
 
     request_id: str
     child: int
@@ -44,7 +44,7 @@ class OutstandingReports:
         self._held[request_id] = children
 
     def owed_by(self, child: int) -> int:
-        """Requests whose blocks ``child`` may still touch."""
+        """How many requests have blocks that ``child`` may still touch."""
         loads = {request_id for request_id, load in self._loads.items() if load.child == child}
         return len(loads | {request_id for request_id, children in self._held.items() if child in children})
 

@@ -3,7 +3,7 @@
 
 - An *unknown* request is older than the child's present instance. The instance was never told of it and never is.
 - A request *without work* is announced to the child and looked up in it, but never gets blocks or steps there: to the
-  child it is a request that waits and is then aborted. This is for a child whose ``store`` is off. With ``promote``
+  child it is a request that waits and is then aborted. This is for a child with ``store`` off. With ``promote``
   off it is for requests that another child loads.
 
 Either lasts until the request is finished: a child cannot take up a request in the middle.

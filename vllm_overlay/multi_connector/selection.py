@@ -33,7 +33,7 @@ class Offer:
 
 @dataclass(slots=True, frozen=True)
 class Verdict:
-    """``chosen`` is an index into the offers, or None when nobody loads; ``wait`` asks for another lookup later."""
+    """``chosen`` is an index into the offers, or None when no child loads; ``wait`` asks for another lookup later."""
 
     chosen: int | None
     wait: bool = False

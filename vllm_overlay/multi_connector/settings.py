@@ -50,7 +50,10 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 60.0
     hang_after_s: Annotated[
         float,
-        Meta(description="seconds in one hook after which the log says whose; once back, it is isolated; 0: off", ge=0),
+        Meta(
+            description="seconds in one hook after which the log names the child; once back, it is isolated; 0: off",
+            ge=0,
+        ),
     ] = 30.0
     control_file: Annotated[
         str, Meta(description="a JSON file that changes the children's switches while serving; re-read when it changes")

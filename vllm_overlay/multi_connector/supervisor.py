@@ -79,10 +79,10 @@ class Supervisor:
         return not child.isolated
 
     def try_again(self, held_for: Collection[int], now: float) -> None:
-        """Builds a new instance of each child whose pause is over: the child is half open.
+        """Builds a new instance of each child when its pause is over: the child is half open.
 
-        ``held_for``: children of whose blocks this step still tells the workers. They are left for a later step,
-        because the workers would expect those blocks of the new instance.
+        ``held_for``: children for which this step tells the workers that blocks are held. They are left for a later
+        step, because the workers would expect those blocks of the new instance.
         """
         for child, lifecycle in zip(self._children, self.lifecycles, strict=True):
             if not lifecycle.may_try(now) or child.index in held_for:

@@ -33,7 +33,7 @@ def worker_metadata(answer: Any) -> Any:
 
 
 def truth(answer: Any) -> bool:
-    """A bool, and not what only happens to be truthy: that would keep an engine waiting for ever."""
+    """A bool, and not what only happens to be truthy: that would keep an engine waiting."""
     if isinstance(answer, bool):
         return answer
     raise TypeError(f"{answer!r} is neither True nor False")

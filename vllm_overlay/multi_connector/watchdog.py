@@ -2,7 +2,7 @@
 """Names the child and the hook that an engine hangs in. It watches; it cannot end a hook.
 
 A hook runs on the thread that called it, because a worker's current stream and inference mode are that thread's. So a
-hook that never returns stops the engine whatever we do; what we can do is say whose it is.
+hook that never returns stops the engine whatever we do. What we can do is name the child.
 """
 
 import sys

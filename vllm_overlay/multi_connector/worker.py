@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's half of the MultiConnector: each child gets its own part, and each request one report.
 
-When an isolated child's blocks are given back: once it has reported what it owes, or was shut down. A child whose class
-has no ``shutdown`` of its own cannot be stopped, so it has to report; one whose ``shutdown`` raises is asked for its
+An isolated child's blocks are given back once it has reported what it owes, or was shut down. A class without a
+``shutdown`` of its own cannot be stopped, so it has to report. If ``shutdown`` raises, the child is asked for its
 reports and shut down again at growing intervals. Until then what it owes is in quarantine: no block of it is freed, no
-load of it is told failed, and no new instance is built, so that quarantine never holds more than was under way when the
+load of it is reported failed, and no new instance is built. So quarantine never holds more than was under way when the
 child failed.
 """
 
