@@ -12,7 +12,7 @@ from tests.tiers.disk.files import object_files, on_disk
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.cli import main as cli
+from vllm_overlay import cli
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity, integrity_of
 from vllm_overlay.tiers.disk.format import FormatError, ObjectHeader

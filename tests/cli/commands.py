@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Running ``vllm-overlay``, in this process or in one that may not import vLLM, and reading what it said and left."""
+
+import json
+from pathlib import Path
+
+from tests.tiers.disk.tier_pair import NAMESPACE
+from vllm_overlay import cli
+
+REPOSITORY = Path(__file__).parents[2]
+WITHOUT_VLLM = """
+import sys
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "vllm"):
+            raise AssertionError(f"{name} was imported")
+sys.meta_path.insert(0, Forbid())
+from vllm_overlay.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""Source of a process that runs the command and may import neither torch nor vLLM."""
+
+
+def run(capsys, *arguments):
+    """Exit status and the JSON that was printed."""
+    capsys.readouterr()
+    status = cli.main([*map(str, arguments), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def findings(report):
+    return sorted((Path(found["path"]).name, found["what"], found["is_problem"]) for found in report["findings"])
+
+
+def path_of(root, planned, namespace=NAMESPACE):
+    return Path(namespace.path_of(str(root), planned.object_id, 0))
+
+
+def contents(root):
+    return {path: path.lstat() for path in sorted(root.rglob("*"))}

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all commands share: exit statuses, help, what they may import, and Ctrl-C."""
+
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.commands import REPOSITORY, WITHOUT_VLLM
+from tests.tiers.disk.files import object_files
+from tests.tiers.disk.objects import chain
+from tests.tiers.disk.tier_pair import TierPair, tier_pair
+from vllm_overlay import cli
+from vllm_overlay.cli import command_line
+from vllm_overlay.cli.command import SOUND, Command
+from vllm_overlay.tiers.disk import fsck
+
+
+@pytest.mark.parametrize("command", [["stats"], ["fsck"], ["fsck", "--repair"], ["gc", "--max-bytes", "0"]])
+def test_it_needs_neither_torch_nor_vllm(root, command):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_VLLM, *command, str(root)], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+@pytest.mark.parametrize("command", [["stats"], ["fsck"], ["gc", "--max-bytes", "0"]])
+def test_a_root_that_is_not_there_is_wrong_usage(tmp_path, capsys, command):
+    assert cli.main([*command, str(tmp_path / "gone")]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["fsck"], ["gc", "ROOT"], ["fly", "ROOT"]])
+def test_wrong_usage_has_status_2(command):
+    with pytest.raises(SystemExit) as left:
+        cli.main(command)
+    assert left.value.code == 2
+
+
+def test_a_limit_that_is_no_size_is_wrong_usage(root, capsys):
+    assert cli.main(["gc", str(root), "--max-bytes", "much"]) == 2
+    assert "--max-bytes='much' is not a size" in capsys.readouterr().err
+
+
+def test_help_says_what_each_exit_status_means(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for status in ("0    fsck", "1    fsck", "2    wrong usage", "130  interrupted"):
+        assert f"\n  {status}" in shown
+
+
+@pytest.mark.parametrize("module", ["vllm_overlay", "vllm_overlay.cli"])
+def test_python_m_is_the_same_command(root, module):
+    done = subprocess.run(
+        [sys.executable, "-m", module, "stats", str(root)], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4 chunks of full attention group 0" in done.stdout
+
+
+def test_a_command_brings_its_own_help_examples_and_statuses(capsys, monkeypatch):
+    count = Command(
+        name="count",
+        summary="count to a number",
+        description="Counts.",
+        examples={"count 3": "one, two, three"},
+        statuses={SOUND: "counted"},
+        add_arguments=lambda parser: parser.add_argument("number", type=int),
+        run=lambda arguments: print(*range(1, arguments.number + 1)) or SOUND,
+    )
+    monkeypatch.setattr(command_line, "COMMANDS", (*command_line.COMMANDS, count))
+    assert cli.main(["count", "3"]) == 0
+    assert capsys.readouterr().out == "1 2 3\n"
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    help_text = capsys.readouterr().out
+    assert re.search(r"^    count +count to a number$", help_text, re.MULTILINE)
+    assert re.search(r"^  vllm-overlay count 3 +one, two, three$", help_text, re.MULTILINE)
+    assert re.search(r"^  0    fsck: .*; count: counted$", help_text, re.MULTILINE)
+
+
+def test_ctrl_c_ends_it_with_130_and_what_is_left_is_sound(tmp_path):
+    root = tmp_path / "root"
+    with tier_pair(root, capacity_bytes="1 GiB") as made:
+        made.store(chain("p", 300))
+    source = WITHOUT_VLLM.replace(
+        "from vllm_overlay.cli import main",
+        "import time\nfrom vllm_overlay.cli import main\nfrom vllm_overlay.tiers.disk.ledger import Ledger\n"
+        "remove = Ledger.remove_files\n"
+        "def slowly(self, paths):\n    remove(self, paths)\n    print('.', flush=True)\n    time.sleep(600)\n"
+        "Ledger.remove_files = slowly",
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", source, "gc", str(root), "--max-bytes", "0"],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == ".\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "\nvllm-overlay: interrupted\n")
+    left = object_files(root)
+    assert 0 < len(left) < 301
+    assert fsck.Check(str(root)).run().findings == []
+    again = TierPair(root, capacity_bytes="1 GiB").recovered()
+    assert len(again.tier.index) == len(left)
+    again.close()

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several commands print with."""
+
+import io
+import sys
+import time
+
+import pytest
+
+from vllm_overlay.cli.console import age, progress, shown, size
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_names_cannot_steer_the_terminal():
+    assert shown("a\x1b[2J\u202eb\n") == "a\\x1b[2J\\u202eb\\n"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 20, "5.0 MiB"), (3 << 40, "3.0 TiB")]
+)
+def test_sizes_are_for_people(num_bytes, text):
+    assert size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-5, "0 seconds"), (119, "119 seconds"), (120, "2 minutes"), (86400 * 2, "2 days")]
+)
+def test_ages_are_for_people(monkeypatch, seconds, text):
+    monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
+    assert age(1_000_000.0 - seconds) == text
+
+
+def test_progress_writes_over_one_line_of_a_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    show = progress("reading")
+    show(1024, 2048)  # too soon after the start: the clock stands still
+    show(2048, 2048)
+    assert terminal.getvalue().startswith("\rreading [####################] 100% of 2.0 KiB, ")
+    assert terminal.getvalue().count("\r") == 1 and terminal.getvalue().endswith("\n")
+
+
+def test_progress_is_silent_where_nobody_looks(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    progress("reading")(1, 1)
+    assert sys.stderr.getvalue() == ""

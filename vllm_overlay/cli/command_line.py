@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: the list of commands, the parser that they make, and what a failure prints and returns."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from vllm_overlay import __version__
+from vllm_overlay.cli.command import INTERRUPTED, PROBLEMS, SOUND, USAGE, Command
+from vllm_overlay.cli.console import shown
+from vllm_overlay.cli.fsck import FSCK
+from vllm_overlay.cli.gc import GC
+from vllm_overlay.cli.stats import STATS
+from vllm_overlay.config import ConfigError
+
+COMMANDS: tuple[Command, ...] = (FSCK, STATS, GC)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status. The script ``vllm-overlay`` calls it."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except (OSError, ConfigError) as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        print(f"vllm-overlay: {shown(str(error))}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("\nvllm-overlay: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-overlay",
+        description="Looks after the disk tier's files. May run while others serve the same root.",
+        epilog=f"""examples:
+{_examples()}
+
+exit status:
+  0    {_meanings(SOUND)}
+  1    {_meanings(PROBLEMS)}
+  2    wrong usage, or the root cannot be read
+  130  interrupted; what was done is whole
+""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.summary, description=command.description)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser
+
+
+def _examples() -> str:
+    examples = {typed: meaning for command in COMMANDS for typed, meaning in command.examples.items()}
+    width = max(map(len, examples))
+    return "\n".join(f"  vllm-overlay {typed:{width}}      {meaning}" for typed, meaning in examples.items())
+
+
+def _meanings(status: int) -> str:
+    return "; ".join(
+        f"{command.name}: {command.statuses[status]}" for command in COMMANDS if status in command.statuses
+    )
