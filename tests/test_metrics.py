@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metric label ``reason``: docs/metrics.md lists what the code can say, and the code says it with the enum."""
+
+import ast
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_overlay import metrics
+from vllm_overlay.common import reasons
+from vllm_overlay.common.reasons import DROPPED_STORES, FAILED_LOADS, LOOKUP_LIMITS, Reason
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "vllm_overlay"
+PAGE = REPOSITORY / "docs" / "metrics.md"
+SETS = {"lookup_limits": LOOKUP_LIMITS, "dropped_stores": DROPPED_STORES, "failed_loads": FAILED_LOADS}
+"""Field of a counter -> the reasons it is labelled with."""
+
+
+# The page.
+
+
+def meanings() -> dict[Reason, str]:
+    """The docstring of each member, which exists in the source alone."""
+    module = ast.parse(Path(reasons.__file__).read_text())
+    body = next(node for node in module.body if isinstance(node, ast.ClassDef)).body
+    found = {}
+    for member, text in itertools.pairwise(body):
+        if isinstance(member, ast.Assign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            assert isinstance(member.targets[0], ast.Name) and isinstance(text.value.value, str)
+            found[Reason[member.targets[0].id]] = " ".join(text.value.value.split()).replace("``", "`")
+    return found
+
+
+def table(field: str) -> str:
+    """What the page says of one counter's reasons, in the order of the enum."""
+    means = meanings()
+    rows = [f"| `{reason.value}` | {means[reason]} |" for reason in Reason if reason in SETS[field]]
+    return "\n".join(["| reason | meaning |", "| --- | --- |", *rows])
+
+
+def test_every_reason_says_what_it_means() -> None:
+    assert set(meanings()) == set(Reason)
+
+
+@pytest.mark.parametrize("field", SETS)
+def test_the_page_lists_the_reasons_of_each_counter(field: str) -> None:
+    heading = f"`vllm:hybrid_offload_{field}`"
+    sections = [part for part in PAGE.read_text().split("\n## ") if part.splitlines()[0].endswith(heading)]
+    assert len(sections) == 1, f"docs/metrics.md has {len(sections)} sections of {heading}"
+    rows = [line for line in sections[0].splitlines() if line.startswith("|")]
+    assert "\n".join(rows) == table(field)
+
+
+def test_every_counter_with_this_label_has_its_set_but_the_one_of_hooks() -> None:
+    labelled = {name.field for name in metrics.HYBRID_OFFLOAD_COUNTERS if metrics.REASON in name.labels}
+    assert labelled == {*SETS, "hook_errors"}
+
+
+def test_every_reason_is_said_by_some_counter() -> None:
+    assert set(Reason) == LOOKUP_LIMITS | DROPPED_STORES | FAILED_LOADS
+
+
+# The code.
+
+
+def parameters_called_reason(trees: list[ast.Module]) -> dict[str, set[int]]:
+    """Name of a function or class -> where ``reason`` stands among the arguments of its calls."""
+    places: defaultdict[str, set[int]] = defaultdict(set)
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    name = node.name if method.name == "__init__" else method.name
+                    names = [argument.arg for argument in method.args.args]
+                    names = names[1:] if names[:1] == ["self"] else names
+                    places[name] |= {place for place, argument in enumerate(names) if argument == "reason"}
+            fields = [field.target for field in node.body if isinstance(field, ast.AnnAssign)]
+            places[node.name] |= {
+                place for place, field in enumerate(fields) if isinstance(field, ast.Name) and field.id == "reason"
+            }
+        elif isinstance(node, ast.FunctionDef):
+            names = [argument.arg for argument in node.args.args]
+            if "self" not in names:
+                places[node.name] |= {place for place, argument in enumerate(names) if argument == "reason"}
+    return places
+
+
+def texts(node: ast.expr) -> bool:
+    """Whether a value may be a string that is written there: also one side of ``or`` and of ``if``."""
+    return any(
+        isinstance(part, ast.JoinedStr) or (isinstance(part, ast.Constant) and isinstance(part.value, str))
+        for part in ast.walk(node)
+    )
+
+
+def called(node: ast.Call) -> str:
+    function = node.func
+    return (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
+
+
+def is_reason(node: ast.expr) -> bool:
+    return (isinstance(node, ast.Name) and node.id == "reason") or (
+        isinstance(node, ast.Attribute) and node.attr == "reason"
+    )
+
+
+def bare_reasons(tree: ast.Module, places: dict[str, set[int]]) -> Iterator[int]:
+    """Lines on which a string stands for a reason: as an argument, as what is assigned, in a comparison."""
+    for node in ast.walk(tree):
+        found: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            found = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+            found += [value for place, value in enumerate(node.args) if place in places.get(called(node), ())]
+        elif isinstance(node, ast.Assign) and any(is_reason(target) for target in node.targets):
+            found = [node.value]
+        elif isinstance(node, ast.Compare) and any(is_reason(side) for side in (node.left, *node.comparators)):
+            found = [node.left, *node.comparators]
+        yield from (value.lineno for value in found if texts(value))
+
+
+def bare_reasons_under(package: Path) -> list[str]:
+    """File and line of each, in the rooms that give reasons."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    places = parameters_called_reason(list(trees.values()))
+    return [
+        f"{path.relative_to(package)}:{line}"
+        for path, tree in trees.items()
+        if path.relative_to(package).parts[0] in ("connector", "tiers")
+        for line in bare_reasons(tree, places)
+    ]
+
+
+def test_no_reason_in_the_code_is_a_bare_string() -> None:
+    assert bare_reasons_under(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'count("dropped_stores", 1, "no_room")',
+        'count("dropped_stores", reason="no_room")',
+        'count("dropped_stores", reason=known or "unknown")',
+        'self.fail("r1", "timeout" if late else Reason.ERROR)',
+        'raise Bad("checksum")',
+        'Result(7, f"{cause}")',
+        'reason = "io_error"',
+        'assert result.reason != "missing"',
+    ],
+)
+def test_a_bare_reason_is_found(tmp_path: Path, line: str) -> None:
+    (tmp_path / "connector").mkdir()
+    (tmp_path / "common.py").write_text(
+        'def count(metric, amount=1, reason=""): ...\n'
+        "class Bad(Exception):\n    def __init__(self, reason): ...\n    def fail(self, request_id, reason): ...\n"
+        "class Result:\n    ticket: int\n    reason: str\n"
+    )
+    (tmp_path / "connector" / "worker.py").write_text(f"if True:\n    {line}\n")
+    assert bare_reasons_under(tmp_path) == ["connector/worker.py:2"]
