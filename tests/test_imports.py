@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No import circle, and imports between rooms run one way (docs/architecture.md); exceptions are listed here."""
+
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+
+from devtools import rooms
+from devtools.rooms import Module
+
+OURS = "vllm_overlay"
+
+
+@dataclass(slots=True, frozen=True)
+class Rule:
+    """What one room may import.
+
+    Of this package: itself and ``allowed``, or all but ``forbidden``. Of others: all but ``without``.
+    """
+
+    room: str
+    allowed: tuple[str, ...] | None = None
+    forbidden: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    only_standard_library: bool = False
+
+
+NO_ENGINE = ("torch", "vllm")
+RULES = (
+    Rule("versions", allowed=(), only_standard_library=True),
+    Rule("common", allowed=(), only_standard_library=True),
+    Rule("patching", allowed=("common", "versions"), only_standard_library=True),
+    Rule("planner", allowed=("common",), without=NO_ENGINE),
+    Rule("tiers", allowed=("planner", "common", "config", "versions"), without=NO_ENGINE),
+    Rule("transfer", allowed=("planner", "common", "tiers.memory")),
+    Rule("multi_connector", forbidden=("connector", "tiers", "transfer", "planner")),
+    Rule("cli", forbidden=("connector", "multi_connector", "transfer"), without=NO_ENGINE),
+)
+NOT_SHIPPED = ("tests", "tools", "devtools", "bench")
+
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    (f"vllm_overlay.patching.{module}", "vllm_overlay"): "takes VLLM_VERSION, which is versions.VLLM, from the package"
+    for module in ("cli", "series", "tree")
+}
+"""(module, what it imports) -> why that is so."""
+
+
+def is_below(name: str, tops: tuple[str, ...]) -> bool:
+    return any(name == top or name.startswith(f"{top}.") for top in tops)
+
+
+def full(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{OURS}.{name}" for name in names)
+
+
+def is_wrong(rule: Rule, target: str) -> bool:
+    if is_below(target, (OURS,)):
+        if rule.allowed is not None and not is_below(target, full((rule.room, *rule.allowed))):
+            return True
+        return is_below(target, full(rule.forbidden))
+    if rule.only_standard_library and target.split(".")[0] not in sys.stdlib_module_names:
+        return True
+    return is_below(target, rule.without)
+
+
+def wrong_arrows(modules: list[Module]) -> set[tuple[str, str]]:
+    """Also imports in functions and under TYPE_CHECKING: a room must not know the other one at all."""
+    return {
+        (arrow.source, arrow.target)
+        for arrow in rooms.arrows_of(modules)
+        if is_below(arrow.target, NOT_SHIPPED)
+        or any(is_below(arrow.source, full((rule.room,))) and is_wrong(rule, arrow.target) for rule in RULES)
+    }
+
+
+def circles(modules: list[Module]) -> list[list[str]]:
+    return rooms.circles_of(rooms.graph_of(rooms.arrows_of(modules), modules))
+
+
+def with_line(name: str, line: str) -> list[Module]:
+    """The modules as they are, one of them with a line more."""
+    return [
+        replace(module, text=f"{module.text}\n{line}\n") if module.name == name else module
+        for module in rooms.modules_of_tree()
+    ]
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles(rooms.modules_of_tree()) == []
+
+
+def test_imports_between_rooms_run_one_way() -> None:
+    assert wrong_arrows(rooms.modules_of_tree()) - set(EXCEPTIONS) == set()
+
+
+def test_every_exception_is_still_needed() -> None:
+    assert set(EXCEPTIONS) - wrong_arrows(rooms.modules_of_tree()) == set()
+
+
+def test_every_room_of_a_rule_is_there() -> None:
+    names = tuple(module.name for module in rooms.modules_of_tree())
+    assert [rule.room for rule in RULES if f"{OURS}.{rule.room}" not in names] == []
+
+
+def test_a_planted_circle_is_found() -> None:
+    modules = with_line("vllm_overlay.tiers.memory", "from vllm_overlay.tiers import cpu")
+    assert ["vllm_overlay.tiers.cpu", "vllm_overlay.tiers.memory"] in [
+        [name for name in circle if name in ("vllm_overlay.tiers.cpu", "vllm_overlay.tiers.memory")]
+        for circle in circles(modules)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "target"),
+    [
+        ("common.reasons", "from vllm_overlay.config import GIB", "vllm_overlay.config"),
+        ("common.backoff", "import msgspec", "msgspec"),
+        ("versions", "import vllm_overlay.config", "vllm_overlay.config"),
+        ("planner.coverage", "from vllm_overlay.tiers.index import PrefixIndex", "vllm_overlay.tiers.index"),
+        ("planner.coverage", "import torch", "torch"),
+        ("transfer.cpu", "from vllm_overlay.tiers import index", "vllm_overlay.tiers.index"),
+        ("tiers.base", "from vllm_overlay.connector.metadata import LoadJob", "vllm_overlay.connector.metadata"),
+        ("tiers.disk.gc", "def f():\n    import vllm.envs", "vllm.envs"),
+        ("multi_connector.child", "import vllm_overlay.planner.objects", "vllm_overlay.planner.objects"),
+        ("patching.diff", "import numpy", "numpy"),
+        ("patching.diff", "from vllm_overlay import plugin", "vllm_overlay.plugin"),
+        ("cli.gc", "from vllm_overlay.transfer import base", "vllm_overlay.transfer.base"),
+        ("config", "from tests.strategies import layouts", "tests.strategies"),
+        ("plugin", "import devtools.rooms", "devtools.rooms"),
+    ],
+)
+def test_a_planted_wrong_arrow_is_found(module: str, line: str, target: str) -> None:
+    alone = [
+        found if found.name == f"{OURS}.{module}" else replace(found, text="")
+        for found in with_line(f"{OURS}.{module}", line)
+    ]
+    assert (f"{OURS}.{module}", target) in wrong_arrows(alone)
