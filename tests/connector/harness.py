@@ -21,9 +21,9 @@ NOTHING: Any = SimpleNamespace(finished_recving=None)
 class Harness:
     """Two ranks; blocks 1 to 4 are every request's."""
 
-    def __init__(self, report_timeout_s: float = 100.0) -> None:
+    def __init__(self, tier: CpuTierManager | None = None, report_timeout_s: float = 100.0) -> None:
         self.stats = OffloadStats.make("test")
-        self.tier = CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
+        self.tier = tier or CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
         self.scheduler = OffloadScheduler(
             GEOMETRY, self.tier, 2, max_load_attempts=3, report_timeout_s=report_timeout_s, stats=self.stats
         )  # fmt: skip

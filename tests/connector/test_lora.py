@@ -80,8 +80,7 @@ def test_an_adapter_loaded_ahead_of_its_requests_is_known_after_that_step(made: 
     request = made.request("p", adapter_id=1)
     made.scheduler.lookup(request, 0)
     made.step(request, 140)
-    anew = Harness()
-    anew.scheduler._tier = made.scheduler._tier  # the scheduler's half after a restart, with what the tier has kept
+    anew = Harness(made.tier)  # the scheduler's half after a restart, with what the tier has kept
     again = anew.request("p", adapter_id=1)
     assert anew.scheduler.lookup(again, 0) is None
     anew.idle_step(ONE)

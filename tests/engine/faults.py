@@ -11,12 +11,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from tests.engine.halves import scheduler_half, tier_manager, tier_managers, tier_worker, transfer_of, worker_half
+from tests.tiers.disk.inside import lease_bytes
+from tests.tiers.entries import entries_of
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
-from vllm_overlay.connector.connector import HybridOffloadConnector
 from vllm_overlay.planner.objects import SNAPSHOT_TAG
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.manager import DiskTierManager
@@ -25,28 +26,11 @@ if TYPE_CHECKING:
     from tests.engine.driver import Driver
 
 
-def _offload_connectors(connector: Any) -> list[HybridOffloadConnector]:
-    if isinstance(connector, HybridOffloadConnector):
-        return [connector]
-    return [found for child in getattr(connector, "sub_connectors", []) for found in _offload_connectors(child)]
-
-
-def _scheduler_half(driver: "Driver", tier: str) -> Any:
-    found = _offload_connectors(driver.engine_core.scheduler.connector)
-    return next(connector for connector in found if connector.settings.tier == tier)._scheduler
-
-
-def _worker_half(tier: str) -> Any:
-    found = _offload_connectors(get_kv_transfer_group())
-    return next(connector for connector in found if connector.settings.tier == tier)._worker
-
-
 def wait_for_recovery(driver: "Driver") -> None:
     """Disk tiers serve while they still scan their root and have no lease yet; tests want to see and store all."""
     deadline = time.monotonic() + 60
-    for connector in _offload_connectors(driver.engine_core.scheduler.connector):
-        tier = connector._scheduler._tier
-        while isinstance(tier, DiskTierManager) and (tier.is_recovering or not tier._reclaimer._lease.available):
+    for tier in tier_managers(driver):
+        while isinstance(tier, DiskTierManager) and (tier.is_recovering or not lease_bytes(tier)):
             tier.advance()
             time.sleep(0.01)
             if time.monotonic() > deadline:
@@ -55,13 +39,13 @@ def wait_for_recovery(driver: "Driver") -> None:
 
 def _entries(driver: "Driver", kind: str) -> list[Any]:
     """The CPU tier's visible objects of a kind, by the end of their tokens."""
-    index = _scheduler_half(driver, "cpu")._tier.index
-    found = [entry for entry in index._entries.values() if entry.object_id.tag == kind]
+    entries = entries_of(tier_manager(driver, "cpu").index)
+    found = [entry for entry in entries.values() if entry.object_id.tag == kind]
     return sorted(found, key=lambda entry: entry.end_tokens)
 
 
 def _rows(entry: Any) -> Any:
-    return _worker_half("cpu")._tier._pool.array, list(entry.units)
+    return tier_worker("cpu")._pool.array, list(entry.units)
 
 
 def zero_snapshot(driver: "Driver") -> int:
@@ -116,7 +100,7 @@ def _is_recurrent(group: Any) -> bool:
 def retag(driver: "Driver") -> int:
     """The arena's units of the last snapshot carry another generation: what a lost race would look like."""
     entry = _entries(driver, SNAPSHOT_TAG)[-1]
-    _worker_half("cpu")._tier._tags[list(entry.units)] += 1_000_000
+    tier_worker("cpu")._tags[list(entry.units)] += 1_000_000
     return len(entry.units)
 
 
@@ -136,7 +120,7 @@ def garbage_in_free_blocks(driver: "Driver") -> int:
 
 def set_clearing(driver: "Driver", on: bool) -> bool:
     """Whether loads clear the rest of the pages they touch, as they must."""
-    transfer = _worker_half("cpu")._transfer
+    transfer = transfer_of("cpu")
     if on:
         del transfer.zero
     else:
@@ -146,7 +130,7 @@ def set_clearing(driver: "Driver", on: bool) -> bool:
 
 def set_loads_broken(driver: "Driver", on: bool) -> bool:
     """Every fetch of the CPU tier fails, without a fault of the object."""
-    tier = _worker_half("cpu")._tier
+    tier = tier_worker("cpu")
     if not on:
         del tier.poll
         return on
@@ -162,20 +146,20 @@ def set_loads_broken(driver: "Driver", on: bool) -> bool:
 
 def set_loads_silent(driver: "Driver", on: bool) -> bool:
     """Fetches of the CPU tier never end, and the patience with them is short."""
-    worker = _worker_half("cpu")
+    worker, tier = worker_half("cpu"), tier_worker("cpu")
     if not on:
-        del worker._tier.poll
+        del tier.poll
         worker._load_timeout_s = 30.0
         return on
-    worker._tier.poll = lambda: (type(worker._tier).poll(worker._tier)[0], [])
+    tier.poll = lambda: (type(tier).poll(tier)[0], [])
     worker._load_timeout_s = 0.05
     return on
 
 
 def set_hook_broken(driver: "Driver", half: str, hook: str, on: bool) -> bool:
     """A method of the scheduler's or the worker's half raises; what nobody reports meanwhile is soon written off."""
-    _scheduler_half(driver, "cpu")._report_timeout_s = 2.0 if on else 120.0
-    target = _scheduler_half(driver, "cpu") if half == "scheduler" else _worker_half("cpu")
+    scheduler_half(driver, "cpu")._report_timeout_s = 2.0 if on else 120.0
+    target = scheduler_half(driver, "cpu") if half == "scheduler" else worker_half("cpu")
     if not on:
         delattr(target, hook)
         return on
@@ -189,7 +173,7 @@ def set_hook_broken(driver: "Driver", half: str, hook: str, on: bool) -> bool:
 
 def set_gather_broken(driver: "Driver", on: bool) -> bool:
     """Copies out of the KV cache raise."""
-    transfer = _worker_half("cpu")._transfer
+    transfer = transfer_of("cpu")
     if not on:
         del transfer.gather
         return on
@@ -226,7 +210,7 @@ def disk_raises(driver: "Driver", calls: list[str], error: str) -> int:
 
 def disk_delays(driver: "Driver", seconds: float) -> float:
     """Every read and write takes so long; endless ones end with ``disk_works``. A breaker that opens stays open."""
-    tier = _worker_half("disk")._tier
+    tier = tier_worker("disk")
     for breaker in (tier._read_breaker, tier._write_breaker):
         _replace(breaker._backoff, "first_s", 600.0)
     read, write = Device.preadv, Device.pwritev
@@ -295,15 +279,15 @@ def disk_works(driver: "Driver", root: str) -> bool:
         else:
             setattr(*fault)
     _FAULTY.clear()
-    tier = _worker_half("disk")._tier
+    tier = tier_worker("disk")
     tier._read_breaker, tier._write_breaker = CircuitBreaker("reads"), CircuitBreaker("writes")
-    _scheduler_half(driver, "disk")._loads_resume_at = 0.0
+    scheduler_half(driver, "disk")._loads_resume_at = 0.0
     return True
 
 
 def reload_adapter_during_a_load(driver: "Driver", tier: str, adapter: dict[str, Any]) -> bool:
     """An adapter is loaded in place once, after a restore of one of its requests was promised."""
-    half = _scheduler_half(driver, tier)
+    half = scheduler_half(driver, tier)
 
     def allocated(request: Any, block_ids: Any, num_external_tokens: int) -> None:
         type(half).allocated(half, request, block_ids, num_external_tokens)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU tier's scheduler half: every order of stores, loads, drops and resets keeps its index and its units right."""
 
+import itertools
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.strategies import everything, families_of_prompts, geometries
 from tests.tiers.entries import entries_of
-from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.cpu import CpuTierManager
 from vllm_overlay.tiers.memory import units_needed
 
@@ -28,7 +30,7 @@ class CpuManagerMachine(RuleBasedStateMachine):
         self.tier = CpuTierManager(num_units, UNIT, WORLD_SIZE)
         self.num_units = num_units
         self.tickets: list[int] = []
-        self.loads: list[list[ObjectId]] = []
+        self.loads: list[list[LoadTicket]] = []
 
     def some_objects(self, data):
         """Mostly visible ones, where there are any."""
@@ -65,17 +67,24 @@ class CpuManagerMachine(RuleBasedStateMachine):
         tickets = self.tier.acquire(wanted)
         if tickets is not None:
             assert [ticket.object_id for ticket in tickets] == [item.object_id for item in wanted]
-            self.loads.append([item.object_id for item in wanted])
+            self.loads.append(tickets)
 
     @precondition(lambda self: self.loads)
     @rule(data=st.data())
     def release(self, data):
-        self.tier.release(self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1))))
+        load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        self.tier.release([ticket.object_id for ticket in load])
 
     @rule(data=st.data())
     def drop(self, data):
         for item in self.some_objects(data)[:1]:
             self.tier.drop(item.object_id)
+
+    @precondition(lambda self: any(self.loads))
+    @rule(data=st.data())
+    def drop_what_is_loaded(self, data):
+        load = data.draw(st.sampled_from([load for load in self.loads if load]))
+        self.tier.drop(load[0].object_id)
 
     @rule()
     def clear(self):
@@ -92,6 +101,12 @@ class CpuManagerMachine(RuleBasedStateMachine):
         assert len(set(taken)) == len(taken)
         assert set(taken) <= set(range(self.num_units))
         assert self.tier.usage().used_bytes == len(taken) * UNIT * WORLD_SIZE
+
+    @invariant()
+    def units_stay_while_a_load_reads_them(self):
+        entries = entries_of(self.tier.index)
+        for ticket in itertools.chain.from_iterable(self.loads):
+            assert entries[ticket.object_id].units == ticket.units
 
 
 CpuManagerMachine.TestCase.settings = settings(

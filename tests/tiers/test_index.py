@@ -82,6 +82,16 @@ class IndexMachine(RuleBasedStateMachine):
         for ticket in tickets:
             self.commit_one(ticket)
 
+    @rule(data=st.data(), density=st.sampled_from([0.3, 0.9]))
+    def compute_a_prompt(self, data, density):
+        """Chunks and some snapshots in the order of their tokens, each committed before the next."""
+        luck = random.Random(data.draw(st.integers(0, 1 << 16)))
+        wanted = everything(self.geometry, data.draw(st.sampled_from(self.prompts)))
+        for item in sorted(wanted, key=lambda item: (item.end_tokens, item.object_id.is_snapshot)):
+            if not item.object_id.is_snapshot or luck.random() < density:
+                self.reserve_one(item)
+                self.commit_one(self.tickets[-1])
+
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), count=st.integers(1, 12))
     def commit(self, data, count):
@@ -131,6 +141,12 @@ class IndexMachine(RuleBasedStateMachine):
     def drop(self, data):
         for name in self.some_names(data, max_size=1):
             self.released(self.index.drop(name), self.twin.drop(name))
+
+    @precondition(lambda self: any(self.pinned))
+    @rule(data=st.data())
+    def drop_what_is_pinned(self, data):
+        entry = data.draw(st.sampled_from([entries for entries in self.pinned if entries]))[0]
+        self.released(self.index.drop(entry.object_id), self.twin.drop(entry.object_id))
 
     @rule(num_bytes=st.integers(0, 200), data=st.data())
     def evict(self, num_bytes, data):

@@ -97,13 +97,13 @@ class Storer:
 
     def __init__(self, root: Path, seed: int, device: Device | None) -> None:
         self._random = random.Random(seed)
-        self._engine = TierPair(root, RANKS, device=device, capacity_bytes=CAPACITY, **THREADS)
+        self._pair = TierPair(root, RANKS, device=device, capacity_bytes=CAPACITY, **THREADS)
         self._missing: dict[int, int] = {}
         self._failed: set[int] = set()
 
     def run(self) -> None:
         """Until killed."""
-        tier = self._engine.tier
+        tier = self._pair.tier
         while True:
             tier.advance()
             objects = chain(f"p{self._random.randrange(300)}", self._random.randrange(1, 9))
@@ -120,13 +120,13 @@ class Storer:
             time.sleep(0.001)
 
     def _submit(self, ticket: StoreTicket, planned: PlannedObject) -> None:
-        workers = self._engine.workers
+        workers = self._pair.workers
         buffers = [worker.begin_store(ticket) for worker in workers]
         if None in buffers:
             for worker, buffer in zip(workers, buffers, strict=True):
                 if buffer is not None:
                     worker.cancel_store(ticket, buffer)
-            self._engine.tier.abort(ticket.ticket)
+            self._pair.tier.abort(ticket.ticket)
             return
         self._missing[ticket.ticket] = RANKS
         for rank, (worker, buffer) in enumerate(zip(workers, buffers, strict=True)):
@@ -135,14 +135,14 @@ class Storer:
             worker.submit_store(ticket, buffer)
 
     def _poll(self) -> None:
-        for worker in self._engine.workers:
+        for worker in self._pair.workers:
             for result in worker.poll()[0]:
                 self._missing[result.ticket] -= 1
                 if result.reason:
                     self._failed.add(result.ticket)
                 if not self._missing[result.ticket]:
                     del self._missing[result.ticket]
-                    end = self._engine.tier.abort if result.ticket in self._failed else self._engine.tier.commit
+                    end = self._pair.tier.abort if result.ticket in self._failed else self._pair.tier.commit
                     end(result.ticket)
 
 

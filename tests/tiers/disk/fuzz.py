@@ -94,14 +94,14 @@ class Fuzz:
     def __init__(self, root: Path, seed: int, key_file: str = "") -> None:
         self.outcomes: Counter[str] = Counter()
         self._random = random.Random(seed)
-        self._engine = TierPair(root, read_threads=1, integrity_key_file=key_file).recovered()
+        self._pair = TierPair(root, read_threads=1, integrity_key_file=key_file).recovered()
         self._integrity = integrity_of(key_file)
         self._objects = chain("p", 3)
-        self._engine.store(self._objects)
+        self._pair.store(self._objects)
         self._target = self._objects[1]
-        self._path = self._engine.path(self._target)
+        self._path = self._pair.path(self._target)
         self._good = self._path.read_bytes()
-        self._others = [self._engine.path(planned).read_bytes() for planned in self._objects if planned != self._target]
+        self._others = [self._pair.path(planned).read_bytes() for planned in self._objects if planned != self._target]
 
     def round(self, place: str) -> None:
         """One to three mutations, the first of them in that class of bytes; then load, recover's read, fsck's read."""
@@ -121,7 +121,7 @@ class Fuzz:
         self._path.unlink(missing_ok=True)
         self._path.write_bytes(raw)
         is_readable = self._reads(raw, is_forged)
-        (result,) = self._engine.fetch([self._target])  # compares the bytes with those that were stored
+        (result,) = self._pair.fetch([self._target])  # compares the bytes with those that were stored
         self.outcomes[result.reason or "loaded"] += 1
         if result.reason:
             assert result.is_bad
@@ -146,7 +146,7 @@ class Fuzz:
         return raw == self._good or (is_forged and self._integrity == XXH3)
 
     def close(self) -> None:
-        self._engine.close()
+        self._pair.close()
 
 
 def fuzz(root: Path, count: int, seed: int, key_file: str = "") -> Counter[str]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tier after a reset, in the namespace of this process alone."""
 
+from tests.tiers.disk.inside import reset_name, served_namespace
 from tests.tiers.disk.objects import content, fill
 from tests.tiers.disk.tier_pair import TierPair
 from tests.tiers.disk.waiting import until
@@ -10,8 +11,8 @@ from vllm_overlay.tiers.disk.namespace import RESET
 
 def is_serving_another(made: TierPair) -> bool:
     """Whether the reclaimer has arrived in the namespace of the last reset."""
-    namespace = made.tier._reclaimer._membership.namespace
-    if namespace is None or namespace.description.get(RESET) != made.tier._reset:
+    namespace = served_namespace(made.tier)
+    if namespace is None or namespace.description.get(RESET) != reset_name(made.tier):
         return False
     return all(manifest_or_empty(str(made.root / name)).is_of_one_process for name in namespace.fingerprints)
 

@@ -9,6 +9,7 @@ import time
 
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import bytes_of_objects, bytes_under, ledger_of, object_files, on_disk
+from tests.tiers.disk.inside import lease_bytes, put_device
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, store_many, tier_pair
@@ -41,10 +42,11 @@ def test_the_lease_of_a_dead_process_comes_back(tmp_path):
     source = """
 import sys, time
 from pathlib import Path
+from tests.tiers.disk.inside import lease_bytes
 from tests.tiers.disk.tier_pair import TierPair
 from tests.tiers.disk.waiting import until
 made = TierPair(Path(sys.argv[1]), capacity_bytes=int(sys.argv[2])).recovered()
-until(lambda: made.tier._reclaimer._lease.available)
+until(lambda: lease_bytes(made.tier))
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -186,7 +188,7 @@ def test_nothing_is_written_below_the_free_space_to_keep(tmp_path):
     with tier_pair(tmp_path / "root", device=device, min_free_bytes="1 GiB") as made:
         made.store(chain("p", 3))
         device.free = 1 << 20
-        until(lambda: made.tier._reclaimer._lease.available == 0)
+        until(lambda: lease_bytes(made.tier) == 0)
         assert made.try_store(chain("q", 1)[0]) == "no_room"
         device.free = 1 << 40
         made.store(chain("q", 1))
@@ -208,7 +210,7 @@ def test_aborted_and_failed_stores_give_their_room_back(tmp_path):
 def test_what_one_rank_could_not_store_is_removed_in_the_others(tmp_path):
     with tier_pair(tmp_path / "root", world_size=2) as made:
         made.store(chain("p", 1))
-        made.workers[1]._device = FailingDevice(pwritev=errno.EIO)
+        put_device(made.workers[1], FailingDevice(pwritev=errno.EIO))
         assert made.outcome(chain("q", 1)[0]) == "io_error"
         until(lambda: len(object_files(made.root)) == 4)
         until(lambda: ledger_of(made.root)[0] == 4 * on_disk())

@@ -15,6 +15,7 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import object_files, on_disk, temporaries
+from tests.tiers.disk.inside import is_member, lease_bytes
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import load_ticket, tier_pair
 from tests.tiers.disk.waiting import until
@@ -141,7 +142,7 @@ def test_a_rate_lets_pass_so_many_bytes_a_second(clock):
 def test_writes_stay_below_the_rate_and_go_on(tmp_path, disk_clock):
     with tier_pair(tmp_path / "root", max_write_bytes_per_s=4 * on_disk()) as made:
         made.recovered()
-        until(lambda: made.tier._reclaimer._lease.available)
+        until(lambda: lease_bytes(made.tier))
         outcomes = [made.try_store(planned) for planned in chain("p", 5)]
         assert outcomes == [""] * 4 + ["no_room"] * 2
         later(disk_clock)
@@ -246,9 +247,7 @@ def test_a_root_that_is_removed_or_replaced_is_left_and_the_new_one_taken(tmp_pa
         change(made.root)
         assert made.reasons(chain("p", 2)) == ["missing"] * 3
         until(lambda: made.tier.advance() or not made.has(chain("p", 2)[0]))  # not one by one as loads fail
-        until(
-            lambda: made.tier._reclaimer._membership.slot is not None and not made.tier._reclaimer._membership.is_lost()
-        )
+        until(lambda: is_member(made.tier))
         made.recovered()
         assert made.coverage(chain("r", 2)) == [change is replace_with_another] * 3
         made.store(chain("q", 1))

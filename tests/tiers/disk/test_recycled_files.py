@@ -13,6 +13,7 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import bytes_of_objects, bytes_under, on_disk, temporaries
+from tests.tiers.disk.inside import begin_closing, mark_closed, stop_readers, stores_in_flight_bytes
 from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, TierPair, tier_pair
 from tests.tiers.disk.waiting import until
@@ -164,7 +165,7 @@ def test_a_store_that_ends_early_leaves_no_spare_and_gives_its_room_back(tmp_pat
         assert len(ticket.part.over) == RANKS
         made.tier.abort(ticket.ticket)  # as when a rank has no staging room
         until(lambda: not any(os.path.exists(path) for path in ticket.part.over))
-        until(lambda: made.tier.advance() or made.tier._reclaimer._lease.in_flight == 0)
+        until(lambda: made.tier.advance() or stores_in_flight_bytes(made.tier) == 0)
         for turn in range(10):
             made.store(chain(f"new {turn}", 1))
             assert bytes_under(made.root) <= CAPACITY
@@ -340,7 +341,7 @@ def test_a_read_that_was_given_up_removes_nothing_that_came_after_it(tmp_path, c
         assert written_over
         made.store([victim])
         device.may_go_on.set()
-        made.workers[0]._readers.stop(10.0)
+        stop_readers(made.workers[0], 10.0)
         assert made.path(victim).exists() and made.has(victim)
         assert not any("was not loaded" in message for message in caplog.messages)
 
@@ -356,7 +357,7 @@ def test_a_worker_that_closes_leaves_no_spare(tmp_path):
     for worker in made.workers:
         buffer = worker.begin_store(ticket)
         assert buffer is not None
-        worker._is_closed = True
+        mark_closed(worker)
         worker.submit_store(ticket, buffer)
         until(lambda worker=worker: worker.poll()[0])
     assert not any(os.path.exists(path) for path in ticket.part.over)
@@ -369,6 +370,6 @@ def test_a_store_that_is_given_back_while_the_tier_closes_leaves_no_spare(tmp_pa
     with full_tier(tmp_path / "root") as made:
         ticket = ticket_for(made, chain("p", 1)[0])
         assert ticket.part.over
-        made.tier._reclaimer._is_closing = True
+        begin_closing(made.tier)
         made.tier.abort(ticket.ticket)
     assert temporaries(made.root) == []

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from tests.tiers.disk.files import object_files, on_disk
+from tests.tiers.disk.inside import is_removing, is_scanning, reset_name
 from tests.tiers.disk.objects import OBJECT, bytes_of, chain, content, fill
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.reset import is_serving_another, store_after_reset
@@ -97,7 +98,7 @@ def test_a_store_under_way_goes_where_it_was_promised_and_is_not_found(tmp_path)
         assert len(namespaces(made.root)) == 2
         made.tier.commit(ticket.ticket)
         assert not made.has(planned)
-        until(lambda: made.tier.advance() or not made.tier._reclaimer.is_removing(planned.object_id))
+        until(lambda: made.tier.advance() or not is_removing(made.tier, planned.object_id))
         store_after_reset(made, planned)
         assert made.has(planned)
 
@@ -110,7 +111,7 @@ def test_a_load_under_way_reads_what_it_was_promised(tmp_path):
         made.tier.clear()
         assert ticket.part.reset == ""
         assert made.reasons([planned]) == [""]
-        made.workers[0].begin_load("new", [LoadTicket(0, planned.object_id, OBJECT, DiskLoad(made.tier._reset))])
+        made.workers[0].begin_load("new", [LoadTicket(0, planned.object_id, OBJECT, DiskLoad(reset_name(made.tier)))])
         results = []
         until(lambda: results.extend(made.workers[0].poll()[1]) or results)
         assert results[0].reason == "missing"
@@ -204,15 +205,15 @@ class SlowHeaders(Device):
         return super().preadv(fd, segments, offset)
 
 
-@pytest.mark.parametrize("is_scanning", [False, True])
-def test_what_recovery_finds_of_before_is_not_taken(tmp_path, is_scanning):
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_what_recovery_finds_of_before_is_not_taken(tmp_path, is_under_way):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 3))
     device = SlowHeaders()
     tier = DiskTierManager(settings(tmp_path / "root"), NAMESPACE, 1, OBJECT, device)
-    if not is_scanning:
+    if not is_under_way:
         device.go_on.set()
-        until(lambda: not tier._recovery._is_scanning)
+        until(lambda: not is_scanning(tier))
     tier.clear()
     device.go_on.set()
     until(lambda: tier.advance() or not tier.is_recovering)

@@ -9,6 +9,7 @@ import pytest
 from tests.naive_twin import block_hashes
 from tests.tiers.disk.devices import GatedDevice
 from tests.tiers.disk.files import object_files
+from tests.tiers.disk.inside import num_pending_lookups
 from tests.tiers.disk.objects import bytes_of, content
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, NUM_TOKENS, PLANNER, objects_of
@@ -130,12 +131,12 @@ def test_no_is_remembered_for_a_while(tmp_path, monkeypatch):
     with tier_pair(tmp_path / "root", device=device) as made:
         made.recovered()
         assert lookup(made) == 0
-        until(lambda: made.tier._async_lookup._num_pending == 0)
+        until(lambda: num_pending_lookups(made.tier) == 0)
         asked = device.asked
         assert 0 < asked <= 40
         for _ in range(50):
             assert lookup(made) == 0
-        until(lambda: made.tier._async_lookup._num_pending == 0)
+        until(lambda: num_pending_lookups(made.tier) == 0)
         assert device.asked == asked
 
 
@@ -156,7 +157,7 @@ def test_a_prompt_may_cost_so_many_probes_and_no_more(tmp_path, monkeypatch):
     with tier_pair(tmp_path / "root", device=device) as made:
         made.recovered()
         lookup(made)
-        until(lambda: made.tier._async_lookup._num_pending == 0)
+        until(lambda: num_pending_lookups(made.tier) == 0)
         assert device.asked <= 3
 
 
@@ -218,5 +219,5 @@ def test_a_disk_that_hangs_holds_no_lookup(tmp_path):
         for turn in range(200):
             keys = block_hashes(bytes([turn, 1, 2, 3, 4, 5, 6, 7]))
             assert lookup(made, keys, len(keys) * 16 + 1) == 0
-        assert made.tier._async_lookup._num_pending == async_lookup._MAX_PENDING
+        assert num_pending_lookups(made.tier) == async_lookup._MAX_PENDING
         device.asked = 1

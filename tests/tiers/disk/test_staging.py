@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.tiers.disk.devices import GatedDevice
+from tests.tiers.disk.inside import free_staging_units, num_fetched
 from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, load_ticket, settings, tier_pair
 from tests.tiers.disk.waiting import until
@@ -75,13 +76,6 @@ def test_a_staging_too_small_for_the_largest_object_is_refused_with_a_size_that_
     DiskTierWorker(settings(tmp_path, staging_bytes=works), NAMESPACE, 0, 1, UNIT, OBJECT).close(1.0)
 
 
-def staging_is_free(worker, num_units):
-    """Whether every unit can be had again."""
-    with worker._lock:
-        units = worker._staging._free.num_free
-    return units == num_units
-
-
 def test_cancelling_a_load_frees_its_staging(tmp_path):
     device = GatedDevice("preadv")
     with tier_pair(tmp_path / "root", device=device, staging_bytes=8 * UNIT, read_threads=1) as made:
@@ -92,7 +86,7 @@ def test_cancelling_a_load_frees_its_staging(tmp_path):
         device.waiting.acquire()  # one is being read, one is queued, the others wait for room
         worker.cancel_load("gone")
         device.gate.set()
-        until(lambda: staging_is_free(worker, 8))
+        until(lambda: free_staging_units(worker) == 8)
         assert worker.poll() == ([], [])
         assert made.reasons(objects) == [""] * 6
 
@@ -108,9 +102,9 @@ def test_cancelling_a_load_takes_back_what_was_fetched_and_not_ended(tmp_path):
         until(lambda: polled.extend(worker.poll()[1]) or len(polled) == 2)
         worker.cancel_load("polled")
         worker.begin_load("polled", tickets)  # the name may be used again
-        until(lambda: len(worker._fetched) == 2)
+        until(lambda: num_fetched(worker) == 2)
         worker.cancel_load("polled")
-        until(lambda: staging_is_free(worker, 8))
+        until(lambda: free_staging_units(worker) == 8)
         assert worker.poll() == ([], [])
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice, GatedDevice, ShortDevice
 from tests.tiers.disk.files import object_files, temporaries
+from tests.tiers.disk.inside import is_writing, lease_bytes
 from tests.tiers.disk.objects import OBJECT, UNIT, chain, content, fill
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.tiers.disk.waiting import until
@@ -183,7 +184,7 @@ def test_close_writes_what_is_pending(tmp_path):
     device = GatedDevice("pwritev")
     made = TierPair(tmp_path / "root", device=device, write_threads=1).recovered()
     objects = chain("p", 4)
-    until(lambda: made.tier._reclaimer._lease.available)
+    until(lambda: lease_bytes(made.tier))
     for planned in objects:
         ticket = made.tier.reserve(planned)
         buffer = made.workers[0].begin_store(ticket)
@@ -202,7 +203,7 @@ def test_close_gives_up_in_time_and_leaves_no_temporary(tmp_path):
     device = GatedDevice("pwritev")
     made = TierPair(tmp_path / "root", device=device, write_threads=1).recovered()
     objects = chain("p", 2)
-    until(lambda: made.tier._reclaimer._lease.available)
+    until(lambda: lease_bytes(made.tier))
     for planned in objects:
         ticket = made.tier.reserve(planned)
         buffer = made.workers[0].begin_store(ticket)
@@ -212,7 +213,7 @@ def test_close_gives_up_in_time_and_leaves_no_temporary(tmp_path):
     assert made.workers[0].close(0.05) == 3
     assert temporaries(made.root) == []
     device.gate.set()
-    until(lambda: not any(thread.is_alive() for thread in made.workers[0]._writers._threads))
+    until(lambda: not is_writing(made.workers[0]))
     assert object_files(made.root) == []
     assert made.workers[0].begin_store(ticket) is None
     assert made.reasons(objects) == ["closed"] * 3

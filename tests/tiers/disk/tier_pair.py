@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.tiers.disk.inside import spare_files
 from tests.tiers.disk.objects import OBJECT, UNIT, bytes_of, chain, content, fill
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import PlannedObject
@@ -123,7 +124,7 @@ class TierPair:
 
     def spares(self) -> list[Path]:
         """Files that wait to be written over."""
-        return sorted(Path(path) for spare in self.tier._reclaimer._lease.spares() for path in spare.paths)
+        return spare_files(self.tier)
 
     def reasons(self, objects: list[PlannedObject], rank: int = 0) -> list[str]:
         return [result.reason or "" for result in self.fetch(objects, rank)]
