@@ -4,6 +4,7 @@
 import importlib
 from typing import Generic, TypeVar
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
 
 T = TypeVar("T")
@@ -39,7 +40,9 @@ class Registry(Generic[T]):
         module, _, attribute = self._known.get(name, name).partition(":")
         try:
             found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
             raise ConfigError(f"{self._setting}={name!r} cannot be imported: {error}") from error
         if not isinstance(found, type) or not issubclass(found, self._base):
             raise ConfigError(f"{self._setting}={name!r} is no {self._base.__name__}: name a subclass of it")

@@ -62,11 +62,11 @@ def test_a_rule_is_named_in_settings(name, cls):
     [
         (
             "fewest",
-            """selection='fewest' is not a rule: known are weighted, cost, and "module:Class" for one of your own""",
+            """selection='fewest' is not known: set it to "weighted" or "cost", or to "module:Class\"""",
         ),
         ("no.such.module:X", "selection='no.such.module:X' cannot be imported: No module named 'no'"),
         (f"{FAKES}:Gone", f"selection='{FAKES}:Gone' cannot be imported: module '{FAKES}' has no attribute 'Gone'"),
-        (f"{FAKES}:NoRule", f"selection='{FAKES}:NoRule' is not a rule: it must be a subclass of SelectionRule"),
+        (f"{FAKES}:NoRule", f"selection='{FAKES}:NoRule' is no SelectionRule: name a subclass of it"),
         (f"{FAKES}:Unfit", f"selection='{FAKES}:Unfit' cannot be started: too heavy"),
     ],
 )

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError, MaxLoadAttempts, load_weight_of
-from vllm_overlay.multi_connector.selection_rules.factory import rule_class
+from vllm_overlay.multi_connector.selection_rules.factory import RULES
 from vllm_overlay.multi_connector.stats import OWN
 
 
@@ -117,7 +117,7 @@ def multi_settings(extra_config: Mapping[str, Any]) -> MultiSettings:
         settings = msgspec.convert(dict(extra_config), MultiSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"MultiConnector: {error}") from error
-    rule_class(settings.selection)
+    RULES.find(settings.selection)
     return settings
 
 

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_overlay import VLLM_VERSION
 from vllm_overlay.patching import tree
 from vllm_overlay.patching.check import check
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.installed import apply_command, installed_root
 from vllm_overlay.patching.series import load
+from vllm_overlay.versions import VLLM as VLLM_VERSION
 
 DONE, REFUSED, USAGE = 0, 1, 2
 

