@@ -18,7 +18,7 @@ FAKES = "tests.multi_connector.fake_rules"
 @pytest.fixture
 def lines(monkeypatch):
     found = []
-    monkeypatch.setattr(guarded.logger, "exception", lambda message, *args: found.append(message % args))
+    monkeypatch.setattr(guarded.logger, "error", lambda message, *args, exc_info: found.append(message % args))
     return found
 
 
