@@ -16,7 +16,7 @@ class Fewest(SelectionRule):
         self.heard: list[tuple[object, ...]] = []
 
     def value_of(self, child: int) -> Callable[[int], float]:
-        return lambda tokens: 1.0 / tokens if tokens and child != self.refused else 0.0
+        return lambda tokens: 1e6 / tokens if tokens and child != self.refused else 0.0
 
     def load_measured(self, child: int, tokens: int, seconds: float) -> None:
         self.heard.append(("load", child, tokens, seconds))
