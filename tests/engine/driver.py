@@ -89,6 +89,10 @@ class Driver:
                 raise TimeoutError("stores are still pending")
         return True
 
+    def max_load_attempts(self) -> int:
+        """After so many failed loads vLLM's scheduler computes a request, whatever is offered (patch 0004)."""
+        return int(self.engine_core.scheduler.max_load_attempts)
+
     def rest(self, seconds: float) -> float:
         """Lets background threads work, and steps, for so long."""
         end = time.monotonic() + seconds

@@ -53,8 +53,11 @@ class Switched:
 
 def test_promotion_and_the_switches_of_a_running_engine(tiny_model: Path, tmp_path: Path) -> None:
     control = tmp_path / "control.json"
-    config = multi(cpu_child(promote=False), disk_child(tmp_path / "root"), control_file=str(control))
+    config = multi(
+        cpu_child(promote=False, max_load_attempts=2), disk_child(tmp_path / "root"), control_file=str(control)
+    )
     with Engine(tiny_model, kv_transfer_config=config) as engine:
+        assert engine.call("max_load_attempts") == 2 + 3  # the one's setting and the other's default
         prompted = Switched(engine, control)
         assert prompted.sends({"cpu": {"store": False}}) == ""  # the disk alone stores it
         assert prompted.sends({}) == "disk"
