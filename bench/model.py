@@ -9,7 +9,7 @@ import torch
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.transfer.base import Placement, Span
-from vllm_overlay.transfer.cpu import GroupTensors
+from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.page_map import known_page_maps
 
 BLOCK_TOKENS = 1056

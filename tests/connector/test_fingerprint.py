@@ -76,7 +76,14 @@ def namespace(model: Path, root: Path, **changes: Any) -> Fingerprints:
     )
     facts = {"integrity": integrity_of(given.get("key_file", "")).name}
     return compute_fingerprints(
-        config, kv_cache_config, geometry, given["page_facts"], given.get("namespace", ""), root, facts
+        config,
+        kv_cache_config,
+        geometry,
+        given["page_facts"],
+        given.get("cell_facts", {}),
+        given.get("namespace", ""),
+        root,
+        facts,
     )
 
 
@@ -113,6 +120,21 @@ def test_how_pages_lie_concerns_snapshots_only(model: Path, tmp_path: Path, chan
     plain, other = namespace(model, tmp_path / "root"), namespace(model, tmp_path / "root", **change)
     assert other.attention == plain.attention
     assert other.snapshot != plain.snapshot
+
+
+def test_a_root_written_before_there_were_cells_is_found_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest of chunks with keys and values apart is that of the versions that knew no other."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    plain = namespace(model, tmp_path / "root")
+    assert plain.attention == "99d72dc202da1dedffeaad7f556fa73619805fb5ac1060799aed384be001a55a"
+
+
+def test_cells_and_what_is_in_one_change_both_fingerprints(model: Path, tmp_path: Path) -> None:
+    facts = [{}, {1: "layer, token, head, cell: A"}, {1: "layer, token, head, cell: B"}]
+    made = [namespace(model, tmp_path / "root", cell_facts=cell_facts) for cell_facts in facts]
+    assert len({item.attention for item in made}) == len({item.snapshot for item in made}) == 3
 
 
 def test_attention_chunks_are_shared_across_block_sizes(model: Path, tmp_path: Path) -> None:

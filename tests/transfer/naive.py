@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transfer that copies one token's head at a time, by the formula in ``Packing``'s words; and odd KV caches."""
+"""A transfer that copies one token's head at a time, by strides or by ``Packing``'s formula; and odd KV caches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from vllm_overlay.tiers.memory import HostBuffer, HostPool
 from vllm_overlay.transfer.base import Placement, Span
-from vllm_overlay.transfer.cpu import GroupTensors
-from vllm_overlay.transfer.page_map import Packing, known_page_maps
+from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.page_map import CellMap, KeyValueMap, Packing, known_page_maps
 
 NUM_BLOCKS = 4
 
@@ -30,8 +30,45 @@ class Case:
         return self.groups[0]
 
 
+def cases(layout: str | None = None) -> st.SearchStrategy[Case]:
+    """Caches of this layout, a known one's name or "cells"; of any layout when None."""
+    if layout is None:
+        return cell_cases() | key_value_cases()
+    return cell_cases() if layout == "cells" else key_value_cases(layout)
+
+
 @st.composite
-def cases(draw: st.DrawFn, layout: str | None = None) -> Case:
+def cell_cases(draw: st.DrawFn) -> Case:
+    """Cells of any bytes, in memory of any order, with or without kernel blocks."""
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float32, torch.uint8, torch.int8]))
+    kernel_block, kernel_blocks = draw(st.sampled_from([1, 3, 16])), draw(st.sampled_from([1, 1, 2, 3]))
+    block_size = kernel_block * kernel_blocks
+    unit = draw(st.sampled_from([n for n in range(1, block_size + 1) if block_size % n == 0]))
+    width = draw(st.sampled_from([1, 32, 64, 72, 192]))
+    shape = (draw(st.integers(1, 3)), kernel_block, width)
+    shape = shape if kernel_blocks == 1 else (kernel_blocks, *shape)
+    layers = []
+    for _ in range(draw(st.integers(1, 3))):
+        if not layers or draw(st.booleans()):
+            order = draw(st.permutations(range(len(shape))))
+            padding = draw(st.sampled_from([0, 1, 64]))
+        layers.append(strided((NUM_BLOCKS, *shape), order, dtype, padding))
+    states = tuple(padded((3,), torch.float32, 1) for _ in range(2))
+    return Case({0: GroupTensors(tuple(layers), CellMap()), 1: GroupTensors(states)}, unit, block_size)
+
+
+def strided(shape: tuple[int, ...], order: list[int], dtype: torch.dtype, padding: int) -> torch.Tensor:
+    """A cache with these dimensions but the last from the innermost to the outermost; ``padding`` after each step of
+    the second, so that not even rows follow each other."""
+    strides, step = [0] * (len(shape) - 1) + [1], shape[-1]
+    for place, dim in enumerate(order):
+        strides[dim] = step
+        step = step * shape[dim] + (padding if place == 0 else 0)
+    return torch.empty(step, dtype=dtype).as_strided(shape, strides)
+
+
+@st.composite
+def key_value_cases(draw: st.DrawFn, layout: str | None = None) -> Case:
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
     unit = draw(st.sampled_from([2, 8, 16, 24, 32, 48]))
     head_size = draw(st.sampled_from([16, 32, 64, 80]))
@@ -86,16 +123,41 @@ def num_bytes_of(groups: dict[int, GroupTensors], placement: Placement) -> int:
 
 def span_pieces(group: GroupTensors, span: Span) -> Iterator[np.ndarray]:
     """Indices, into a layer's memory, of the bytes of one token's head after the other in the canonical order."""
-    assert group.page_map is not None
     for layer in group.layers:
-        _, num_heads, _, width = layer.shape
-        for packing in (group.page_map.keys, group.page_map.values):
-            for token in range(span.offset, span.offset + span.num_tokens):
-                for head in range(num_heads):
-                    start = layer.storage_offset() + span.block_id * layer.stride(0) + head * layer.stride(1)
-                    elements = [start + place_of(packing, token, dim) for dim in range(width // 2)]
-                    size = layer.element_size()
-                    yield (np.array(elements)[:, None] * size + np.arange(size)).ravel()
+        size = layer.element_size()
+        pieces = cells(layer, span) if isinstance(group.page_map, CellMap) else halves(group, layer, span)
+        for elements in pieces:
+            yield (np.array(elements)[:, None] * size + np.arange(size)).ravel()
+
+
+def cells(layer: torch.Tensor, span: Span) -> Iterator[list[int]]:
+    """Indices of each cell's elements, by the layer's strides."""
+    *_, num_heads, kernel_block, width = layer.shape
+    for token in range(span.offset, span.offset + span.num_tokens):
+        for head in range(num_heads):
+            inside = (token // kernel_block, head, token % kernel_block) if layer.dim() == 5 else (head, token)
+            steps = zip((span.block_id, *inside), layer.stride()[:-1], strict=True)
+            start = layer.storage_offset() + sum(index * stride for index, stride in steps)
+            yield [start + place for place in range(width)]
+
+
+def halves(group: GroupTensors, layer: torch.Tensor, span: Span) -> Iterator[list[int]]:
+    """Indices of each key's elements, then of each value's, by the map's formula."""
+    assert isinstance(group.page_map, KeyValueMap)
+    _, num_heads, _, width = layer.shape
+    for packing in (group.page_map.keys, group.page_map.values):
+        for token in range(span.offset, span.offset + span.num_tokens):
+            for head in range(num_heads):
+                start = layer.storage_offset() + span.block_id * layer.stride(0) + head * layer.stride(1)
+                yield [start + place_of(packing, token, dim) for dim in range(width // 2)]
+
+
+def page_indices(layer: torch.Tensor, block_id: int) -> np.ndarray:
+    """Indices of a page's bytes in nominal order, whatever its strides."""
+    start = layer.storage_offset() + block_id * layer.stride(0)
+    places = np.indices(layer.shape[1:]).reshape(layer.dim() - 1, -1).T
+    elements = start + places @ np.array(layer.stride()[1:])
+    return (elements[:, None] * layer.element_size() + np.arange(layer.element_size())).ravel()
 
 
 def place_of(packing: Packing, token: int, dim: int) -> int:
@@ -112,9 +174,7 @@ def pieces(groups: dict[int, GroupTensors], placement: Placement) -> Iterator[tu
     """(a layer's memory, indices of bytes in it), in the order of the object's bytes."""
     for group_id, block_id in placement.pages:
         for layer in groups[group_id].layers:
-            size = layer.element_size()
-            start = (layer.storage_offset() + block_id * layer.stride(0)) * size
-            yield memory_of(layer), np.arange(start, start + layer[0].numel() * size)
+            yield memory_of(layer), page_indices(layer, block_id)
     for span in placement.spans:
         group = groups[span.group_id]
         found = list(span_pieces(group, span))

@@ -15,10 +15,11 @@ from tests.transfer.naive import NUM_BLOCKS, Case, cases
 from vllm_overlay.tiers.memory import HostBuffer, HostPool, units_needed
 from vllm_overlay.transfer import cpu_kernels
 from vllm_overlay.transfer.base import Placement, Span
-from vllm_overlay.transfer.cpu import CpuTransfer, GroupTensors
+from vllm_overlay.transfer.cpu import CpuTransfer
+from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.page_map import known_page_maps
 
-LAYOUTS = ["column_keys", "row_keys", "token_major", "amx_tiles"]
+LAYOUTS = ["column_keys", "row_keys", "amx_tiles", "cells"]
 
 
 def copied(transfer: CpuTransfer, way: str, *arguments: Any) -> None:

@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from vllm_overlay.transfer.page_map import Packing, find_page_map, known_page_maps
+from vllm_overlay.transfer.page_check import CacheWrite, TokenShape, find_page_map
+from vllm_overlay.transfer.page_map import KeyValueMap, Packing, PageMap, known_page_maps
 
 BLOCK, HEADS, SIZE = 96, 2, 64
 
@@ -38,14 +39,20 @@ def cache(dtype: torch.dtype = torch.bfloat16, block_size: int = BLOCK) -> torch
     return torch.zeros((4, HEADS, block_size, 2 * SIZE), dtype=dtype)
 
 
-def map_write(page_map):
+def find(cache: torch.Tensor, write: CacheWrite) -> PageMap | None:
+    """What the check says of a cache whose cells are a key and a value."""
+    _, heads, _, width = cache.shape
+    return find_page_map(cache, write, cache.shape[0], TokenShape(heads, width // 2, width // 2, cache.dtype))
+
+
+def map_write(page_map: KeyValueMap) -> CacheWrite:
     """A cache write that obeys a map."""
 
     def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        for packing, tokens in ((page_map.keys, keys), (page_map.values, values)):
-            view = packing.view(cache, SIZE)
-            blocks = tokens.view(-1, *view.shape[1:])
-            view[slots[:: cache.shape[2]] // cache.shape[2]] = blocks
+        blocks, offsets = slots // cache.shape[2], slots % cache.shape[2]
+        for view, tokens in zip(page_map.parts(cache), (keys, values), strict=True):
+            unit = view.shape[2]
+            view[blocks, offsets // unit, offsets % unit] = tokens.view(-1, *view.shape[3:])
 
     return write
 
@@ -53,14 +60,14 @@ def map_write(page_map):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("isa", ["vec", "vec16"])
 def test_the_vector_kernels_keep_keys_column_major(isa: str, dtype: torch.dtype) -> None:
-    found = find_page_map(cache(dtype), vllm_write(isa))
+    found = find(cache(dtype), vllm_write(isa))
     assert found is not None
     assert found.name == "column_keys"
 
 
 @needs_amx
 def test_the_amx_kernels_keep_tiles() -> None:
-    found = find_page_map(cache(), vllm_write("amx"))
+    found = find(cache(), vllm_write("amx"))
     assert found is not None
     assert found.name == "amx_tiles"
     assert found.token_unit == 16
@@ -68,24 +75,51 @@ def test_the_amx_kernels_keep_tiles() -> None:
 
 @pytest.mark.parametrize("page_map", known_page_maps(BLOCK, SIZE), ids=lambda page_map: page_map.name)
 def test_every_known_map_finds_itself(page_map) -> None:
-    assert find_page_map(cache(), map_write(page_map)) == page_map
+    assert find(cache(), map_write(page_map)) == page_map
 
 
 @pytest.mark.parametrize("isa", ["vec", pytest.param("amx", marks=needs_amx)])
 def test_the_real_geometry_is_found(isa: str) -> None:
-    found = find_page_map(torch.zeros((2, 2, 1056, 512), dtype=torch.bfloat16), vllm_write(isa))
+    found = find(torch.zeros((2, 2, 1056, 512), dtype=torch.bfloat16), vllm_write(isa))
     assert found in known_page_maps(1056, 256)
 
 
 def test_the_cache_itself_is_not_written() -> None:
     real = torch.full((4, HEADS, BLOCK, 2 * SIZE), 3.0, dtype=torch.bfloat16)
-    find_page_map(real, vllm_write("vec"))
+    find(real, vllm_write("vec"))
     assert (real == 3.0).all()
 
 
+@pytest.mark.parametrize("isa", ["vec", pytest.param("amx", marks=needs_amx)])
+def test_the_map_is_that_of_the_real_strides(isa: str) -> None:
+    """Pages with padding after them, and heads that are not next to each other."""
+    shape = (4, HEADS, BLOCK, 2 * SIZE)
+    head = BLOCK * 2 * SIZE
+    for strides in ((HEADS * head + 64, head), (3 * HEADS * head, 3 * head), (head, 4 * head)):
+        real = torch.zeros(shape[0] * shape[1] * 3 * head, dtype=torch.bfloat16).as_strided(
+            shape, (*strides, 2 * SIZE, 1)
+        )
+        assert find(real, vllm_write(isa)) in known_page_maps(BLOCK, SIZE)
+
+
 def scrambled(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Every token of a block goes one place on."""
+    vllm_write("vec")(keys, values, cache, slots // BLOCK * BLOCK + (slots + 1) % BLOCK)
+
+
+def two_tokens(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Two tokens of each block change places."""
-    vllm_write("vec")(keys, values, cache, slots.view(-1, BLOCK).roll(1, dims=1).flatten())
+    offsets = slots % BLOCK
+    swapped = torch.where(offsets == 7, 41, torch.where(offsets == 41, 7, offsets))
+    vllm_write("vec")(keys, values, cache, slots - offsets + swapped)
+
+
+def two_heads(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    vllm_write("vec")(keys.flip(1), values.flip(1), cache, slots)
+
+
+def neighbours_value(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    vllm_write("vec")(keys, values.roll(1, dims=0), cache, slots)
 
 
 def values_only(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -100,24 +134,58 @@ def wrong_block(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, s
     vllm_write("vec")(keys, values, cache, slots - BLOCK)
 
 
-@pytest.mark.parametrize("write", [scrambled, keys_only, values_only, wrong_block])
-def test_what_no_map_explains_has_none(write) -> None:
-    assert find_page_map(cache(), write) is None
+def also_elsewhere(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    vllm_write("vec")(keys, values, cache, slots)
+    cache[0, 0, 0, 0] = 1
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        scrambled,
+        two_tokens,
+        two_heads,
+        neighbours_value,
+        keys_only,
+        values_only,
+        wrong_block,
+        also_elsewhere,
+    ],
+)
+def test_what_no_map_explains_has_none(write: CacheWrite) -> None:
+    assert find(cache(), write) is None
+
+
+@pytest.mark.parametrize("stored", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_keys_in_columns_are_not_cells(stored: str) -> None:
+    """The CPU kernels keep fp8 keys column-major too, and no map is known for them: such pages move whole."""
+    from vllm._custom_ops import cpu_attn_reshape_and_cache
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        blocks, heads, tokens, width = cache.shape
+        halves = cache.view(blocks, heads, 2 * tokens, width // 2).chunk(2, dim=2)
+        cpu_attn_reshape_and_cache(keys, values, *halves, slots, "vec", kv_cache_dtype=stored)
+        assert cache.any()
+
+    fp8 = torch.zeros((4, HEADS, BLOCK, 2 * SIZE), dtype=torch.uint8)
+    assert find_page_map(fp8, write, 4, TokenShape(HEADS, SIZE, SIZE, torch.bfloat16)) is None
 
 
 @pytest.mark.parametrize(
     "strange",
     [
         torch.zeros((4, 100)),
-        torch.zeros((4, 2, 96, 128), dtype=torch.uint8),
-        torch.zeros((4, 2, 96, 127), dtype=torch.bfloat16),
+        torch.zeros((4, 2 * HEADS, 96, 64), dtype=torch.uint8),
+        torch.zeros((4, HEADS, 96, 128, 2))[..., 0],
+        torch.zeros((5, HEADS, 96, 128)),
     ],
+    ids=["two dimensions", "more heads than a token has", "elements apart", "no multiple of the blocks"],
 )
 def test_caches_of_another_kind_are_not_even_tried(strange: torch.Tensor) -> None:
     def never(*_: torch.Tensor) -> None:
         raise AssertionError("the write must not be called")
 
-    assert find_page_map(strange, never) is None
+    assert find_page_map(strange, never, 4, TokenShape(HEADS, SIZE, SIZE, strange.dtype)) is None
 
 
 def test_amx_maps_need_whole_tiles() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.connector.fingerprint import compute_fingerprints
-from vllm_overlay.connector.kv_cache_groups import group_tensors, page_facts, planner_groups
+from vllm_overlay.connector.kv_cache_groups import cell_facts, group_tensors, page_facts, planner_groups
 from vllm_overlay.connector.lora.digests import loaded_adapters
 from vllm_overlay.connector.metadata import OffloadHandshake
 from vllm_overlay.connector.metrics import OffloadStats
@@ -47,7 +47,8 @@ def build_worker(
     if rank == 0:
         logger.info("%s: %s", settings.name, geometry.describe())
     facts = page_facts(vllm_config, kv_cache_config, tensors)
-    fingerprints = partial(compute_fingerprints, vllm_config, kv_cache_config, geometry, facts)
+    cells = cell_facts(vllm_config, kv_cache_config, tensors)
+    fingerprints = partial(compute_fingerprints, vllm_config, kv_cache_config, geometry, facts, cells)
     tier, part = spec.build_worker(WorkerContext(geometry, rank, parallel.world_size, fingerprints))
     worker = OffloadWorker(
         CpuTransfer(tensors),

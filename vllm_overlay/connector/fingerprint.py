@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the numbers on disk depend on: two digests, one for attention chunks, one for snapshots.
 
-Attention chunks are stored in one canonical order, so their fingerprint names only what changes the numbers. Snapshots
-are raw pages: theirs adds how the pages are laid out, and by which backend and vLLM version.
+Attention chunks are stored in one canonical order, so their fingerprint names only what changes the numbers; where
+they are made of opaque cells, also what a cell is. Snapshots are raw pages: theirs adds how the pages are laid out, and
+by which backend and vLLM version.
 """
 
 import json
@@ -46,6 +47,7 @@ def compute_fingerprints(
     kv_cache_config: "KVCacheConfig",
     geometry: Geometry,
     page_facts: tuple[str, ...],
+    cell_facts: Mapping[int, str],
     weights_name: str,
     cache_directory: Path,
     facts: Mapping[str, Any],
@@ -53,11 +55,19 @@ def compute_fingerprints(
     """The fingerprints of this engine's objects. Called by a tier in every worker, at start.
 
     From ``weights_name`` on the arguments are the tier's: see ``Fingerprinter``. The weights are read at most once.
+
+    Args:
+        page_facts: Everything that decides what a raw page's bytes mean.
+        cell_facts: For each group that is cut in opaque cells, their order and what is in one. The other groups have
+            the canonical order of keys and values, and no fact, so that their digests stay those of older versions.
     """
     import vllm
 
     weights = _weights_identity(vllm_config, weights_name, cache_directory)
-    attention = {**_attention_facts(vllm_config, kv_cache_config, weights, geometry, page_facts), **facts}
+    attention = {
+        **_attention_facts(vllm_config, kv_cache_config, weights, geometry, page_facts, cell_facts),
+        **facts,
+    }
     snapshot = {**attention, "vllm": vllm.__version__, "pages": page_facts}
     description = {"model": str(vllm_config.model_config.model), **snapshot}
     return Fingerprints(_digest(attention), _digest(snapshot), description)
@@ -69,6 +79,7 @@ def _attention_facts(
     weights: str,
     geometry: Geometry,
     page_facts: tuple[str, ...],
+    cell_facts: Mapping[int, str],
 ) -> dict[str, Any]:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
@@ -78,6 +89,7 @@ def _attention_facts(
             "layers": list(kv_cache_config.kv_cache_groups[group.group_id].layer_names),
             "token_bytes": group.token_bytes,
             "whole_pages": None if geometry.is_splittable(group) else page_facts,
+            **({"cells": cell_facts[group.group_id]} if group.group_id in cell_facts else {}),
         }
         for group in geometry.attention
     ]

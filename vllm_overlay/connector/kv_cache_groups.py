@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's KV cache groups and registered tensors in the planner's words. Runs in the workers."""
 
-from typing import TYPE_CHECKING
+import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -9,14 +10,18 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
+    group_kernel_blocks,
     iter_layer_specs,
 )
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.geometry import Group, GroupKind
-from vllm_overlay.transfer.cpu import GroupTensors
-from vllm_overlay.transfer.page_map import PageMap, find_page_map
+from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.page_check import CacheWrite, TokenShape, find_page_map
+from vllm_overlay.transfer.page_map import CellMap, PageMap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,21 +31,21 @@ if TYPE_CHECKING:
 def group_tensors(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", kv_caches: dict[str, torch.Tensor], match_unit: int
 ) -> dict[int, GroupTensors]:
-    """The registered tensors of each group, with the map that its pages obey (None where they are moved whole)."""
+    """The registered tensors of each group, with the map that its pages obey (None where they are moved whole).
+
+    Raises ConfigError for a layer that can be neither cut nor copied whole.
+    """
     groups = {}
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        layers = tuple(kv_caches[name] for name in group.layer_names)
-        for name, layer in zip(group.layer_names, layers, strict=True):
-            if not isinstance(layer, torch.Tensor) or not layer[0].is_contiguous():
-                raise ConfigError(
-                    f"the KV cache of layer {name} is not one tensor with contiguous pages: this attention backend "
-                    "is not supported"
-                )
-        page_map = None
-        if isinstance(_spec(group.kv_cache_spec), AttentionSpec):
-            page_map = _common_page_map(vllm_config, group.layer_names, layers)
+        for name in group.layer_names:
+            _check_copyable(name, kv_caches[name], kv_cache_config.num_blocks)
+        registered = [kv_caches[name] for name in group.layer_names]
+        spec, page_map = _spec(group.kv_cache_spec), None
+        if isinstance(spec, AttentionSpec):
+            page_map = _common_page_map(vllm_config, group.layer_names, registered, spec, kv_cache_config.num_blocks)
             if page_map is not None and match_unit % page_map.token_unit:
                 page_map = None
+        layers = tuple(group_kernel_blocks(cache, kv_cache_config.num_blocks) for cache in registered)
         groups[group_id] = GroupTensors(layers, page_map)
     return groups
 
@@ -86,6 +91,33 @@ def page_facts(
     return tuple(facts)
 
 
+def cell_facts(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", tensors: dict[int, GroupTensors]
+) -> dict[int, str]:
+    """For each group that is cut in cells: their order, and who says what is in one."""
+    layers = vllm_config.compilation_config.static_forward_context
+    facts = {}
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        own = tensors[group_id]
+        if isinstance(own.page_map, CellMap):
+            backends = sorted({layers[name].get_attn_backend().get_name() for name in group.layer_names})
+            first = own.layers[0]
+            facts[group_id] = (
+                f"{own.page_map.order}: {first.shape[-3]} x {first.shape[-1]} {first.dtype} by {', '.join(backends)}"
+            )
+    return facts
+
+
+def _check_copyable(name: str, cache: object, num_blocks: int) -> None:
+    """A page can be copied whole when its innermost elements lie side by side."""
+    is_one = isinstance(cache, torch.Tensor) and cache.dim() >= 2 and cache.stride(-1) == 1
+    if not is_one or cache.shape[0] % num_blocks:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"the KV cache of layer {name} is not one tensor of {num_blocks} blocks with contiguous rows: this "
+            "attention backend is not supported"
+        )
+
+
 def _spec(spec: KVCacheSpec) -> KVCacheSpec:
     """The first layer's spec; vLLM groups layers whose specs agree in all that matters here."""
     return next(iter(iter_layer_specs(spec)))
@@ -105,23 +137,57 @@ def _kind(spec: KVCacheSpec, layer_name: str) -> GroupKind:
 
 
 def _common_page_map(
-    vllm_config: "VllmConfig", layer_names: list[str], layers: tuple[torch.Tensor, ...]
+    vllm_config: "VllmConfig", layer_names: list[str], layers: list[torch.Tensor], spec: AttentionSpec, num_blocks: int
 ) -> PageMap | None:
-    """The page map of a group, when all its layers have the same."""
+    """The page map of a group, when all its layers have the same. ``layers`` are as registered."""
     first = layers[0]
-    if any(layer.shape[1:] != first.shape[1:] or layer.dtype != first.dtype for layer in layers):
+    if any(layer.shape != first.shape or layer.dtype != first.dtype for layer in layers):
         return None
+    if first.dim() != 4 or first.shape[0] // num_blocks * first.shape[2] != spec.block_size:
+        return None  # Its rows are not tokens.
     contexts = vllm_config.compilation_config.static_forward_context
-    maps = {_page_map(contexts[name], tensor) for name, tensor in zip(layer_names, layers, strict=True)}
-    return maps.pop() if len(maps) == 1 else None
+    is_plain = first.dtype.is_floating_point and first.element_size() > 1
+    token = TokenShape(
+        spec.num_kv_heads,
+        spec.head_size,
+        spec.head_size_v,
+        first.dtype if is_plain else vllm_config.model_config.dtype,
+    )
+    common: PageMap | None = None
+    for name, layer in zip(layer_names, layers, strict=True):
+        write = _cache_write(contexts[name], spec, layer)
+        found = find_page_map(layer, write, num_blocks, token) if write is not None else None
+        if found is None or common not in (None, found):
+            return None
+        common = found
+    return common
 
 
-def _page_map(layer: torch.nn.Module, cache: torch.Tensor) -> PageMap | None:
-    update = getattr(layer.impl, "do_kv_cache_update", None)
-    if update is None:
+def _cache_write(layer: Any, spec: AttentionSpec, cache: torch.Tensor) -> CacheWrite | None:
+    """How the layer's backend writes tokens to a cache; None when it has no such method."""
+    if not hasattr(layer.impl, "do_kv_cache_update"):
         return None
+    update = _detached(layer.impl, cache).do_kv_cache_update
 
     def write(keys: torch.Tensor, values: torch.Tensor, scratch: torch.Tensor, slots: torch.Tensor) -> None:
         update(layer, keys, values, scratch, slots)
 
-    return find_page_map(cache, write)
+    def write_latents(keys: torch.Tensor, _: torch.Tensor, scratch: torch.Tensor, slots: torch.Tensor) -> None:
+        latents, rotary = keys[:, 0, : layer.kv_lora_rank], keys[:, :, layer.kv_lora_rank :]
+        update(latents, rotary, scratch.squeeze(1), slots, layer.kv_cache_dtype, layer._k_scale)
+
+    return write_latents if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec) else write
+
+
+def _detached(impl: Any, cache: torch.Tensor) -> Any:
+    """A copy of a backend for writes to scratch memory.
+
+    A backend may keep views of its cache (Triton: of the scales). The copy starts without them, so that it does not
+    write to the real cache, and what it keeps of the scratch is not kept by the engine.
+    """
+    own = copy.copy(impl)
+    memory = cache.untyped_storage().data_ptr()
+    for name, value in list(vars(own).items()):
+        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == memory:
+            setattr(own, name, None)
+    return own

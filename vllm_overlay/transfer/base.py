@@ -2,7 +2,7 @@
 """The transfer interface: objects between the engine's paged KV tensors and host buffers.
 
 An object's bytes, in order: the raw rows of its pages (group by group as placed, layer by layer), then its spans in
-the canonical order (layer, key/value, token, head, dimension). A chunk is one span, or one page when its group cannot
+the canonical order of its group's page map (``PageMap.order``). A chunk is one span, or one page when its group cannot
 be cut; a snapshot is the pages of all recurrent groups and the spans between the last chunk boundary and its own.
 """
 

@@ -14,27 +14,10 @@ from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 from vllm_overlay.transfer import cpu_kernels
 from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span
-from vllm_overlay.transfer.page_map import Packing, PageMap
+from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.page_map import PageMap
 
 _Addresses = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTensors:
-    """The registered tensors of one KV cache group, one a layer, and the map of their pages (None: moved whole)."""
-
-    layers: tuple[torch.Tensor, ...]
-    page_map: PageMap | None = None
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token, all layers, keys and values; for a group that can be cut."""
-        return sum(layer.shape[1] * layer.shape[3] * layer.element_size() for layer in self.layers)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one block's pages, all layers."""
-        return sum(layer[0].numel() * layer.element_size() for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +38,8 @@ class CpuTransfer(KVTransfer):
         self._handles = itertools.count(1)
         self._finished: list[FinishedCopy] = []
         self._scratch: Bytes = np.empty(0, dtype=np.uint8)
-        self._halves = {
-            group_id: (_Half(group.layers, group.page_map.keys, 0), _Half(group.layers, group.page_map.values, 1))
+        self._parts = {
+            group_id: _parts(group.page_map, group.layers)
             for group_id, group in groups.items()
             if group.page_map is not None
         }
@@ -103,34 +86,33 @@ class CpuTransfer(KVTransfer):
 
     def _zero(self, spans: Sequence[Span]) -> None:
         for span in spans:
-            for half in self._halves[span.group_id]:
-                for tokens in half.views(span):
-                    tokens.zero_()
+            for part in self._parts[span.group_id]:
+                part.zero(span)
 
     def _copy_run(self, run: _Run, *, to_host: bool) -> None:
-        for half in self._halves[run.span.group_id]:
-            half.copy(run, range(len(self._groups[run.span.group_id].layers)), to_host=to_host)
+        for part in self._parts[run.span.group_id]:
+            part.copy(run, range(len(self._groups[run.span.group_id].layers)), to_host=to_host)
 
     def _gather_object(self, placement: Placement, buffer: HostBuffer) -> None:
         stream = _Stream(buffer)
-        for row in self._raw_rows(placement):
-            stream.write(row)
+        for page in self._pages(placement):
+            stream.write(_row(page))
         for span, layers, data, in_place in self._slabs(placement, stream):
-            for half in self._halves[span.group_id]:
-                half.copy(_Run(span, data[None], [0]), layers, to_host=True)
+            for part in self._parts[span.group_id]:
+                part.copy(_Run(span, data[None], [0]), layers, to_host=True)
             if not in_place:
                 stream.write(data)
         stream.check_end()
 
     def _scatter_object(self, placement: Placement, buffer: HostBuffer) -> None:
         stream = _Stream(buffer)
-        for row in self._raw_rows(placement):
-            stream.read(row)
+        for page in self._pages(placement):
+            self._read_page(stream, page)
         for span, layers, data, in_place in self._slabs(placement, stream):
             if not in_place:
                 stream.read(data)
-            for half in self._halves[span.group_id]:
-                half.copy(_Run(span, data[None], [0]), layers, to_host=False)
+            for part in self._parts[span.group_id]:
+                part.copy(_Run(span, data[None], [0]), layers, to_host=False)
         stream.check_end()
 
     def _scratch_of(self, num_bytes: int) -> Bytes:
@@ -139,11 +121,19 @@ class CpuTransfer(KVTransfer):
             self._scratch = np.empty(num_bytes, dtype=np.uint8)
         return self._scratch[:num_bytes]
 
-    def _raw_rows(self, placement: Placement) -> Iterator[Bytes]:
-        """The placement's pages as bytes, layer by layer; padding between pages is left out."""
+    def _pages(self, placement: Placement) -> Iterator[torch.Tensor]:
+        """The placement's pages as bytes, layer by layer, with the layers' strides; padding is left out."""
         for group_id, block_id in placement.pages:
             for layer in self._groups[group_id].layers:
-                yield layer[block_id].view(-1).view(torch.uint8).numpy()
+                yield layer[block_id].view(torch.uint8)
+
+    def _read_page(self, stream: "_Stream", page: torch.Tensor) -> None:
+        if page.is_contiguous():
+            stream.read(_row(page))
+        else:
+            row = self._scratch_of(page.numel())
+            stream.read(row)
+            page.copy_(torch.from_numpy(row).view(page.shape))
 
     def _slabs(self, placement: Placement, stream: "_Stream") -> Iterator[tuple[Span, range, Bytes, bool]]:
         """The placement's spans, as many layers at once as lie in one piece, with their bytes: those of the buffer
@@ -161,29 +151,46 @@ class CpuTransfer(KVTransfer):
                 layer = layers.stop
 
 
-class _Half:
-    """The keys (``place`` 0) or the values (1) in a group's pages, and copies between them and the canonical order."""
+def _row(page: torch.Tensor) -> Bytes:
+    """A page's bytes in nominal order: where they lie, or a copy where they do not follow each other."""
+    row: Bytes = page.contiguous().view(-1).numpy()
+    return row
 
-    def __init__(self, layers: Sequence[torch.Tensor], packing: Packing, place: int) -> None:
-        sample = layers[0]
-        self._place = place
-        self._num_heads, self._head_size = sample.shape[1], sample.shape[3] // 2
+
+def _parts(page_map: PageMap, layers: Sequence[torch.Tensor]) -> tuple["_Part", ...]:
+    """What the canonical order of a group keeps apart."""
+    by_part = list(zip(*(page_map.parts(layer) for layer in layers), strict=True))
+    return tuple(_Part(views, place, len(by_part)) for place, views in enumerate(by_part))
+
+
+class _Part:
+    """The keys, the values or the cells in a group's pages, and copies between them and the canonical order.
+
+    ``place`` is its own among the ``num_parts`` that a layer's slab in the host's memory has.
+    """
+
+    def __init__(self, views: Sequence[torch.Tensor], place: int, num_parts: int) -> None:
+        sample = views[0]
+        self._views = views
+        self._place, self._num_parts = place, num_parts
+        _, groups, unit, self._num_heads, *content = sample.shape
+        self._block_size = groups * unit
+        self._head_size = content[0] * content[1]
         self._dtype, element_bytes = sample.dtype, sample.element_size()
         self._head_bytes = self._head_size * element_bytes
-        self._views = [packing.view(layer, self._head_size) for layer in layers]
-        self._pages = np.array([view.data_ptr() for view in self._views], dtype=np.int64)
-        steps = [stride * element_bytes for stride in self._views[0].stride()]
+        self._pages = np.array([view.data_ptr() for view in views], dtype=np.int64)
+        steps = [stride * element_bytes for stride in sample.stride()]
         self._block_step, self._token_step, _, self._head_step, self._dim_step, _ = steps
-        alike = all(view.stride() == self._views[0].stride() for view in self._views)
-        plain = alike and element_bytes == 2 and packing.token_inner == packing.dim_inner == 1
-        self._has_rows = plain and packing.dim_stride == 1 and cpu_kernels.can_copy_rows(self._head_size)
-        self._has_columns = plain and packing.token_stride == 1
+        alike = all((view.shape, view.stride()) == (sample.shape, sample.stride()) for view in views)
+        plain = alike and unit == content[1] == 1
+        self._has_rows = plain and self._dim_step == element_bytes and cpu_kernels.can_copy_rows(self._head_bytes)
+        self._has_columns = plain and self._token_step == element_bytes == 2
 
-    def views(self, span: Span) -> list[torch.Tensor]:
-        """The span in each layer: (token groups, tokens a group, heads, dimension groups, dimensions a group)."""
-        unit = self._views[0].shape[2]
-        tokens = slice(span.offset // unit, (span.offset + span.num_tokens) // unit)
-        return [view[span.block_id, tokens] for view in self._views]
+    def zero(self, span: Span) -> None:
+        """Clear the span in all layers."""
+        for view in self._views:
+            for _, tokens in _pieces(view, span):
+                tokens.zero_()
 
     def copy(self, run: _Run, layers: range, *, to_host: bool) -> None:
         """Between these layers' pages and the run's rows, which have these layers alone."""
@@ -198,11 +205,11 @@ class _Half:
 
     def _check(self, run: _Run, num_layers: int) -> None:
         """Compiled copies would go on beyond the ends of a page or of the host's memory."""
-        num_blocks, groups, inner = self._views[0].shape[:3]
+        num_blocks, block_size = self._views[0].shape[0], self._block_size
         end = run.span.offset + len(run.units) * run.span.num_tokens
-        if not (0 <= run.span.block_id < num_blocks and 0 <= run.span.offset < end <= groups * inner):
-            raise IndexError(f"{run.span} and what follows it is not in {num_blocks} blocks of {groups * inner} tokens")
-        num_bytes = num_layers * 2 * run.span.num_tokens * self._num_heads * self._head_bytes
+        if not (0 <= run.span.block_id < num_blocks and 0 <= run.span.offset < end <= block_size):
+            raise IndexError(f"{run.span} and what follows it is not in {num_blocks} blocks of {block_size} tokens")
+        num_bytes = num_layers * self._num_parts * run.span.num_tokens * self._num_heads * self._head_bytes
         if not (0 <= min(run.units) <= max(run.units) < run.array.shape[0] and num_bytes <= run.array.shape[1]):
             raise IndexError(f"{num_bytes} bytes in units {run.units} are not in a pool of shape {run.array.shape}")
 
@@ -239,7 +246,7 @@ class _Half:
         span = run.span
         pages = self._pages[layers.start : layers.stop]
         row_bytes = self._num_heads * self._head_bytes
-        slabs = np.arange(len(layers), dtype=np.int64) * 2 + self._place
+        slabs = np.arange(len(layers), dtype=np.int64) * self._num_parts + self._place
         return (
             pages + (span.block_id * self._block_step + span.offset * self._token_step),
             slabs * (span.num_tokens * row_bytes) + run.array.ctypes.data,
@@ -250,18 +257,37 @@ class _Half:
     def _copy_strided(self, run: _Run, layers: range, to_host: bool) -> None:
         """With torch, for what the kernels do not know."""
         first = run.span
-        width = self._num_heads * self._head_size
-        num_bytes = len(layers) * 2 * first.num_tokens * self._num_heads * self._head_bytes
+        row_shape = (len(layers), self._num_parts, first.num_tokens, self._num_heads * self._head_size)
+        num_bytes = len(layers) * self._num_parts * first.num_tokens * self._num_heads * self._head_bytes
         for chunk, unit in enumerate(run.units):
             span = replace(first, offset=first.offset + chunk * first.num_tokens)
             data = torch.from_numpy(run.array[unit, :num_bytes]).view(self._dtype)
-            slabs = data.view(len(layers), 2, span.num_tokens, width)[:, self._place]
-            for slab, pages in zip(slabs, self.views(span)[layers.start : layers.stop], strict=True):
-                rows = slab.view(pages.shape)
-                if to_host:
-                    rows.copy_(pages)
-                else:
-                    pages.copy_(rows)
+            slabs = data.view(row_shape)[:, self._place]
+            for slab, view in zip(slabs, self._views[layers.start : layers.stop], strict=True):
+                for start, pages in _pieces(view, span):
+                    rows = slab[start : start + pages.shape[0] * pages.shape[1]].view(pages.shape)
+                    if to_host:
+                        rows.copy_(pages)
+                    else:
+                        pages.copy_(rows)
+
+
+def _pieces(view: torch.Tensor, span: Span) -> Iterator[tuple[int, torch.Tensor]]:
+    """The span in one layer, cut where a token group is not taken whole.
+
+    Each piece comes with the number of tokens before it: (token groups, tokens a group, heads, content).
+    """
+    unit, token, end = view.shape[2], span.offset, span.offset + span.num_tokens
+    while token < end:
+        group, inner = divmod(token, unit)
+        if inner or end - token < unit:
+            stop = min(end, (group + 1) * unit)
+            piece = view[span.block_id, group : group + 1, inner : inner + stop - token]
+        else:
+            stop = end - end % unit
+            piece = view[span.block_id, group : stop // unit]
+        yield token - span.offset, piece
+        token = stop
 
 
 def _at_lines(*numbers: int) -> bool:

@@ -31,9 +31,9 @@ def can_transpose(head_size: int, *tokens: int) -> bool:
     return head_size % _LINE_ELEMENTS == 0 and all(n % TILE == 0 for n in tokens)
 
 
-def can_copy_rows(head_size: int) -> bool:
-    """Whether ``copy_rows`` takes rows of this many elements."""
-    return head_size % _LINE_ELEMENTS == 0
+def can_copy_rows(row_bytes: int) -> bool:
+    """Whether ``copy_rows`` takes rows of this many bytes."""
+    return row_bytes % LINE == 0
 
 
 def _at(builder: ir.IRBuilder, address: ir.Value, offset: ir.Value, to: ir.Type) -> ir.Value:

@@ -1,18 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a token's bytes lie inside an attention page: a map per known layout, believed only after a check.
+"""Where a token's bytes lie inside an attention page: the maps that a page can be cut by.
 
-The registered tensor's shape (blocks, heads, tokens, 2 x head size) does not tell: the CPU kernels keep a page's keys
-column-major over the whole block, or packed in tiles. ``find_page_map`` writes known keys and values through the
-backend's own cache write and takes the map that reads them back. A page no map explains is moved whole.
+Most backends keep each (token, head) in one cell of the registered tensor, and the tensor's strides say where:
+``CellMap``. The CPU kernels keep a page's keys apart from its values, column-major over the block or packed in tiles:
+``KeyValueMap``. ``page_check.find_page_map`` decides which one a layer obeys.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-CacheWrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""(keys [tokens, heads, size], values, cache [blocks, heads, tokens a block, 2 x size], slots [tokens])."""
+
+class PageMap(ABC):
+    """Where the tokens of a group's pages are. Layers with equal maps have one canonical order."""
+
+    order: ClassVar[str]
+    """The canonical order of a span's bytes, from the outermost dimension to the innermost."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What logs and fingerprints call it."""
+
+    @property
+    @abstractmethod
+    def token_unit(self) -> int:
+        """Pages can be cut at multiples of this many tokens."""
+
+    @abstractmethod
+    def parts(self, layer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views of a layer's pages, one for each part that the canonical order keeps apart.
+
+        Args:
+            layer: (blocks, heads, tokens a block, content), or (blocks, kernel blocks, heads, tokens, content).
+
+        Returns:
+            Tensors of the shape (blocks, token groups, tokens a group, heads, content groups, elements a group).
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class CellMap(PageMap):
+    """Each (token, head) is one cell of opaque bytes: the layer's own strides say where.
+
+    What is in a cell is the backend's business: a key and a value, a latent, fp8 numbers, scales.
+    """
+
+    order = "layer, token, head, cell"
+
+    @property
+    def name(self) -> str:
+        return "cells"
+
+    @property
+    def token_unit(self) -> int:
+        return 1
+
+    def parts(self, layer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """One part, of bytes."""
+        cells = layer.view(torch.uint8)
+        if cells.dim() == 4:
+            cells = cells.unsqueeze(1)
+        cells = cells.transpose(2, 3)
+        _, kernel_blocks, tokens, _, _ = cells.shape
+        if 1 in (kernel_blocks, tokens) or cells.stride(1) == tokens * cells.stride(2):
+            cells = cells.flatten(1, 2).unsqueeze(2)
+        return (cells.unsqueeze(-1),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +87,10 @@ class Packing:
     inner_dim_stride: int = 0
 
     def view(self, cache: torch.Tensor, head_size: int) -> torch.Tensor:
-        """``cache`` as (blocks, token groups, tokens a group, heads, dimension groups, dimensions a group)."""
+        """``cache`` as (blocks, token groups, tokens a group, heads, dimension groups, dimensions a group).
+
+        The page of one head must be contiguous (``has_packed_heads``); blocks and heads have the cache's own strides.
+        """
         num_blocks, num_heads, block_size, _ = cache.shape
         shape = (
             num_blocks,
@@ -54,31 +112,45 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True)
-class PageMap:
-    """A known layout of the page of one (block, head): where its keys and its values are."""
+class KeyValueMap(PageMap):
+    """A layout of the CPU kernels: where the keys and the values are in the page of one (block, head)."""
 
-    name: str
+    order = "layer, key/value, token, head, dimension"
+
+    layout: str
     keys: Packing
     values: Packing
 
     @property
+    def name(self) -> str:
+        return self.layout
+
+    @property
     def token_unit(self) -> int:
-        """Pages can be cut at multiples of this many tokens."""
         return max(self.keys.token_inner, self.values.token_inner)
 
+    def parts(self, layer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The keys, then the values."""
+        head_size = layer.shape[-1] // 2
+        return self.keys.view(layer, head_size), self.values.view(layer, head_size)
 
-def known_page_maps(block_size: int, head_size: int) -> list[PageMap]:
-    """The layouts of vLLM 0.32.0 that we can cut by token, for pages of ``block_size`` tokens.
 
-    Sources: csrc/cpu/cpu_attn_vec.hpp (column-major keys), csrc/cpu/cpu_attn_amx.hpp (tiles of 64-byte rows, 2-byte
-    elements), and the nominal order of ``AttentionBackend`` (a token's key, then its value).
+def has_packed_heads(cache: torch.Tensor) -> bool:
+    """Whether the page of one (block, head) is contiguous: what a ``KeyValueMap`` takes for granted."""
+    return bool(cache.dim() == 4 and cache[0, 0].is_contiguous())
+
+
+def known_page_maps(block_size: int, head_size: int) -> list[KeyValueMap]:
+    """The layouts of vLLM 0.32.0's CPU kernels that can be cut by token, for pages of ``block_size`` tokens.
+
+    Sources: csrc/cpu/cpu_attn_vec.hpp (column-major keys) and csrc/cpu/cpu_attn_amx.hpp (tiles of 64-byte rows, 2-byte
+    elements).
     """
     half = block_size * head_size
     rows = Packing(half, head_size, 1)
     maps = [
-        PageMap("column_keys", Packing(0, 1, block_size), rows),
-        PageMap("row_keys", Packing(0, head_size, 1), rows),
-        PageMap("token_major", Packing(0, 2 * head_size, 1), Packing(head_size, 2 * head_size, 1)),
+        KeyValueMap("column_keys", Packing(0, 1, block_size), rows),
+        KeyValueMap("row_keys", Packing(0, head_size, 1), rows),
     ]
     if head_size % 16 == 0 and block_size % 32 == 0:
         amx_keys = Packing(
@@ -99,32 +171,5 @@ def known_page_maps(block_size: int, head_size: int) -> list[PageMap]:
             dim_inner=16,
             inner_dim_stride=2,
         )
-        maps.append(PageMap("amx_tiles", amx_keys, amx_values))
+        maps.append(KeyValueMap("amx_tiles", amx_keys, amx_values))
     return maps
-
-
-def find_page_map(cache: torch.Tensor, write: CacheWrite) -> PageMap | None:
-    """The map that explains ``cache``'s pages, or None. Called by the worker at start, for one layer of each group.
-
-    ``cache`` is only looked at for its shape and dtype; the known tokens go to a scratch cache of three blocks.
-    """
-    if cache.dim() != 4 or not cache.dtype.is_floating_point or cache.element_size() < 2:
-        return None
-    _, num_heads, block_size, width = cache.shape
-    if width % 2:
-        return None
-    head_size = width // 2
-    scratch = torch.zeros((3, num_heads, block_size, width), dtype=cache.dtype, device=cache.device)
-    generator = torch.Generator().manual_seed(0)
-    num_tokens = 2 * block_size
-    shape = (num_tokens, num_heads, head_size)
-    keys = torch.randn(shape, generator=generator).to(cache.device, cache.dtype)
-    values = torch.randn(shape, generator=generator).to(cache.device, cache.dtype)
-    slots = torch.arange(block_size, block_size + num_tokens, device=cache.device)
-    write(keys, values, scratch, slots)
-    for page_map in known_page_maps(block_size, head_size):
-        found_keys = page_map.keys.view(scratch, head_size)[1:].reshape(shape)
-        found_values = page_map.values.view(scratch, head_size)[1:].reshape(shape)
-        if torch.equal(found_keys, keys) and torch.equal(found_values, values):
-            return page_map
-    return None

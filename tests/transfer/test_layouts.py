@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A token's bytes are the same whatever layout they come from and go to; a write that mixes tokens up is refused."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from tests.transfer import naive
+from tests.transfer.layouts import (
+    BLOCK,
+    HEADS,
+    KINDS,
+    LAYOUTS,
+    NUM_BLOCKS,
+    NUM_LAYERS,
+    SIZE,
+    Kind,
+    Layout,
+    random_tokens,
+    registered,
+    side_by_side,
+    views,
+    write_to_cells,
+)
+from vllm_overlay.tiers.memory import HostBuffer, HostPool
+from vllm_overlay.transfer.base import Placement, Span
+from vllm_overlay.transfer.cpu import CpuTransfer
+from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.page_check import CacheWrite
+from vllm_overlay.transfer.page_map import CellMap
+
+SPANS = [Span(0, 1, 0, BLOCK), Span(0, 3, 5, 30), Span(0, 2, 16, 16), Span(0, 0, BLOCK - 1, 1)]
+"""A block, tokens across kernel blocks' borders, a kernel block, one token."""
+BF16 = KINDS[0]
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+each_case = pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, id=f"{kind.name}-{layout}")
+        for kind in KINDS
+        for layout in LAYOUTS
+        if layout.is_made_for(kind)
+    ],
+)
+
+
+def buffers_of(group: GroupTensors, placements: list[Placement]) -> list[HostBuffer]:
+    """A unit for each placement, all as large as the largest needs."""
+    sizes = [naive.num_bytes_of({0: group}, placement) for placement in placements]
+    pool = HostPool(len(sizes), max(sizes))
+    return [pool.buffer([unit], size) for unit, size in enumerate(sizes)]
+
+
+def tokens_of(caches: list[torch.Tensor], span: Span) -> Iterator[np.ndarray]:
+    """The bytes of a span's tokens in the nominal view that a backend has: layer by layer, (tokens, heads, bytes)."""
+    for cache in caches:
+        kernel_block = cache.shape[2]
+        slots = span.block_id * BLOCK + span.offset + torch.arange(span.num_tokens)
+        assert cache.shape[0] * kernel_block == NUM_BLOCKS * BLOCK
+        rows = cache.transpose(1, 2)[slots // kernel_block, slots % kernel_block]
+        yield rows.contiguous().view(torch.uint8).numpy()
+
+
+@each_case
+def test_a_group_of_cells_is_known_by_its_strides(kind: Kind, layout: Layout) -> None:
+    group = registered(kind, layout)
+    assert isinstance(group.page_map, CellMap)
+    assert group.token_bytes == NUM_LAYERS * kind.spec.num_kv_heads * kind.cell_bytes
+    assert group.page_bytes == BLOCK * group.token_bytes
+    assert {layer.shape[0] for layer in group.layers} == {NUM_BLOCKS}
+
+
+@each_case
+def test_tokens_that_a_backend_wrote_are_gathered_cell_by_cell(kind: Kind, layout: Layout) -> None:
+    """The host has (layer, token, head, cell): what the backend wrote for these tokens, and nothing else."""
+    caches = views(kind, layout)
+    group = registered(kind, layout, caches)
+    write, expected = write_to_cells(kind.encode), []
+    for seed, cache in enumerate(caches):
+        keys, values = random_tokens(kind, NUM_BLOCKS * BLOCK, seed)
+        write(keys, values, cache, torch.arange(NUM_BLOCKS * BLOCK))
+        expected.append(kind.encode(keys, values).view(torch.uint8).numpy())
+    placements = [Placement(spans=(span,)) for span in SPANS]
+    buffers = buffers_of(group, placements)
+    CpuTransfer({0: group}).gather(placements, buffers)
+    for span, placement, buffer in zip(SPANS, placements, buffers, strict=True):
+        first = span.block_id * BLOCK + span.offset
+        wanted = np.concatenate([cells[first : first + span.num_tokens].ravel() for cells in expected])
+        assert (naive.bytes_of(buffer) == wanted).all()
+        assert (naive.gathered({0: group}, placement) == wanted).all()
+
+
+@each_case
+def test_tokens_move_from_any_layout_to_any_other(kind: Kind, layout: Layout) -> None:
+    source_caches = views(kind, layout)
+    group = registered(kind, layout, source_caches)
+    placements = [Placement(spans=(span,)) for span in SPANS]
+    buffers = buffers_of(group, placements)
+    CpuTransfer({0: group}).gather(placements, buffers)
+    for target in [target for target in LAYOUTS if target.is_made_for(kind)]:
+        caches = views(kind, target)
+        own = registered(kind, target, caches)
+        expected = after_naive_scatter(own, placements, buffers)
+        CpuTransfer({0: own}).scatter(placements, buffers)
+        assert (naive.memory_of(caches[0]) == expected).all()
+        for span in SPANS:
+            pairs = zip(tokens_of(source_caches, span), tokens_of(caches, span), strict=True)
+            assert all((a == b).all() for a, b in pairs)
+
+
+def after_naive_scatter(group: GroupTensors, placements: list[Placement], buffers: list[HostBuffer]) -> np.ndarray:
+    """All bytes of the buffer under the layers, as the naive twin would leave it; the layers stay as they are."""
+    memory = naive.memory_of(group.layers[0])
+    before = memory.copy()
+    for placement, buffer in zip(placements, buffers, strict=True):
+        naive.scatter({0: group}, placement, naive.bytes_of(buffer))
+    after = memory.copy()
+    memory[:] = before
+    return after
+
+
+@each_case
+def test_whole_pages_are_copied_in_nominal_order(kind: Kind, layout: Layout) -> None:
+    """Of groups that no map cuts: pages need not be contiguous, and what lies between them stays as it is."""
+    group = registered(kind, layout, write=lambda *_: None)
+    assert group.page_map is None
+    placement = Placement(pages=((0, 3), (0, 1)))
+    (buffer,) = buffers_of(group, [placement])
+    transfer = CpuTransfer({0: group})
+    transfer.gather([placement], [buffer])
+    assert (naive.bytes_of(buffer) == naive.gathered({0: group}, placement)).all()
+    moved = Placement(pages=((0, 0), (0, 4)))
+    expected = after_naive_scatter(group, [moved], [buffer])
+    transfer.scatter([moved], [buffer])
+    assert (naive.memory_of(group.layers[0]) == expected).all()
+
+
+@each_case
+def test_zero_clears_cells_and_nothing_else(kind: Kind, layout: Layout) -> None:
+    group = registered(kind, layout)
+    expected = naive.memory_of(group.layers[0]).copy()
+    for span in SPANS:
+        for indices in naive.span_pieces(group, span):
+            expected[indices] = 0
+    CpuTransfer({0: group}).zero(SPANS)
+    assert (naive.memory_of(group.layers[0]) == expected).all()
+
+
+# Writes that a map of cells would get wrong.
+
+
+def swapped(slots: torch.Tensor, first: int, second: int) -> torch.Tensor:
+    offsets = slots % BLOCK
+    other = torch.where(offsets == first, second, torch.where(offsets == second, first, offsets))
+    return slots - offsets + other
+
+
+def two_tokens(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Two tokens of each block change places."""
+    write_to_cells(side_by_side)(keys, values, cache, swapped(slots, 7, 30))
+
+
+def two_neighbours(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    write_to_cells(side_by_side)(keys, values, cache, swapped(slots, 0, 1))
+
+
+def two_tokens_of_one_block(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    other = torch.where(slots // BLOCK == 2, swapped(slots, 40, 41), slots)
+    write_to_cells(side_by_side)(keys, values, cache, other)
+
+
+def two_heads(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    write_to_cells(side_by_side)(keys.flip(1), values.flip(1), cache, slots)
+
+
+def values_of_the_other_head(
+    keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    write_to_cells(side_by_side)(keys, values.flip(1), cache, slots)
+
+
+def value_in_the_next_cell(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    half = keys.shape[-1]
+    rows, kernel_block = cache.transpose(1, 2), cache.shape[2]
+    for tokens, places, content in ((keys, slots, slice(None, half)), (values, slots + 1, slice(half, None))):
+        rows[places // kernel_block, places % kernel_block, :, content] = tokens
+
+
+def one_token_on(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    write_to_cells(side_by_side)(keys, values, cache, slots + 1)
+
+
+def one_token_on_in_the_block(
+    keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    write_to_cells(side_by_side)(keys, values, cache, slots // BLOCK * BLOCK + (slots + 1) % BLOCK)
+
+
+def one_block_on(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    write_to_cells(side_by_side)(keys, values, cache, slots + BLOCK)
+
+
+def blocks_exchanged(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """The first of the written blocks and the second."""
+    write_to_cells(side_by_side)(keys, values, cache, 3 * BLOCK - slots // BLOCK * BLOCK + slots % BLOCK)
+
+
+def columns(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """The bytes of a block's head are [content][token]."""
+    num_tokens, width = cache.shape[2:]
+    pages = cache.reshape(*cache.shape[:2], width, num_tokens)
+    pages[slots // num_tokens, :, :, slots % num_tokens] = side_by_side(keys, values)
+    cache.copy_(pages.view(cache.shape))
+
+
+def also_elsewhere(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    write_to_cells(side_by_side)(keys, values, cache, slots)
+    cache[0, 0, 0, 0] += 1
+
+
+def by_place(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """A cell that depends on where it lies means nothing elsewhere."""
+    write_to_cells(side_by_side)(keys, values + slots[:, None, None], cache, slots)
+
+
+def always_the_same(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    write_to_cells(side_by_side)(torch.ones_like(keys), torch.ones_like(values), cache, slots)
+
+
+def the_first_head_alone(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    write_to_cells(side_by_side)(keys[:, :1], values[:, :1], cache[:, :1], slots)
+
+
+WRONG_WRITES = [
+    two_tokens,
+    two_neighbours,
+    two_tokens_of_one_block,
+    two_heads,
+    values_of_the_other_head,
+    value_in_the_next_cell,
+    one_token_on,
+    one_token_on_in_the_block,
+    one_block_on,
+    blocks_exchanged,
+    also_elsewhere,
+    by_place,
+    always_the_same,
+    the_first_head_alone,
+]
+
+
+@pytest.mark.parametrize("write", WRONG_WRITES)
+@each_layout
+def test_a_write_that_cells_do_not_explain_is_refused(layout: Layout, write: CacheWrite) -> None:
+    assert registered(BF16, layout, write=write).page_map is None
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.kernel_block is None], ids=str)
+def test_columns_are_not_cells(layout: Layout) -> None:
+    assert not isinstance(registered(BF16, layout, write=columns).page_map, CellMap)
+
+
+def test_every_swap_of_two_places_is_refused() -> None:
+    """All of one block's and some across blocks: none slips through the pattern of the rounds."""
+    layout = LAYOUTS[1]
+    caches = views(BF16, layout)
+    for first in range(BLOCK):
+        for second in range(first + 1, 2 * BLOCK, 1 if first in (0, BLOCK // 2, BLOCK - 1) else 7):
+
+            def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+                a, b = BLOCK + first, BLOCK + second  # noqa: B023
+                places = torch.where(slots == a, b, torch.where(slots == b, a, slots))
+                write_to_cells(side_by_side)(keys, values, cache, places)
+
+            assert registered(BF16, layout, caches, write).page_map is None
+
+
+def test_a_layer_with_another_map_makes_the_group_whole() -> None:
+    """The last layer has strides of its own: fine as cells, but not when its backend exchanges the heads."""
+    caches = views(BF16, LAYOUTS[1])
+    caches[-1] = torch.zeros(NUM_BLOCKS, BLOCK, 3 * HEADS, 2 * SIZE, dtype=torch.bfloat16)[:, :, :HEADS].transpose(1, 2)
+    own_strides = caches[-1].stride()
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        keys = keys.flip(1) if cache.stride() == own_strides else keys
+        write_to_cells(side_by_side)(keys, values, cache, slots)
+
+    assert isinstance(registered(BF16, LAYOUTS[1], caches).page_map, CellMap)
+    assert registered(BF16, LAYOUTS[1], caches, write).page_map is None
