@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
 from tests.transfer import naive
 from tests.transfer.layouts import (
     BLOCK,
@@ -30,8 +32,8 @@ from vllm_overlay.tiers.memory import HostBuffer, HostPool
 from vllm_overlay.transfer.base import Placement, Span
 from vllm_overlay.transfer.cpu import CpuTransfer
 from vllm_overlay.transfer.group_tensors import GroupTensors
-from vllm_overlay.transfer.page_check import CacheWrite
-from vllm_overlay.transfer.page_map import CellMap
+from vllm_overlay.transfer.page_check import CacheWrite, TokenShape, find_page_map
+from vllm_overlay.transfer.page_map import CellMap, known_page_maps
 
 SPANS = [Span(0, 1, 0, BLOCK), Span(0, 3, 5, 30), Span(0, 2, 16, 16), Span(0, 0, BLOCK - 1, 1)]
 """A block, tokens across kernel blocks' borders, a kernel block, one token."""
@@ -236,7 +238,22 @@ def the_first_head_alone(keys: torch.Tensor, values: torch.Tensor, cache: torch.
     write_to_cells(side_by_side)(keys[:, :1], values[:, :1], cache[:, :1], slots)
 
 
+def one_token_on_around(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Over both of the written blocks: the last token goes to the first place."""
+    write_to_cells(side_by_side)(keys, values, cache, BLOCK + (slots - BLOCK + 1) % (2 * BLOCK))
+
+
+def clears_the_rest(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """The tokens that lie beside the written ones are lost."""
+    around = (torch.unique(slots // BLOCK)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+    nothing = torch.zeros(len(around), *keys.shape[1:], dtype=keys.dtype)
+    write_to_cells(side_by_side)(nothing, nothing, cache, around)
+    write_to_cells(side_by_side)(keys, values, cache, slots)
+
+
 WRONG_WRITES = [
+    clears_the_rest,
+    one_token_on_around,
     two_tokens,
     two_neighbours,
     two_tokens_of_one_block,
@@ -292,3 +309,56 @@ def test_a_layer_with_another_map_makes_the_group_whole() -> None:
 
     assert isinstance(registered(BF16, LAYOUTS[1], caches).page_map, CellMap)
     assert registered(BF16, LAYOUTS[1], caches, write).page_map is None
+
+
+def test_layers_with_different_maps_are_moved_whole() -> None:
+    """Each map is right for its layer, but there is no order that is common to them."""
+    shape = (NUM_BLOCKS, HEADS, BLOCK, 2 * SIZE)
+    page = HEADS * BLOCK * 2 * SIZE
+    caches = [
+        torch.zeros(NUM_BLOCKS * (page + padding), dtype=torch.bfloat16).as_strided(
+            shape, (page + padding, BLOCK * 2 * SIZE, 2 * SIZE, 1)
+        )
+        for padding in (0, 0, 64)
+    ]
+    column_keys = known_page_maps(BLOCK, SIZE)[0]
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        if cache.stride(0) == page:
+            write_to_cells(side_by_side)(keys, values, cache, slots)
+        else:
+            for part, tokens in zip(column_keys.parts(cache), (keys, values), strict=True):
+                part[slots // BLOCK, slots % BLOCK, 0] = tokens[..., None]
+
+    token = TokenShape(HEADS, SIZE, SIZE, torch.bfloat16)
+    maps = [find_page_map(cache, write, NUM_BLOCKS, token) for cache in caches]
+    assert maps == [CellMap(), CellMap(), column_keys]
+    assert registered(BF16, LAYOUTS[0], caches, write).page_map is None
+
+
+def test_cells_that_do_not_tell_tokens_apart_are_refused() -> None:
+    """Each cell says only whether its key was in the first write."""
+    seen: list[torch.Tensor] = []
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        seen.append(keys.double() @ torch.linspace(1, 2, SIZE, dtype=torch.float64))
+        is_old = torch.isin(seen[-1], seen[0])[:, :, None]
+        content = is_old.expand_as(keys).to(keys.dtype)
+        write_to_cells(side_by_side)(content + 1, content + 1, cache, slots)
+
+    assert registered(BF16, LAYOUTS[1], write=write).page_map is None
+
+
+def test_the_scratch_is_small_where_heads_lie_outside_of_blocks() -> None:
+    """As far apart as in the real cache, heads would take almost all its memory a second time."""
+    layout = Layout(KVCacheLayout.LHBNC)
+    sizes = set()
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        sizes.add(cache.untyped_storage().nbytes())
+        write_to_cells(side_by_side)(keys, values, cache, slots)
+
+    cache = torch.empty(HEADS, 1000, BLOCK, 2 * SIZE, dtype=torch.bfloat16).transpose(0, 1)
+    assert cache.stride() == views(BF16, layout, 1000)[0].stride()
+    assert find_page_map(cache, write, 1000, TokenShape(HEADS, SIZE, SIZE, torch.bfloat16)) == CellMap()
+    assert sizes == {4 * cache[0].numel() * 2}
