@@ -3,7 +3,6 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.transfer import naive
+from tests.transfer.copying import copied
 from tests.transfer.naive import NUM_BLOCKS, Case, cases
 from vllm_overlay.tiers.memory import HostBuffer, HostPool, units_needed
 from vllm_overlay.transfer import cpu_kernels
@@ -20,15 +20,6 @@ from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.page_map import known_page_maps
 
 LAYOUTS = ["column_keys", "row_keys", "amx_tiles", "cells"]
-
-
-def copied(transfer: CpuTransfer, way: str, *arguments: Any) -> None:
-    """Submits a copy, which has ended then; raises what it failed with."""
-    handle = getattr(transfer, way)(*arguments)
-    (finished,) = transfer.poll()
-    assert finished.handle == handle and transfer.poll() == []
-    if finished.error is not None:
-        raise finished.error
 
 
 @st.composite

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tests.transfer import naive
+from tests.transfer.copying import copied
 from tests.transfer.layouts import (
     BLOCK,
     HEADS,
@@ -89,7 +90,7 @@ def test_tokens_that_a_backend_wrote_are_gathered_cell_by_cell(kind: Kind, layou
         expected.append(kind.encode(keys, values).view(torch.uint8).numpy())
     placements = [Placement(spans=(span,)) for span in SPANS]
     buffers = buffers_of(group, placements)
-    CpuTransfer({0: group}).gather(placements, buffers)
+    copied(CpuTransfer({0: group}), "gather", placements, buffers)
     for span, placement, buffer in zip(SPANS, placements, buffers, strict=True):
         first = span.block_id * BLOCK + span.offset
         wanted = np.concatenate([cells[first : first + span.num_tokens].ravel() for cells in expected])
@@ -103,12 +104,12 @@ def test_tokens_move_from_any_layout_to_any_other(kind: Kind, layout: Layout) ->
     group = registered(kind, layout, source_caches)
     placements = [Placement(spans=(span,)) for span in SPANS]
     buffers = buffers_of(group, placements)
-    CpuTransfer({0: group}).gather(placements, buffers)
+    copied(CpuTransfer({0: group}), "gather", placements, buffers)
     for target in [target for target in LAYOUTS if target.is_made_for(kind)]:
         caches = views(kind, target)
         own = registered(kind, target, caches)
         expected = after_naive_scatter(own, placements, buffers)
-        CpuTransfer({0: own}).scatter(placements, buffers)
+        copied(CpuTransfer({0: own}), "scatter", placements, buffers)
         assert (naive.memory_of(caches[0]) == expected).all()
         for span in SPANS:
             pairs = zip(tokens_of(source_caches, span), tokens_of(caches, span), strict=True)
@@ -134,11 +135,11 @@ def test_whole_pages_are_copied_in_nominal_order(kind: Kind, layout: Layout) -> 
     placement = Placement(pages=((0, 3), (0, 1)))
     (buffer,) = buffers_of(group, [placement])
     transfer = CpuTransfer({0: group})
-    transfer.gather([placement], [buffer])
+    copied(transfer, "gather", [placement], [buffer])
     assert (naive.bytes_of(buffer) == naive.gathered({0: group}, placement)).all()
     moved = Placement(pages=((0, 0), (0, 4)))
     expected = after_naive_scatter(group, [moved], [buffer])
-    transfer.scatter([moved], [buffer])
+    copied(transfer, "scatter", [moved], [buffer])
     assert (naive.memory_of(group.layers[0]) == expected).all()
 
 
@@ -149,7 +150,7 @@ def test_zero_clears_cells_and_nothing_else(kind: Kind, layout: Layout) -> None:
     for span in SPANS:
         for indices in naive.span_pieces(group, span):
             expected[indices] = 0
-    CpuTransfer({0: group}).zero(SPANS)
+    copied(CpuTransfer({0: group}), "scatter", [], [], SPANS)
     assert (naive.memory_of(group.layers[0]) == expected).all()
 
 
