@@ -8,7 +8,7 @@ from tests.tiers.disk.files import bytes_under, object_files, on_disk
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import tier_pair
 from vllm_overlay import cli
-from vllm_overlay.tiers.disk import gc
+from vllm_overlay.tiers.disk import gc, listing
 
 
 def test_gc_removes_the_oldest_leaves_first_and_stops_at_the_limit(root, capsys):
@@ -49,7 +49,7 @@ def test_forged_files_that_depend_on_each_other_go_too(root, monkeypatch):
         header = read_header(device, path, integrity)
         return type(header)(**{name: getattr(header, name) for name in header.__slots__} | {"parents": ring})
 
-    read_header = gc.read_header
+    read_header = listing.read_header
     ring = tuple(planned.object_id for planned in chain("p", 4))
-    monkeypatch.setattr(gc, "read_header", everybody)
+    monkeypatch.setattr(listing, "read_header", everybody)
     assert gc.collect(str(root), 0).removed_files == 8

@@ -18,7 +18,7 @@ from tests.tiers.disk.tier_pair import tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.device import Device, temporary_name
-from vllm_overlay.tiers.disk.recovery import FoundObject, parents_first
+from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

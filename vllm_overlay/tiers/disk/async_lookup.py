@@ -12,9 +12,9 @@ from vllm_overlay.planner.objects import ObjectId, ObjectKind, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.listing import read_planned
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.object_file import BadObject
-from vllm_overlay.tiers.disk.recovery import read_planned
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
 
 ANSWER_S = 5.0

@@ -12,8 +12,8 @@ from vllm_overlay.common.file_lock import try_lock
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.checksum import Integrity
 from vllm_overlay.tiers.disk.device import Device, remove_quietly
-from vllm_overlay.tiers.disk.gc import WholeObject, leaves_first
 from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.listing import WholeObject, leaves_first
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
 from vllm_overlay.tiers.disk.root import in_use_path

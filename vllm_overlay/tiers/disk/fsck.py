@@ -21,10 +21,10 @@ from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.device import DIRECTORY_MODE, FILE_MODE, Device, is_temporary
 from vllm_overlay.tiers.disk.format import ObjectHeader
 from vllm_overlay.tiers.disk.ledger import Ledger, LedgerState
+from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty, read_manifest
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, IN_USE, parse_file_name
 from vllm_overlay.tiers.disk.object_file import BadObject, verify_file
-from vllm_overlay.tiers.disk.recovery import FoundObject, parents_first
 from vllm_overlay.tiers.disk.root import in_use_path
 from vllm_overlay.tiers.disk.scan import FAN_OUT, FoundFile, count_files, is_orphan, scan_objects
 

@@ -2,22 +2,17 @@
 """Makes a root smaller by hand: leaves first, the oldest first, and nothing that a living process serves."""
 
 import contextlib
-import heapq
-import itertools
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from vllm_overlay.common.file_lock import is_held, try_lock
-from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.ledger import Ledger
-from vllm_overlay.tiers.disk.namespace import parse_file_name
-from vllm_overlay.tiers.disk.object_file import BadObject, read_header
+from vllm_overlay.tiers.disk.listing import leaves_first
 from vllm_overlay.tiers.disk.root import in_use_path
-from vllm_overlay.tiers.disk.scan import FoundFile, namespaces_under, scan_namespace, scan_objects
+from vllm_overlay.tiers.disk.scan import namespaces_under, scan_objects
 
 _BATCH_FILES = 64
 
@@ -34,21 +29,6 @@ class Collection:
     @property
     def bytes_after(self) -> int:
         return self.bytes_before - self.removed_bytes
-
-
-@dataclass(slots=True)
-class WholeObject:
-    """All ranks' files of one object."""
-
-    object_id: ObjectId
-    files: list[FoundFile] = field(default_factory=list)
-    parents: set[ObjectId] = field(default_factory=set)
-    num_children: int = 0
-    is_removed: bool = False
-
-    @property
-    def mtime(self) -> float:
-        return max(file.mtime for file in self.files)
 
 
 def collect(
@@ -73,7 +53,7 @@ def collect(
         for fingerprint in namespaces_under(root):
             num_bytes = sum(file.num_bytes for file in scan_objects(root, fingerprint))
             result.bytes_before += num_bytes
-            if _membership(locks, in_use_path(root, fingerprint), dry_run):
+            if _lock_if_idle(locks, in_use_path(root, fingerprint), dry_run):
                 idle.append(fingerprint)
             else:
                 result.in_use_bytes += num_bytes
@@ -94,7 +74,7 @@ def collect(
     return result
 
 
-def _membership(locks: contextlib.ExitStack, path: str, dry_run: bool) -> bool:
+def _lock_if_idle(locks: contextlib.ExitStack, path: str, dry_run: bool) -> bool:
     """Whether nobody serves the namespace of this lock; but for a dry run, nobody begins to either until the end."""
     if dry_run:
         return not is_held(path)
@@ -103,43 +83,3 @@ def _membership(locks: contextlib.ExitStack, path: str, dry_run: bool) -> bool:
         return False
     locks.callback(os.close, fd)
     return True
-
-
-def leaves_first(root: str, fingerprints: list[str], device: Device, integrity: Integrity) -> Iterator[WholeObject]:
-    """Every object of these namespaces, none before what depends on it; among those that may go, the oldest first.
-
-    Equal names in several namespaces count as one parent: a snapshot's lies in another directory than itself.
-    """
-    objects: dict[tuple[str, ObjectId], WholeObject] = {}
-    for fingerprint in fingerprints:
-        for file in scan_namespace(root, fingerprint):
-            if (parsed := parse_file_name(file.name)) is not None:
-                item = objects.setdefault((fingerprint, parsed[0]), WholeObject(parsed[0]))
-                item.files.append(file)
-                item.parents.update(_parents(device, file.path, integrity))
-    by_name: defaultdict[ObjectId, list[WholeObject]] = defaultdict(list)
-    for (_, object_id), item in objects.items():
-        by_name[object_id].append(item)
-    for item in objects.values():
-        for parent in (parent for object_id in item.parents for parent in by_name[object_id]):
-            parent.num_children += 1
-    order = itertools.count()
-    leaves = [(item.mtime, next(order), item) for item in objects.values() if not item.num_children]
-    heapq.heapify(leaves)
-    while leaves:
-        _, _, item = heapq.heappop(leaves)
-        item.is_removed = True
-        yield item
-        for parent in (parent for object_id in item.parents for parent in by_name[object_id]):
-            parent.num_children -= 1
-            if not parent.num_children:
-                heapq.heappush(leaves, (parent.mtime, next(order), parent))
-    yield from (item for item in objects.values() if not item.is_removed)  # forged files that form a ring
-
-
-def _parents(device: Device, path: str, integrity: Integrity) -> tuple[ObjectId, ...]:
-    """What the header says, with the key's checksum or the plain one; nothing when neither verifies."""
-    for candidate in dict.fromkeys((integrity, XXH3)):
-        with contextlib.suppress(BadObject):
-            return read_header(device, path, candidate).parents
-    return ()

@@ -6,20 +6,16 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
-from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.format import Identity
+from vllm_overlay.tiers.disk.listing import FoundObject, parents_first, read_planned
 from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
-from vllm_overlay.tiers.disk.object_file import BadObject, read_header
+from vllm_overlay.tiers.disk.object_file import BadObject
 from vllm_overlay.tiers.disk.reclaimer import Reclaimer
 from vllm_overlay.tiers.disk.scan import ORPHAN_AGE_S, FoundFile, fan_out_directories, scan_directory
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
@@ -31,39 +27,6 @@ _CLOCK_TICK_S = 0.05
 _SHOWN_OTHERS = 5
 logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
-
-
-class FoundObject(msgspec.Struct, frozen=True, gc=False):
-    """An object whose ranks' files all say the same. ``mtime`` is the youngest file's."""
-
-    planned: PlannedObject
-    mtime: float
-    files: tuple[FoundFile, ...]
-
-
-def parents_first(found: Iterable[FoundObject]) -> tuple[list[FoundObject], list[FoundObject]]:
-    """The objects that can be reached, each after its parents and else the oldest first; and those that cannot."""
-    by_id = {item.planned.object_id: item for item in found}
-    is_reachable: dict[ObjectId, bool] = {}
-    opened: set[ObjectId] = set()
-    order: list[FoundObject] = []
-    for first in sorted(by_id.values(), key=lambda item: item.mtime):
-        path = [first]
-        while path:
-            item = path[-1]
-            object_id, parents = item.planned.object_id, item.planned.parents
-            if object_id not in opened:
-                opened.add(object_id)
-                path += [by_id[parent] for parent in parents if parent in by_id and parent not in opened]
-                continue
-            path.pop()
-            if object_id not in is_reachable:
-                is_reachable[object_id] = all(is_reachable.get(parent, False) for parent in parents)
-                order.append(item)
-    return (
-        [item for item in order if is_reachable[item.planned.object_id]],
-        [item for item in order if not is_reachable[item.planned.object_id]],
-    )
 
 
 @dataclass(slots=True)
@@ -256,26 +219,3 @@ class Recovery:
                 part.num_unread += 1
         else:
             part.objects.append(FoundObject(planned, max(file.mtime for file in files), tuple(files)))
-
-
-def read_planned(
-    device: Device,
-    root: str,
-    namespace: DiskNamespace,
-    world_size: int,
-    object_id: ObjectId,
-    integrity: Integrity = XXH3,
-) -> PlannedObject:
-    """What the headers of an object say. Raises BadObject unless every rank has a sound file and all say the same."""
-    fingerprint = bytes.fromhex(namespace.fingerprint_of(object_id.tag))
-    found: PlannedObject | None = None
-    for rank in range(world_size):
-        header = read_header(device, namespace.path_of(root, object_id, rank), integrity)
-        if header.identity != Identity(fingerprint, object_id, rank, world_size, header.payload_bytes):
-            raise BadObject(Reason.HEADER)
-        planned = header.planned
-        if found not in (None, planned):
-            raise BadObject(Reason.HEADER)
-        found = planned
-    assert found is not None
-    return found
