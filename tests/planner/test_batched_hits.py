@@ -56,14 +56,16 @@ def test_a_gap_in_full_attention_ends_a_hit_whatever_comes_after() -> None:
     assert HybridOffloadPlanner(geometry).lookup(keys, 640, 0, hits).restore_point == 128
 
 
-def test_a_long_prompt_costs_one_question_for_each_group_and_one_for_snapshots() -> None:
+def test_a_long_prompt_costs_a_question_for_each_256_chunks_and_each_256_boundaries() -> None:
     groups = [Group(0, GroupKind.FULL, 640, 8, 5120, True), Group(1, GroupKind.RECURRENT, 640, 0, 9999, False)]
     geometry = Geometry.build(groups, 64, 64)
-    keys = [n.to_bytes(32, "big") for n in range(1, 201)]
-    held = {geometry.chunk_id(keys, geometry.full[0], index) for index in range(200)}
-    held.add(geometry.snapshot_id(keys, 64 * 150))
+    keys = [n.to_bytes(32, "big") for n in range(1, 401)]
+    held = {geometry.chunk_id(keys, geometry.full[0], index) for index in range(400)}
+    held.add(geometry.snapshot_id(keys, 64 * 100))
     store = Store(held)
-    found = HybridOffloadPlanner(geometry).lookup(keys, 12_801, 0, BatchedHits(geometry, keys, 12_801, store))
-    assert found.restore_point == 64 * 150
-    kinds = [batch[0].kind for batch in store.batches]
-    assert kinds == [ObjectKind.FULL_ATTENTION, ObjectKind.SNAPSHOT]
+    num_tokens = 400 * 64 + 1
+    found = HybridOffloadPlanner(geometry).lookup(keys, num_tokens, 0, BatchedHits(geometry, keys, num_tokens, store))
+    assert found.restore_point == 64 * 100
+    asked = [(batch[0].kind, len(batch)) for batch in store.batches]
+    chunk, snapshot = ObjectKind.FULL_ATTENTION, ObjectKind.SNAPSHOT
+    assert asked == [(chunk, 256), (chunk, 144), (snapshot, 256), (snapshot, 144)]

@@ -111,7 +111,7 @@ class OffloadWorker:
         good: dict[str, list[FetchResult]] = {}
         for result in fetched:
             load = self._loads.get(result.load_id)
-            if load is None or load.reason is not None:
+            if load is None:
                 continue
             if result.buffer is None:
                 if result.is_bad:
