@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's half without vLLM's engine: resets, pauses, stores that fail, reports that do not come."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -139,6 +140,47 @@ def test_an_overdue_store_is_waited_for_no_longer_and_its_memory_stays_taken(
     made.report(jobs)  # at last
     assert made.tier.usage().used_bytes == 0
     assert made.found("p") == 0
+
+
+def test_a_store_whose_report_was_lost_is_forgotten_once_no_rank_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    made = Harness(report_timeout_s=100)
+    request = made.request("p")
+    made.scheduler.lookup(request, 0)
+    (job,) = made.plan(request, 64)
+    assert made.scheduler.begin_step({}).overdue_stores == ()
+    now[0] += 101
+    made.scheduler.has_pending_work()
+    assert made.scheduler.begin_step({}).overdue_stores == (job.ticket.ticket,)
+    one_rank = OffloadWorkerMetadata(idle_stores=Counter([job.ticket.ticket]))
+    for _ in range(2):  # the other rank is copying still
+        made.scheduler.update(NOTHING, one_rank)
+    assert made.tier.usage().used_bytes > 0
+    made.scheduler.update(NOTHING, one_rank.aggregate(one_rank))
+    assert made.tier.usage().used_bytes == 0
+    assert made.scheduler.begin_step({}).overdue_stores == ()
+    assert made.step(request, 8) == 1  # its name is free again
+    assert made.found("p") == 64
+
+
+def test_a_load_whose_report_was_lost_is_unpinned_once_no_rank_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    made = Harness(report_timeout_s=100)
+    made.store("p")
+    reader = made.request("p")
+    made.scheduler.lookup(reader, 0)
+    made.scheduler.allocated(reader, [[1, 2, 3, 4]], 128)
+    now[0] += 101
+    made.scheduler.has_pending_work()
+    assert made.scheduler.begin_step({}).overdue_loads == ("p",)
+    one_rank = OffloadWorkerMetadata(idle_loads=Counter(["p"]))
+    made.scheduler.update(NOTHING, one_rank)
+    made.scheduler.clear()
+    assert made.tier.usage().used_bytes > 0
+    made.scheduler.update(NOTHING, one_rank.aggregate(one_rank))
+    assert made.tier.usage().used_bytes == 0
 
 
 def test_an_overdue_load_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:

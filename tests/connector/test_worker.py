@@ -247,6 +247,25 @@ def test_loads_that_cannot_be_started_are_told(made: Made) -> None:
     assert made.worker.take_finished() == ({"p", "q"}, {"p", "q"})
 
 
+def test_a_rank_says_of_what_it_holds_nothing(made: Made) -> None:
+    made.store(1, 2)
+    first = made.stream.in_flight[0]
+    made.load("p#1", [7])
+    made.worker.answer((1, 2, 3), ("p", "q"))
+    metadata = made.worker.take_metadata()
+    assert metadata is not None
+    assert (set(metadata.idle_stores), set(metadata.idle_loads)) == ({3}, {"q"})
+    assert made.worker.take_metadata() is None  # an answer is for the step that asked
+    made.stream.end(first)
+    made.worker.advance()
+    made.worker.answer((1, 2), ())  # both are in this step's report
+    metadata = made.worker.take_metadata()
+    assert metadata is not None and (set(metadata.reported), set(metadata.idle_stores)) == ({1, 2}, set())
+    made.worker.answer((1, 2), ())
+    metadata = made.worker.take_metadata()
+    assert metadata is not None and set(metadata.idle_stores) == {1, 2}
+
+
 # The end.
 
 

@@ -122,9 +122,9 @@ def set_clearing(driver: "Driver", on: bool) -> bool:
     """Whether loads clear the rest of the pages they touch, as they must."""
     transfer = transfer_of("cpu")
     if on:
-        del transfer.zero
+        del transfer._zero
     else:
-        transfer.zero = lambda spans: None
+        transfer._zero = lambda spans: None
     return on
 
 
@@ -158,7 +158,7 @@ def set_loads_silent(driver: "Driver", on: bool) -> bool:
 
 def set_hook_broken(driver: "Driver", half: str, hook: str, on: bool) -> bool:
     """A method of the scheduler's or the worker's half raises; what nobody reports meanwhile is soon written off."""
-    scheduler_half(driver, "cpu")._report_timeout_s = 2.0 if on else 120.0
+    scheduler_half(driver, "cpu")._pending._timeout_s = 2.0 if on else 120.0
     target = scheduler_half(driver, "cpu") if half == "scheduler" else worker_half("cpu")
     if not on:
         delattr(target, hook)

@@ -106,7 +106,7 @@ class CpuManagerMachine(RuleBasedStateMachine):
     def units_stay_while_a_load_reads_them(self):
         entries = entries_of(self.tier.index)
         for ticket in itertools.chain.from_iterable(self.loads):
-            assert entries[ticket.object_id].units == ticket.units
+            assert entries[ticket.object_id].units == ticket.part
 
 
 CpuManagerMachine.TestCase.settings = settings(

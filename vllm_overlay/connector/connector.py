@@ -205,6 +205,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         metadata = self._get_connector_metadata()
         if self._worker is not None and isinstance(metadata, OffloadMetadata):
             self._worker.check_adapters(metadata.checks)
+            self._worker.answer(metadata.overdue_stores, metadata.overdue_loads)
             self._worker.start_loads(metadata.loads, metadata.failed_loads)
 
     def _recover_start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:

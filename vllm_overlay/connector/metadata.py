@@ -44,12 +44,18 @@ class LoadJob:
 
 @dataclass(slots=True)
 class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
-    """Scheduler to workers, once a step. ``failed_loads`` are request ids whose load could not even be planned."""
+    """Scheduler to workers, once a step. ``failed_loads`` are request ids whose load could not even be planned.
+
+    ``overdue_stores`` are tickets, ``overdue_loads`` ids of requests, whose reports are missing: a worker says which of
+    them it does not hold.
+    """
 
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
     failed_loads: tuple[str, ...] = ()
     checks: tuple[AdapterCheck, ...] = ()
+    overdue_stores: tuple[int, ...] = ()
+    overdue_loads: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -59,7 +65,8 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
     ``reported`` counts, by store ticket, the ranks that are done with it; ``failed_stores`` are those that failed in
     some rank. ``bad_objects`` did not verify in some rank; ``failed_loads`` maps request ids to a reason. For
     ``load_pause_s`` seconds every load would fail in some rank; 0.0 ends such a pause, None is no news. ``adapters``
-    counts the ranks that have newly loaded these weights.
+    counts the ranks that have newly loaded these weights. ``idle_stores`` and ``idle_loads`` count the ranks that hold
+    nothing of what the scheduler asked about in this step.
     """
 
     reported: Counter[int] = field(default_factory=Counter)
@@ -68,6 +75,8 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
     failed_loads: dict[str, Reason] = field(default_factory=dict)
     load_pause_s: float | None = None
     adapters: Counter[AdapterWeights] = field(default_factory=Counter)
+    idle_stores: Counter[int] = field(default_factory=Counter)
+    idle_loads: Counter[str] = field(default_factory=Counter)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadWorkerMetadata":
         """Called in the executor, with the metadata of another rank of the same step."""
@@ -79,11 +88,13 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
             self.failed_loads | other.failed_loads,
             max((pause for pause in (self.load_pause_s, other.load_pause_s) if pause is not None), default=None),
             self.adapters + other.adapters,
+            self.idle_stores + other.idle_stores,
+            self.idle_loads + other.idle_loads,
         )
 
     def __bool__(self) -> bool:
-        reports = (self.reported, self.failed_stores, self.bad_objects, self.failed_loads, self.adapters)
-        return any(reports) or self.load_pause_s is not None
+        stores, loads = (self.reported, self.failed_stores, self.idle_stores), (self.failed_loads, self.idle_loads)
+        return any((*stores, *loads, self.bad_objects, self.adapters)) or self.load_pause_s is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores and loads that the workers still have to report.
 
-A copy that is under way cannot be taken back, so only its report ends it: until then its memory and its blocks are
-taken. A report that is overdue is waited for no longer, but what it stands for stays taken until it comes.
+A copy that is under way cannot be taken back, so its memory and its blocks are taken until it has ended. A report that is
+overdue is waited for no longer, but what it stands for stays taken until it comes, or until every rank has said in one
+and the same step that it holds nothing of it: then the report was lost.
 """
 
 import time
@@ -91,6 +92,25 @@ class PendingReports:
             if store.missing_reports <= 0:
                 ended.append(self._stores.pop(ticket))
         return ended
+
+    @property
+    def overdue_stores(self) -> tuple[int, ...]:
+        return tuple(store.ticket for store in self._stores.values() if store.is_overdue)
+
+    @property
+    def overdue_loads(self) -> tuple[str, ...]:
+        return tuple(load.request_id for load in self._loads.values() if load.is_overdue)
+
+    def take_lost(self, idle_stores: Counter[int], idle_loads: Counter[str]) -> tuple[list[PendingStore], list[str]]:
+        """Stores (failed now) and requests with loads of which no rank holds anything; ``end_load`` ends the loads."""
+        stores = [
+            self._stores.pop(ticket)
+            for ticket, num_ranks in idle_stores.items()
+            if num_ranks == self._world_size and ticket in self._stores
+        ]
+        for store in stores:
+            store.has_failed = True
+        return stores, [request_id for request_id, num_ranks in idle_loads.items() if num_ranks == self._world_size]
 
     def end_load(self, request_id: str) -> tuple[ObjectId, ...]:
         """All ranks have reported the load; returns what it kept pinned."""

@@ -4,6 +4,7 @@
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,8 @@ class OffloadScheduler:
         self._stats = stats
         self._lora = LoraNames(world_size)
         self._pending = PendingReports(world_size, report_timeout_s)
+        self._ended_stores: deque[PendingStore] = deque()
+        """Empty, but for what an exception kept from being taken in."""
         self._tracked: dict[str, TrackedRequest] = {}
         self._new_loads: list[LoadJob] = []
         self._unplanned_loads: list[str] = []
@@ -139,7 +142,13 @@ class OffloadScheduler:
         checks = self._lora.begin_step(scheduled)
         loads, self._new_loads = tuple(self._new_loads), []
         unplanned, self._unplanned_loads = tuple(self._unplanned_loads), []
-        return OffloadMetadata(loads=loads, failed_loads=unplanned, checks=checks)
+        return OffloadMetadata(
+            loads=loads,
+            failed_loads=unplanned,
+            checks=checks,
+            overdue_stores=self._pending.overdue_stores,
+            overdue_loads=self._pending.overdue_loads,
+        )
 
     def plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
         """This step's stores. When it fails, no ticket of this step stays out."""
@@ -255,8 +264,13 @@ class OffloadScheduler:
     def update(self, output: "KVConnectorOutput", metadata: OffloadWorkerMetadata | None) -> None:
         """Take in what the workers reported after a step."""
         if metadata is not None:
-            for store in self._pending.report_stores(metadata.reported, metadata.failed_stores):
-                self._end_store(store)
+            self._ended_stores.extend(self._pending.report_stores(metadata.reported, metadata.failed_stores))
+            lost_stores, lost_loads = self._pending.take_lost(metadata.idle_stores, metadata.idle_loads)
+            self._ended_stores.extend(lost_stores)
+            while self._ended_stores:
+                self._end_store(self._ended_stores.popleft())
+            for request_id in lost_loads:
+                self._tier.release(self._pending.end_load(request_id))
             for object_id in metadata.bad_objects:
                 self._tier.drop(object_id)
             for request_id, reason in metadata.failed_loads.items():
@@ -332,6 +346,5 @@ class OffloadScheduler:
 
     @property
     def completes_local_attention(self) -> bool:
-        """Whether a state alone can make a restore point of a longer local hit: only the one full-attention group may
-        be ahead of it, since vLLM shows nothing of the others' local hits."""
-        return bool(self._geometry.recurrent) and len(self._geometry.attention) == len(self._geometry.full) == 1
+        """See ``Geometry``."""
+        return self._geometry.completes_local_attention

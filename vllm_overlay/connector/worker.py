@@ -68,6 +68,8 @@ class OffloadWorker:
         self._bad_objects: set[ObjectId] = set()
         self._reported: Counter[int] = Counter()
         self._failed_stores: set[int] = set()
+        self._idle_stores: Counter[int] = Counter()
+        self._idle_loads: Counter[str] = Counter()
         self._is_pausing = False
         self._bad_blocks: set[int] = set()
 
@@ -257,6 +259,12 @@ class OffloadWorker:
 
     # Reports.
 
+    def answer(self, overdue_stores: tuple[int, ...], overdue_loads: tuple[str, ...]) -> None:
+        """Say which of these this rank holds nothing of, in this step's report: their reports were lost."""
+        loading = {load.job.request_id for load in self._loads.values()} | self._finished
+        self._idle_stores = Counter(set(overdue_stores) - self._handed_over - set(self._reported))
+        self._idle_loads = Counter(set(overdue_loads) - loading)
+
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended since the last call, and those of them that failed."""
         finished, self._finished = self._finished, set()
@@ -274,8 +282,16 @@ class OffloadWorker:
         self._is_pausing = pause_s > 0
         adapters = self._adapter_reports.take_changes()
         metadata = OffloadWorkerMetadata(
-            self._reported, self._failed_stores, self._bad_objects, self._failed, change, adapters
+            self._reported,
+            self._failed_stores,
+            self._bad_objects,
+            self._failed,
+            change,
+            adapters,
+            self._idle_stores,
+            self._idle_loads,
         )
+        self._idle_stores, self._idle_loads = Counter(), Counter()
         self._reported, self._failed_stores = Counter(), set()
         self._bad_objects, self._failed = set(), {}
         return metadata if metadata else None

@@ -108,6 +108,12 @@ class Geometry:
         """The first full-attention group: windows and snapshots hang below its chunks. None when there is none."""
         return self.full[0] if self.full else None
 
+    @property
+    def completes_local_attention(self) -> bool:
+        """Whether a state alone can make a restore point of a longer local hit: only the one full-attention group may
+        be ahead of it, since vLLM shows nothing of the others' local hits."""
+        return bool(self.recurrent) and len(self.attention) == len(self.full) == 1
+
     def is_splittable(self, group: Group) -> bool:
         """Whether one block of ``group`` is cut into chunks of ``chunk_size``; else its chunk is a whole page."""
         return group.is_attention and group.sliceable and group.block_size % self.chunk_size == 0
