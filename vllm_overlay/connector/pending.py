@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores and loads that the workers still have to report.
 
-A copy that is under way cannot be taken back, so its memory and its blocks are taken until it has ended. A report that is
-overdue is waited for no longer, but what it stands for stays taken until it comes, or until every rank has said in one
-and the same step that it holds nothing of it: then the report was lost.
+A copy that is under way cannot be taken back, so its memory and its blocks are taken until it has ended. A report that
+is overdue is waited for no longer, but what it stands for stays taken until it comes, or until every rank has said in
+one and the same step that it holds nothing of it: then the report was lost.
 """
 
 import time

@@ -142,13 +142,8 @@ class OffloadScheduler:
         checks = self._lora.begin_step(scheduled)
         loads, self._new_loads = tuple(self._new_loads), []
         unplanned, self._unplanned_loads = tuple(self._unplanned_loads), []
-        return OffloadMetadata(
-            loads=loads,
-            failed_loads=unplanned,
-            checks=checks,
-            overdue_stores=self._pending.overdue_stores,
-            overdue_loads=self._pending.overdue_loads,
-        )
+        overdue = self._pending.overdue_stores, self._pending.overdue_loads
+        return OffloadMetadata(loads, (), unplanned, checks, *overdue)
 
     def plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
         """This step's stores. When it fails, no ticket of this step stays out."""
