@@ -53,7 +53,10 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float, Meta(description="seconds after which a load is given up and its request computed", gt=0)
     ] = 30.0
     report_timeout_s: Annotated[
-        float, Meta(description="seconds after which a store or load that no worker reported is written off", gt=0)
+        float,
+        Meta(
+            description="seconds after which a store or load that no worker reported is not waited for any more", gt=0
+        ),
     ] = 120.0
     shutdown_timeout_s: Annotated[
         float, Meta(description="seconds that pending copies and stores are given at shutdown", ge=0)

@@ -19,7 +19,7 @@ NOTHING: Any = SimpleNamespace(finished_recving=None)
 
 
 class Harness:
-    """Two ranks; blocks 1 to 4 are every request's."""
+    """Two ranks; every request has the same blocks, of 64 tokens."""
 
     def __init__(self, tier: CpuTierManager | None = None, report_timeout_s: float = 100.0) -> None:
         self.stats = OffloadStats.make("test")
@@ -29,22 +29,25 @@ class Harness:
         )  # fmt: skip
 
     def request(self, name: str, num_tokens: int = 200, adapter_id: int = 0) -> Any:
-        hashes = block_hashes(name.encode() * 50)[: num_tokens // 16]
+        hashes = block_hashes(name.encode() * max(50, num_tokens))[: num_tokens // 16]
         adapter = SimpleNamespace(lora_int_id=adapter_id) if adapter_id else None
         return SimpleNamespace(
             request_id=name, block_hashes=hashes, num_tokens=num_tokens, num_computed_tokens=0,
             shared_prefix_boundary=0, lora_request=adapter,
         )  # fmt: skip
 
-    def plan(self, request: Any, num_tokens: int) -> tuple[StoreJob, ...]:
-        """The stores of a step that computes so many tokens; nobody has reported them yet."""
-        state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=lambda _: [[1, 2, 3, 4]])
+    def plan(self, request: Any, num_tokens: int, *others: Any) -> tuple[StoreJob, ...]:
+        """The stores of a step that computes so many tokens of each request; nobody has reported them yet."""
+        requests = (request, *others)
+        blocks = list(range(1, 1 + max(one.num_tokens for one in requests) // 64 + 1))
+        state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=lambda _: [blocks])
         output: Any = SimpleNamespace(
-            num_scheduled_tokens={request.request_id: num_tokens}, kv_connector_block_state=state
+            num_scheduled_tokens={one.request_id: num_tokens for one in requests}, kv_connector_block_state=state
         )
         self.scheduler.begin_step(output.num_scheduled_tokens)
         jobs = self.scheduler.plan_stores(output)
-        request.num_computed_tokens += num_tokens
+        for one in requests:
+            one.num_computed_tokens += num_tokens
         return jobs
 
     def report(self, jobs: tuple[StoreJob, ...], *loaded: AdapterWeights, failed: tuple[StoreJob, ...] = ()) -> None:

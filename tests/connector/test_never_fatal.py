@@ -159,12 +159,16 @@ def test_a_load_that_could_not_be_planned_is_told_to_its_request() -> None:
     assert ("plan_failed", ("r",)) in half.calls
 
 
-@pytest.mark.parametrize("broken", ["check_adapters", "start_loads"])
-def test_loads_that_could_not_be_started_fail_and_their_blocks_are_not_believed(broken: str) -> None:
-    metadata = OffloadMetadata(loads=(), failed_loads=("r",), checks=())
-    made, half = recording("worker", broken, metadata)
+def test_loads_that_could_not_be_started_fail() -> None:
+    made, half = recording("worker", "start_loads", OffloadMetadata(failed_loads=("r",)))
     made.start_load_kv(None)
-    assert [name for name, _ in half.calls[-2:]] == ["fail_checks", "fail_loads"]
+    assert [name for name, _ in half.calls] == ["check_adapters", "answer", "start_loads", "fail_loads"]
+
+
+def test_when_adapters_cannot_be_checked_what_was_restored_is_not_believed_and_loads_start() -> None:
+    made, half = recording("worker", "check_adapters", OffloadMetadata(failed_loads=("r",)))
+    made.start_load_kv(None)
+    assert [name for name, _ in half.calls] == ["check_adapters", "fail_checks", "answer", "start_loads"]
 
 
 def test_stores_that_could_not_be_copied_are_reported() -> None:

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.connector.harness import NOTHING, Harness
-from vllm_overlay.connector.metadata import OffloadWorkerMetadata
+from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.cpu import CpuTierManager
+from vllm_overlay.tiers.disk.admission import UseCounter
 
 
 @pytest.fixture
@@ -72,25 +75,97 @@ def test_a_pause_ends_when_no_rank_rests_any_more(made: Harness) -> None:
 # Stores that fail, and reports that do not come.
 
 
+def ends(jobs: tuple[StoreJob, ...]) -> list[int]:
+    return [job.ticket.planned.end_tokens for job in jobs]
+
+
 def test_after_a_store_that_a_rank_dropped_the_rest_of_the_prompt_is_found_all_the_same(made: Harness) -> None:
     request = made.request("p", num_tokens=256)
     made.scheduler.lookup(request, 0)
     jobs = made.plan(request, 128)
-    assert len(jobs) == 2
+    assert ends(jobs) == [64, 128]
     made.report(jobs, failed=jobs[:1])
     assert made.found("p") == 0
-    assert [job.ticket.planned.end_tokens for job in made.jobs_of_step(request, 64)] == [64, 128, 192]
+    assert ends(made.jobs_of_step(request, 64)) == [64]  # first the one that everything else hangs on
+    assert ends(made.jobs_of_step(request, 1)) == [128, 192]
     assert made.found("p", num_tokens=256) == 192
 
 
-def test_a_chunk_that_came_after_a_dropped_one_is_stored_again_once_its_ticket_has_ended(made: Harness) -> None:
+def test_while_the_first_chunk_is_tried_again_nothing_after_it_is_stored(made: Harness) -> None:
     request = made.request("p", num_tokens=256)
     made.scheduler.lookup(request, 0)
     first, second = made.plan(request, 128)
     made.report((first,), failed=(first,))
-    assert [job.ticket.planned.end_tokens for job in made.plan(request, 20)] == [64]  # the second's name is held
+    retry = made.plan(request, 20)
+    assert ends(retry) == [64]
     made.report((second,))
-    assert [job.ticket.planned.end_tokens for job in made.plan(request, 20)] == [128]
+    assert made.plan(request, 20) == ()
+    made.report(retry)
+    assert ends(made.plan(request, 20)) == [128]
+
+
+@pytest.mark.parametrize("num_dropped", [1, 12])
+def test_however_many_chunks_a_step_drops_the_first_is_tried_in_the_next(num_dropped: int) -> None:
+    made = Harness(CpuTierManager(256, 512, 2))
+    request = made.request("p", num_tokens=64 * 30)
+    made.scheduler.lookup(request, 0)
+    jobs = made.plan(request, 64 * 20)
+    made.report(jobs, failed=jobs[-num_dropped:])
+    assert ends(made.jobs_of_step(request, 1)) == [64 * (21 - num_dropped)]
+    assert len(made.plan(request, 1)) == num_dropped - 1
+
+
+def test_a_chunk_that_can_never_be_stored_does_not_make_the_others_be_stored_for_ever() -> None:
+    made = Harness(CpuTierManager(256, 512, 2))
+    request = made.request("p", num_tokens=64 * 30)
+    made.scheduler.lookup(request, 0)
+    jobs, num_stores = made.plan(request, 64 * 20), 0
+    for _ in range(60):
+        num_stores += len(jobs)
+        made.report(jobs, failed=tuple(job for job in jobs if job.ticket.planned.end_tokens == 192))
+        jobs = made.plan(request, 1)
+    assert num_stores < 20 + 10
+
+
+@pytest.mark.parametrize("num_requests", [2, 4])
+def test_requests_that_are_too_large_for_the_tier_together_do_not_evict_each_other_for_ever(num_requests: int) -> None:
+    made = Harness(CpuTierManager(40, 512, 2))
+    requests = [made.request(name, num_tokens=64 * 40) for name in "abcd"[:num_requests]]
+    for request in requests:
+        made.scheduler.lookup(request, 0)
+    num_stores = []
+    for step in range(200):
+        jobs = made.plan(requests[0], 192 if step < 10 else 1, *requests[1:])
+        num_stores.append(len(jobs))
+        made.report(jobs)
+        made.tier.index.check_integrity()
+    assert sum(num_stores) > 40
+    assert sum(num_stores[20:]) <= 2 * 40
+
+
+class ByUse(CpuTierManager):
+    """Stores an object when it could be stored for the second time."""
+
+    def __init__(self) -> None:
+        super().__init__(256, 512, 2)
+        self._uses = UseCounter(2)
+
+    def should_store(self, object_id: ObjectId) -> bool:
+        return self._uses.is_due(object_id)
+
+
+def test_a_chunk_that_is_tried_again_is_no_second_use_of_those_after_it() -> None:
+    made = Harness(ByUse())
+    one, other = made.request("p", num_tokens=128), made.request("p", num_tokens=256)
+    other.request_id = "other"
+    made.scheduler.lookup(one, 0)
+    assert made.step(one, 128) == 0
+    made.scheduler.lookup(other, 0)
+    jobs = made.plan(other, 256)
+    assert ends(jobs) == [64, 128]  # what they share; the rest is used for the first time
+    made.report(jobs, failed=jobs[1:])
+    assert ends(made.jobs_of_step(other, 1)) == [128]
+    assert made.step(other, 1) == 0
 
 
 def test_a_request_stores_the_beginning_that_it_had_left_to_another(made: Harness) -> None:
@@ -103,7 +178,7 @@ def test_a_request_stores_the_beginning_that_it_had_left_to_another(made: Harnes
     made.report(jobs, failed=jobs)
     made.scheduler.finished("p")
     assert made.step(other, 64) == 0  # its third chunk has no parents: the cursor goes back
-    assert [job.ticket.planned.end_tokens for job in made.jobs_of_step(other, 1)] == [64, 128, 192]
+    assert ends(made.jobs_of_step(other, 1)) == [64, 128, 192]
 
 
 def test_stores_that_fail_again_and_again_are_tried_ever_more_rarely(made: Harness) -> None:

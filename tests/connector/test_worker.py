@@ -14,6 +14,7 @@ from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
+from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import Placement, Span
 
 
@@ -264,6 +265,79 @@ def test_a_rank_says_of_what_it_holds_nothing(made: Made) -> None:
     made.worker.answer((1, 2), ())
     metadata = made.worker.take_metadata()
     assert metadata is not None and set(metadata.idle_stores) == {1, 2}
+
+
+# A tier or a transfer that raises.
+
+
+def raising(*_: object) -> None:
+    raise RuntimeError("injected")
+
+
+def test_a_load_that_failed_is_told_as_failed_even_when_it_is_told_late(made: Made) -> None:
+    made.worker.fail_request("p", Reason.NOT_PLANNED)
+    made.worker.take_metadata()  # get_transfer_results raised in that step
+    assert made.worker.take_finished() == ({"p"}, {"p"})
+
+
+def test_a_tier_that_never_answers_but_raises_costs_a_load_its_time(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    made.tier.poll = raising  # type: ignore[method-assign, assignment]
+    made.load("p#1", [7])
+    now[0] += 5.1
+    made.worker.advance()
+    assert made.worker.take_finished() == ({"p"}, {"p"})
+    assert made.counted("hook_errors:advance") == 2
+
+
+@pytest.mark.parametrize("method", ["cancel_load", "load_was_late"])
+def test_loads_are_told_as_failed_although_the_tier_cannot_cancel_them(
+    made: Made, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    setattr(made.tier, method, raising)
+    made.load("p#1", [7])
+    made.load("q#1", [8])
+    now[0] += 5.1
+    made.worker.advance()
+    assert made.worker.take_finished() == ({"p", "q"}, {"p", "q"})
+
+
+def test_a_store_that_the_tier_refuses_by_an_exception_costs_no_other_copy(made: Made) -> None:
+    made.store(1, 2)
+    made.load("p#1", [7])
+    made.tier.arrive("p#1", 0, b"content.")
+    made.worker.advance()
+    submit = made.tier.submit_store
+
+    def refuses_the_first(ticket: StoreTicket, buffer: HostBuffer) -> None:
+        raising() if ticket.ticket == 1 else submit(ticket, buffer)
+
+    made.tier.submit_store = refuses_the_first  # type: ignore[method-assign]
+    for handle in made.stream.in_flight:
+        made.stream.end(handle)
+    made.worker.advance()
+    assert made.reports() == {1: True, 2: False}
+    assert made.counted("dropped_stores:hook_error") == 1
+    assert made.worker.take_finished() == ({"p"}, set())
+
+
+@pytest.mark.parametrize("method", ["end_fetch", "scatter"])
+def test_a_load_fails_when_what_it_needs_raises(made: Made, method: str) -> None:
+    made.load("p#1", [7])
+    made.tier.arrive("p#1", 0, b"content.")
+    setattr(made.stream if method == "scatter" else made.tier, method, raising)
+    made.worker.advance()
+    for handle in made.stream.in_flight:
+        made.stream.end(handle)
+    made.worker.advance()
+    assert made.worker.take_finished() == ({"p"}, {"p"})
+    metadata = made.worker.take_metadata()
+    assert metadata is not None and metadata.failed_loads == {"p": Reason.HOOK_ERROR}
 
 
 # The end.

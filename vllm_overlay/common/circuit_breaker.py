@@ -69,10 +69,12 @@ class CircuitBreaker:
         self._is_open, self._is_half_open = True, False
         self._backoff.failed(time.monotonic())
         self._attempt_ends = 0.0
-        logger.warning("%d %s in a row failed; none for %.0f s", self._num_faults, self._name, self._backoff.pause_s)
+        logger.warning(
+            "%s failed %d times in a row; none for %.0f s", self._name, self._num_faults, self._backoff.pause_s
+        )
 
     def _close(self) -> None:
         if self._is_open:
             logger.warning("%s work again", self._name)
-            self._backoff.succeeded(time.monotonic())
+            self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._num_faults, self._is_open, self._is_half_open, self._attempt_ends = 0, False, False, 0.0

@@ -27,6 +27,7 @@ from vllm_overlay.connector.metrics import OffloadPromMetrics, OffloadStats
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.startup import prepare_process
+from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.factory import tier_spec
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ _ANSWERS: dict[str, Callable[[], Any]] = {
     "has_pending_push_work": lambda: False,
     "reset_cache": lambda: False,
     "start_load_kv": lambda: None,
+    "_check_adapters": lambda: None,
     "wait_for_layer_load": lambda: None,
     "save_kv_layer": lambda: None,
     "wait_for_save": lambda: None,
@@ -91,7 +93,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         self._spec = tier_spec(self._kv_transfer_config.kv_connector_extra_config)
         self.settings = self._spec.settings
         check_supported(vllm_config, kv_cache_config, self._spec)
-        self._cache_hit_source = CacheHitSource(self._spec.hit_source)
+        self._cache_hit_source = _hit_source(self._spec)
         self._set_failure_policy()
         self._stats = OffloadStats.make(self.settings.name)
         self._scheduler: OffloadScheduler | None = None
@@ -204,15 +206,23 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         if self._worker is not None and isinstance(metadata, OffloadMetadata):
-            self._worker.check_adapters(metadata.checks)
+            self._check_adapters(metadata)
             self._worker.answer(metadata.overdue_stores, metadata.overdue_loads)
             self._worker.start_loads(metadata.loads, metadata.failed_loads)
 
     def _recover_start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         if self._worker is not None and isinstance(metadata, OffloadMetadata):
-            self._worker.fail_checks(metadata.checks)
             self._worker.fail_loads(metadata.loads, metadata.failed_loads, Reason.HOOK_ERROR)
+
+    def _check_adapters(self, metadata: OffloadMetadata) -> None:
+        """Guarded by itself: when nobody can say what was computed with, what was restored is not believed."""
+        if self._worker is not None:
+            self._worker.check_adapters(metadata.checks)
+
+    def _recover__check_adapters(self, metadata: OffloadMetadata) -> None:
+        if self._worker is not None:
+            self._worker.fail_checks(metadata.checks)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: nothing to wait for."""
@@ -277,3 +287,13 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
     def _close_worker(self) -> None:
         if self._worker is not None and (given_up := self._worker.close(self.settings.shutdown_timeout_s)):
             logger.warning("%s: %d stores were given up at shutdown", self.settings.name, given_up)
+
+
+def _hit_source(spec: TierSpec[Any]) -> CacheHitSource:
+    try:
+        return CacheHitSource(spec.hit_source)
+    except ValueError:
+        known = ", ".join(source.value for source in CacheHitSource)
+        raise ConfigError(
+            f"tier={spec.settings.tier!r} has hit_source={spec.hit_source!r}: vLLM knows {known}"
+        ) from None

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from vllm_overlay.connector.lora.keys import RequestNames
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.base import TierManager
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -15,38 +16,91 @@ _LONGEST_PAUSE_STEPS = 64
 
 
 @dataclass(slots=True)
+class StoreCursor:
+    """How far one attention group of a request was considered for storing: up to ``tokens``.
+
+    After a failed store nothing later can be found, so the cursor goes back to that chunk, and nothing after it is
+    stored until it is: ``retry``. It is tried in the next step, and after ever more steps while that fails too.
+    """
+
+    tokens: int = 0
+    retry: PlannedObject | None = None
+    _is_retry_out: bool = False
+    _num_failures: int = 0
+    _failed_at: int = -1
+    _again_at: int = 0
+    _has_gone_back: bool = False
+    _asked_tokens: int = 0
+    _unwanted: set[ObjectId] = field(default_factory=set)
+
+    def may_store(self, step: int) -> bool:
+        """Whether the next chunk may be stored in this step."""
+        return self.retry is None or (not self._is_retry_out and step >= self._again_at)
+
+    def should_store(self, chunk: PlannedObject, tier: TierManager) -> bool:
+        """What the tier says. It is asked once a chunk: what is tried again is no further use of it."""
+        if chunk.end_tokens <= self._asked_tokens:
+            return chunk.object_id not in self._unwanted
+        self._asked_tokens = chunk.end_tokens
+        is_wanted = tier.should_store(chunk.object_id)
+        if not is_wanted:
+            self._unwanted.add(chunk.object_id)
+        return is_wanted
+
+    def failed(self, chunk: PlannedObject, step: int) -> None:
+        """A rank could not store the chunk. Several chunks of one step are one failure."""
+        self.tokens = min(self.tokens, chunk.start_tokens)
+        if self.retry is None or chunk.start_tokens <= self.retry.start_tokens:
+            self.retry, self._is_retry_out = chunk, False
+        if self._failed_at != step:
+            self._failed_at = step
+            self._num_failures += 1
+            self._again_at = step + min(2 ** min(self._num_failures - 1, 16), _LONGEST_PAUSE_STEPS)
+
+    def passed(self, chunk: PlannedObject) -> None:
+        """The chunk need not be stored: the tier has it, or awaits it from another request."""
+        self.tokens = chunk.end_tokens
+        self.stored(chunk)
+
+    def stored(self, chunk: PlannedObject) -> None:
+        """Every rank has stored the chunk."""
+        if self.retry is not None and self.retry.object_id == chunk.object_id:
+            self.retry, self._is_retry_out, self._num_failures = None, False, 0
+
+    def submitted(self, chunk: PlannedObject) -> None:
+        """The chunk is on its way."""
+        self.tokens = chunk.end_tokens
+        self._is_retry_out = self.retry is not None
+
+    def go_back(self, chunk: PlannedObject) -> None:
+        """Chunks from this one on have gone from the tier. Once only: tiers too small for their requests would evict
+        for ever what is stored again for ever."""
+        if chunk.start_tokens < self.tokens and not self._has_gone_back:
+            self._has_gone_back = True
+            self.tokens = min(self.tokens, chunk.start_tokens)
+            if self.retry is not None:
+                self.retry = chunk
+
+
+@dataclass(slots=True)
 class TrackedRequest:
-    """``cursors`` has for each attention group, by vLLM's id, the tokens that were considered for storing."""
+    """One request. ``cursors`` are by vLLM's id of the attention group."""
 
     request: "Request"
     names: RequestNames
     num_local: int
     failed_loads: int = 0
-    cursors: dict[int, int] = field(default_factory=dict)
+    cursors: dict[int, StoreCursor] = field(default_factory=dict)
     stalled_at: ObjectId | None = None
     """The chunk that got no room, so that it is counted once."""
-    _failed_stores: int = 0
-    _store_again_at: int = 0
+
+    def cursor(self, group_id: int) -> StoreCursor:
+        """The cursor of one group; a new one is at the beginning of the prompt."""
+        return self.cursors.setdefault(group_id, StoreCursor())
 
     def has_complete_chunk(self, geometry: Geometry, computed_tokens: int) -> bool:
         """Whether some group may have a chunk to store."""
         return any(
-            computed_tokens - self.cursors.get(group.group_id, 0) >= geometry.chunk_size_of(group)
+            computed_tokens - self.cursor(group.group_id).tokens >= geometry.chunk_size_of(group)
             for group in geometry.attention
         )
-
-    def set_back(self, group_id: int, start_tokens: int) -> None:
-        """Consider the tokens from ``start_tokens`` on once more: without their chunk no later one can be found."""
-        self.cursors[group_id] = min(self.cursors.get(group_id, 0), start_tokens)
-
-    def store_failed(self, step: int) -> None:
-        """Try again in the next step, and after ever more steps while that fails too."""
-        self._failed_stores += 1
-        self._store_again_at = step + min(2 ** min(self._failed_stores - 1, 16), _LONGEST_PAUSE_STEPS)
-
-    def store_succeeded(self) -> None:
-        self._failed_stores = 0
-
-    def may_store(self, step: int) -> bool:
-        """Whether the pause after failed stores is over."""
-        return step >= self._store_again_at

@@ -164,7 +164,7 @@ class OffloadScheduler:
         jobs: list[StoreJob] = []
         for request_id, num_tokens in num_scheduled.items():
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.names.keys is not None and tracked.may_store(self._step):
+            if tracked is not None and tracked.names.keys is not None:
                 computed = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
                 jobs += self._store_chunks(tracked, tracked.names.keys, computed, block_state)
         for request_id, offers in block_state.boundary_state_offloads.items():
@@ -188,19 +188,24 @@ class OffloadScheduler:
             return []
         jobs = []
         stalled: set[int] = set()
-        for chunk in self._planner.store_plan(keys, tracked.cursors, computed_tokens):
+        positions = {group_id: cursor.tokens for group_id, cursor in tracked.cursors.items()}
+        for chunk in self._planner.store_plan(keys, positions, computed_tokens):
             assert chunk.group_id is not None
-            if chunk.group_id in stalled:
+            cursor = tracked.cursor(chunk.group_id)
+            if chunk.group_id in stalled or not cursor.may_store(self._step):
                 continue
-            if self._tier.should_store(chunk.object_id):
-                job = self._reserve(tracked, chunk, self._placer.to_store(chunk, block_ids))
-                if job is not None:
-                    jobs.append(job)
-                elif self._waits_for_room(chunk):
-                    stalled.add(chunk.group_id)
-                    tracked.set_back(chunk.group_id, self._first_missing(keys, chunk).start_tokens)
-                    continue
-            tracked.cursors[chunk.group_id] = chunk.end_tokens
+            if not cursor.should_store(chunk, self._tier):
+                cursor.tokens = chunk.end_tokens
+                continue
+            job = self._reserve(tracked, chunk, self._placer.to_store(chunk, block_ids))
+            if job is not None:
+                jobs.append(job)
+                cursor.submitted(chunk)
+            elif self._waits_for_room(chunk):
+                stalled.add(chunk.group_id)
+                cursor.go_back(self._planner.first_missing(keys, chunk, self._tier.has_or_awaits))
+            else:
+                cursor.passed(chunk)
         return jobs
 
     def _waits_for_room(self, chunk: PlannedObject) -> bool:
@@ -210,15 +215,6 @@ class OffloadScheduler:
         """
         group = self._placer.group_of(chunk)
         return group is not None and group.is_full and not self._tier.has_or_awaits(chunk.object_id)
-
-    def _first_missing(self, keys: Sequence[bytes], chunk: PlannedObject) -> PlannedObject:
-        """The first chunk of the run of missing ones that ends with ``chunk``."""
-        group = self._placer.group_of(chunk)
-        assert group is not None
-        size = self._geometry.chunk_size_of(group)
-        while chunk.parents and not self._tier.has_or_awaits(chunk.parents[0]):
-            chunk = self._planner.chunk(keys, group, chunk.start_tokens // size - 1)
-        return chunk
 
     def _store_snapshots(
         self,
@@ -278,17 +274,17 @@ class OffloadScheduler:
             self._tier.release(self._pending.end_load(request_id))
 
     def _end_store(self, store: PendingStore) -> None:
-        tracked = self._tracked.get(store.request_id)
-        if not store.has_failed:
-            self._tier.commit(store.ticket)
-            if tracked is not None:
-                tracked.store_succeeded()
-            return
-        self._tier.abort(store.ticket)
         group = self._placer.group_of(store.planned)
-        if tracked is not None and group is not None and group.is_full:
-            tracked.set_back(group.group_id, store.planned.start_tokens)
-            tracked.store_failed(self._step)
+        tracked = self._tracked.get(store.request_id)
+        cursor = tracked.cursor(group.group_id) if tracked is not None and group is not None and group.is_full else None
+        if store.has_failed:
+            self._tier.abort(store.ticket)
+            if cursor is not None:
+                cursor.failed(store.planned, self._step)
+        else:
+            self._tier.commit(store.ticket)
+            if cursor is not None:
+                cursor.stored(store.planned)
 
     def _load_failed(self, request_id: str, reason: Reason) -> None:
         tracked = self._tracked.get(request_id)

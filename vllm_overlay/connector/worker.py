@@ -9,9 +9,11 @@ finished, nothing gives its buffers back and nothing reports its request: the en
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector.lora.digests import AdapterReports, LoadedAdapters
@@ -24,6 +26,9 @@ from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer
 
 _log = RateLimitedLog(logging.getLogger(__name__))
+
+_ADVANCE = "advance"
+"""Stands for a hook in `vllm:hybrid_offload_hook_errors`: what several hooks do, in parts that fail one by one."""
 
 _Accepted = tuple[StoreJob, HostBuffer]
 
@@ -64,6 +69,8 @@ class OffloadWorker:
         self._handed_over: set[int] = set()
         """Store tickets that the transfer or the tier holds: one of them will end each."""
         self._finished: set[str] = set()
+        self._failed_loads: set[str] = set()
+        """Those of ``_finished`` that failed. Both are vLLM's; ``_failed`` tells our scheduler why."""
         self._failed: dict[str, Reason] = {}
         self._bad_objects: set[ObjectId] = set()
         self._reported: Counter[int] = Counter()
@@ -74,8 +81,23 @@ class OffloadWorker:
         self._bad_blocks: set[int] = set()
 
     def advance(self) -> None:
-        """Take what the transfer and the tier have ready."""
-        self._take_copies()
+        """Take what the transfer and the tier have ready. What raises here is counted; the rest goes on without it."""
+        for step in (self._take_copies, self._take_results, self._take_copies, self._fail_late_loads):
+            self._fenced(step)
+
+    def _fenced(self, step: Callable[[], None]) -> bool:
+        """Whether the step ended without an exception."""
+        try:
+            step()
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
+            self._stats.count("hook_errors", reason=_ADVANCE)
+            _log.warning("advance", "a transfer or a tier failed in a worker: %r", error)
+            return False
+        return True
+
+    def _take_results(self) -> None:
         stored, fetched = self._tier.poll()
         for result in stored:
             self._end_store(result.ticket, result.reason)
@@ -84,16 +106,14 @@ class OffloadWorker:
                 self._stats.count("stored_objects")
                 self._stats.count("store_seconds", result.seconds)
         self._take_fetched(fetched)
-        self._take_copies()
-        self._fail_late_loads()
 
     def _take_copies(self) -> None:
         for copy in self._transfer.poll():
             if copy.error is not None:
                 _log.warning("copy", "a copy between the KV cache and host memory failed: %r", copy.error)
-            if (accepted := self._store_copies.pop(copy.handle, None)) is not None:
-                self._end_gather(accepted, copy)
-            elif (load := self._load_copies.pop(copy.handle, None)) is not None:
+            for job, buffer in self._store_copies.pop(copy.handle, ()):
+                self._end_gather(job, buffer, copy)
+            if (load := self._load_copies.pop(copy.handle, None)) is not None:
                 self._end_scatter(load, copy)
 
     # Loads.
@@ -104,8 +124,9 @@ class OffloadWorker:
             self.fail_request(request_id, Reason.NOT_PLANNED)
         for job in jobs:
             load = self._loads[job.load_id] = _Load(job, time.monotonic(), set(range(len(job.tickets))))
-            self._tier.begin_load(job.load_id, job.tickets)
-            if not job.tickets:
+            if job.tickets:
+                self._tier.begin_load(job.load_id, job.tickets)
+            else:
                 self._scatter(load, [])
         self.advance()
 
@@ -124,7 +145,9 @@ class OffloadWorker:
         for load_id, results in good.items():
             load = self._loads.get(load_id)
             if load is not None and load.reason is None:
-                self._scatter(load, sorted(results, key=lambda result: result.position))
+                results.sort(key=lambda result: result.position)
+                if not self._fenced(partial(self._scatter, load, results)):
+                    self._fail_load(load, Reason.HOOK_ERROR)
 
     def _scatter(self, load: _Load, results: list[FetchResult]) -> None:
         load.unfetched.difference_update(result.position for result in results)
@@ -140,12 +163,15 @@ class OffloadWorker:
             self._fail_load(load, Reason.TRANSFER_ERROR)
         elif load.reason is not None:
             self._fail_load(load, load.reason)
-        else:
-            for result in results:
-                self._tier.end_fetch(load.job.load_id, result.position)
-                load.num_bytes += result.num_bytes
-            if not load.unfetched and not load.copying:
-                self._end_load(load)
+        elif not self._fenced(partial(self._end_fetches, load, results)):
+            self._fail_load(load, Reason.HOOK_ERROR)
+        elif not load.unfetched and not load.copying:
+            self._end_load(load)
+
+    def _end_fetches(self, load: _Load, results: list[FetchResult]) -> None:
+        for result in results:
+            self._tier.end_fetch(load.job.load_id, result.position)
+            load.num_bytes += result.num_bytes
 
     def _end_load(self, load: _Load) -> None:
         del self._loads[load.job.load_id]
@@ -159,20 +185,21 @@ class OffloadWorker:
         load.reason = load.reason or reason
         if not load.copying:
             del self._loads[load.job.load_id]
-            self._tier.cancel_load(load.job.load_id)
             self.fail_request(load.job.request_id, load.reason)
+            self._fenced(partial(self._tier.cancel_load, load.job.load_id))
 
     def _fail_late_loads(self) -> None:
         oldest = time.monotonic() - self._load_timeout_s
         late = [load for load in self._loads.values() if load.started < oldest and load.reason is None]
         for load in late:
             if load.unfetched:
-                self._tier.load_was_late(load.job.load_id)
+                self._fenced(partial(self._tier.load_was_late, load.job.load_id))
             self._fail_load(load, Reason.TIMEOUT)
 
     def fail_request(self, request_id: str, reason: Reason) -> None:
         """Report the load of a request as failed."""
         self._finished.add(request_id)
+        self._failed_loads.add(request_id)
         self._failed[request_id] = reason
 
     def fail_loads(self, jobs: tuple[LoadJob, ...], unplanned: tuple[str, ...], reason: Reason) -> None:
@@ -236,13 +263,12 @@ class OffloadWorker:
             count //= 2
         return count
 
-    def _end_gather(self, accepted: list[_Accepted], copy: FinishedCopy) -> None:
-        for job, buffer in accepted:
-            if copy.error is None:
-                self._tier.submit_store(job.ticket, buffer)
-            else:
-                self._tier.cancel_store(job.ticket, buffer)
-                self._end_store(job.ticket.ticket, Reason.TRANSFER_ERROR)
+    def _end_gather(self, job: StoreJob, buffer: HostBuffer, copy: FinishedCopy) -> None:
+        if copy.error is not None:
+            self._end_store(job.ticket.ticket, Reason.TRANSFER_ERROR)
+            self._fenced(partial(self._tier.cancel_store, job.ticket, buffer))
+        elif not self._fenced(partial(self._tier.submit_store, job.ticket, buffer)):
+            self._end_store(job.ticket.ticket, Reason.HOOK_ERROR)
 
     def fail_stores(self, jobs: tuple[StoreJob, ...], reason: Reason) -> None:
         """An unexpected error hit while storing ``jobs``: report all that neither the transfer nor the tier holds."""
@@ -268,7 +294,8 @@ class OffloadWorker:
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended since the last call, and those of them that failed."""
         finished, self._finished = self._finished, set()
-        return finished, finished & set(self._failed)
+        failed, self._failed_loads = self._failed_loads, set()
+        return finished, failed
 
     def take_bad_blocks(self) -> set[int]:
         """Blocks that this pass has computed with and should not have."""

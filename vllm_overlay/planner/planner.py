@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to load for a prompt, what to store of it, and under which names. The same code serves and is simulated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_overlay.common.reasons import Reason
@@ -89,6 +89,16 @@ class HybridOffloadPlanner:
         """The last chunk of ``group`` that ends at or below ``end_tokens``, if there is one."""
         count = end_tokens // self.geometry.chunk_size_of(group)
         return (self.geometry.chunk_id(keys, group, count - 1),) if count else ()
+
+    def first_missing(
+        self, keys: Sequence[bytes], chunk: PlannedObject, has: Callable[[ObjectId], bool]
+    ) -> PlannedObject:
+        """The first chunk of the run of missing ones that ends with ``chunk``, of full attention."""
+        group = next(group for group in self.geometry.full if group.group_id == chunk.group_id)
+        size = self.geometry.chunk_size_of(group)
+        while chunk.parents and not has(chunk.parents[0]):
+            chunk = self.chunk(keys, group, chunk.start_tokens // size - 1)
+        return chunk
 
     def snapshot(self, keys: Sequence[bytes], boundary: int) -> PlannedObject:
         """The snapshot of ``boundary``. Ask ``geometry.is_restore_point`` first: raises ValueError when it is none."""

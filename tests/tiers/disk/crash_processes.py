@@ -174,7 +174,7 @@ def examine(root: Path, answer: Connection) -> None:
             tally.wrong_objects += 1
     tally.objects_read = len(objects)
     try:
-        until(lambda: temporaries(root) == made.spares())
+        until(lambda: temporaries(root) == made.recycled())
         until(lambda: _ledger_bytes(root) == bytes_of_objects(root))
     except AssertionError:
         tally.leftovers = 1

@@ -24,7 +24,7 @@ def stores_in_flight_bytes(tier: DiskTierManager) -> int:
 
 def spare_files(tier: DiskTierManager) -> list[Path]:
     """Files that wait to be written over."""
-    return sorted(Path(path) for spare in tier._reclaimer._lease.spares() for path in spare.paths)
+    return sorted(Path(path) for spare in tier._reclaimer._lease.recycled() for path in spare.paths)
 
 
 def served_namespace(tier: DiskTierManager) -> DiskNamespace | None:

@@ -48,7 +48,7 @@ def assert_all_is_well(made):
         made.store_at_last(planned)
     until(lambda: made.reasons(chain("well", 1)) == ["", ""], "a load that succeeds")
     until(lambda: made.tier.advance() or ledger_agrees(made), "an agreement of ledger, files and index")
-    assert temporaries(made.root) == made.spares()
+    assert temporaries(made.root) == made.recycled()
 
 
 def ledger_agrees(made):

@@ -167,66 +167,66 @@ def waiters(inode):
 
 
 def test_the_spare_that_lies_by_longest_is_written_over_first() -> None:
-    allowance = Lease()
+    lease = Lease()
     for name in ("first", "second"):
-        allowance.put_back(RecycledFile((name,), 10))
-    assert [allowance.take(10), allowance.take(10)] == [("first",), ("second",)]
+        lease.put_back(RecycledFile((name,), 10))
+    assert [lease.reserve(10), lease.reserve(10)] == [("first",), ("second",)]
 
 
 def test_the_allowance_gives_what_was_leased_and_no_more():
-    allowance = Lease()
-    assert allowance.take(1) is None
-    assert allowance.refill(0, 100, 1000) == (100, 0)
-    assert allowance.take(60) == ()
-    assert allowance.take(60) is None
-    assert allowance.refill(100, 100, 40) == (140, 20)
-    allowance.settle(60)  # it was written: the lease is 60 smaller
-    assert allowance.refill(80, 100, -500) == (0, 520)
-    assert allowance.available == 0
+    lease = Lease()
+    assert lease.reserve(1) is None
+    assert lease.refill(0, 100, 1000) == (100, 0)
+    assert lease.reserve(60) == ()
+    assert lease.reserve(60) is None
+    assert lease.refill(100, 100, 40) == (140, 20)
+    lease.commit(60)  # it was written: the lease is 60 smaller
+    assert lease.refill(80, 100, -500) == (0, 520)
+    assert lease.available == 0
 
 
 def test_spares_are_part_of_the_lease_and_taken_once():
-    allowance = Lease()
-    assert allowance.refill(0, 100, 1000) == (100, 0)
-    allowance.put_back(RecycledFile(("a", "b"), 30))  # whose bytes the ledger has put into the lease
-    assert (allowance.available, allowance.spare_bytes) == (100, 30)
-    assert allowance.refill(130, 100, 1000) == (100, 0)  # more than a batch is given back
-    assert (allowance.available, allowance.spare_bytes) == (70, 30)
-    assert allowance.take(30) == ("a", "b")
-    assert allowance.take(30) == ()
-    assert (allowance.available, allowance.spare_bytes, allowance.in_flight) == (40, 0, 60)
-    assert not allowance.must_shrink(-30) and allowance.must_shrink(-31)
-    allowance.settle(30, is_over=True)
-    allowance.settle(30)  # both were written
-    assert allowance.must_shrink(-1)
-    allowance.put_back(RecycledFile(("c",), 20))
-    assert allowance.refill(60, 100, 0) == (60, 40)
-    (spare,) = allowance.take_spares()
-    assert allowance.take(50) is None  # its file is still there
-    allowance.scrapped(spare)
-    assert allowance.refill(60, 100, 0) == (60, 40)
-    assert allowance.take(50) == ()
-    allowance.put_back(RecycledFile(("d",), 20))
-    allowance.drop_all()
-    assert (allowance.take(20), allowance.spare_bytes, allowance.in_flight) == (None, 0, 50)
+    lease = Lease()
+    assert lease.refill(0, 100, 1000) == (100, 0)
+    lease.put_back(RecycledFile(("a", "b"), 30))  # whose bytes the ledger has put into the lease
+    assert (lease.available, lease.recycled_bytes) == (100, 30)
+    assert lease.refill(130, 100, 1000) == (100, 0)  # more than a batch is given back
+    assert (lease.available, lease.recycled_bytes) == (70, 30)
+    assert lease.reserve(30) == ("a", "b")
+    assert lease.reserve(30) == ()
+    assert (lease.available, lease.recycled_bytes, lease.in_flight) == (40, 0, 60)
+    assert not lease.must_shrink(-30) and lease.must_shrink(-31)
+    lease.commit(30, is_over=True)
+    lease.commit(30)  # both were written
+    assert lease.must_shrink(-1)
+    lease.put_back(RecycledFile(("c",), 20))
+    assert lease.refill(60, 100, 0) == (60, 40)
+    (spare,) = lease.take_recycled()
+    assert lease.reserve(50) is None  # its file is still there
+    lease.scrapped(spare)
+    assert lease.refill(60, 100, 0) == (60, 40)
+    assert lease.reserve(50) == ()
+    lease.put_back(RecycledFile(("d",), 20))
+    lease.drop_all()
+    assert (lease.reserve(20), lease.recycled_bytes, lease.in_flight) == (None, 0, 50)
 
 
 def test_an_allowance_is_low_when_new_files_or_all_stores_soon_have_no_room():
-    allowance = Lease()
-    assert allowance.is_low(100)
-    allowance.put_back(RecycledFile(("a",), 50))
-    assert allowance.is_low(100)  # spares of one size are no room for objects of another
-    allowance.refill(50, 100, 50)
-    assert allowance.available == 50 and not allowance.is_low(100)
-    assert allowance.take(26) == ()
-    assert allowance.is_low(100)
-    allowance.settle(26)
-    allowance.refill(74, 100, 50)
-    assert not allowance.is_low(100)
-    assert allowance.take(50) == ("a",)
-    assert not allowance.is_low(100)
-    assert allowance.take(1) == ()
-    assert allowance.is_low(100)
+    lease = Lease()
+    assert lease.is_low(100)
+    lease.put_back(RecycledFile(("a",), 50))
+    assert lease.is_low(100)  # spares of one size are no room for objects of another
+    lease.refill(50, 100, 50)
+    assert lease.available == 50 and not lease.is_low(100)
+    assert lease.reserve(26) == ()
+    assert lease.is_low(100)
+    lease.commit(26)
+    lease.refill(74, 100, 50)
+    assert not lease.is_low(100)
+    assert lease.reserve(50) == ("a",)
+    assert not lease.is_low(100)
+    assert lease.reserve(1) == ()
+    assert lease.is_low(100)
 
 
 def test_a_name_tells_whether_its_writer_lives():

@@ -38,7 +38,7 @@ def full_tier(root: Path, **changes: object) -> Iterator[TierPair]:
 
 
 def wait_for_spares(made: TierPair, at_least: int = RANKS) -> None:
-    until(lambda: made.tier.advance() or len(made.spares()) >= at_least, "spares")
+    until(lambda: made.tier.advance() or len(made.recycled()) >= at_least, "spares")
 
 
 def inodes(paths: list[Path]) -> set[int]:
@@ -85,17 +85,17 @@ def test_a_full_tier_stores_over_what_it_evicted(tmp_path, monkeypatch):
         with Ledger(str(made.root), Device()).locked() as state:
             assert state.file_bytes == bytes_of_objects(made.root)
             assert state.file_bytes + sum(state.leases) <= CAPACITY
-            assert sum(state.leases) >= sum(path.stat().st_size for path in made.spares())
+            assert sum(state.leases) >= sum(path.stat().st_size for path in made.recycled())
     assert temporaries(made.root) == []
 
 
 def test_an_object_of_another_size_gets_a_new_file_at_once(tmp_path):
     with full_tier(tmp_path / "root") as made:
-        spares = inodes(made.spares())
+        spares = inodes(made.recycled())
         chunk = chain("small", 1, num_bytes=OBJECT // 2)[0]
         made.store([chunk])
         assert not spares & inodes([made.path(chunk, rank) for rank in range(RANKS)])
-        assert inodes(made.spares()) >= spares
+        assert inodes(made.recycled()) >= spares
 
 
 def test_while_another_process_uses_the_root_evicted_files_are_unlinked(tmp_path):
@@ -108,11 +108,11 @@ def test_while_another_process_uses_the_root_evicted_files_are_unlinked(tmp_path
         until(lambda: Ledger(str(made.root), Device()).count_processes() == 2)
         for turn in range(4):
             made.store(chain(f"uses up what there is {turn}", 1))
-        assert made.spares() == []
+        assert made.recycled() == []
         for turn in range(4):
             (chunk, _) = chain(f"new {turn}", 1)
             ticket = ticket_for(made, chunk)
-            assert made.spares() == [] and ticket.part.over == ()
+            assert made.recycled() == [] and ticket.part.over == ()
             made.tier.abort(ticket.ticket)
             store_anew(made, f"new {turn}")
 
@@ -144,7 +144,7 @@ def replace_by_pipe(path: Path) -> None:
 @pytest.mark.parametrize("change", [unlink, replace_by_link, make_second_name, lengthen, replace_by_pipe])
 def test_what_is_no_spare_any_more_is_not_written_over(tmp_path, change: Callable[[Path], None]):
     with full_tier(tmp_path / "root") as made:
-        for spare in made.spares():
+        for spare in made.recycled():
             if not (spare.parent / "not ours").exists():
                 change(spare)
         strangers = {path: path.read_bytes() for path in made.root.rglob("not ours")}
@@ -177,7 +177,7 @@ def test_a_write_over_a_spare_that_fails_leaves_nothing(tmp_path):
         device.faults = {"pwritev": errno.EIO}
         assert made.try_store(chain("p", 1)[0]) == "io_error"
         device.faults = {}
-        until(lambda: temporaries(made.root) == made.spares())
+        until(lambda: temporaries(made.root) == made.recycled())
         store_anew(made, "q")
         assert verify(made, "q")
 
@@ -197,7 +197,7 @@ def test_spares_go_when_the_file_system_runs_full(tmp_path):
     device = FillingDevice()
     with full_tier(tmp_path / "root", device=device, min_free_bytes="1 GiB") as made:
         device.free = 1 << 20
-        until(lambda: made.tier.advance() or (made.spares() == [] and temporaries(made.root) == []))
+        until(lambda: made.tier.advance() or (made.recycled() == [] and temporaries(made.root) == []))
         assert made.try_store(chain("q", 1)[0]) == "no_room"
         device.free = 1 << 40
         store_anew(made, "q")
@@ -206,13 +206,13 @@ def test_spares_go_when_the_file_system_runs_full(tmp_path):
 def test_spares_take_no_room_twice(tmp_path):
     device = FillingDevice()
     with full_tier(tmp_path / "root", device=device, min_free_bytes="1 GiB") as made:
-        spares = made.spares()
+        spares = made.recycled()
         with Ledger(str(made.root), Device()).locked() as state:
             still_to_come = sum(state.leases) - len(spares) * on_disk()
         device.free = (1 << 30) + still_to_come
         asked = device.num_asked
         until(lambda: device.num_asked > asked + 2)
-        assert made.spares() == spares
+        assert made.recycled() == spares
 
 
 def test_nothing_is_written_over_that_is_loaded(tmp_path):
@@ -248,7 +248,7 @@ def test_where_files_cannot_be_kept_they_are_unlinked(tmp_path, nth: int):
         for turn in range(30):
             store_anew(made, f"new {turn}")
             assert bytes_under(made.root) <= CAPACITY
-        until(lambda: temporaries(made.root) == made.spares())
+        until(lambda: temporaries(made.root) == made.recycled())
 
 
 def test_where_the_ledger_cannot_be_written_evicted_files_are_unlinked(tmp_path, monkeypatch):
@@ -263,7 +263,7 @@ def test_where_the_ledger_cannot_be_written_evicted_files_are_unlinked(tmp_path,
         for turn in range(30):
             store_anew(made, f"new {turn}")
             assert bytes_under(made.root) <= CAPACITY
-        until(lambda: temporaries(made.root) == made.spares())
+        until(lambda: temporaries(made.root) == made.recycled())
 
 
 @pytest.mark.parametrize("batch", [2.0, 2.1])
@@ -293,7 +293,7 @@ def test_spares_of_other_sizes_never_take_all_the_room(tmp_path, batch: float):
 
 def test_a_lost_lease_leaves_no_spare(tmp_path):
     with full_tier(tmp_path / "root") as made:
-        spares = made.spares()
+        spares = made.recycled()
         shutil.rmtree(made.root / "leases")
         until(lambda: not any(path.exists() for path in spares))
         made.recovered()

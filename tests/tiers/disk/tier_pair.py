@@ -122,7 +122,7 @@ class TierPair:
         until(poll, "a load's results")
         return [results[place] for place in range(len(objects))]
 
-    def spares(self) -> list[Path]:
+    def recycled(self) -> list[Path]:
         """Files that wait to be written over."""
         return spare_files(self.tier)
 

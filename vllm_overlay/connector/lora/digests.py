@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from blake3 import blake3
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.connector.lora.metadata import AdapterWeights
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ class LoadedAdapters:
         cannot be read is unknown."""
         try:
             digest = self._digest(model)
-        except Exception:
+        except SHUTDOWN:
+            raise
+        except BaseException:
             logger.exception("Requests of LoRA adapter %s are not offloaded: no digest", request.lora_name)
             digest = b""
         name = (request.lora_name, request.lora_path)

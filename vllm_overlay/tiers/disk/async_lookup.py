@@ -94,7 +94,7 @@ class AsyncLookup:
         self._num_pending = 0
         self._found: deque[PlannedObject] = deque()
         self._is_stopped = False
-        self._pool = ThreadPool("disk-probe", 1)
+        self._pool = ThreadPool("disk-lookup", 1)
 
     # From the scheduler's thread.
 
@@ -131,7 +131,7 @@ class AsyncLookup:
         self.stop()
         self._pool.stop(_JOIN_S)
 
-    # In the async_lookup's thread.
+    # In its own thread.
 
     def _answer(self, planner: HybridOffloadPlanner, keys: tuple[bytes, ...], num_tokens: int, num_known: int) -> None:
         try:

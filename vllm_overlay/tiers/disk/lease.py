@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process's lease as its scheduler sees it: bytes for new files, and spares.
+"""A process's lease as its scheduler sees it: bytes for new files, and recycled files.
 
-A spare is an evicted object's files, kept to be written over: what has its blocks takes bytes faster than a new file.
+Recycled files are those of an evicted object, kept to be written over: a file that has its blocks takes bytes faster
+than a new one.
 """
 
 import threading
@@ -28,8 +29,8 @@ class Lease:
         self._available = 0
         self._in_flight = 0
         self._over = 0
-        self._spare = 0
-        self._spares: defaultdict[int, list[RecycledFile]] = defaultdict(list)
+        self._recycled_bytes = 0
+        self._recycled: defaultdict[int, list[RecycledFile]] = defaultdict(list)
 
     @property
     def available(self) -> int:
@@ -37,18 +38,18 @@ class Lease:
         return self._available
 
     @property
-    def spare_bytes(self) -> int:
-        """Bytes of spares, also of those that are about to be unlinked."""
-        return self._spare
+    def recycled_bytes(self) -> int:
+        """Bytes of recycled files, also of those that are about to be unlinked."""
+        return self._recycled_bytes
 
     def is_low(self, batch_bytes: int) -> bool:
         """Whether the reclaimer should bring it to a batch again, ahead of the stores."""
-        return self._available < batch_bytes // 4 or self._available + self._spare < batch_bytes // 2
+        return self._available < batch_bytes // 4 or self._available + self._recycled_bytes < batch_bytes // 2
 
     def must_shrink(self, room: int) -> bool:
-        """Whether ``room`` is so much less than none that spares must go.
+        """Whether ``room`` is so much less than none that recycled files must go.
 
-        Not for what stores are writing over spares now, which counts twice: in the file system and in the lease.
+        Not for what stores write over recycled files now, which counts twice: in the file system and in the lease.
         """
         return room < -self._over
 
@@ -56,16 +57,16 @@ class Lease:
     def in_flight(self) -> int:
         return self._in_flight
 
-    def spares(self) -> list[RecycledFile]:
+    def recycled(self) -> list[RecycledFile]:
         """What lies by now."""
         with self._lock:
-            return [spare for of_size in self._spares.values() for spare in of_size]
+            return [recycled for of_size in self._recycled.values() for recycled in of_size]
 
-    def take(self, num_bytes: int) -> tuple[str, ...] | None:
-        """Set bytes aside for a store, in the files of a spare of just this size or in new ones: (). None: no room."""
+    def reserve(self, num_bytes: int) -> tuple[str, ...] | None:
+        """Set bytes aside for a store, in recycled files of just this size or in new ones: (). None: no room."""
         with self._lock:
-            if of_size := self._spares.get(num_bytes):
-                self._spare -= num_bytes
+            if of_size := self._recycled.get(num_bytes):
+                self._recycled_bytes -= num_bytes
                 self._over += num_bytes
                 self._in_flight += num_bytes
                 return of_size.pop(0).paths  # the oldest: none lies by for ever
@@ -75,43 +76,43 @@ class Lease:
             self._in_flight += num_bytes
             return ()
 
-    def settle(self, num_bytes: int, is_over: bool = False) -> None:
+    def commit(self, num_bytes: int, is_over: bool = False) -> None:
         """A store that took bytes has ended: what it left in the lease comes back with the next ``refill``."""
         with self._lock:
             self._in_flight -= num_bytes
             self._over -= num_bytes if is_over else 0
 
-    def put_back(self, spare: RecycledFile) -> None:
-        """A spare for stores, whose bytes are in the lease already."""
+    def put_back(self, recycled: RecycledFile) -> None:
+        """A recycled file for stores, whose bytes are in the lease already."""
         with self._lock:
-            self._spare += spare.num_bytes
-            self._spares[spare.num_bytes].append(spare)
+            self._recycled_bytes += recycled.num_bytes
+            self._recycled[recycled.num_bytes].append(recycled)
 
-    def take_spares(self) -> list[RecycledFile]:
+    def take_recycled(self) -> list[RecycledFile]:
         """All of them, to be unlinked: ``scrapped`` then says that their bytes can be had with the next ``refill``."""
         with self._lock:
-            taken = [spare for of_size in self._spares.values() for spare in of_size]
-            self._spares.clear()
+            taken = [recycled for of_size in self._recycled.values() for recycled in of_size]
+            self._recycled.clear()
             return taken
 
-    def scrapped(self, spare: RecycledFile) -> None:
+    def scrapped(self, recycled: RecycledFile) -> None:
         with self._lock:
-            self._spare -= spare.num_bytes
+            self._recycled_bytes -= recycled.num_bytes
 
     def drop_all(self) -> None:
         """The lease is lost, and with it what no store has taken."""
         with self._lock:
-            self._spares.clear()
-            self._available = self._spare = 0
+            self._recycled.clear()
+            self._available = self._recycled_bytes = 0
 
     def refill(self, leased_bytes: int, batch_bytes: int, room: int) -> tuple[int, int]:
-        """The new lease and how many bytes short of a batch, spares included, it is. Called with the ledger locked.
+        """The new lease and how many bytes it is short of a batch, recycled files included. The ledger is locked.
 
         ``room`` may be added to all leases; when it is negative, what no store has taken is given back.
         """
         with self._lock:
-            idle = leased_bytes - self._in_flight - self._spare
-            wanted = batch_bytes - idle - self._spare
+            idle = leased_bytes - self._in_flight - self._recycled_bytes
+            wanted = batch_bytes - idle - self._recycled_bytes
             granted = max(min(wanted, room), -max(idle, 0))
             self._available = max(0, idle + granted)
             return leased_bytes + granted, max(0, wanted - room)

@@ -173,7 +173,7 @@ class DiskTierManager(TierManager):
         if not self.index.may_reserve(charged):
             return None
         may_write = self._write_rate.allows(charged.num_bytes)
-        grant = self._reclaimer.take(charged.num_bytes) if may_write else None
+        grant = self._reclaimer.reserve(charged.num_bytes) if may_write else None
         if grant is None:
             self._dropped += 1
             return None
@@ -185,12 +185,12 @@ class DiskTierManager(TierManager):
 
     def commit(self, ticket: int) -> None:
         if (grant := self._in_flight.pop(ticket, None)) is not None:
-            self._reclaimer.settle(grant)
+            self._reclaimer.commit(grant)
         self._forget(self.index.commit(ticket).released)
 
     def abort(self, ticket: int) -> None:
         if (grant := self._in_flight.pop(ticket, None)) is not None:
-            self._reclaimer.take_back(grant)
+            self._reclaimer.release(grant)
         self._forget(self.index.abort(ticket))
 
     # Loads.

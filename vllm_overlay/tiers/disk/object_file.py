@@ -77,9 +77,9 @@ def write_object(
     buffer: HostBuffer,
     direct: bool,
     integrity: Integrity = XXH3,
-    is_spare: bool = False,
+    is_recycled: bool = False,
 ) -> None:
-    """Write the object to ``path``, a temporary: over what is there if that is a spare of its size, else to a new file.
+    """Write the object to ``path``, a temporary: over a recycled file of its size, else to a new file.
 
     Called by a write thread. Creates directories as needed. Raises OSError; removing what was written is the caller's.
     """
@@ -88,7 +88,7 @@ def write_object(
     page = _page()
     page[:] = header.encode(integrity)
     flags = os.O_DIRECT if direct else 0
-    fd = _open_spare(device, path, flags, file_bytes(header.payload_bytes)) if is_spare else None
+    fd = _open_recycled(device, path, flags, file_bytes(header.payload_bytes)) if is_recycled else None
     if fd is None:
         fd = _create(device, path, flags)
     try:
@@ -97,7 +97,7 @@ def write_object(
         device.close(fd)
 
 
-def _open_spare(device: Device, path: str, flags: int, num_bytes: int) -> int | None:
+def _open_recycled(device: Device, path: str, flags: int, num_bytes: int) -> int | None:
     """The descriptor of a file that can be written over from end to end; None, and no such file, when it cannot."""
     fd = None
     try:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
@@ -98,7 +99,7 @@ class Reclaimer:
         self._changed = threading.Condition()
         self._is_woken = True
         self._is_closing = False
-        self._doomed: deque[_PendingRemoval] = deque()
+        self._pending_removals: deque[_PendingRemoval] = deque()
         self._pending_removal_bytes = 0
         self._returned: deque[Grant] = deque()
         self._must_shrink = False
@@ -110,46 +111,46 @@ class Reclaimer:
 
     # From the scheduler's thread.
 
-    def take(self, num_bytes: int) -> Grant | None:
+    def reserve(self, num_bytes: int) -> Grant | None:
         """Set bytes aside for a store, in files to write over if there are some; None when there is no room now."""
         if (slot := self._membership.slot) is None:
             return None
-        over = self._lease.take(num_bytes)
+        over = self._lease.reserve(num_bytes)
         if over is None or self._lease.is_low(self._batch_bytes):
             self._wake()
         return None if over is None else Grant(slot, num_bytes, over)
 
-    def settle(self, grant: Grant) -> None:
+    def commit(self, grant: Grant) -> None:
         """All ranks have stored."""
-        self._lease.settle(grant.num_bytes, is_over=bool(grant.over))
+        self._lease.commit(grant.num_bytes, is_over=bool(grant.over))
 
-    def take_back(self, grant: Grant) -> None:
+    def release(self, grant: Grant) -> None:
         """A rank has not stored: what it did not write over is unlinked before its bytes can be had again."""
         if not grant.over:
-            return self._lease.settle(grant.num_bytes)
+            return self._lease.commit(grant.num_bytes)
         self._returned.append(grant)
         return self._wake()
 
     def reuse(self, object_ids: Sequence[ObjectId], num_bytes: int) -> None:
         """As ``remove``, but their files may stay under other names for stores to write over."""
         if object_ids:
-            self._doom(_PendingRemoval(self._namespace, tuple(object_ids), (), num_bytes, may_be_kept=True))
+            self._schedule_removal(_PendingRemoval(self._namespace, tuple(object_ids), (), num_bytes, may_be_kept=True))
 
     def remove(self, object_ids: Sequence[ObjectId], num_bytes: int) -> None:
         """Unlink all ranks' files of these objects, which are of ``num_bytes`` together."""
         if object_ids:
-            self._doom(_PendingRemoval(self._namespace, tuple(object_ids), (), num_bytes))
+            self._schedule_removal(_PendingRemoval(self._namespace, tuple(object_ids), (), num_bytes))
 
     def remove_paths(self, paths: Sequence[str]) -> None:
         """Unlink files that recovery cannot use. Called from the recovery thread."""
-        self._doom(_PendingRemoval(self._namespace, (), tuple(paths), 0))
+        self._schedule_removal(_PendingRemoval(self._namespace, (), tuple(paths), 0))
 
-    def _doom(self, doomed: _PendingRemoval) -> None:
+    def _schedule_removal(self, removal: _PendingRemoval) -> None:
         with self._changed:
-            self._doomed.append(doomed)
-            self._pending_removal_bytes += doomed.num_bytes
-            self._short_bytes = max(0, self._short_bytes - doomed.num_bytes)
-            self._removing.update(doomed.object_ids)
+            self._pending_removals.append(removal)
+            self._pending_removal_bytes += removal.num_bytes
+            self._short_bytes = max(0, self._short_bytes - removal.num_bytes)
+            self._removing.update(removal.object_ids)
             self._is_woken = True
             self._changed.notify()
 
@@ -205,26 +206,28 @@ class Reclaimer:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_woken or self._is_closing, TICK_S)
                 self._is_woken = False
-        self._try(self._remove_doomed)
+        self._try(self._remove_pending)
         self._try(self._unlink_returned)
-        self._try(self._scrap_spares)
+        self._try(self._unlink_recycled)
         self._try(self._give_lease_back)
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
             step()
-        except Exception as error:
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
             _log.warning("reclaimer", "disk tier: cannot make room under %s: %r", self._root, error)
 
     def _work(self) -> None:
-        slot = self._stand()
+        slot = self._hold_membership()
         if self._must_count:
             sweep_temporaries(self._root, self._device)
             self._foreign.remove_abandoned_namespaces()
             is_alone = self._ledger.count_processes() == 1
             self._ledger.reconcile(lambda: count_files(self._root, self._device, is_alone))
             self._must_count = False
-        self._remove_doomed()
+        self._remove_pending()
         self._unlink_returned()
         short = self._refill(slot)
         while short and self._remove_others(short):
@@ -233,15 +236,15 @@ class Reclaimer:
             self._short_bytes = max(0, short - self._pending_removal_bytes)
         self._membership.describe()
 
-    def _stand(self) -> int:
+    def _hold_membership(self) -> int:
         """Hold a lease and the namespace that is served, under the root that is there now; returns the lease's slot."""
         namespace = self._namespace
         if self._membership.is_lost():
-            _log.warning("ground", "disk tier: %s was removed or replaced; beginning anew in what is there", self._root)
+            _log.warning("root", "disk tier: %s was removed or replaced; beginning anew in what is there", self._root)
             self._membership.let_go()
-            self._scrap_spares()  # for the root may be the old one, without our lease in it
+            self._unlink_recycled()  # for the root may be the old one, without our lease in it
             self._lease.drop_all()
-            self._forget_doomed()
+            self._forget_pending()
             self._must_count = self._root_was_replaced = True
         if self._membership.slot is None:
             self._membership.take(namespace)
@@ -255,7 +258,7 @@ class Reclaimer:
 
     def _refill(self, slot: int) -> int:
         """Bring the lease to a full batch; returns how many bytes it is short of that, once counting cannot help."""
-        free_bytes = self._device.free_bytes(self._root) + self._lease.spare_bytes - self._limits.min_free_bytes
+        free_bytes = self._device.free_bytes(self._root) + self._lease.recycled_bytes - self._limits.min_free_bytes
         with self._ledger.locked() as state:
             self._batch_bytes = self._limits.batch_bytes(self._usable_bytes(state, free_bytes))
             room = self._room(state, free_bytes)
@@ -264,8 +267,8 @@ class Reclaimer:
             if state.file_bytes is None or (short and self._ledger.dead_slots(state)):
                 self._must_count = self._is_woken = True
                 return 0
-        if self._must_shrink and self._lease.spare_bytes:
-            self._scrap_spares()
+        if self._must_shrink and self._lease.recycled_bytes:
+            self._unlink_recycled()
             self._is_woken = True
         return min(short, self._batch_bytes)
 
@@ -279,40 +282,40 @@ class Reclaimer:
             return 0
         return min(self._limits.capacity_bytes - state.file_bytes, free_bytes) - sum(state.leases)
 
-    def _remove_doomed(self) -> None:
-        while self._doomed:
-            doomed = self._doomed[0]
-            self._ledger.remove_files([*doomed.paths, *self._paths_to_unlink(doomed)])
+    def _remove_pending(self) -> None:
+        while self._pending_removals:
+            removal = self._pending_removals[0]
+            self._ledger.remove_files([*removal.paths, *self._paths_to_unlink(removal)])
             with self._changed:
-                self._doomed.popleft()
-                self._pending_removal_bytes -= doomed.num_bytes
-                self._removing.difference_update(doomed.object_ids)
+                self._pending_removals.popleft()
+                self._pending_removal_bytes -= removal.num_bytes
+                self._removing.difference_update(removal.object_ids)
 
-    def _forget_doomed(self) -> None:
+    def _forget_pending(self) -> None:
         """They are not here: files of these names, if there are any, are others'."""
         with self._changed:
-            self._doomed.clear()
+            self._pending_removals.clear()
             self._pending_removal_bytes = 0
             self._removing.clear()
 
-    def _paths_to_unlink(self, doomed: _PendingRemoval) -> Iterator[str]:
-        """The files of all ranks of the objects, but for those that are kept as spares.
+    def _paths_to_unlink(self, removal: _PendingRemoval) -> Iterator[str]:
+        """The files of all ranks of the objects, but for those that are kept as recycled files.
 
         None is kept while there is less room than was leased, nor while others use the root: they may be reading it.
         """
-        may_be_kept = doomed.may_be_kept and not self._must_shrink and self._ledger.count_processes() == 1
+        may_be_kept = removal.may_be_kept and not self._must_shrink and self._ledger.count_processes() == 1
         slot = self._membership.slot if may_be_kept else None
-        for object_id in doomed.object_ids:
-            paths = [doomed.namespace.path_of(self._root, object_id, rank) for rank in range(self._world_size)]
+        for object_id in removal.object_ids:
+            paths = [removal.namespace.path_of(self._root, object_id, rank) for rank in range(self._world_size)]
             if slot is None or not self._keep(slot, paths):
                 yield from paths
 
     def _keep(self, slot: int, paths: Sequence[str]) -> bool:
-        """Make a spare of an object's files; False when that would be too many, or not all files are there.
+        """Make a recycled file of an object's files; False when that would be too many, or not all files are there.
 
-        At most half a batch are spares: the other half is for objects of other sizes.
+        At most half a batch are recycled files: the other half is for objects of other sizes.
         """
-        most_bytes = self._batch_bytes // 2 - self._lease.spare_bytes
+        most_bytes = self._batch_bytes // 2 - self._lease.recycled_bytes
         if most_bytes <= 0:
             return False
         temporaries = tuple(os.path.join(os.path.dirname(path), temporary_name()) for path in paths)
@@ -326,16 +329,16 @@ class Reclaimer:
             self._lease.put_back(RecycledFile(temporaries, num_bytes))
         return bool(num_bytes)
 
-    def _scrap_spares(self) -> None:
-        for spare in self._lease.take_spares():
-            self._unlink(spare.paths)
-            self._lease.scrapped(spare)
+    def _unlink_recycled(self) -> None:
+        for recycled in self._lease.take_recycled():
+            self._unlink(recycled.paths)
+            self._lease.scrapped(recycled)
 
     def _unlink_returned(self) -> None:
         while self._returned:
             grant = self._returned.popleft()
             self._unlink(grant.over)
-            self._lease.settle(grant.num_bytes, is_over=True)
+            self._lease.commit(grant.num_bytes, is_over=True)
 
     def _unlink(self, temporaries: Sequence[str]) -> None:
         for path in temporaries:

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
@@ -102,7 +103,9 @@ class Recovery:
     def _run(self) -> None:
         try:
             self._recover()
-        except Exception as error:
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
             logger.warning("disk tier: recovery of %s stopped: %r", self._root, error)
         finally:
             self._is_scanning = False
@@ -152,7 +155,7 @@ class Recovery:
             for fingerprint in self._namespace.fingerprints
             for directory in fan_out_directories(self._root, fingerprint, is_strict=True)
         ]
-        parts: queue.SimpleQueue[_Part | Exception] = queue.SimpleQueue()
+        parts: queue.SimpleQueue[_Part | BaseException] = queue.SimpleQueue()
         pool = ThreadPool("disk-recovery-read", _READ_THREADS)
         for directory in directories:
             pool.submit(partial(self._scan_directory, directory, parts))
@@ -161,7 +164,7 @@ class Recovery:
         try:
             for number in range(1, 1 + len(directories)):
                 part = parts.get()
-                if isinstance(part, Exception):
+                if isinstance(part, BaseException):
                     raise part
                 all_parts.add(part)
                 if time.monotonic() - logged > _PROGRESS_S and not self._is_closing:
@@ -176,7 +179,7 @@ class Recovery:
 
     # In the threads that read.
 
-    def _scan_directory(self, directory: str, parts: "queue.SimpleQueue[_Part | Exception]") -> None:
+    def _scan_directory(self, directory: str, parts: "queue.SimpleQueue[_Part | BaseException]") -> None:
         """Puts one part, or what went wrong: either is waited for."""
         part = _Part()
         try:
@@ -188,7 +191,9 @@ class Recovery:
             _log.warning("list", "disk tier: not recovered: %s", error)
             part.num_unread += 1
             parts.put(part)
-        except Exception as error:
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
             parts.put(error)
         else:
             parts.put(part)

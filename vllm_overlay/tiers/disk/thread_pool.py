@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 
 _log = RateLimitedLog(logging.getLogger(__name__))
@@ -38,5 +39,7 @@ class ThreadPool:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception as error:  # a job reports its own errors: this is a defect, but the thread lives on
+            except SHUTDOWN:
+                raise
+            except BaseException as error:  # a job reports its own errors: this is a defect, but the thread lives on
                 _log.warning("job", "disk tier: a job failed: %r", error)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.config import parse_bytes
@@ -124,8 +125,8 @@ class DiskTierWorker(TierWorker):
     def _try_to_write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
         """The reason why not, or None."""
         if self._is_closed or not self._write_breaker.allows():
-            for spare in _store_part(ticket).over[self._rank : self._rank + 1]:
-                remove_quietly(self._device, spare)
+            for recycled in _store_part(ticket).over[self._rank : self._rank + 1]:
+                remove_quietly(self._device, recycled)
             return Reason.CLOSED if self._is_closed else Reason.BREAKER
         reason = self._write_or_reason(ticket, buffer)
         self._write_breaker.report(reason in _FAULTS)
@@ -137,7 +138,9 @@ class DiskTierWorker(TierWorker):
         except OSError as error:
             reason = Reason.NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.IO_ERROR
             _log.warning(reason, "disk tier: a store was dropped: %s", error)
-        except Exception as error:
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
             reason = Reason.ERROR
             _log.warning(reason, "disk tier: a store was dropped: %r", error)
         return reason
@@ -146,15 +149,17 @@ class DiskTierWorker(TierWorker):
         part = _store_part(ticket)
         namespace = self._namespace.since(part.reset)
         path = namespace.path_of(self._root, ticket.planned.object_id, self._rank)
-        spare = part.over[self._rank] if part.over else ""
-        temporary = spare or os.path.join(os.path.dirname(path), temporary_name())
+        recycled = part.over[self._rank] if part.over else ""
+        temporary = recycled or os.path.join(os.path.dirname(path), temporary_name())
         self._temporaries.add(temporary)
         has_its_name = False
         try:
             header = self._header(namespace, ticket, buffer)
-            if spare:
+            if recycled:
                 make_directory(self._device, os.path.dirname(path))
-            write_object(self._device, temporary, header, buffer, self._direct, self._integrity, is_spare=bool(spare))
+            write_object(
+                self._device, temporary, header, buffer, self._direct, self._integrity, is_recycled=bool(recycled)
+            )
             has_its_name = self._ledger.publish(part.slot, temporary, path)
             return None if has_its_name else Reason.NO_LEASE
         finally:
@@ -282,7 +287,9 @@ class DiskTierWorker(TierWorker):
                 if bad.is_bad and bad.reason is not Reason.MISSING:
                     self._remove_bad(path)
                 return bad
-        except Exception as error:
+        except SHUTDOWN:
+            raise
+        except BaseException as error:
             _log.warning("error", "disk tier: an object was not loaded: %r", error)
             return BadObject(Reason.ERROR, is_bad=False)
         return None
