@@ -6,6 +6,7 @@ scatter's arrive only when it ends: until then the buffers must not change, and 
 """
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,6 +140,10 @@ class FakeTier(TierWorker):
     def begin_load(self, load_id: str, tickets: Sequence[LoadTicket]) -> None:
         self._loads[load_id], self._tickets[load_id] = {}, list(tickets)
 
+    def is_loading(self, load_id: str) -> bool:
+        """Whether it was asked for and is wanted still."""
+        return load_id in self._loads
+
     def arrive(self, load_id: str, position: int, content: bytes, **failure: Any) -> None:
         """The object is in host memory now, or is not to be had for ``reason``."""
         ticket = self._tickets[load_id][position]
@@ -173,3 +178,21 @@ class FakeTier(TierWorker):
 
     def close(self, timeout_s: float) -> int:
         return 0
+
+
+class FlakyTier(FakeTier):
+    """Raises now and then, before it has done anything; ``probability`` says how often."""
+
+    def __init__(self, num_units: int, luck: random.Random, probability: float) -> None:
+        super().__init__(num_units)
+        for name in ("begin_store", "submit_store", "cancel_store", "begin_load", "end_fetch", "cancel_load", "poll"):
+            setattr(self, name, self._flaky(getattr(self, name), luck, probability))
+
+    @staticmethod
+    def _flaky(method: Callable[..., Any], luck: random.Random, probability: float) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            if luck.random() < probability:
+                raise RuntimeError("injected")
+            return method(*arguments)
+
+        return called
