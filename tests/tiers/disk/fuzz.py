@@ -122,7 +122,7 @@ class Fuzz:
         self._path.write_bytes(raw)
         is_readable = self._reads(raw, is_forged)
         (result,) = self._pair.fetch([self._target])  # compares the bytes with those that were stored
-        self.outcomes[result.reason or "loaded"] += 1
+        self.outcomes[str(result.reason or "loaded")] += 1
         if result.reason:
             assert result.is_bad
             assert not self._path.exists()
