@@ -173,9 +173,6 @@ class FakeTier(TierWorker):
         fetched, self._fetched = self._fetched, []
         return results, fetched
 
-    def pending_stores(self) -> int:
-        return len(self._results)
-
     def close(self, timeout_s: float) -> int:
         return 0
 

@@ -8,7 +8,9 @@ import pytest
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.connector.compatibility import check_supported
+from vllm_overlay.connector.connector import _hit_source
 from vllm_overlay.tiers.base import TierSpec
+from vllm_overlay.tiers.cpu import CpuTierSettings, CpuTierSpec
 from vllm_overlay.tiers.factory import tier_spec
 
 NO_GROUPS: Any = SimpleNamespace(kv_cache_groups=[])
@@ -71,3 +73,11 @@ def test_keys_seeded_at_random_are_refused_on_disk_and_fine_in_memory(monkeypatc
 def test_adapters_are_fine_with_both_tiers() -> None:
     check_supported(engine(lora_config=object()), NO_GROUPS, CPU)
     check_supported(engine(lora_config=object()), NO_GROUPS, DISK)
+
+
+def test_a_tier_whose_hits_vllm_cannot_name_is_refused() -> None:
+    class Elsewhere(CpuTierSpec):
+        hit_source = "tape"
+
+    with pytest.raises(ConfigError, match="hit_source='tape' of Elsewhere must be one of device, host"):
+        _hit_source(Elsewhere(CpuTierSettings(name="mine")))

@@ -294,6 +294,5 @@ def _hit_source(spec: TierSpec[Any]) -> CacheHitSource:
         return CacheHitSource(spec.hit_source)
     except ValueError:
         known = ", ".join(source.value for source in CacheHitSource)
-        raise ConfigError(
-            f"tier={spec.settings.tier!r} has hit_source={spec.hit_source!r}: vLLM knows {known}"
-        ) from None
+        said = f"{spec.settings.name}: hit_source={spec.hit_source!r} of {type(spec).__name__} must be one of {known}"
+        raise ConfigError(said) from None

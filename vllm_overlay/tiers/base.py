@@ -217,10 +217,6 @@ class TierWorker(ABC):
         """What ended since the last call. Never blocks."""
 
     @abstractmethod
-    def pending_stores(self) -> int:
-        """Stores submitted and not yet reported."""
-
-    @abstractmethod
     def close(self, timeout_s: float) -> int:
         """Finish pending stores within ``timeout_s``, end all threads; returns how many stores were given up."""
 

@@ -210,9 +210,6 @@ class CpuTierWorker(TierWorker):
         fetched, self._fetched = self._fetched, []
         return stored, fetched
 
-    def pending_stores(self) -> int:
-        return len(self._stored)
-
     def close(self, timeout_s: float) -> int:
         return 0
 
