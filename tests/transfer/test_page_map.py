@@ -168,6 +168,12 @@ def test_fp8_keys_in_columns_are_not_cells(stored: str) -> None:
         assert cache.any()
 
     fp8 = torch.zeros((4, HEADS, BLOCK, 2 * SIZE), dtype=torch.uint8)
+    try:
+        write(*torch.ones((2, 1, HEADS, SIZE), dtype=torch.bfloat16), fp8.clone(), torch.tensor([0]))
+    except RuntimeError as error:
+        if "Unsupported CPU attention configuration" not in str(error):
+            raise
+        pytest.skip("vLLM's kernels for this processor take no fp8 cache")
     assert find_page_map(fp8, write, 4, TokenShape(HEADS, SIZE, SIZE, torch.bfloat16)) is None
 
 
