@@ -68,9 +68,10 @@ class StoreCursor:
             self.retry, self._is_retry_out, self._num_failures = None, False, 0
 
     def submitted(self, chunk: PlannedObject) -> None:
-        """The chunk is on its way."""
+        """The chunk is on its way. While one is tried again it is that one: what came before it may be unwanted."""
         self.tokens = chunk.end_tokens
-        self._is_retry_out = self.retry is not None
+        if self.retry is not None:
+            self.retry, self._is_retry_out = chunk, True
 
     def go_back(self, chunk: PlannedObject) -> None:
         """Chunks from this one on have gone from the tier. Once only: tiers too small for their requests would evict
