@@ -5,6 +5,8 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.v1.outputs import KVConnectorOutput
+
 from tests.naive_twin import block_hashes
 from vllm_overlay.connector.lora.metadata import AdapterWeights
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
@@ -14,7 +16,7 @@ from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.tiers.cpu import CpuTierManager
 
 GEOMETRY = Geometry.build([Group(0, GroupKind.FULL, 64, 8, 512, True)], 16, 64)
-NOTHING: Any = SimpleNamespace(finished_recving=None)
+NOTHING: Any = KVConnectorOutput()
 """What vLLM reports of a step in which no load ended."""
 
 

@@ -2,9 +2,10 @@
 """The scheduler's half without vLLM's engine: resets, pauses, stores that fail, reports that do not come."""
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from tests.connector.harness import NOTHING, Harness
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
@@ -197,6 +198,34 @@ def test_stores_that_fail_again_and_again_are_tried_ever_more_rarely(made: Harne
     assert made.found("p", num_tokens=264) == 64
 
 
+@pytest.mark.parametrize(
+    "output", [KVConnectorOutput(invalid_block_ids={7}), KVConnectorOutput(failed_recving={"another's"})]
+)
+def test_what_was_copied_out_of_a_pass_with_bad_blocks_is_not_kept(made: Harness, output: KVConnectorOutput) -> None:
+    request = made.request("p")
+    made.scheduler.lookup(request, 0)
+    jobs = made.plan(request, 140)
+    made.scheduler.update(output, OffloadWorkerMetadata(Counter({job.ticket.ticket: 2 for job in jobs})))
+    assert made.found("p") == 0
+    assert made.stats.data["counters"]["dropped_stores:bad_blocks"] == 2
+    request.num_computed_tokens = 0  # the scheduler starts it anew
+    made.scheduler.lookup(request, 0)
+    made.idle_step()
+    assert made.step(request, 140) == 2
+    assert made.found("p") == 128
+
+
+def test_a_failed_load_that_its_request_still_waits_for_costs_no_store(made: Harness) -> None:
+    request, waiting = made.request("p"), made.request("q")
+    waiting.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    for one in (request, waiting):
+        made.scheduler.lookup(one, 0)
+    jobs = made.plan(request, 140)
+    output = KVConnectorOutput(finished_recving={"q"}, failed_recving={"q"})
+    made.scheduler.update(output, OffloadWorkerMetadata(Counter({job.ticket.ticket: 2 for job in jobs})))
+    assert made.found("p") == 128
+
+
 def test_an_overdue_store_is_waited_for_no_longer_and_its_memory_stays_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -272,5 +301,5 @@ def test_an_overdue_load_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) ->
     used = made.tier.usage().used_bytes
     made.scheduler.clear()
     assert made.tier.usage().used_bytes == used > 0
-    made.scheduler.update(SimpleNamespace(finished_recving={"p"}), None)  # type: ignore[arg-type]
+    made.scheduler.update(KVConnectorOutput(finished_recving={"p"}), None)
     assert made.tier.usage().used_bytes == 0

@@ -61,6 +61,8 @@ class Reason(StrEnum):
     """Its bytes do not verify."""
     GENERATION = "generation"
     """Its memory has been given to another object."""
+    BAD_BLOCKS = "bad_blocks"
+    """Another connector's load failed in the pass that computed it."""
 
     # Time, and faults of our own.
     TIMEOUT = "timeout"
@@ -89,7 +91,7 @@ DROPPED_STORES = frozenset(
     {
         Reason.NO_ROOM, Reason.STAGING_FULL, Reason.TRANSFER_FULL, Reason.TRANSFER_ERROR, Reason.NO_LEASE,
         Reason.NO_SPACE, Reason.IO_ERROR, Reason.BREAKER, Reason.ADAPTER, Reason.NOT_REPORTED, Reason.CLOSED,
-        Reason.HOOK_ERROR, Reason.ERROR,
+        Reason.BAD_BLOCKS, Reason.HOOK_ERROR, Reason.ERROR,
     }
 )  # fmt: skip
 """What ``vllm:hybrid_offload_dropped_stores`` says."""

@@ -93,6 +93,16 @@ class PendingReports:
                 ended.append(self._stores.pop(ticket))
         return ended
 
+    def fail_all_stores(self) -> int:
+        """Every store that is out will end as one that failed. Returns how many are new in that."""
+        sound = [store for store in self._stores.values() if not store.has_failed]
+        for store in sound:
+            store.has_failed = True
+        return len(sound)
+
+    def is_loading(self, request_id: str) -> bool:
+        return request_id in self._loads
+
     @property
     def overdue_stores(self) -> tuple[int, ...]:
         return tuple(store.ticket for store in self._stores.values() if store.is_overdue)

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.v1.request import RequestStatus
+
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector.lora.keys import LoraNames
 from vllm_overlay.connector.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
@@ -254,6 +256,8 @@ class OffloadScheduler:
 
     def update(self, output: "KVConnectorOutput", metadata: OffloadWorkerMetadata | None) -> None:
         """Take in what the workers reported after a step."""
+        if self._has_computed_with_bad_blocks(output):
+            self._stats.count("dropped_stores", self._pending.fail_all_stores(), reason=Reason.BAD_BLOCKS)
         if metadata is not None:
             self._ended_stores.extend(self._pending.report_stores(metadata.reported, metadata.failed_stores))
             lost_stores, lost_loads = self._pending.take_lost(metadata.idle_stores, metadata.idle_loads)
@@ -272,6 +276,21 @@ class OffloadScheduler:
                 self._lora.learn(metadata.adapters)
         for request_id in output.finished_recving or ():
             self._tier.release(self._pending.end_load(request_id))
+
+    def _has_computed_with_bad_blocks(self, output: "KVConnectorOutput") -> bool:
+        """Whether another connector's load failed in a pass that computed with it.
+
+        What was copied out in that pass may be wrong under a right name. None of it is committed yet, as its reports
+        come with this output or later. Loads of ours are asynchronous: no pass computes with one that failed.
+        """
+        return bool(output.invalid_block_ids) or any(map(self._may_have_computed, output.failed_recving or ()))
+
+    def _may_have_computed(self, request_id: str) -> bool:
+        """Whether a pass has used a failed load of this request. A request that waits for its load is in no pass."""
+        if self._pending.is_loading(request_id):
+            return False
+        tracked = self._tracked.get(request_id)
+        return tracked is None or tracked.request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def _end_store(self, store: PendingStore) -> None:
         group = self._placer.group_of(store.planned)
