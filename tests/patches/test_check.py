@@ -5,6 +5,7 @@ from devtools.validate_patches import validate
 from tests.patches.trees import ORIGINALS, A, B, C, contents, make_series, make_tree
 from vllm_overlay.patching.check import PatchOutcome, check
 from vllm_overlay.patching.series import load
+from vllm_overlay.patching.tree import apply
 
 
 def test_check_tells_what_applies_is_there_or_conflicts(tree, series):
@@ -22,6 +23,7 @@ def test_check_tells_what_applies_is_there_or_conflicts(tree, series):
 
 
 def test_check_says_which_conflicts_may_only_follow_from_others(tree, series):
+    make_tree(tree, version="0.33.0")
     (tree / B).write_text(ORIGINALS[B].replace("b = 7\n", "b = 70\n").replace("b = 30\n", "b = 300\n"))
     reasons = check(tree, series).reasons
     assert "did not apply" not in reasons["0001-first.patch"]
@@ -41,7 +43,18 @@ def test_check_knows_a_cure_of_upstream_by_its_sign(tree, tmp_path):
 
 
 def test_a_file_that_another_version_lacks_is_a_conflict(tree, series):
+    make_tree(tree, version="0.33.0")
     (tree / C).unlink()
     report = check(tree, series)
     assert report.outcomes["0003-third.patch"] is PatchOutcome.CONFLICTS
     assert "missing" in report.reasons["0003-third.patch"]
+
+
+def test_check_of_a_tree_with_another_series_says_what_apply_would_do(tree, series, tmp_path):
+    other = {"0001-other.patch": {B: ("b = 7\n", "b = 'other'\n")}}
+    apply(tree, make_series(tmp_path / "other", make_tree(tmp_path / "s"), other))
+    report = check(tree, series)
+    assert report.would_apply and set(report.outcomes.values()) == {PatchOutcome.APPLIES}
+    assert report.reasons["0002-second.patch"] == f"in place of another series' in {B}"
+    assert apply(tree, series).is_applied
+    assert set(check(tree, series).outcomes.values()) == {PatchOutcome.ALREADY_THERE}

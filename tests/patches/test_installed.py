@@ -49,8 +49,8 @@ def test_only_the_needed_patches_are_required(tree, series, monkeypatch, tmp_pat
     ("spoil", "said"),
     [
         (lambda tree: make_tree(tree, version="0.33.0"), "vLLM 0.33.0 is installed"),
-        (lambda tree: (tree / A).write_text("mine\n"), "reinstall vLLM"),
-        (lambda tree: (tree / C).unlink(), "reinstall vLLM"),
+        (lambda tree: (tree / A).write_text("mine\n"), r"vllm/a\.py \(edited\)"),
+        (lambda tree: (tree / C).unlink(), r"vllm/sub/c\.py \(missing\)"),
     ],
 )
 def test_another_vllm_is_refused_whatever_is_needed(tree, series, monkeypatch, spoil, said):
@@ -85,4 +85,4 @@ def test_a_changed_file_comes_before_a_half_applied_series(tree, series):
     assert "only in part" in installed.verify_installed(series, tree).problem
     (tree / B).write_text("mine\n")
     problem = installed.verify_installed(series, tree).problem
-    assert f"{tree / B} is not the file" in problem and "reinstall vLLM" in problem
+    assert f"{B} (edited)" in problem and "--installed --check" in problem

@@ -19,7 +19,8 @@ from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.installed import verify_installed
 from vllm_overlay.patching.originals import STATE_DIRECTORY
 from vllm_overlay.patching.series import sha256
-from vllm_overlay.patching.tree import FileState, apply, reverse, status
+from vllm_overlay.patching.states import FileState
+from vllm_overlay.patching.tree import apply, reverse, status
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = ("replace", "link", "unlink", "fsync", "fchmod", "mkdir")
@@ -252,7 +253,7 @@ def test_a_file_that_was_written_since_a_kill_is_refused_and_kept(tree, series):
     killed_when(A, tree, series)
     (tree / A).write_text("mine\n")
     for action in apply, reverse:
-        with pytest.raises(PatchError, match=r"a\.py is not the file of vLLM"):
+        with pytest.raises(PatchError, match=r"edited  vllm/a\.py"):
             action(tree, series)
     assert (tree / A).read_text() == "mine\n"
     (tree / A).write_text(ORIGINALS[A])

@@ -19,7 +19,8 @@ from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.installed import verify_installed
 from vllm_overlay.patching.originals import STATE_DIRECTORY
 from vllm_overlay.patching.series import load
-from vllm_overlay.patching.tree import FileState, PatchState, apply, find_root, reverse, status, version_of
+from vllm_overlay.patching.states import FileState, PatchState
+from vllm_overlay.patching.tree import apply, find_root, reverse, status, version_of
 
 
 def test_apply_and_reverse_give_byte_identical_files(tree, series):
@@ -70,8 +71,8 @@ def refused(tree, series, said, action=apply):
 
 def test_a_changed_file_is_refused_by_name(tree, series):
     (tree / C).write_text("c = 1\nc = 2\nc = 3\n# mine\n")
-    assert status(tree, series).files[C] is FileState.CHANGED
-    refused(tree, series, f"{C} is not the file of vLLM")
+    assert status(tree, series).files[C] is FileState.EDITED
+    refused(tree, series, f"edited  {C}")
     assert check(tree, series).refusal
     assert check(tree, series).outcomes["0001-first.patch"] is PatchOutcome.APPLIES
 
@@ -128,7 +129,7 @@ def test_a_linked_directory_is_refused(tree, series, tmp_path):
 def test_a_missing_file_is_refused(tree, series):
     (tree / C).unlink()
     assert status(tree, series).files[C] is FileState.MISSING
-    refused(tree, series, "is missing")
+    refused(tree, series, f"missing  {C}")
 
 
 def test_a_directory_without_vllm_is_refused(tmp_path):

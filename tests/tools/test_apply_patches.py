@@ -104,4 +104,15 @@ def test_help_teaches_by_example(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     said = capsys.readouterr().out
-    assert "--installed --reverse" in said and "exit status" in said
+    assert "--installed --reverse" in said
+    statuses = said.partition("exit status:\n")[2].splitlines()[:4]
+    assert [line.split()[0] for line in statuses] == ["0", "1", "2", "130"]
+
+
+def test_what_the_system_refuses_is_a_sentence(checkout, capsys, monkeypatch):
+    def refuse(*names):
+        raise PermissionError(13, "Permission denied", "/somewhere/vllm")
+
+    monkeypatch.setattr("vllm_overlay.patching.tree.find_root", refuse)
+    assert main(["--target", str(checkout), "--check"]) == 1
+    assert capsys.readouterr().err == "refused: /somewhere/vllm: Permission denied\n"

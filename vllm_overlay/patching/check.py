@@ -8,8 +8,9 @@ from pathlib import Path
 
 from vllm_overlay.patching import tree
 from vllm_overlay.patching.diff import ConflictError, PatchError
-from vllm_overlay.patching.replace import checked_target
+from vllm_overlay.patching.replace import read_target, unwritable_directory
 from vllm_overlay.patching.series import Patch, Series, load
+from vllm_overlay.patching.states import FileState, PatchState
 
 
 class PatchOutcome(StrEnum):
@@ -17,13 +18,22 @@ class PatchOutcome(StrEnum):
 
     APPLIES = "applies"
     ALREADY_THERE = "already there"
+    REFUSED = "would be refused"
     NO_LONGER_NEEDED = "no longer needed"
     CONFLICTS = "conflicts"
 
 
+Row = tuple[PatchOutcome, str]
+"""What a patch would do, and why."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What each patch would do on a tree. ``refusal`` says why ``apply`` would refuse; empty when it would not."""
+    """What each patch would do on a tree.
+
+    ``refusal`` says why ``apply`` would refuse what is in the tree; empty when it would not. ``unwritable`` is a
+    directory that this user may not write and ``apply`` has to, if it has anything to do.
+    """
 
     root: Path
     vllm_version: str | None
@@ -31,6 +41,7 @@ class CheckReport:
     reasons: Mapping[str, str]
     refusal: str
     is_applied: bool
+    unwritable: Path | None
 
     @property
     def would_apply(self) -> bool:
@@ -40,32 +51,59 @@ class CheckReport:
 def check(root: Path, series: Series | None = None) -> CheckReport:
     """What every patch would do on this tree, and whether ``apply`` would go ahead. Touches nothing."""
     series = series or load()
-    outcomes: dict[str, PatchOutcome] = {}
-    reasons: dict[str, str] = {}
+    found = tree.status(root, series)
+    rows = _try_all(root, series) if found.is_of_another_version else _by_states(found, series)
+    outcomes = {name: outcome for name, (outcome, _) in rows.items()}
+    reasons = {name: reason for name, (_, reason) in rows.items()}
+    unwritable = None if found.is_applied else unwritable_directory(root, series.chains)
+    return CheckReport(
+        root, found.vllm_version, outcomes, reasons, tree.refusal(root, series), found.is_applied, unwritable
+    )
+
+
+def _by_states(found: tree.Status, series: Series) -> dict[str, Row]:
+    """On the version of the series a file is known or not: no patch has to be tried."""
+    return {patch.name: _by_state(patch, found) for patch in series.patches}
+
+
+def _by_state(patch: Patch, found: tree.Status) -> Row:
+    states = {path: found.files[path] for path in sorted(patch.paths)}
+    if any(state.hinders for state in states.values()):
+        said = [f"{path} is {state}" for path, state in states.items() if state.hinders]
+        return PatchOutcome.REFUSED, "; ".join(said)
+    if found.patches[patch.name] is PatchState.APPLIED:
+        return PatchOutcome.ALREADY_THERE, "its lines are there"
+    outdated = [path for path, state in states.items() if state is FileState.OUTDATED]
+    return PatchOutcome.APPLIES, f"in place of another series' in {', '.join(outdated)}" if outdated else ""
+
+
+def _try_all(root: Path, series: Series) -> dict[str, Row]:
+    """Each patch after those before it, in memory."""
+    rows: dict[str, Row] = {}
     contents: dict[str, bytes] = {}
     conflicting: list[Patch] = []
     for patch in series.patches:
-        outcomes[patch.name], reasons[patch.name] = _outcome(patch, root, contents)
-        if outcomes[patch.name] is PatchOutcome.CONFLICTS:
+        outcome, reason = _outcome(patch, root, contents)
+        if outcome is PatchOutcome.CONFLICTS:
             if earlier := [other.name[:4] for other in conflicting if other.paths & patch.paths]:
-                reasons[patch.name] += f" (where {', '.join(earlier)} did not apply either)"
+                reason += f" (where {', '.join(earlier)} did not apply either)"
             conflicting.append(patch)
-    found = tree.status(root, series)
-    return CheckReport(root, found.vllm_version, outcomes, reasons, tree.refusal(root, series), found.is_applied)
+        rows[patch.name] = outcome, reason
+    return rows
 
 
-def _outcome(patch: Patch, root: Path, contents: dict[str, bytes]) -> tuple[PatchOutcome, str]:
+def _outcome(patch: Patch, root: Path, contents: dict[str, bytes]) -> Row:
     """Tries one patch on ``contents``, which then hold what it leaves; reads the files that are not there yet."""
     try:
         for diff in patch.files:
             if diff.path not in contents:
-                contents[diff.path] = checked_target(root, diff.path).read_bytes()
+                contents[diff.path] = read_target(root, diff.path)
         return _try(patch, root, contents)
     except PatchError as error:
         return PatchOutcome.CONFLICTS, str(error)
 
 
-def _try(patch: Patch, root: Path, contents: dict[str, bytes]) -> tuple[PatchOutcome, str]:
+def _try(patch: Patch, root: Path, contents: dict[str, bytes]) -> Row:
     try:
         contents.update({diff.path: diff.apply(contents[diff.path]) for diff in patch.files})
         return PatchOutcome.APPLIES, ""
@@ -79,7 +117,7 @@ def _try(patch: Patch, root: Path, contents: dict[str, bytes]) -> tuple[PatchOut
         pass
     if patch.drop_sign:
         path, text = patch.drop_sign
-        content = contents[path] if path in contents else checked_target(root, path).read_bytes()
+        content = contents[path] if path in contents else read_target(root, path)
         if text.encode() in content:
             return PatchOutcome.NO_LONGER_NEEDED, f"{path} has `{text}`"
     return PatchOutcome.CONFLICTS, conflict

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_overlay.patching import tree
-from vllm_overlay.patching.check import check
+from vllm_overlay.patching.check import CheckReport, PatchOutcome, check
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.installed import apply_command, installed_root
 from vllm_overlay.patching.series import load
 from vllm_overlay.versions import VLLM as VLLM_VERSION
 
-DONE, REFUSED, USAGE = 0, 1, 2
+DONE, REFUSED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -30,9 +30,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
   {program} --target ~/src/vllm --check     would it apply? touches nothing; also for other versions
 
 exit status:
-  0  done; with --check: it would apply, or is applied; with --status: it is applied
-  1  refused, nothing was changed; with --check: it would be refused; with --status: it is not applied
-  2  wrong usage
+  0    done; with --check: the series fits what is in the tree, or is applied; with --status: it is applied
+  1    refused, nothing was changed; with --check: it would be refused; with --status: it is not applied
+  2    wrong usage
+  130  interrupted by Ctrl-C; the tree is as it was
+
+--check and --status need no write permission. If this user could not write there, --check says so, and its exit status
+is still that of the contents. A refusal names every file that hinders, and how to keep what was edited.
 """,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -54,9 +58,12 @@ def main(argv: Sequence[str] | None = None, program: str = "tools/apply_patches.
     except PatchError as error:
         print(f"refused: {error}", file=sys.stderr)
         return REFUSED
+    except OSError as error:
+        print(f"refused: {error.filename or 'the system'}: {error.strerror or error}", file=sys.stderr)
+        return REFUSED
     except KeyboardInterrupt:
         print("interrupted: the tree is as it was, unless --status says otherwise", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -98,6 +105,8 @@ def _status(root: Path, command: str) -> int:
     print(_table([("file", "state"), *((path, str(state)) for path, state in found.files.items())]))
     if found.is_partial:
         print(f"\nThe series is applied only in part: run {command} to complete it, with --reverse to take it out.")
+    if any(state.hinders for state in found.files.values()):
+        print("\nNot every file is vLLM's own or ours: --check says how to go on and to keep what was edited.")
     return DONE if found.is_applied else REFUSED
 
 
@@ -106,11 +115,27 @@ def _check(root: Path) -> int:
     print(f"{root / 'vllm'}: vLLM {report.vllm_version or '(does not say its version)'}\n")
     rows = [(name, str(outcome), report.reasons[name]) for name, outcome in report.outcomes.items()]
     print(_table([("patch", "outcome", "why"), *rows]))
-    if report.would_apply:
-        print("\nThe series would apply." if not report.is_applied else "\nThe series is applied.")
-        return DONE
-    print(f"\nThe series would be refused: {report.refusal}")
-    return REFUSED
+    print(f"\n{_summary(report)}")
+    return DONE if report.would_apply else REFUSED
+
+
+def _summary(report: CheckReport) -> str:
+    """The last paragraphs of --check."""
+    if not report.would_apply:
+        refused = sum(outcome is PatchOutcome.REFUSED for outcome in report.outcomes.values())
+        touching = (
+            f"{refused} of its {len(report.outcomes)} patches touch a file that is not vLLM's own, and it is applied "
+            "whole or not at all.\n\n"
+        )
+        return f"The series would be refused: {touching if refused else ''}{report.refusal}"
+    if report.is_applied:
+        return "The series is applied."
+    if report.unwritable:
+        return (
+            f"The series fits, but this user cannot write {report.unwritable}: apply it as the owner of {report.root}, "
+            "or to a copy, with --target."
+        )
+    return "The series would apply."
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.series import Series, load
-from vllm_overlay.patching.tree import DISTRIBUTIONS, FileState, PatchState, Status, is_other_version, status
+from vllm_overlay.patching.states import PatchState
+from vllm_overlay.patching.tree import DISTRIBUTIONS, Status, is_other_version, status
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -82,11 +83,12 @@ def verify_installed(series: Series | None = None, root: Path | None = None) -> 
 
 def _broken(found: Status, pin: str, command: str) -> str:
     """Why these files are no vLLM to start with, patched or not; empty when they are one."""
-    for path, state in found.files.items():
-        if state in (FileState.CHANGED, FileState.MISSING):
-            return (
-                f"{found.root / path} is not the file of vLLM {pin}, patched or not: reinstall vLLM, then run {command}"
-            )
+    if hindering := [f"{path} ({state})" for path, state in found.files.items() if state.hinders]:
+        return (
+            f"vLLM in {found.root / 'vllm'} has files that are not those of vLLM {pin}, patched or not: "
+            f"{', '.join(hindering)}: run {apply_command('--installed --check')}, which says how to go on and to keep "
+            "what was edited"
+        )
     if found.is_half_applied:
         return f"the patches were applied to {found.root / 'vllm'} only in part: run {command}, which repairs it"
     return ""

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_overlay.patching.diff import PatchError
-from vllm_overlay.patching.replace import write_atomically
+from vllm_overlay.patching.replace import as_refusals, write_atomically
 from vllm_overlay.patching.series import FileChain, sha256
 
 STATE_DIRECTORY = ".vllm-overlay"
@@ -60,13 +59,10 @@ class KeptOriginals:
             notes[path] = {**notes.get(path, {}), chain.patched: chain.original}
         if notes == self.notes and all(self._file(chain.original).is_file() for chain in chains.values()):
             return
-        try:
+        with as_refusals(self.root, "nothing was changed"):
             for path, chain in chains.items():
                 write_atomically(self._file(chain.original), originals[path])
             write_atomically(_notes_file(self.root), json.dumps(notes, indent=1).encode())
-        except OSError as error:
-            said = f"{self._directory} cannot be written ({error.strerror}): run this as the owner of {self.root}"
-            raise PatchError(said) from error
 
     def drop(self) -> None:
         """Forgets them all: the tree is vLLM's own again."""

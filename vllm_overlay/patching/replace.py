@@ -24,11 +24,19 @@ from vllm_overlay.patching.diff import PatchError, is_safe_path
 _JOURNAL_OF_0_1 = ".vllm-overlay/journal.json"
 """Version 0.1 wrote it. Its interrupted runs are repaired from the contents, as ours are; the journal is not read."""
 
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NOT_OURS = (errno.EACCES, errno.EPERM)
+
+
+class MissingFileError(PatchError):
+    """A file that every vLLM of the series has is not there."""
 
 
 def checked_target(root: Path, path: str) -> Path:
-    """The file ``path`` below ``root``. Raises PatchError if it is no regular file, or a symbolic link leads there."""
+    """The file ``path`` below ``root``.
+
+    Raises MissingFileError, or PatchError if it is no regular file, if a symbolic link leads there, or if this user
+    may not look.
+    """
     if not is_safe_path(path):
         raise PatchError(f"{path!r} is not a file of vllm/")
     target = root
@@ -36,13 +44,30 @@ def checked_target(root: Path, path: str) -> Path:
         target = target / part
         try:
             mode = target.lstat().st_mode
-        except FileNotFoundError:
-            raise PatchError(f"{target} is missing: this is not a complete vLLM") from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise MissingFileError(f"{target} is missing: this is not a complete vLLM") from None
+        except OSError as error:
+            raise PatchError(f"{target} cannot be read ({error.strerror})") from error
         if stat.S_ISLNK(mode):
             raise PatchError(f"{target} is a symbolic link: name the real directory with --target")
     if not stat.S_ISREG(mode):
         raise PatchError(f"{target} is not a file")
     return target
+
+
+def read_target(root: Path, path: str) -> bytes:
+    """The content of a file that ``checked_target`` takes. Raises as that, and PatchError if it cannot be read."""
+    target = checked_target(root, path)
+    try:
+        return target.read_bytes()
+    except OSError as error:
+        raise PatchError(f"{target} cannot be read ({error.strerror})") from error
+
+
+def unwritable_directory(root: Path, paths: Iterable[str]) -> Path | None:
+    """The first directory that this user would have to write to replace these files, and may not. Touches nothing."""
+    directories = dict.fromkeys([root, *((root / path).parent for path in paths)])
+    return next((directory for directory in directories if not os.access(directory, os.W_OK | os.X_OK)), None)
 
 
 @contextlib.contextmanager
@@ -65,7 +90,7 @@ def replace_files(root: Path, contents: Mapping[str, bytes]) -> None:
     """
     targets = {checked_target(root, path): content for path, content in contents.items()}
     changed = {target: content for target, content in targets.items() if target.read_bytes() != content}
-    with _as_refusals(root, "the tree is as it was"):
+    with as_refusals(root, "the tree is as it was"):
         started: list[Path] = []
         try:
             for target, content in changed.items():
@@ -80,13 +105,13 @@ def replace_files(root: Path, contents: Mapping[str, bytes]) -> None:
             _put_back(started)
             _remove_staged(changed)
             raise
-    with _as_refusals(root, "the next run removes it"):
+    with as_refusals(root, "the next run removes it"):
         _remove_staged(changed)
 
 
 def remove_leftovers(root: Path, paths: Iterable[str]) -> None:
     """Removes what a killed run left beside these files. Needs the lock, and paths that ``checked_target`` took."""
-    with _as_refusals(root, "mend that and run this again"):
+    with as_refusals(root, "mend that and run this again"):
         # The journal first: with it and without the staged files, version 0.1 asks for a new vLLM.
         _remove(root / _JOURNAL_OF_0_1)
         _remove_staged(root / path for path in paths)
@@ -105,13 +130,18 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _as_refusals(root: Path, hint: str) -> Iterator[None]:
+def as_refusals(root: Path, hint: str) -> Iterator[None]:
     """Turns what the system refuses into PatchError; ``hint`` unless another user could do it."""
     try:
         yield
     except OSError as error:
-        said = f"run this as the owner of {root}" if error.errno in _NOT_OURS else hint
-        raise PatchError(f"{error.filename or root}: {error.strerror}; {said}") from error
+        raise PatchError(f"{error.filename or root}: {error.strerror}; {_way_out(root, error, hint)}") from error
+
+
+def _way_out(root: Path, error: OSError, hint: str) -> str:
+    if error.errno == errno.EROFS:
+        return f"mount it for writing, or apply the series to a copy of {root} with --target"
+    return f"run this as the owner of {root}" if error.errno in _NOT_OURS else hint
 
 
 def _new_name(target: Path) -> Path:

