@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.multi_connector.fakes import (
+    FakeBase,
     blocks,
     child,
     multi,
@@ -52,18 +53,24 @@ class Lockstep:
         found = children or (child("a"), child("b"))
         self.scheduler = multi(*found, **settings)
         self.workers = [worker(*found, **settings) for _ in range(ranks)]
-        self.aggregator = KVOutputAggregator(ranks)
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler, ranks)
         self.reported = {}
 
     def fakes(self, index):
         return [connector.sub_connectors[index] for connector in (self.scheduler, *self.workers)]
 
     def admit(self, request_id, child_index, tokens=64, asynchronous=True):
-        for index, fake in enumerate(self.scheduler.sub_connectors):
-            fake.answers["get_num_new_matched_tokens"] = (tokens if index == child_index else 0, asynchronous)
-        r = request(request_id)
-        assert self.scheduler.get_num_new_matched_tokens(r, 0)[0] == tokens
+        r = self.offer(request_id, child_index, tokens, asynchronous)
         self.scheduler.update_state_after_alloc(r, blocks(4, 5), tokens)
+
+    def offer(self, request_id, child_index, tokens=64, asynchronous=True, num_local=0):
+        """A lookup that ``child_index`` wins; returns the request."""
+        for index, fake in enumerate(self.scheduler.sub_connectors):
+            if isinstance(fake, FakeBase):
+                fake.answers["get_num_new_matched_tokens"] = (tokens if index == child_index else 0, asynchronous)
+        r = request(request_id)
+        assert self.scheduler.get_num_new_matched_tokens(r, num_local)[0] == tokens
+        return r
 
     def finish(self, request_id, *holders):
         for index, fake in enumerate(self.scheduler.sub_connectors):
@@ -75,12 +82,22 @@ class Lockstep:
 
     def step(self):
         """One engine step; returns what vLLM's scheduler is told."""
-        metadata = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(scheduler_output())))
+        output = self.run(self.plan())
+        self.scheduler.update_connector_output(output)
+        return output
+
+    def plan(self):
+        """The scheduler's half of a step; returns what the workers get."""
+        return pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(scheduler_output())))
+
+    def run(self, metadata):
+        """The workers' half of a step; returns their reports added up."""
         outputs = []
         for rank, connector in enumerate(self.workers):
             for index, fake in enumerate(connector.sub_connectors):
-                results = self.reported.pop((rank, index), KVConnectorTransferResults())
-                fake.answers["get_transfer_results"] = lambda ids, results=results: results
+                if isinstance(fake, FakeBase):
+                    results = self.reported.pop((rank, index), KVConnectorTransferResults())
+                    fake.answers["get_transfer_results"] = lambda ids, results=results: results
             connector.handle_preemptions(metadata)
             connector.bind_connector_metadata(metadata)
             connector.start_load_kv(None)
@@ -99,9 +116,7 @@ class Lockstep:
             )
             connector.clear_connector_metadata()
             outputs.append(pickle.loads(pickle.dumps(output)))
-        combined = self.aggregator.aggregate(outputs).kv_connector_output
-        self.scheduler.update_connector_output(combined)
-        return combined
+        return self.aggregator.aggregate(outputs).kv_connector_output
 
     def tables_are_empty(self):
         return not self.scheduler._scheduler.tracked and not any(w._worker.tracked for w in self.workers)

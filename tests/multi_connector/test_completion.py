@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_overlay.multi_connector.completion import Completions, Load, UnreportableLoad
-
-
-def completions(one_group=True):
-    return Completions(block_errors_name_requests=one_group)
+from vllm_overlay.multi_connector.completion import Completions, Load
 
 
 def test_a_request_is_sent_when_every_holder_has_reported():
-    open_ = completions()
+    open_ = Completions()
     open_.expect_saves("r", [0, 2])
     assert open_.sent(2, {"r"}) == 0
     assert open_.take().sent == set()
@@ -21,7 +16,7 @@ def test_a_request_is_sent_when_every_holder_has_reported():
 
 
 def test_a_repeated_or_foreign_report_of_a_save_frees_nothing():
-    open_ = completions()
+    open_ = Completions()
     open_.expect_saves("r", [0, 1])
     assert open_.sent(0, {"r"}) == 0
     assert open_.sent(0, {"r"}) == 1
@@ -31,7 +26,7 @@ def test_a_repeated_or_foreign_report_of_a_save_frees_nothing():
 
 
 def test_only_the_chosen_child_ends_a_load_and_only_once():
-    open_ = completions()
+    open_ = Completions()
     open_.expect_load("r", Load(1))
     assert open_.received(0, {"r"}, ()) == 1
     assert open_.take().received == set()
@@ -43,17 +38,17 @@ def test_only_the_chosen_child_ends_a_load_and_only_once():
 
 
 def test_a_failure_told_early_is_reported_with_the_end_of_the_load():
-    open_ = completions()
+    open_ = Completions()
     open_.expect_load("r", Load(1))
     open_.received(1, (), {"r"})
-    assert open_.take() == completions().take()
+    assert open_.take() == Completions().take()
     open_.received(1, {"r"}, ())
     done = open_.take()
     assert (done.received, done.failed) == ({"r"}, {"r"})
 
 
 def test_a_failure_of_another_childs_load_is_not_believed():
-    open_ = completions()
+    open_ = Completions()
     open_.expect_load("r", Load(1))
     open_.received(0, (), {"r"})
     open_.received(1, {"r"}, ())
@@ -61,7 +56,7 @@ def test_a_failure_of_another_childs_load_is_not_believed():
 
 
 def test_a_second_load_of_a_request_does_not_inherit_the_first_ones_failure():
-    open_ = completions()
+    open_ = Completions()
     open_.expect_load("r", Load(1))
     open_.received(1, (), {"r"})
     open_.expect_load("r", Load(0))
@@ -70,7 +65,7 @@ def test_a_second_load_of_a_request_does_not_inherit_the_first_ones_failure():
 
 
 def test_abandoning_a_child_fails_its_loads_and_releases_its_saves():
-    open_ = completions()
+    open_ = Completions()
     open_.expect_load("mine", Load(0))
     open_.expect_load("other", Load(1))
     open_.expect_saves("both", [0, 1])
@@ -83,7 +78,7 @@ def test_abandoning_a_child_fails_its_loads_and_releases_its_saves():
 
 
 def test_a_refused_load_fails_at_once():
-    open_ = completions()
+    open_ = Completions()
     open_.refuse_load("r", Load(0))
     done = open_.take()
     assert (done.received, done.failed) == ({"r"}, {"r"})
@@ -91,7 +86,7 @@ def test_a_refused_load_fails_at_once():
 
 
 def test_a_failed_synchronous_load_invalidates_its_blocks_and_is_not_received():
-    open_ = completions()
+    open_ = Completions()
     open_.expect_load("r", Load(0, (4, 5)))
     open_.abandon(0)
     done = open_.take()
@@ -99,28 +94,76 @@ def test_a_failed_synchronous_load_invalidates_its_blocks_and_is_not_received():
 
 
 def test_a_synchronous_load_ends_with_its_step():
-    open_ = completions()
+    open_ = Completions()
     open_.expect_load("r", Load(0, (4, 5)))
     open_.take()
     open_.abandon(0)
     assert open_.take().invalid_blocks == set()
 
 
-def test_a_synchronous_load_that_cannot_be_told_failed_stops_the_engine():
-    open_ = completions(one_group=False)
-    open_.expect_load("r", Load(0, (4,)))
-    with pytest.raises(UnreportableLoad, match="loads asynchronously"):
-        open_.abandon(0)
-
-
-@pytest.mark.parametrize("one_group", [True, False])
-def test_block_errors_are_passed_on(one_group: bool):
-    open_ = completions(one_group=one_group)
+def test_block_errors_are_passed_on():
+    open_ = Completions()
     open_.expect_load("r", Load(0))
     open_.load_errors({9})
     open_.received(0, {"r"}, ())
     done = open_.take()
     assert (done.invalid_blocks, done.failed) == ({9}, set())
+
+
+def living(*requests):
+    """One rank's books on which these requests have arrived."""
+    open_ = Completions()
+    open_.requests_changed(requests, ())
+    return open_
+
+
+def test_a_save_reported_while_its_request_lives_counts_once_it_is_finished():
+    open_ = living("r")
+    assert open_.sent(0, {"r"}) == 0
+    assert open_.take().sent == set()
+    open_.expect_saves("r", [0])
+    open_.requests_changed((), {"r"})
+    assert open_.take().sent == {"r"}
+    assert (open_.open_requests, open_.early_reports, open_.living_requests) == (0, 0, 0)
+
+
+def test_an_early_report_of_one_child_is_not_anothers():
+    open_ = living("r")
+    open_.sent(0, {"r"})
+    open_.expect_saves("r", [0, 1])
+    assert open_.take().sent == set()
+    open_.sent(1, {"r"})
+    assert open_.take().sent == {"r"}
+
+
+def test_an_early_report_of_a_request_that_nobody_holds_is_forgotten():
+    open_ = living("r")
+    open_.sent(0, {"r"})
+    open_.requests_changed((), {"r"})
+    assert open_.early_reports == 0
+    assert open_.sent(0, {"r"}) == 1
+    assert open_.early_reports == 0
+
+
+def test_what_the_scheduler_released_is_owed_no_longer():
+    open_ = Completions()
+    open_.expect_saves("r", [0, 1])
+    open_.release("r", 0)
+    assert not open_.owes(0)
+    assert open_.take().sent == set()
+    open_.sent(1, {"r"})
+    open_.release("r", 0)
+    assert open_.take().sent == {"r"}
+
+
+def test_synchronous_loads_can_fail_while_the_rest_is_still_owed():
+    open_ = Completions()
+    open_.expect_load("now", Load(0, (4, 5)))
+    open_.expect_load("later", Load(0))
+    open_.fail_synchronous(0)
+    done = open_.take()
+    assert (done.invalid_blocks, done.failed) == ({4, 5}, set())
+    assert open_.owes(0)
 
 
 reports = st.tuples(st.sampled_from(["sent", "received"]), st.integers(0, 2), st.sampled_from("pqr"))
@@ -129,7 +172,7 @@ reports = st.tuples(st.sampled_from(["sent", "received"]), st.integers(0, 2), st
 @given(st.dictionaries(st.sampled_from("pqr"), st.frozensets(st.integers(0, 2), min_size=1)), st.lists(reports))
 def test_any_order_of_reports_sends_each_request_once_and_only_when_due(promised, stream):
     """Against a naive twin: the set of (request, child) reports seen so far."""
-    open_ = completions()
+    open_ = Completions()
     for request, holders in promised.items():
         open_.expect_saves(request, holders)
     seen, sent_so_far = set(), set()

@@ -4,6 +4,7 @@
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from tests.multi_connector.fakes import (
     Boom,
@@ -13,7 +14,6 @@ from tests.multi_connector.fakes import (
     worker,
 )
 from tests.multi_connector.lockstep import Lockstep, counters
-from vllm_overlay.multi_connector.completion import UnreportableLoad
 
 
 @pytest.mark.parametrize("hook", ["update_state_after_alloc", "build_connector_meta"])
@@ -175,12 +175,41 @@ def test_a_good_synchronous_load_needs_no_report():
     assert counters(engine.scheduler).loaded_tokens == 64
 
 
-def test_a_failed_synchronous_load_on_several_groups_is_not_served_on():
+def test_a_failed_synchronous_load_invalidates_its_blocks_of_every_group_but_the_null_block():
     engine = Lockstep(groups=2)
-    engine.admit("r", 0, asynchronous=False)
+    r = engine.offer("r", 0, tokens=64, asynchronous=False)
+    engine.scheduler.update_state_after_alloc(r, SimpleNamespace(get_block_ids=lambda: ([4, 5], [0, 6])), 64)
     engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
-    with pytest.raises(UnreportableLoad):
-        engine.step()
+    output = engine.step()
+    assert (output.invalid_block_ids, output.finished_recving, output.failed_recving) == ({4, 5, 6}, None, set())
+
+
+def test_blocks_of_the_local_hit_are_not_declared_invalid():
+    engine = Lockstep(groups=2)
+    managers = [SimpleNamespace(block_size=16), SimpleNamespace(block_size=32)]
+    engine.scheduler.bind_kv_cache_manager(
+        SimpleNamespace(block_pool=None, coordinator=SimpleNamespace(single_type_managers=managers))
+    )
+    r = engine.offer("r", 0, tokens=48, asynchronous=False, num_local=32)
+    engine.scheduler.update_state_after_alloc(
+        r, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5], [6, 0, 7])), 48
+    )
+    engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
+    assert engine.step().invalid_block_ids == {3, 4, 5, 7}
+
+
+@pytest.mark.parametrize("hook", ["start_load_kv", "wait_for_layer_load"])
+@pytest.mark.parametrize("shutdown", ["raises", "is the interface's own"])
+def test_a_synchronous_load_of_a_child_that_cannot_be_stopped_fails_all_the_same(hook, shutdown, monkeypatch):
+    engine = Lockstep()
+    engine.admit("r", 0, asynchronous=False)
+    fake = engine.workers[0].sub_connectors[0]
+    fake.raising = {hook, "shutdown"}
+    if shutdown != "raises":
+        monkeypatch.setattr(type(fake), "shutdown", KVConnectorBase_V1.shutdown)
+    output = engine.step()
+    assert (output.invalid_block_ids, output.failed_recving) == ({4, 5}, set())
+    assert engine.step().invalid_block_ids == set()
 
 
 def test_block_errors_are_a_union():

@@ -168,7 +168,7 @@ def test_a_child_without_hybrid_support_gets_the_one_groups_blocks():
     assert old.called("request_finished")[0][1] == [1, 2]
 
 
-def test_each_child_sees_its_own_worker_metadata_loads_and_saves():
+def test_each_child_sees_its_own_worker_metadata_and_saves_and_all_loads():
     engine = Lockstep()
     engine.admit("load", 0)
     engine.finish("save", 1)
@@ -178,7 +178,7 @@ def test_each_child_sees_its_own_worker_metadata_loads_and_saves():
     engine.step()
     ((a,),), ((b,),) = (fake.called("update_connector_output") for fake in engine.scheduler.sub_connectors)
     assert (a.finished_recving, a.failed_recving, a.finished_sending) == ({"load"}, {"load"}, None)
-    assert (b.finished_recving, b.failed_recving, b.finished_sending) == (None, set(), {"save"})
+    assert (b.finished_recving, b.failed_recving, b.finished_sending) == ({"load"}, {"load"}, {"save"})
     assert (a.kv_connector_worker_meta, b.kv_connector_worker_meta) == (None, FakeWorkerMetadata({"x"}))
 
 

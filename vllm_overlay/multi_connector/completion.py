@@ -9,17 +9,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 
-class UnreportableLoad(RuntimeError):
-    """A synchronous load failed where vLLM has no way to be told: serving on would serve wrong bytes."""
-
-
 @dataclass(slots=True, frozen=True)
 class Load:
     """One load handed to a child. Crosses from scheduler to workers."""
 
     child: int
     synchronous_blocks: tuple[int, ...] | None = None
-    """None for an asynchronous load; else the first group's blocks, which are declared invalid if it fails."""
+    """None for an asynchronous load; else the blocks of all groups that it alone writes: invalid if it fails."""
 
 
 @dataclass(slots=True)
@@ -33,20 +29,34 @@ class Completed:
 
 
 class Completions:
-    """One rank's open loads and saves. All ids are request ids, all children indexes."""
+    """One rank's open loads and saves. All ids are request ids, all children indexes.
 
-    def __init__(self, block_errors_name_requests: bool) -> None:
-        """``block_errors_name_requests``: the model has one KV cache group, so a block id names the failed load."""
-        self._block_errors_name_requests = block_errors_name_requests
+    A save may be reported *early*: while its request lives, or when the request is finished and this rank has not been
+    told so yet. Such a report is kept until the request is finished, and counts then.
+    """
+
+    def __init__(self) -> None:
         self._loads: dict[str, int] = {}
         self._saves: dict[str, set[int]] = {}
         self._synchronous: dict[str, Load] = {}
         self._failed_early: set[str] = set()
+        self._living: set[str] = set()
+        self._sent_early: dict[str, set[int]] = {}
         self._done = Completed()
 
     @property
     def open_requests(self) -> int:
         return len(self._loads.keys() | self._saves.keys() | self._synchronous.keys())
+
+    @property
+    def early_reports(self) -> int:
+        """Requests that some child has reported early."""
+        return len(self._sent_early)
+
+    @property
+    def living_requests(self) -> int:
+        """Requests that are not finished, as far as this rank was told."""
+        return len(self._living)
 
     def owes(self, child: int) -> bool:
         """Whether ``child`` still has something to report."""
@@ -70,8 +80,22 @@ class Completions:
         self._fail(request_id, load)
 
     def expect_saves(self, request_id: str, children: Collection[int]) -> None:
-        """A finished request; these children still read its blocks."""
-        self._saves.setdefault(request_id, set()).update(children)
+        """A finished request; these children hold its blocks until they report, or have reported already."""
+        early = self._sent_early.pop(request_id, set())
+        self._saves.setdefault(request_id, set()).update(set(children) - early)
+        self._end_if_sent(request_id)
+
+    def requests_changed(self, arrived: Collection[str], departed: Collection[str]) -> None:
+        """Requests that have come, and that have finished, since the last step. After ``expect_saves``."""
+        self._living.difference_update(departed)
+        for request_id in departed:
+            self._sent_early.pop(request_id, None)
+        self._living.update(arrived)
+
+    def release(self, request_id: str, child: int) -> None:
+        """The scheduler's instance of ``child`` has given the request's blocks back itself."""
+        if child in self._saves.get(request_id, ()):
+            self.sent(child, [request_id])
 
     def received(self, child: int, finished: Collection[str], failed: Collection[str]) -> int:
         """One child's finished and failed loads; returns how many reports were not the child's to make."""
@@ -94,43 +118,46 @@ class Completions:
         """One child's finished saves; returns how many reports were not the child's to make."""
         ignored = 0
         for request_id in finished:
-            owed = self._saves.get(request_id, set())
-            if child not in owed:
+            if child in self._saves.get(request_id, ()):
+                self._saves[request_id].discard(child)
+                self._end_if_sent(request_id)
+            elif request_id in self._living:
+                self._sent_early.setdefault(request_id, set()).add(child)
+            else:
                 ignored += 1
-                continue
-            owed.discard(child)
-            if not owed:
-                del self._saves[request_id]
-                self._done.sent.add(request_id)
         return ignored
+
+    def _end_if_sent(self, request_id: str) -> None:
+        if not self._saves[request_id]:
+            del self._saves[request_id]
+            self._done.sent.add(request_id)
 
     def load_errors(self, blocks: Collection[int]) -> None:
         """Blocks that a child says are bad, of a load that is open or of a request that computes with them already:
         the scheduler maps them to requests (patch 0006)."""
         self._done.invalid_blocks.update(blocks)
 
+    def fail_synchronous(self, child: int) -> None:
+        """Fails this step's synchronous loads of ``child``: the forward pass has used what they left."""
+        for request_id, load in [item for item in self._synchronous.items() if item[1].child == child]:
+            self._fail(request_id, load)
+
     def abandon(self, child: int) -> None:
         """Ends all that ``child`` owes. Only once nothing of it touches a block any more."""
         for request_id in [request_id for request_id, owner in self._loads.items() if owner == child]:
             self._fail(request_id, Load(child))
-        for request_id, load in [item for item in self._synchronous.items() if item[1].child == child]:
-            self._fail(request_id, load)
+        self.fail_synchronous(child)
         self.sent(child, [request_id for request_id, owed in self._saves.items() if child in owed])
 
     def _fail(self, request_id: str, load: Load) -> None:
-        if load.synchronous_blocks is None:
-            del self._loads[request_id]
-            self._failed_early.discard(request_id)
-            self._done.received.add(request_id)
-            self._done.failed.add(request_id)
+        if load.synchronous_blocks is not None:
+            del self._synchronous[request_id]
+            self._done.invalid_blocks.update(load.synchronous_blocks)
             return
-        del self._synchronous[request_id]
-        if not self._block_errors_name_requests:
-            raise UnreportableLoad(
-                f"a synchronous load of request {request_id} failed, and vLLM cannot be told so on a model with "
-                "several KV cache groups: use a connector that loads asynchronously"
-            )
-        self._done.invalid_blocks.update(load.synchronous_blocks)
+        del self._loads[request_id]
+        self._failed_early.discard(request_id)
+        self._done.received.add(request_id)
+        self._done.failed.add(request_id)
 
     def take(self) -> Completed:
         """This step's reports. Synchronous loads end here: the forward pass has used them."""

@@ -109,7 +109,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         )
         child_settings = {spec.name: spec.settings for spec in specs}
         self._scheduler = SchedulerSide(self._children, settings, child_settings, recurrent)
-        self._worker = WorkerSide(self._children, settings, block_errors_name_requests=len(groups) <= 1)
+        self._worker = WorkerSide(self._children, settings)
 
     def _adopt_load_failure_policy(self, specs: list[ChildSpec]) -> None:
         # The scheduler reads the policy of the configuration it gave us, right after this constructor.
@@ -292,6 +292,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
                 f"connectors of the MultiConnector expect different numbers of completion reports: {_words(counts)}"
             )
         count: int = next(iter(counts.values()))
+        self._scheduler.some_ranks_are_silent = True
         return count
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:

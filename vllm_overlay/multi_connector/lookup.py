@@ -33,6 +33,7 @@ class Lookup:
     chosen: int | None
     asked_tokens: int
     counted: bool = False
+    local_tokens: int = 0
 
 
 class Lookups:
@@ -78,7 +79,7 @@ class Lookups:
         request.shared_prefix_boundary = merge_junctions(
             junction, [reply.junction for reply in replies], num_computed_tokens + tokens, request.num_tokens
         )
-        self.by_request[request.request_id] = Lookup(replies, verdict.chosen, asked)
+        self.by_request[request.request_id] = Lookup(replies, verdict.chosen, asked, local_tokens=num_computed_tokens)
         return tokens, chosen.asynchronous
 
     def _ask(self, child: Child, request: "Request", num_computed_tokens: int, ceiling: int) -> Reply:

@@ -34,6 +34,12 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     """Child that came back since the last step -> requests that lived then, which are unknown to its new instance."""
     preempted: frozenset[str] = frozenset()
     """For children whose handle_preemptions is the older one that takes request ids."""
+    arrived: frozenset[str] = frozenset()
+    """Requests that have come since the last step and are not finished."""
+    departed: frozenset[str] = frozenset()
+    """Requests that have finished since the last step."""
+    releases: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Finished request -> children whose scheduler's instance has given its blocks back itself."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's account of what the workers still have to report: loads handed out, and blocks that children hold."""
+"""The scheduler's account of what the workers still have to report: loads handed out, and blocks that children hold.
+
+A child's scheduler-side instance may change the reports (report_view.py), under these rules:
+
+- It changes only what is its own: the loads that it was handed, and the blocks that it holds.
+- What it takes out stays owed until it puts it in again.
+- It may give up blocks that it holds before the workers report them. It may not end a load that the workers have not
+  reported, because they may still write. It cannot make a load fail: vLLM reads the failures before the hook.
+"""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from vllm_overlay.multi_connector.report_view import Changes, Reports
 
 
 @dataclass(slots=True)
@@ -10,6 +20,9 @@ class _OpenLoad:
     child: int
     tokens: int
     started: float
+    taken_out: bool = False
+    """Whether the workers have reported it and its child does not want it known yet."""
+    failed: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,6 +36,19 @@ class EndedLoad:
     failed: bool
 
 
+@dataclass(slots=True)
+class Accepted:
+    """What of a step's reports vLLM may see, and what else follows from them."""
+
+    may_receive: set[str] = field(default_factory=set)
+    may_send: set[str] = field(default_factory=set)
+    ended: list[EndedLoad] = field(default_factory=list)
+    releases: dict[str, set[int]] = field(default_factory=dict)
+    """Request -> children that gave up its blocks without a report of the workers."""
+    ignored: dict[int, int] = field(default_factory=dict)
+    """Child -> how many changes were not its to make."""
+
+
 class OutstandingReports:
     """Asynchronous loads handed out, and finished requests that some children hold blocks of.
 
@@ -31,7 +57,9 @@ class OutstandingReports:
 
     def __init__(self) -> None:
         self._loads: dict[str, _OpenLoad] = {}
-        self._held: dict[str, frozenset[int]] = {}
+        self._held: dict[str, set[int]] = {}
+        self._taken_out: dict[int, set[str]] = {}
+        """Child -> requests whose blocks it keeps though the workers have reported them."""
 
     @property
     def open_requests(self) -> int:
@@ -40,8 +68,8 @@ class OutstandingReports:
     def load_started(self, request_id: str, child: int, tokens: int, now: float) -> None:
         self._loads[request_id] = _OpenLoad(child, tokens, now)
 
-    def hold(self, request_id: str, children: frozenset[int]) -> None:
-        self._held[request_id] = children
+    def hold(self, request_id: str, children: Collection[int]) -> None:
+        self._held[request_id] = set(children)
 
     def owed_by(self, child: int) -> int:
         """How many requests have blocks that ``child`` may still touch."""
@@ -57,31 +85,77 @@ class OutstandingReports:
         return None if load is None else load.child
 
     def holders_of(self, request_id: str) -> frozenset[int]:
-        return self._held.get(request_id, frozenset())
+        return frozenset(self._held.get(request_id, ()))
 
-    def accept(
-        self, received: Collection[str], sent: Collection[str], failed: Collection[str], now: float
-    ) -> tuple[set[str], set[str], list[EndedLoad]]:
-        """What of the workers' reports vLLM may see, and the loads that ended.
+    def all_put_in(self, child: int) -> Changes:
+        """For a child out of service: it puts in whatever it had taken out, which the workers are done with."""
+        loads = frozenset(r for r, load in self._loads.items() if load.child == child and load.taken_out)
+        return Changes(sent_added=frozenset(self._taken_out.get(child, ())), received_added=loads)
+
+    def accept(self, reports: Reports, changes: Mapping[int, Changes], now: float) -> Accepted:
+        """Takes in a step's reports, with what each child changed in them.
 
         vLLM frees a finished request's blocks on the first report of either kind and asserts on a second. So while a
         load of an aborted request and saves of it are both open, only the later report passes.
         """
-        may_receive: set[str] = set()
-        may_send: set[str] = set()
-        ended: list[EndedLoad] = []
-        for request_id in received:
-            if (load := self._loads.pop(request_id, None)) is None:
+        accepted = Accepted()
+        self._accept_loads(reports, changes, now, accepted)
+        self._accept_saves(reports, changes, accepted)
+        return accepted
+
+    def _accept_loads(self, reports: Reports, changes: Mapping[int, Changes], now: float, accepted: Accepted) -> None:
+        for request_id in reports.received:
+            if (load := self._loads.get(request_id)) is None:
                 continue
-            ended.append(EndedLoad(request_id, load.child, load.tokens, now - load.started, request_id in failed))
-            if request_id not in self._held:
-                may_receive.add(request_id)
-        for request_id in sent:
-            if self._held.pop(request_id, None) is not None and request_id not in self._loads:
-                may_send.add(request_id)
-        return may_receive, may_send, ended
+            own = changes.get(load.child, Changes())
+            load.failed = request_id in reports.failed
+            load.taken_out = request_id in own.received_removed
+            if not load.taken_out:
+                self._end_load(request_id, now, accepted)
+        for child, own in changes.items():
+            for request_id in own.received_added:
+                known = self._loads.get(request_id)
+                if known is None or known.child != child or not known.taken_out:
+                    accepted.ignored[child] = accepted.ignored.get(child, 0) + 1
+                    continue
+                self._end_load(request_id, now, accepted)
+
+    def _end_load(self, request_id: str, now: float, accepted: Accepted) -> None:
+        load = self._loads.pop(request_id)
+        accepted.ended.append(EndedLoad(request_id, load.child, load.tokens, now - load.started, load.failed))
+        if request_id not in self._held:
+            accepted.may_receive.add(request_id)
+
+    def _accept_saves(self, reports: Reports, changes: Mapping[int, Changes], accepted: Accepted) -> None:
+        for request_id in reports.sent:
+            for child in self.holders_of(request_id):
+                if request_id in changes.get(child, Changes()).sent_removed:
+                    self._taken_out.setdefault(child, set()).add(request_id)
+                else:
+                    self._let_go(request_id, child, accepted)
+        for child, own in changes.items():
+            for request_id in own.sent_added:
+                if child not in self.holders_of(request_id):
+                    accepted.ignored[child] = accepted.ignored.get(child, 0) + 1
+                    continue
+                if request_id not in self._taken_out.get(child, ()):
+                    accepted.releases.setdefault(request_id, set()).add(child)
+                self._let_go(request_id, child, accepted)
+
+    def _let_go(self, request_id: str, child: int, accepted: Accepted) -> None:
+        """``child`` holds the request's blocks no longer."""
+        if (taken_out := self._taken_out.get(child)) is not None:
+            taken_out.discard(request_id)
+            if not taken_out:
+                del self._taken_out[child]
+        holders = self._held[request_id]
+        holders.discard(child)
+        if not holders:
+            del self._held[request_id]
+            if request_id not in self._loads:
+                accepted.may_send.add(request_id)
 
 
-def saves_of(promises: Mapping[str, Collection[int]]) -> dict[str, tuple[int, ...]]:
-    """Promises as they cross to the workers: hashable, ordered."""
-    return {request_id: tuple(sorted(children)) for request_id, children in promises.items()}
+def children_of(requests: Mapping[str, Collection[int]]) -> dict[str, tuple[int, ...]]:
+    """Requests with their children as they cross to the workers: hashable, ordered."""
+    return {request_id: tuple(sorted(children)) for request_id, children in requests.items()}

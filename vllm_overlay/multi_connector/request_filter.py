@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+FILTERED = frozenset(
+    {
+        *("scheduled_new_reqs", "scheduled_cached_reqs", "scheduled_spec_decode_tokens", "scheduled_encoder_inputs"),
+        *("num_scheduled_tokens", "total_num_scheduled_tokens", "finished_req_ids", "preempted_req_ids"),
+        "kv_connector_block_state",
+    }
+)
+"""Fields of a view that name requests and so are not those of the scheduler's output."""
+
 
 class RequestFilter:
     """One child's. All ids are request ids."""
@@ -69,6 +78,16 @@ class RequestFilter:
         """``output`` without what the child must not see; ``output`` itself when that is nothing."""
         hidden = self._unknown | self._without_work
         return _without(output, hidden, self._unknown) if hidden else output
+
+    @staticmethod
+    def take_back(output: "SchedulerOutput", view: "SchedulerOutput") -> None:
+        """Writes into ``output`` what the child has set in its ``view`` of it.
+
+        vLLM's connectors set ``new_block_ids_to_zero`` and ``has_sync_kv_loads``.
+        """
+        for field in dataclasses.fields(output):
+            if field.name not in FILTERED:
+                setattr(output, field.name, getattr(view, field.name))
 
     def step_is_planned(self) -> None:
         """The child has built its metadata for this step."""

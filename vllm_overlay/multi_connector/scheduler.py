@@ -4,9 +4,8 @@
 Which child loads is in ``lookup.py``, which children are in service in ``supervisor.py``.
 """
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,7 +22,8 @@ from vllm_overlay.multi_connector.control_file import ControlFile
 from vllm_overlay.multi_connector.lifecycle import Phase
 from vllm_overlay.multi_connector.lookup import Lookups
 from vllm_overlay.multi_connector.metadata import MultiKVEvents, MultiMetadata, MultiWorkerMetadata
-from vllm_overlay.multi_connector.outstanding import OutstandingReports, saves_of
+from vllm_overlay.multi_connector.outstanding import Accepted, OutstandingReports, children_of
+from vllm_overlay.multi_connector.report_view import Changes, Reports, ReportView
 from vllm_overlay.multi_connector.request_filter import RequestFilter
 from vllm_overlay.multi_connector.selection_rules.factory import make_rule
 from vllm_overlay.multi_connector.selection_rules.guarded import GuardedRule
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+NULL_BLOCK = 0
+"""vLLM's block that stands for none: always the first that the pool hands out."""
 
 
 class SchedulerSide:
@@ -77,10 +80,18 @@ class SchedulerSide:
         self._new_loads: dict[str, Load] = {}
         self._new_saves: dict[str, frozenset[int]] = {}
         self._new_unknown: dict[int, frozenset[str]] = {}
+        self._arrived: set[str] = set()
+        self._departed: set[str] = set()
+        self._new_releases: dict[str, set[int]] = {}
+
+        self._kv_cache_manager: KVCacheManager | None = None
+        self.some_ranks_are_silent = False
+        """Whether a finished request is reported by fewer ranks than there are."""
 
     # ---- Start.
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        self._kv_cache_manager = kv_cache_manager
         self.supervisor.start("bind_kv_cache_manager", kv_cache_manager)
 
     def set_handshake(self, hook: str, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
@@ -91,17 +102,22 @@ class SchedulerSide:
     # ---- A request's way.
 
     def on_new_request(self, request: "Request") -> None:
-        self._living.add(request.request_id)
+        self._arrive(request.request_id)
         for child, request_filter in zip(self._children, self._filters, strict=True):
             if child.in_service:
                 child.call("on_new_request", None, request)
             else:
                 request_filter.add_unknown(request.request_id)
 
+    def _arrive(self, request_id: str) -> None:
+        if request_id not in self._living:
+            self._living.add(request_id)
+            self._arrived.add(request_id)
+
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         now = self._clock()
         self._control.look(now)
-        self._living.add(request.request_id)
+        self._arrive(request.request_id)
         return self.lookups.find(request, num_computed_tokens, now)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request", by_default: tuple[int, ...]) -> tuple[int, ...]:
@@ -135,8 +151,22 @@ class SchedulerSide:
             self._new_loads[request_id] = Load(loader.index)
             self._outstanding.load_started(request_id, loader.index, num_external_tokens, self._clock())
         else:
-            self._new_loads[request_id] = Load(loader.index, tuple(blocks.get_block_ids()[0]))
+            self._new_loads[request_id] = Load(loader.index, self._loaded_blocks(request_id, blocks))
             loader.counters.loaded_tokens += num_external_tokens
+
+    def _loaded_blocks(self, request_id: str, blocks: "KVCacheBlocks") -> tuple[int, ...]:
+        """The request's blocks of all groups that hold what follows its local hit: no other request reads them.
+
+        Without vLLM's cache manager, which knows how many tokens a block has, all of its blocks.
+        """
+        block_ids = blocks.get_block_ids()
+        first = [0] * len(block_ids)
+        if self._kv_cache_manager is not None:
+            num_local = self.lookups.by_request[request_id].local_tokens
+            managers = self._kv_cache_manager.coordinator.single_type_managers
+            first = [num_local // manager.block_size for manager in managers]
+        loaded = {block for ids, start in zip(block_ids, first, strict=True) for block in ids[start:]}
+        return tuple(sorted(loaded - {NULL_BLOCK}))
 
     def _decide_who_works(self, request_id: str, loader: Child | None) -> None:
         """At a request's first admission: children that must not store it get no more of it than they need to load."""
@@ -206,6 +236,10 @@ class SchedulerSide:
     def _forget(self, request_id: str) -> None:
         self.lookups.forget(request_id)
         self._living.discard(request_id)
+        if request_id in self._arrived:
+            self._arrived.discard(request_id)
+        else:
+            self._departed.add(request_id)
         self._admitted.discard(request_id)
         for request_filter in self._filters:
             request_filter.finished(request_id)
@@ -215,7 +249,7 @@ class SchedulerSide:
         """Entries in all tables of requests."""
         tables = (
             *(self._living, self._admitted, self._partial_tails),
-            *(self._new_loads, self._new_saves, self._new_unknown),
+            *(self._new_loads, self._new_saves, self._new_unknown, self._new_releases),
         )
         filtered = sum(request_filter.tracked for request_filter in self._filters)
         return sum(map(len, tables)) + self.lookups.tracked + self._outstanding.open_requests + filtered
@@ -234,9 +268,19 @@ class SchedulerSide:
             preempted = frozenset(scheduler_output.preempted_req_ids or ())
         orders = self.supervisor.send_orders()
         metadata = MultiMetadata(
-            parts, self._new_loads, saves_of(self._new_saves), orders, self._new_unknown, preempted
+            parts,
+            self._new_loads,
+            children_of(self._new_saves),
+            orders,
+            self._new_unknown,
+            preempted,
+            frozenset(self._arrived),
+            frozenset(self._departed),
+            children_of(self._new_releases),
         )
-        self._new_loads, self._new_saves, self._new_unknown = {}, {}, {}
+        self._new_loads, self._new_saves, self._new_unknown, self._new_releases = {}, {}, {}, {}
+        self._arrived.clear()
+        self._departed.clear()
         self._step_times.planned(scheduler_output, now)
         return metadata
 
@@ -255,47 +299,55 @@ class SchedulerSide:
         view = request_filter.view(output) if child.in_service else output
         part = child.call("build_connector_meta", None, view, parse=validation.optional(KVConnectorMetadata))
         if view is not output:
-            # The one field of it that the interface lets a connector change.
-            output.new_block_ids_to_zero = view.new_block_ids_to_zero
+            request_filter.take_back(output, view)
         request_filter.step_is_planned()
         return part
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Gives each child its own view, and keeps from vLLM the reports it would assert on."""
+        """Gives each child its own view, takes its changes back, and keeps from vLLM the reports it would assert on."""
         now = self._clock()
         if (measured := self._step_times.ended(now)) is not None:
             self.rule.step_measured(*measured)
-        received = connector_output.finished_recving or set()
-        sent = connector_output.finished_sending or set()
-        failed = connector_output.failed_recving or set()
         worker_metadata = connector_output.kv_connector_worker_meta
-        reports = worker_metadata if isinstance(worker_metadata, MultiWorkerMetadata) else None
-        events = connector_output.kv_cache_events
+        ranks = worker_metadata if isinstance(worker_metadata, MultiWorkerMetadata) else None
+        reports = Reports.of(connector_output)
+        changes: dict[int, Changes] = {}
         for child in self._children:
-            mine = {request_id for request_id in received if self._outstanding.loader_of(request_id) == child.index}
-            view = dataclasses.replace(
-                connector_output,
-                finished_recving=mine or None,
-                failed_recving=failed & mine,
-                finished_sending={r for r in sent if child.index in self._outstanding.holders_of(r)} or None,
-                kv_connector_worker_meta=None if reports is None else reports.children[child.index],
-                kv_cache_events=events.children.get(child.index) if isinstance(events, MultiKVEvents) else None,
-                kv_connector_stats=None,
-            )
-            child.call("update_connector_output", None, view)
-        self._accept_reports(connector_output, received, sent, failed, now)
-        if reports is not None:
-            for child in self.supervisor.receive(reports, now):
+            view = self._view(child, connector_output, reports, ranks)
+            changed = child.call("update_connector_output", None, view.output, parse=view.changes)
+            changes[child.index] = self._outstanding.all_put_in(child.index) if changed is None else changed
+        if self.some_ranks_are_silent:
+            for request_id in reports.sent:
+                self._release(request_id, self._outstanding.holders_of(request_id))
+        self._accept(connector_output, self._outstanding.accept(reports, changes, now))
+        if ranks is not None:
+            for child in self.supervisor.receive(ranks, now):
                 self._filters[child.index].reset(self._living)
                 self._new_unknown[child.index] = frozenset(self._living)
 
-    def _accept_reports(
-        self, connector_output: "KVConnectorOutput", received: set[str], sent: set[str], failed: set[str], now: float
-    ) -> None:
-        may_receive, may_send, ended = self._outstanding.accept(received, sent, failed, now)
-        connector_output.finished_recving = may_receive or None
-        connector_output.finished_sending = may_send or None
-        for load in ended:
+    def _view(
+        self, child: Child, output: "KVConnectorOutput", reports: Reports, ranks: MultiWorkerMetadata | None
+    ) -> ReportView:
+        """A child sees its own parts, all loads, and of the sent requests those that it holds or may hold yet."""
+        events = output.kv_cache_events
+        own = frozenset(r for r in reports.sent if child.index in self._outstanding.holders_of(r))
+        early = frozenset(r for r in reports.sent & self._living if self._filters[child.index].works_on(r))
+        return ReportView(
+            output,
+            Reports(own | early, reports.received, reports.failed),
+            kv_connector_worker_meta=None if ranks is None else ranks.children[child.index],
+            kv_cache_events=events.children.get(child.index) if isinstance(events, MultiKVEvents) else None,
+            kv_connector_stats=None,
+        )
+
+    def _accept(self, connector_output: "KVConnectorOutput", accepted: Accepted) -> None:
+        connector_output.finished_recving = accepted.may_receive or None
+        connector_output.finished_sending = accepted.may_send or None
+        for request_id, children in accepted.releases.items():
+            self._release(request_id, children)
+        for index, number in accepted.ignored.items():
+            self._children[index].counters.ignored_reports += number
+        for load in accepted.ended:
             counters = self._children[load.child].counters
             if load.failed:
                 counters.failed_loads += 1
@@ -304,6 +356,11 @@ class SchedulerSide:
                 counters.loaded_tokens += load.tokens
                 counters.load_seconds += load.seconds
                 self.rule.load_measured(load.child, load.tokens, load.seconds)
+
+    def _release(self, request_id: str, children: Collection[int]) -> None:
+        """Tells the workers with the next step that these children hold the request's blocks no longer."""
+        if children:
+            self._new_releases.setdefault(request_id, set()).update(children)
 
     def take_events(self) -> "list[KVCacheEvent]":
         events: list[KVCacheEvent] = []

@@ -44,13 +44,11 @@ class WorkerSide:
         self,
         children: Sequence[Child],
         settings: MultiSettings,
-        block_errors_name_requests: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``block_errors_name_requests``: see ``Completions``."""
         self._children = children
         self._clock = clock
-        self._completions = Completions(block_errors_name_requests)
+        self._completions = Completions()
         self._load_errors: set[int] = set()
         self._obeyed: KVConnectorMetadata | None = None
         self._orders: tuple[Order, ...] = ()
@@ -89,6 +87,9 @@ class WorkerSide:
 
     def bind_connector_metadata(self, metadata: MultiMetadata) -> None:
         self._obey(metadata)
+        for request_id, released in metadata.releases.items():
+            for index in released:
+                self._completions.release(request_id, index)
         for request_id, load in metadata.loads.items():
             if self._children[load.child].in_service:
                 self._completions.expect_load(request_id, load)
@@ -97,6 +98,7 @@ class WorkerSide:
                 self._completions.refuse_load(request_id, load)
         for request_id, holders in metadata.saves.items():
             self._completions.expect_saves(request_id, holders)
+        self._completions.requests_changed(metadata.arrived, metadata.departed)
         for child, part in self._parts(metadata):
             child.call("bind_connector_metadata", None, part)
 
@@ -144,6 +146,9 @@ class WorkerSide:
             if child.in_service:
                 self._collect(child, self._without_unknown(child, finished_req_ids))
         for child in self._children:
+            if child.isolated:
+                # No later step can tell vLLM of them, so they do not wait until the child is stopped.
+                self._completions.fail_synchronous(child.index)
             if child.isolated and not child.stopped:
                 self._stop(child, self._without_unknown(child, finished_req_ids))
             if child.stopped:
@@ -229,7 +234,12 @@ class WorkerSide:
     @property
     def tracked(self) -> int:
         """Entries in all tables of requests."""
-        return self.open_requests + sum(map(len, self._unknown_requests))
+        return self.open_requests + self._completions.early_reports + sum(map(len, self._unknown_requests))
+
+    @property
+    def living_requests(self) -> int:
+        """Requests that are not finished, as far as this rank was told."""
+        return self._completions.living_requests
 
 
 def _rank() -> tuple[int, int]:
