@@ -64,3 +64,13 @@ def test_the_matrix_has_every_hook_of_the_interface() -> None:
     for faulty in (FaultyHybridOffloadConnector, FaultyOffloadingConnector):
         assert all(name in faulty.__dict__ for name in instance_level - {"role"})
     assert set(matrix.NOT_CALLED) <= instance_level and set(AT_RETURN) <= instance_level | {"__init__"}
+
+
+@pytest.mark.engine
+def test_a_synchronous_load_that_fails_halfway_is_computed_on_a_model_with_several_groups(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    total, cells = run("synchronous", tiny_model, tmp_path / "log")
+    assert [cell for cell in cells if cell["wrong"]] == []
+    assert total["fired"] == total["cells"] == 12
+    assert total["left"] == {"scheduler": 0, "blocks": 0}
