@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 from vllm_overlay.multi_connector import MultiConnector
 from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.lookup import Lookup
-from vllm_overlay.multi_connector.metadata import MultiWorkerMetadata
+from vllm_overlay.multi_connector.metadata import MultiMetadata, MultiWorkerMetadata
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.multi_connector.stats import MultiPromMetrics, MultiStats
@@ -56,17 +56,25 @@ def _set_connectors(self: MultiConnector, connectors: list[Any]) -> None:
     )
 
 
+def _extra_saves(held: dict[str, set[int]]) -> dict[str, int]:
+    """``_extra_async_saves``: request -> how many more reports than one are due, from our table of holders."""
+    return {request_id: len(children) - 1 for request_id, children in held.items() if len(children) > 1}
+
+
 def _substitute() -> None:
     MultiConnector._connectors = property(lambda self: self.sub_connectors, _set_connectors)
     MultiConnector._all_support_hma = property(
         lambda self: all(isinstance(connector, SupportsHMA) for connector in self.sub_connectors)
     )
     MultiConnector._requests_to_connector = property(lambda self: _Chosen(self._scheduler.lookups.by_request))
+    MultiConnector._extra_async_saves = property(lambda self: _extra_saves(self._scheduler._outstanding._held))
     MultiWorkerMetadata.metadata = property(lambda self: self.children)
+    MultiMetadata.metadata = property(lambda self: self.children)
     MultiPromMetrics._prom_metrics = property(
         lambda self: self._children, lambda self, metrics: setattr(self, "_children", metrics)
     )
     shipped.MultiConnector = MultiConnector
+    shipped.MultiKVConnectorMetadata = MultiMetadata
     shipped.MultiKVConnectorStats = MultiStats
     shipped.MultiKVConnectorPromMetrics = MultiPromMetrics
     shipped.MultiKVConnectorWorkerMetadata = MultiWorkerMetadata
@@ -86,9 +94,11 @@ def _mock(*args: Any, **kwargs: Any) -> MagicMock:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Models of vLLM's tests are on the Hugging Face hub; ours are made on the spot."""
-    from tests.v1.kv_connector.unit import test_multi_connector, utils
+    from tests.v1.kv_connector.unit import utils
 
-    test_multi_connector.MagicMock = _mock
     model = os.environ["UPSTREAM_MODEL"]
     utils.create_vllm_config.__defaults__ = (model, *utils.create_vllm_config.__defaults__[1:])
-    test_multi_connector.MODEL_NAME = model
+    for module in {item.module for item in items}:
+        if hasattr(module, "MagicMock"):
+            module.MagicMock = _mock
+        module.MODEL_NAME = model
