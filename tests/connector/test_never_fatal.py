@@ -91,7 +91,7 @@ def call(made: HybridOffloadConnector, name: str, error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize(
-    "error", [KeyError("x"), PanicException("x"), CancelledError()], ids=lambda e: type(e).__name__
+    "error", [KeyError("x"), PanicException("x"), CancelledError(), GeneratorExit()], ids=lambda e: type(e).__name__
 )
 @pytest.mark.parametrize("side", ["scheduler", "worker"])
 @pytest.mark.parametrize("name", members())

@@ -36,7 +36,7 @@ class Panic(BaseException):
     """As native code raises it: no ``Exception``."""
 
 
-FAULTS = (Boom, Panic, asyncio.CancelledError)
+FAULTS = (Boom, Panic, asyncio.CancelledError, GeneratorExit)
 """What the fence holds."""
 
 ENDINGS = (KeyboardInterrupt, SystemExit)

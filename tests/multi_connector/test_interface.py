@@ -12,15 +12,18 @@ from vllm.v1.outputs import KVConnectorOutput
 from tests.multi_connector.fakes import (
     ENDINGS,
     FAULTS,
+    FakeChild,
     blocks,
     child,
     multi,
     public_hooks,
     request,
     scheduler_output,
+    vllm_config,
     worker,
 )
 from vllm_overlay.multi_connector import MultiConnector
+from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiMetadata
 
 INHERITED = {
@@ -192,6 +195,29 @@ def test_a_childs_exception_at_start_is_a_refusal_that_names_child_and_hook(hook
     with pytest.raises(RuntimeError, match=f"connector 'b' of the MultiConnector failed in {hook}: ") as caught:
         use(connector, hook)
     assert isinstance(caught.value.__cause__, error)
+
+
+@pytest.mark.parametrize("hook", ["get_required_kvcache_layout", "requires_piecewise_for_cudagraph"])
+@pytest.mark.parametrize("error", FAULTS)
+def test_a_childs_exception_in_a_hook_of_its_class_is_a_refusal_that_names_child_and_hook(hook, error, monkeypatch):
+    def raises(cls, argument):
+        raise error
+
+    monkeypatch.setattr(FakeChild, hook, classmethod(raises))
+    config = vllm_config(child("a", "PlainChild"), child("b"))
+    extra_config = config.kv_transfer_config.kv_connector_extra_config
+    with pytest.raises(RuntimeError, match=f"connector 'b' of the MultiConnector failed in {hook}: "):
+        getattr(MultiConnector, hook)(config if hook == "get_required_kvcache_layout" else extra_config)
+
+
+@pytest.mark.parametrize("error", FAULTS)
+def test_a_child_with_a_hook_that_cannot_even_be_looked_at_is_called_as_the_interface_says(error):
+    class Unreadable:
+        @property
+        def handle_preemptions(self):
+            raise error
+
+    assert not Child(0, "a", Unreadable(), Unreadable).wants_preempted_ids
 
 
 def test_bound_metadata_shows_on_the_multi_connector_itself():

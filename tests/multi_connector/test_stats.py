@@ -5,9 +5,10 @@ import msgspec
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
-from tests.multi_connector.fakes import ENDINGS, FAULTS, FakeStats, child, multi, vllm_config
+from tests.multi_connector.fakes import ENDINGS, FAULTS, FakeChild, FakeStats, child, multi, vllm_config
 from vllm_overlay.metrics import MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS
 from vllm_overlay.multi_connector import MultiConnector, harmless, stats
 from vllm_overlay.multi_connector.stats import Counters, MultiStats
@@ -122,6 +123,17 @@ def test_stats_of_a_child_that_cannot_be_rebuilt_keep_our_counters(classes):
     received = MultiConnector.build_kv_connector_stats({"*": own, "a": {"loads": 1}})
     assert counted(received, "a").chosen == 1
     assert received.reduce() == {"*": {"a": {"chosen": 1}}}
+
+
+@pytest.mark.parametrize("error", FAULTS)
+@pytest.mark.parametrize("own", [{"*": {"classes": {"a": "tests.multi_connector.fakes:FakeChild"}}}, {}])
+def test_a_class_that_raises_while_its_stats_are_rebuilt_harms_nobody(own, error, monkeypatch):
+    def raises(cls, data=None):
+        raise error
+
+    monkeypatch.setattr(FakeChild, "build_kv_connector_stats", classmethod(raises))
+    monkeypatch.setattr(KVConnectorFactory, "get_connector_class_by_name", lambda name: FakeChild)
+    assert MultiConnector.build_kv_connector_stats({**own, "a": {"loads": 1}}).is_empty()
 
 
 @pytest.mark.parametrize("own", [None, 5, [], {"counters": None}, {"counters": {"a": {"chosen": "x", "errors": 5}}}])

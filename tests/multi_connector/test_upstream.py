@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own tests of its MultiConnector (0.32.0), unchanged, against our class.
 
-NIXL's library need not be there: vLLM's tests put a fake in its place. They are in vLLM's source distribution alone: VLLM_SOURCE names one that is unpacked.
+NIXL's library need not be there: vLLM's tests put a fake in its place. They are in vLLM's source distribution alone:
+VLLM_SOURCE names one that is unpacked.
 """
 
 import os

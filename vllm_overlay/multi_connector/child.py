@@ -209,6 +209,8 @@ def _wants_preempted_ids(connector: Any) -> bool:
     """Whether ``handle_preemptions`` is the older one that takes ``set[str]`` instead of the metadata."""
     try:
         (parameter, *_) = inspect.signature(connector.handle_preemptions).parameters.values()
-    except (TypeError, ValueError):
+        return "req" in parameter.name or str(parameter.annotation).startswith("set[")
+    except SHUTDOWN:
+        raise
+    except BaseException:  # no signature, or foreign code behind the name: then it is called as the interface says
         return False
-    return "req" in parameter.name or str(parameter.annotation).startswith("set[")

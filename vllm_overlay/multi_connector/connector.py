@@ -134,8 +134,11 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        hook = "requires_piecewise_for_cudagraph"
         return any(
-            spec.cls.requires_piecewise_for_cudagraph(spec.kv_transfer_config.kv_connector_extra_config)
+            at_start(
+                spec.name, hook, partial(getattr(spec.cls, hook), spec.kv_transfer_config.kv_connector_extra_config)
+            )
             for spec in child_specs(extra_config, kv_role="kv_both", engine_id=None)
         )
 
@@ -143,7 +146,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         layouts: dict[str, str] = {}
         for spec in _specs_of(vllm_config):
-            layout = spec.cls.get_required_kvcache_layout(spec.vllm_config(vllm_config))
+            ask = partial(spec.cls.get_required_kvcache_layout, spec.vllm_config(vllm_config))
+            layout = at_start(spec.name, "get_required_kvcache_layout", ask)
             if layout is not None:
                 layouts[spec.name] = layout
         if len(set(layouts.values())) > 1:

@@ -225,13 +225,10 @@ def _rebuilt(name: str, part: object, class_name: str | None) -> KVConnectorStat
     """One child's stats from the wire. ``class_name`` is None where the payload says nothing of classes."""
     if isinstance(part, KVConnectorStats):
         return part
-    if class_name is None:
-        cls: Any = KVConnectorFactory.get_connector_class_by_name(name)
-        registered: KVConnectorStats | None = cls.build_kv_connector_stats(data=part)
-        return registered
+    registered = KVConnectorFactory.get_connector_class_by_name(name) if class_name is None else None
     with harmless(f"Stats of connector {name!r} could not be rebuilt; they are not logged."):
-        module, _, qualname = class_name.partition(":")
-        stats: KVConnectorStats | None = connector_class(module, qualname).build_kv_connector_stats(data=part)
+        cls: Any = registered if class_name is None else connector_class(*class_name.split(":", 1))
+        stats: KVConnectorStats | None = cls.build_kv_connector_stats(data=part)
         return stats
     return None
 
