@@ -32,7 +32,7 @@ RULES = (
     Rule("common", allowed=(), only_standard_library=True),
     Rule("patching", allowed=("common", "versions"), only_standard_library=True),
     Rule("planner", allowed=("common",), without=NO_ENGINE),
-    Rule("tiers", allowed=("planner", "common", "config", "registry", "versions"), without=NO_ENGINE),
+    Rule("tiers", allowed=("planner", "common", "config", "registry", "setting_check", "versions"), without=NO_ENGINE),
     Rule("transfer", allowed=("planner", "common", "tiers.memory")),
     Rule("multi_connector", forbidden=("connector", "tiers", "transfer", "planner")),
     Rule("cli", forbidden=("connector", "multi_connector", "transfer"), without=NO_ENGINE),

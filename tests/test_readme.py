@@ -9,7 +9,9 @@ from typing import Any, get_args
 import msgspec
 
 from vllm_overlay.config import TierSettings
-from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings, _names, multi_settings
+from vllm_overlay.multi_connector.children import child_specs
+from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
+from vllm_overlay.plugin import register
 from vllm_overlay.tiers.cpu import CpuTierSettings
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.factory import tier_spec
@@ -61,6 +63,12 @@ def settings_section() -> str:
     )
 
 
+def example() -> str:
+    """The README's ``--kv-transfer-config``, as it stands."""
+    (found,) = re.findall(r"--kv-transfer-config '(.*?)'", README.read_text(), re.DOTALL)
+    return str(found)
+
+
 def test_the_readme_lists_every_setting_with_its_default_and_meaning() -> None:
     text = README.read_text()
     begin = text.index("\n", text.index(BEGIN)) + 1
@@ -68,7 +76,7 @@ def test_the_readme_lists_every_setting_with_its_default_and_meaning() -> None:
 
 
 def test_the_readmes_example_works_and_both_families_of_metrics_call_its_children_alike() -> None:
-    (example,) = re.findall(r"--kv-transfer-config '(.*?)'", README.read_text(), re.DOTALL)
-    children = multi_settings(json.loads(example)["kv_connector_extra_config"]).connectors
-    in_tiers = [tier_spec(child["kv_connector_extra_config"]).settings.name for child in children]
-    assert _names(children) == in_tiers == ["cpu", "disk"]
+    register()
+    specs = child_specs(json.loads(example())["kv_connector_extra_config"], kv_role="kv_both", engine_id=None)
+    in_tiers = [tier_spec(spec.kv_transfer_config.kv_connector_extra_config).settings.name for spec in specs]
+    assert [spec.name for spec in specs] == in_tiers == ["cpu", "disk"]

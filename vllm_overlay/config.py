@@ -37,13 +37,26 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What every HybridOffloadConnector takes in ``kv_connector_extra_config``."""
 
     tier: Annotated[
-        str, Meta(description='which tier this connector serves: `"cpu"`, `"disk"`, or anybody\'s as `"module:Class"`')
+        str,
+        Meta(
+            description='which tier this connector serves: `"cpu"`, `"disk"`, or anybody\'s as `"module:Class"`',
+            examples=["cpu"],
+        ),
     ]
-    name: Annotated[str, Meta(description="label `connector` of its metrics; default: the tier's name")] = ""
+    name: Annotated[
+        str,
+        Meta(
+            description="label `connector` of its metrics, and its key in the control file; default: `tier`",
+            examples=["cpu"],
+        ),
+    ] = ""
     load_weight: Annotated[
         float, Meta(description="weight of this child in a MultiConnector: `matched_tokens x load_weight`")
     ] = 1.0
-    hybrid_chunk_size: Annotated[int | str, Meta(description='tokens in a chunk of attention KV, or `"auto"`')] = "auto"
+    hybrid_chunk_size: Annotated[
+        Annotated[int, Meta(gt=0)] | Literal["auto"],
+        Meta(description='tokens in a chunk of attention KV, or `"auto"`'),
+    ] = "auto"
     load_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(description="what a failed load does to its request (vLLM's own default is `fail`)"),

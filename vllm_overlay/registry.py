@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
+from vllm_overlay.setting_check import did_you_mean
 
 T = TypeVar("T")
 
@@ -34,16 +35,20 @@ class Registry(Generic[T]):
 
     def find(self, name: object) -> type[T]:
         """The class that the setting's value ``name`` stands for; raises ConfigError."""
+        known = " or ".join(f'"{one}"' for one in self._known)
         if not isinstance(name, str) or (name not in self._known and ":" not in name):
-            known = " or ".join(f'"{one}"' for one in self._known)
-            raise ConfigError(f'{self._setting}={name!r} is not known: set it to {known}, or to "module:Class"')
+            wrong = f'{self._setting}={name!r} is not known: set it to {known}, or to "module:Class"'
+            raise ConfigError(wrong + did_you_mean(name, self._known))
         module, _, attribute = self._known.get(name, name).partition(":")
         try:
             found = getattr(importlib.import_module(module), attribute)
         except SHUTDOWN:
             raise
         except BaseException as error:
-            raise ConfigError(f"{self._setting}={name!r} cannot be imported: {error}") from error
+            raise ConfigError(
+                f"{self._setting}={name!r} cannot be imported: {error}; set it to {known}, or to a class that can be"
+            ) from error
         if not isinstance(found, type) or not issubclass(found, self._base):
-            raise ConfigError(f"{self._setting}={name!r} is no {self._base.__name__}: name a subclass of it")
+            base = self._base.__name__
+            raise ConfigError(f"{self._setting}={name!r} is no {base}: name a subclass of it, or set it to {known}")
         return found

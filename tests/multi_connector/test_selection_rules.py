@@ -13,6 +13,8 @@ from vllm_overlay.multi_connector.selection_rules.cost import Cost
 from vllm_overlay.multi_connector.selection_rules.weighted import Weighted
 
 FAKES = "tests.multi_connector.fake_rules"
+OURS = 'set it to "weighted" or "cost"'
+IMPORTABLE = f"{OURS}, or to a class that can be"
 
 
 @pytest.fixture
@@ -64,10 +66,13 @@ def test_a_rule_is_named_in_settings(name, cls):
             "fewest",
             """selection='fewest' is not known: set it to "weighted" or "cost", or to "module:Class\"""",
         ),
-        ("no.such.module:X", "selection='no.such.module:X' cannot be imported: No module named 'no'"),
-        (f"{FAKES}:Gone", f"selection='{FAKES}:Gone' cannot be imported: module '{FAKES}' has no attribute 'Gone'"),
-        (f"{FAKES}:NoRule", f"selection='{FAKES}:NoRule' is no SelectionRule: name a subclass of it"),
-        (f"{FAKES}:Unfit", f"selection='{FAKES}:Unfit' cannot be started: too heavy"),
+        ("no.such.module:X", f"selection='no.such.module:X' cannot be imported: No module named 'no'; {IMPORTABLE}"),
+        (
+            f"{FAKES}:Gone",
+            f"selection='{FAKES}:Gone' cannot be imported: module '{FAKES}' has no attribute 'Gone'; {IMPORTABLE}",
+        ),
+        (f"{FAKES}:NoRule", f"selection='{FAKES}:NoRule' is no SelectionRule: name a subclass of it, or {OURS}"),
+        (f"{FAKES}:Unfit", f"selection='{FAKES}:Unfit' cannot be started: too heavy; {OURS} instead"),
     ],
 )
 def test_a_rule_that_cannot_be_used_is_refused_at_start(name, sentence):
@@ -122,7 +127,7 @@ def test_a_shutdown_passes_through_a_rule(error, lines, monkeypatch):
 
 
 def test_by_weight_a_child_of_weight_zero_is_not_counted_as_too_slow():
-    connector = multi(child("a", weight=0.0))
+    connector = multi(child("a", weight=0.0), child("b"))
     connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (100, True)
     assert connector.get_num_new_matched_tokens(request(), 0)[0] == 0
     connector.update_state_after_alloc(request(), blocks(1), 0)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, child, multi, vllm_config
+from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, child, multi, worker
 from vllm_overlay.config import ConfigError
-from vllm_overlay.multi_connector.settings import RENAMED, child_specs, multi_settings
+from vllm_overlay.multi_connector.children import child_specs
+from vllm_overlay.multi_connector.settings import RENAMED, multi_settings
 
 
 def specs(*children, **settings):
@@ -80,14 +80,24 @@ def test_a_setting_of_the_child_in_the_wrong_place_is_refused_with_the_place():
     )
 
 
+NAMED = {"kv_connector_extra_config": {"name": "cpu"}}
+
+
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
         ({**child("cpu"), "kv_role": "kv_all"}, "kv_role"),
         ({**child("cpu"), "engine_id": 5}, "engine_id"),
         ({**child("cpu"), "kv_connector": "NoSuchClass"}, "NoSuchClass not found in"),
-        ({**child("cpu"), "kv_connector_module_path": "no.such.module"}, "No module named 'no'"),
-        ({**child("cpu"), "kv_connector": None}, "must be a class name"),
+        ({**child("cpu"), "kv_connector": "child"}, "cannot be imported: it is no class"),
+        (
+            {**child("cpu"), "kv_connector_module_path": "no.such.module"},
+            "in kv_connector_module_path='no.such.module' of",
+        ),
+        ({**child("cpu"), "kv_connector": None}, 'must be a class name, such as "NixlConnector"'),
+        ({**child("cpu"), "kv_conector": "x"}, "in kv_connector_extra_config; did you mean kv_connector?"),
+        ({"kv_connector": "NixlConector", **NAMED}, "kv_connector='NixlConector' of connector 'cpu' is not registered"),
+        ({"kv_connector": "NixlConector", **NAMED}, "module that has it; did you mean NixlConnector?"),
     ],
 )
 def test_a_child_that_cannot_be_configured_is_refused_by_child(entry, words):
@@ -109,14 +119,106 @@ def test_an_unknown_setting_is_refused():
     assert refusal(child(), lookup_timeout=1) == (
         "unknown setting 'lookup_timeout' of the MultiConnector: it takes connectors, selection, "
         "lookup_timeout_ms, isolate_after_s, retry_first_s, retry_longest_s, hang_after_s, "
-        "control_file"
+        "control_file, load_failure_policy; did you mean lookup_timeout_ms?"
     )
 
 
-@pytest.mark.parametrize("settings", [{"lookup_timeout_ms": -1}, {"lookup_timeout_ms": "5"}, {"isolate_after_s": -1}])
-def test_a_setting_out_of_range_is_refused(settings):
-    (name,) = settings
-    assert name in refusal(child(), **settings)
+def test_a_setting_of_a_child_beside_the_children_is_refused_with_the_place():
+    assert refusal(child(), min_tokens=5).endswith(
+        "; min_tokens belongs in the kv_connector_extra_config of each child"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"lookup_timeout_ms": -1}, "lookup_timeout_ms=-1 of the MultiConnector must be a number of at least 0"),
+        ({"lookup_timeout_ms": "5"}, "lookup_timeout_ms='5' of the MultiConnector must be a number"),
+        ({"isolate_after_s": -1}, "isolate_after_s=-1 of the MultiConnector must be a number of at least 0"),
+        ({"selection": 5}, 'selection=5 of the MultiConnector must be a string, such as "weighted"'),
+        ({"selection": "costs"}, 'set it to "weighted" or "cost", or to "module:Class"; did you mean cost?'),
+        ({"selection": "no:X"}, 'No module named \'no\'; set it to "weighted" or "cost", or to a class that can be'),
+        ({"load_failure_policy": "ignore"}, 'must be "fail" or "recompute", such as "recompute"'),
+        (
+            {"retry_first_s": 5, "retry_longest_s": 1},
+            "retry_longest_s=1 of the MultiConnector is less than retry_first_s=5: set retry_longest_s to at least 5",
+        ),
+        ({"retry_first_s": 61}, "set retry_longest_s to at least 61"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(settings, sentence):
+    assert sentence in refusal(child(), **settings)
+
+
+@pytest.mark.parametrize("connectors", [{"kv_connector": "FakeChild"}, ["FakeChild"], "FakeChild"])
+def test_children_that_are_no_list_of_mappings_are_refused(connectors):
+    with pytest.raises(ConfigError, match=r'must be a list of mappings, such as \[\{"kv_connector": "Offloading'):
+        multi_settings({"connectors": connectors})
+
+
+def test_equal_pauses_are_taken():
+    assert multi_settings({"connectors": [child()], "retry_first_s": 2, "retry_longest_s": 2})
+
+
+def test_a_directory_as_control_file_is_refused(tmp_path):
+    assert refusal(child(), control_file=str(tmp_path)) == (
+        f"control_file={str(tmp_path)!r} of the MultiConnector is a directory: set it to a file, which need not be "
+        f'there yet, such as "{tmp_path}/switches.json"'
+    )
+
+
+def test_a_control_file_may_come_later(tmp_path):
+    assert multi(child("a"), control_file=str(tmp_path / "later.json"))
+
+
+def test_a_control_file_in_no_directory_is_refused_where_it_is_read(tmp_path):
+    path = str(tmp_path / "no" / "such" / "switches.json")
+    with pytest.raises(ConfigError) as caught:
+        multi(child("a"), control_file=path)
+    assert str(caught.value) == (
+        f"control_file={path!r} of the MultiConnector lies in '{tmp_path}/no/such', which is no directory: make that, "
+        f'or set control_file to a file in one that is there, such as "{tmp_path}/switches.json"'
+    )
+    assert worker(child("a"), control_file=path)
+
+
+@pytest.mark.parametrize("selection", ["weighted", "cost"])
+def test_weights_of_zero_throughout_are_refused(selection):
+    assert refusal(child("a", weight=0), child("b", weight=0), selection=selection) == (
+        "load_weight=0 of every connector of the MultiConnector (a, b), so that none would ever load: set load_weight "
+        "of one above 0, such as 1.0, or load of each to false"
+    )
+
+
+@pytest.mark.parametrize(
+    ("children", "settings"),
+    [
+        ([child("a", weight=0), child("b", weight=0.5)], {}),
+        ([child("a", weight=0, load=False), child("b", weight=0, load=False)], {}),
+        ([child("a", weight=0)], {"selection": "tests.multi_connector.fake_rules:Fewest"}),
+    ],
+)
+def test_weights_of_zero_are_taken_where_something_may_load_or_nothing_should(children, settings):
+    assert specs(*children, **settings)
+
+
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
+CONTRADICTIONS = {("kv_producer", "kv_consumer"), ("kv_consumer", "kv_producer")}
+
+
+@pytest.mark.parametrize("own", ROLES)
+@pytest.mark.parametrize("parents", ROLES)
+def test_roles_that_share_nothing_are_refused_and_all_others_taken(parents, own):
+    extra = {"connectors": [{**child("a"), "kv_role": own}]}
+    if (parents, own) not in CONTRADICTIONS:
+        assert child_specs(extra, kv_role=parents, engine_id=None)
+        return
+    with pytest.raises(ConfigError) as caught:
+        child_specs(extra, kv_role=parents, engine_id=None)
+    assert str(caught.value) == (
+        f"kv_role={own!r} of connector 'a' contradicts kv_role={parents!r} of the MultiConnector: "
+        'set kv_role of the MultiConnector to "kv_both"'
+    )
 
 
 def test_a_child_without_hybrid_support_is_refused_by_name_while_the_hybrid_manager_is_on():
@@ -146,20 +248,6 @@ def test_a_child_that_cannot_be_built_is_named_and_the_built_ones_are_shut_down(
     assert built[0].called("shutdown") == [[]]
 
 
-def test_recompute_wanted_by_a_child_becomes_the_engines_policy():
-    config = vllm_config(child("a"), child("b", wants_recompute=True))
-    from tests.multi_connector.fakes import cache_config
-    from vllm_overlay.multi_connector import MultiConnector
-
-    MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config())
-    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
-
-
-def test_the_policy_stays_where_no_child_asks():
-    connector = multi(child("a"), child("b"))
-    assert connector._kv_transfer_config.kv_load_failure_policy == "fail"
-
-
 def test_children_get_configurations_of_their_own():
     a, b = multi(child("a"), child("b")).sub_connectors
     assert a._vllm_config is not b._vllm_config
@@ -170,11 +258,14 @@ def test_children_get_configurations_of_their_own():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"min_tokens": -1}, "connector 'cpu': Expected `int` >= 0"),
-        ({"store": "no"}, "connector 'cpu': Expected `bool`"),
-        ({"promote": 1}, "connector 'cpu': Expected `bool`"),
-        ({"max_load_attempts": 0}, "connector 'cpu': Expected `int` >= 1 - at `$.max_load_attempts`"),
-        ({"max_load_attempts": "3"}, "connector 'cpu': Expected `int`"),
+        ({"min_tokens": -1}, "min_tokens=-1 of connector 'cpu' must be a whole number of at least 0, such as 0"),
+        ({"store": "no"}, "store='no' of connector 'cpu' must be true or false, such as true"),
+        ({"promote": 1}, "promote=1 of connector 'cpu' must be true or false"),
+        (
+            {"max_load_attempts": 0},
+            "max_load_attempts=0 of connector 'cpu' must be a whole number of at least 1, such as 3",
+        ),
+        ({"max_load_attempts": "3"}, "max_load_attempts='3' of connector 'cpu' must be a whole number"),
     ],
 )
 def test_a_switch_of_a_child_that_is_none_is_refused_by_child(given, words):
@@ -227,7 +318,10 @@ def test_a_child_whose_module_panics_while_it_is_imported_is_refused_by_child(mo
         raise Panic("from native code")
 
     monkeypatch.setattr(KVConnectorFactory, "get_connector_class", panic)
-    assert refusal(child("cpu")) == "connector 'cpu' cannot be configured: from native code"
+    assert refusal(child("cpu")) == (
+        "kv_connector='FakeChild' in kv_connector_module_path='tests.multi_connector.fakes' of connector 'cpu' cannot "
+        "be imported: from native code"
+    )
 
 
 def test_the_name_of_our_own_statistics_is_no_childs():

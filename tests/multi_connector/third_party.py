@@ -5,9 +5,11 @@
 vLLM's own, unchanged.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -69,6 +71,8 @@ class CpuWorker(OffloadingWorker):
 class CpuTiering(TieringOffloadingSpec):
     """TieringOffloadingSpec with that worker, one block a chunk."""
 
+    worker_type: ClassVar[type[CpuWorker]] = CpuWorker
+
     def create_worker(self, kv_caches: CanonicalKVCaches) -> Any:
         region = SharedOffloadRegion(
             engine_id=self.config.engine_id,
@@ -77,9 +81,36 @@ class CpuTiering(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        return CpuWorker(kv_caches, region)
+        return self.worker_type(kv_caches, region)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             self._worker = self.create_worker(kv_caches)
         return self._worker
+
+
+class GarbageWorker(CpuWorker):
+    """Its loads write noise: what it loads must never be used."""
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        done = super().submit_load(job_id, src_spec, dst_spec)
+        blocks = torch.from_numpy(dst_spec.block_ids).long()
+        for refs in self._groups:
+            for ref in refs:
+                self._device[ref.tensor_idx][blocks, : ref.page_size_bytes] = 53
+        return done
+
+
+class GarbageTiering(CpuTiering):
+    """CpuTiering with that worker."""
+
+    worker_type = GarbageWorker
+
+
+class FailingOffloadingConnector(OffloadingConnector):
+    """Each of its loads fails, and says so as the interface has it."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = set(results.finished_recving)
+        return results

@@ -29,7 +29,7 @@ def test_a_tier_by_module_path_has_its_own_settings() -> None:
     ("changes", "sentence"),
     [
         ({"root": "/tmp"}, "unknown setting 'root' of the tests.tiers.store_tier:StoreTierSpec tier"),
-        ({"shelf": 3}, "Expected `str`, got `int` - at `$.shelf`"),
+        ({"shelf": 3}, "shelf=3 of the tests.tiers.store_tier:StoreTierSpec tier must be a string"),
         ({"tier": "tests.tiers.store_tier:Gone"}, "tier='tests.tiers.store_tier:Gone' cannot be imported: module"),
         ({"tier": "tests.tiers.gone:X"}, "tier='tests.tiers.gone:X' cannot be imported: No module named"),
         ({"tier": "tests.tiers.store_tier:StoreManager"}, "is no TierSpec: name a subclass of it"),

@@ -2,7 +2,7 @@
 """HybridOffloadConnector: vLLM's connector interface in front of one tier. No exception leaves it at run time."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from vllm_overlay.connector.metadata import OffloadHandshake, OffloadMetadata, O
 from vllm_overlay.connector.metrics import OffloadPromMetrics, OffloadStats
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.worker import OffloadWorker
+from vllm_overlay.named_child import NamedChild
 from vllm_overlay.startup import prepare_process
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.factory import tier_spec
@@ -80,7 +81,7 @@ _ANSWERS: dict[str, Callable[[], Any]] = {
 
 
 @never_fatal(KVConnectorBase_V1, answers=_ANSWERS, unguarded=_UNGUARDED)
-class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unused-ignore]
+class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # type: ignore[misc, unused-ignore]
     """One tier behind vLLM's interface. Built once in the scheduler and once in every worker; see docs/architecture.md.
 
     Raises ConfigError (a sentence that names the setting) when it is built with what cannot work, and
@@ -127,6 +128,17 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[m
         if hook not in self._failures_logged:
             self._failures_logged.add(hook)
             logger.error("%s: %s failed; the engine goes on without it", self.settings.name, hook, exc_info=error)
+
+    # As a child of a MultiConnector, before it is built.
+
+    @classmethod
+    def child_name(cls, extra_config: Mapping[str, Any]) -> str | None:
+        tier = extra_config.get("tier")
+        return tier if isinstance(tier, str) and tier else None
+
+    @classmethod
+    def check_child(cls, extra_config: Mapping[str, Any]) -> dict[str, str]:
+        return tier_spec(extra_config).exclusive()
 
     # Start: workers tell the scheduler what they have learned.
 

@@ -28,7 +28,7 @@ set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown |
 | get_mem_pool_context | all | at most one may have one, else a refusal |
 | get_required_kvcache_layout | all | must agree, else a refusal |
 | get_finished_count | all | None if one says None; must agree, else a refusal |
-| kv_load_failure_policy | all | "recompute" if a child's is once it is built |
+| kv_load_failure_policy | none | one for the engine, by what the operator wrote (load_failure.py) |
 
 "All" are those in service (supervisor.py), and for hooks that concern one request those that see it
 (request_filter.py). For a child out of service nothing waits but the blocks that it may still touch (worker.py).
@@ -58,6 +58,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child, at_start
+from vllm_overlay.multi_connector.children import ChildSpec, child_specs
+from vllm_overlay.multi_connector.control_file import check_directory
+from vllm_overlay.multi_connector.load_failure import RECOMPUTE, LoadFailurePolicy
 from vllm_overlay.multi_connector.metadata import (
     MultiHandshakeMetadata,
     MultiKVEvents,
@@ -65,7 +68,7 @@ from vllm_overlay.multi_connector.metadata import (
     MultiWorkerMetadata,
 )
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
-from vllm_overlay.multi_connector.settings import ChildSpec, child_specs, multi_settings
+from vllm_overlay.multi_connector.settings import multi_settings
 from vllm_overlay.multi_connector.stats import Counters, MultiPromMetrics, MultiStats
 from vllm_overlay.multi_connector.watchdog import Watchdog
 from vllm_overlay.multi_connector.worker import WorkerSide
@@ -97,11 +100,14 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         prepare_process()
         settings = multi_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        if role == KVConnectorRole.SCHEDULER:
+            check_directory(settings.control_file)
         specs = _specs_of(vllm_config)
         _check_hybrid_support(vllm_config, specs)
         self._watchdog = Watchdog(settings.hang_after_s)
         self._children = _build_children(specs, vllm_config, role, kv_cache_config, self._watchdog)
-        self._adopt_load_failure_policy(specs)
+        if role == KVConnectorRole.SCHEDULER:
+            self._adopt_load_failure_policy(specs[0].load_failure_policy)
         groups = kv_cache_config.kv_cache_groups
         # vLLM rewinds a hit of the whole prompt by one token, which a recurrent state cannot follow.
         recurrent = any(
@@ -111,14 +117,15 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         self._scheduler = SchedulerSide(self._children, settings, child_settings, recurrent)
         self._worker = WorkerSide(self._children, settings)
 
-    def _adopt_load_failure_policy(self, specs: list[ChildSpec]) -> None:
+    def _adopt_load_failure_policy(self, policy: LoadFailurePolicy) -> None:
         # The scheduler reads the policy of the configuration it gave us, right after this constructor.
-        config = self._kv_transfer_config
-        wanting = [spec.name for spec in specs if spec.kv_transfer_config.kv_load_failure_policy == "recompute"]
-        if wanting and config.kv_load_failure_policy != "recompute":
-            config.kv_load_failure_policy = "recompute"
-            if self.role == KVConnectorRole.SCHEDULER:
-                logger.info("kv_load_failure_policy is now 'recompute' for all children, because %s set it.", wanting)
+        # Workers do not read it; in their process it may be the same configuration, which then says what we wrote.
+        self._kv_transfer_config.kv_load_failure_policy = policy.value
+        consequence = "is recomputed" if policy.value == RECOMPUTE else "is ended with an error"
+        logger.info(
+            "kv_load_failure_policy is %r for all connectors of the MultiConnector: a request whose load fails %s "
+            "(%s).", policy.value, consequence, policy.reason
+        )  # fmt: skip
 
     @property
     def sub_connectors(self) -> list[Any]:

@@ -7,15 +7,19 @@ A JSON object: child name -> any of ``min_tokens``, ``store``, ``load``. What it
 that is not there changes nothing. It is looked at once a second while requests are served, in the scheduler's process.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from vllm.logger import init_logger
 
 from vllm_overlay.common.fence import SHUTDOWN
+from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.settings import ChildSettings
+from vllm_overlay.setting_check import checked, did_you_mean
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -27,22 +31,46 @@ class ControlError(ValueError):
     """A control file that cannot be meant."""
 
 
+def check_directory(path: str) -> None:
+    """Raises ConfigError when ``path`` is in no directory, where nobody could ever write it. An empty path may be.
+
+    Called at start in the scheduler's process alone: others may run on another machine.
+    """
+    directory = os.path.dirname(os.path.abspath(path))
+    if path and not os.path.isdir(directory):
+        there = directory
+        while not os.path.isdir(there):
+            there = os.path.dirname(there)
+        works = json.dumps(os.path.join(there, os.path.basename(path)))
+        raise ConfigError(
+            f"control_file={path!r} of the MultiConnector lies in {directory!r}, which is no directory: make that, or "
+            f"set control_file to a file in one that is there, such as {works}"
+        )
+
+
 def read_switches(content: bytes, configured: Mapping[str, ChildSettings]) -> dict[str, ChildSettings]:
     """Every child's settings under this content; raises ControlError with a sentence."""
     try:
-        given = msgspec.json.decode(content, type=dict[str, dict[str, bool | int]])
+        given = msgspec.json.decode(content, type=dict[str, dict[str, Any]])
+    except msgspec.ValidationError as error:
+        example = '{"cpu": {"store": false}}'
+        raise ControlError(f"it must be an object that has an object for each child, such as {example}") from error
     except (msgspec.DecodeError, ValueError) as error:
-        raise ControlError(str(error)) from error
+        raise ControlError(f"it is no JSON: {error}") from error
     if unknown := sorted(set(given) - set(configured)):
-        raise ControlError(f"there is no child {unknown[0]!r}: its children are {', '.join(configured)}")
+        near = did_you_mean(unknown[0], configured)
+        raise ControlError(f"there is no child {unknown[0]!r}: its children are {', '.join(configured)}{near}")
     settings = dict(configured)
     for name, switches in given.items():
         if wrong := sorted(set(switches) - set(_SWITCHES)):
-            raise ControlError(f"{wrong[0]!r} of {name!r} cannot be changed: {', '.join(_SWITCHES)} can")
+            near = did_you_mean(wrong[0], _SWITCHES)
+            raise ControlError(f"{wrong[0]!r} of {name!r} cannot be changed: {', '.join(_SWITCHES)} can{near}")
         try:
-            settings[name] = msgspec.convert({**msgspec.structs.asdict(configured[name]), **switches}, ChildSettings)
-        except msgspec.ValidationError as error:
-            raise ControlError(f"{name}: {error}") from error
+            settings[name] = checked(
+                {**msgspec.structs.asdict(configured[name]), **switches}, ChildSettings, repr(name)
+            )
+        except ConfigError as error:
+            raise ControlError(str(error)) from error
     return settings
 
 

@@ -263,6 +263,10 @@ class TierSpec(ABC, Generic[SettingsT]):
     def __init__(self, settings: SettingsT) -> None:
         self.settings = settings
 
+    def exclusive(self) -> dict[str, str]:
+        """What no other tier of the same engine may have: setting -> value, in the form in which two are compared."""
+        return {}
+
     @abstractmethod
     def build_worker(self, context: WorkerContext) -> tuple[TierWorker, Any]:
         """This rank's half and the tier's own part of the handshake. Raises ConfigError.

@@ -7,10 +7,9 @@ A tier of somebody else needs no change here: ``"tier": "their.module:TheirSpec"
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from vllm_overlay.config import ConfigError, TierSettings, load_weight_of, parse_bytes
 from vllm_overlay.registry import Registry
+from vllm_overlay.setting_check import checked
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.policies.factory import POLICIES
 
@@ -32,17 +31,12 @@ def tier_spec(extra_config: Mapping[str, Any]) -> TierSpec[Any]:
 
 def _settings(cls: type[TierSettings], extra_config: Mapping[str, Any]) -> TierSettings:
     tier = extra_config["tier"]
-    known = {field.name for field in msgspec.structs.fields(cls)}
-    if unknown := sorted(set(extra_config) - known):
-        raise ConfigError(f"unknown setting {unknown[0]!r} of the {tier} tier: it takes {', '.join(sorted(known))}")
     load_weight_of(extra_config, str(extra_config.get("name") or tier))
-    try:
-        settings = msgspec.convert(dict(extra_config), cls)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{tier} tier: {error}") from error
+    sizes = {name for name in cls.__struct_fields__ if name.endswith(("_bytes", "_bytes_per_s"))}
+    in_bytes = {name: parse_bytes(value, name) for name, value in extra_config.items() if name in sizes}
+    settings = checked({**extra_config, **in_bytes}, cls, f"the {tier} tier")
     settings.name = settings.name or tier
     POLICIES.find(settings.eviction_policy)
-    for name in known:
-        if name.endswith(("_bytes", "_bytes_per_s")):
-            setattr(settings, name, parse_bytes(getattr(settings, name), name))
+    for name in sizes:
+        setattr(settings, name, parse_bytes(getattr(settings, name), name))
     return settings

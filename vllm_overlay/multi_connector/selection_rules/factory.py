@@ -21,4 +21,5 @@ def make_rule(name: str, load_weights: Sequence[float]) -> SelectionRule:
     except (ConfigError, *SHUTDOWN):
         raise
     except BaseException as error:
-        raise ConfigError(f"selection={name!r} cannot be started: {error}") from error
+        known = " or ".join(f'"{one}"' for one in RULES.names)
+        raise ConfigError(f"selection={name!r} cannot be started: {error}; set it to {known} instead") from error

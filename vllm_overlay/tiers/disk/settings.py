@@ -12,7 +12,14 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
     """The disk tier."""
 
     tier: str = "disk"
-    root: Annotated[str, Meta(description="directory of the objects; created with mode 0700")]
+    root: Annotated[
+        str,
+        Meta(
+            description="directory of the objects; created with mode 0700",
+            examples=["/var/cache/vllm-kv"],
+            min_length=1,
+        ),
+    ]
     capacity_bytes: Annotated[
         int | str, Meta(description='limit of all objects under `root`, of every process; bytes or `"4 GiB"`')
     ] = "20 GiB"
@@ -35,9 +42,15 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
     ] = "auto"
     namespace: Annotated[
         str,
-        Meta(description="stands for the weights in the fingerprint when they are not safetensors files on disk"),
+        Meta(
+            description="stands for the weights in the fingerprint when they are not safetensors files on disk",
+            examples=["qwen3.5-35b-rev7"],
+        ),
     ] = ""
     integrity_key_file: Annotated[
         str,
-        Meta(description="private file of at least 32 bytes; what was not written with this key is a miss"),
+        Meta(
+            description="private file of at least 32 bytes; what was not written with this key is a miss",
+            examples=["/etc/vllm/kv.key"],
+        ),
     ] = ""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``"tier": "disk"``: how the disk tier's halves are built. Its part of the handshake is its namespace."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
     hit_source = "disk"
     auto_object_bytes = 4 * MIB
     outlives_engine = True
+
+    def exclusive(self) -> dict[str, str]:
+        return {"root": os.path.realpath(self.settings.root)}
 
     def build_worker(self, context: WorkerContext) -> tuple[DiskTierWorker, DiskNamespace]:
         settings, geometry = self.settings, context.geometry

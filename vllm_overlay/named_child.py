@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a connector's class may say of itself as a child of a MultiConnector. Other classes are named by their class."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+
+class NamedChild:
+    """A connector class that has settings ``name`` and ``load_failure_policy`` in its ``kv_connector_extra_config``.
+
+    A MultiConnector decides both and writes them there. So the child's own metrics carry the name that the
+    MultiConnector's carry. The methods are called in every process, before an instance is built.
+    """
+
+    @classmethod
+    @abstractmethod
+    def child_name(cls, extra_config: Mapping[str, Any]) -> str | None:
+        """The name of a child that was given none, before it is made unique; None: its class's. Must not raise."""
+
+    @classmethod
+    @abstractmethod
+    def check_child(cls, extra_config: Mapping[str, Any]) -> dict[str, str]:
+        """Checks the settings as far as they can be checked now; raises ConfigError.
+
+        Returns what no other child of the same MultiConnector may have: setting -> value, two of them compared as they
+        are.
+        """
