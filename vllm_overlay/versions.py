@@ -5,7 +5,7 @@ A format's version goes up with any change after which older bytes mean somethin
 the headers that hold those bytes, so what another version wrote is a miss and never a wrong hit.
 """
 
-PACKAGE = "0.2.0"
+PACKAGE = "0.3.0"
 """Semantic version of vllm-overlay."""
 
 VLLM = "0.32.0"

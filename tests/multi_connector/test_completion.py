@@ -93,6 +93,17 @@ def test_a_failed_synchronous_load_invalidates_its_blocks_and_is_not_received():
     assert (done.invalid_blocks, done.received, done.failed) == ({4, 5}, set(), set())
 
 
+def test_a_synchronous_load_that_its_child_calls_failed_is_told_by_its_blocks():
+    open_ = Completions()
+    open_.expect_load("r", Load(1, (4, 5)))
+    open_.received(0, (), {"r"})
+    assert open_.take().invalid_blocks == set()
+    open_.expect_load("r", Load(1, (4, 5)))
+    open_.received(1, (), {"r"})
+    done = open_.take()
+    assert (done.invalid_blocks, done.received, done.failed) == ({4, 5}, set(), set())
+
+
 def test_a_synchronous_load_ends_with_its_step():
     open_ = Completions()
     open_.expect_load("r", Load(0, (4, 5)))

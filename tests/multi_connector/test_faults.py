@@ -74,3 +74,12 @@ def test_a_synchronous_load_that_fails_halfway_is_computed_on_a_model_with_sever
     assert [cell for cell in cells if cell["wrong"]] == []
     assert total["fired"] == total["cells"] == 12
     assert total["left"] == {"scheduler": 0, "blocks": 0}
+
+
+@pytest.mark.engine
+def test_what_was_computed_from_a_third_partys_failed_load_is_neither_answered_nor_kept(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    total, cells = run("failed_beside_tier", tiny_model, tmp_path / "log")
+    assert [cell for cell in cells if cell["wrong"]] == []
+    assert total == {"cells": 3, "left": 0}

@@ -292,6 +292,10 @@ class Lab:
         """Empties the device prefix cache; the connector keeps what it has."""
         assert self.llm.reset_prefix_cache()
 
+    def reset_all(self) -> None:
+        """Empties the connector too; a LabConnector keeps what it has."""
+        assert self.engine.reset_prefix_cache(reset_connector=True)
+
 
 def _answer(output: Any) -> dict[str, Any]:
     completion = output.outputs[0]

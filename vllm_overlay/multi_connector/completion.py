@@ -98,11 +98,16 @@ class Completions:
             self.sent(child, [request_id])
 
     def received(self, child: int, finished: Collection[str], failed: Collection[str]) -> int:
-        """One child's finished and failed loads; returns how many reports were not the child's to make."""
+        """One child's finished and failed loads; returns how many reports were not the child's to make.
+
+        A synchronous load that its child calls failed is told by its blocks, and needs no report when it is good.
+        """
         ignored = 0
         for request_id in failed:
             if self._loads.get(request_id) == child:
                 self._failed_early.add(request_id)
+            elif (load := self._synchronous.get(request_id)) is not None and load.child == child:
+                self._fail(request_id, load)
         for request_id in finished:
             if self._loads.get(request_id) != child:
                 ignored += 1

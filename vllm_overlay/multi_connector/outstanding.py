@@ -57,6 +57,7 @@ class OutstandingReports:
 
     def __init__(self) -> None:
         self._loads: dict[str, _OpenLoad] = {}
+        self._synchronous: dict[str, tuple[int, frozenset[int]]] = {}
         self._held: dict[str, set[int]] = {}
         self._taken_out: dict[int, set[str]] = {}
         """Child -> requests whose blocks it keeps though the workers have reported them."""
@@ -67,6 +68,24 @@ class OutstandingReports:
 
     def load_started(self, request_id: str, child: int, tokens: int, now: float) -> None:
         self._loads[request_id] = _OpenLoad(child, tokens, now)
+
+    def synchronous_load_started(self, request_id: str, child: int, blocks: Collection[int]) -> None:
+        """``blocks``: those that this load alone writes. Known until it fails or the request is finished."""
+        self._synchronous[request_id] = child, frozenset(blocks)
+
+    def synchronous_loads_failed(self, bad_blocks: Collection[int]) -> list[tuple[str, int]]:
+        """(request, child) of the loads that were to write one of these blocks, each once."""
+        failed = [
+            (request_id, child)
+            for request_id, (child, blocks) in self._synchronous.items()
+            if not blocks.isdisjoint(bad_blocks)
+        ]
+        for request_id, _ in failed:
+            del self._synchronous[request_id]
+        return failed
+
+    def request_is_finished(self, request_id: str) -> None:
+        self._synchronous.pop(request_id, None)
 
     def hold(self, request_id: str, children: Collection[int]) -> None:
         self._held[request_id] = set(children)

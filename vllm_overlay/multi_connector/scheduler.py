@@ -151,7 +151,9 @@ class SchedulerSide:
             self._new_loads[request_id] = Load(loader.index)
             self._outstanding.load_started(request_id, loader.index, num_external_tokens, self._clock())
         else:
-            self._new_loads[request_id] = Load(loader.index, self._loaded_blocks(request_id, blocks))
+            loaded = self._loaded_blocks(request_id, blocks)
+            self._new_loads[request_id] = Load(loader.index, loaded)
+            self._outstanding.synchronous_load_started(request_id, loader.index, loaded)
             loader.counters.loaded_tokens += num_external_tokens
 
     def _loaded_blocks(self, request_id: str, blocks: "KVCacheBlocks") -> tuple[int, ...]:
@@ -235,6 +237,7 @@ class SchedulerSide:
 
     def _forget(self, request_id: str) -> None:
         self.lookups.forget(request_id)
+        self._outstanding.request_is_finished(request_id)
         self._living.discard(request_id)
         if request_id in self._arrived:
             self._arrived.discard(request_id)
@@ -320,6 +323,8 @@ class SchedulerSide:
             for request_id in reports.sent:
                 self._release(request_id, self._outstanding.holders_of(request_id))
         self._accept(connector_output, self._outstanding.accept(reports, changes, now))
+        for request_id, index in self._outstanding.synchronous_loads_failed(connector_output.invalid_block_ids):
+            self._load_failed(request_id, index)
         if ranks is not None:
             for child in self.supervisor.receive(ranks, now):
                 self._filters[child.index].reset(self._living)
@@ -350,12 +355,15 @@ class SchedulerSide:
         for load in accepted.ended:
             counters = self._children[load.child].counters
             if load.failed:
-                counters.failed_loads += 1
-                self.lookups.load_failed(load.request_id, load.child)
+                self._load_failed(load.request_id, load.child)
             else:
                 counters.loaded_tokens += load.tokens
                 counters.load_seconds += load.seconds
                 self.rule.load_measured(load.child, load.tokens, load.seconds)
+
+    def _load_failed(self, request_id: str, index: int) -> None:
+        self._children[index].counters.failed_loads += 1
+        self.lookups.load_failed(request_id, index)
 
     def _release(self, request_id: str, children: Collection[int]) -> None:
         """Tells the workers with the next step that these children hold the request's blocks no longer."""
