@@ -32,5 +32,7 @@ def load_failure_policy(own: str | None, at_top: str, childrens: Mapping[str, st
     if failing := [name for name, policy in childrens.items() if policy == FAIL]:
         return LoadFailurePolicy(FAIL, f"connector {', '.join(failing)} says so")
     return LoadFailurePolicy(
-        RECOMPUTE, 'that is the default; "load_failure_policy": "fail" of the MultiConnector changes it'
+        RECOMPUTE,
+        'that is the default; "fail" beside kv_connector cannot be told from vLLM\'s own default, so set '
+        "load_failure_policy of the MultiConnector to change it",
     )
