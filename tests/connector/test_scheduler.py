@@ -287,6 +287,23 @@ def test_a_load_whose_report_was_lost_is_unpinned_once_no_rank_holds_it(monkeypa
     assert made.tier.usage().used_bytes == 0
 
 
+@pytest.mark.parametrize("failed", [set(), {"another connector's"}])
+def test_what_another_connector_has_received_changes_nothing(failed: set[str]) -> None:
+    made = Harness()
+    made.store("p")
+    reader = made.request("p")
+    made.scheduler.lookup(reader, 0)
+    made.scheduler.allocated(reader, [[1, 2, 3, 4]], 128)
+    made.scheduler.finished("p")
+    before = made.tier.usage(), made.scheduler._pending.num_loads
+    output: Any = SimpleNamespace(finished_recving={"another connector's"}, failed_recving=failed)
+    made.scheduler.update(output, None)
+    assert (made.tier.usage(), made.scheduler._pending.num_loads) == before
+    assert made.stats.data["counters"].get("failed_loads:error", 0) == 0
+    made.scheduler.update(SimpleNamespace(finished_recving={"p"}), None)  # type: ignore[arg-type]
+    assert made.scheduler._pending.num_loads == 0
+
+
 def test_an_overdue_load_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])

@@ -9,7 +9,7 @@ How the children's answers become one (``tests/multi_connector/test_interface.py
 | update_state_after_alloc | all | the chosen one gets the tokens, the others the real blocks and 0 |
 | get_loaded_kv_cache_group_ids, get_external_cache_hit_sources | the chosen one | its answer |
 | request.shared_prefix_boundary | all, each from the scheduler's value | selection.merge_junctions |
-| build_connector_meta, build_connector_worker_meta | all | one part each |
+| build_connector_meta, build_connector_worker_meta | all | one part each; flags that a child sets are kept |
 | get_handshake_metadata, set_xfer_handshake_metadata(_pp_aware) | all | one part each; each gets back its own |
 | bind/clear_connector_metadata, start_load_kv, wait_for_layer_load, save_kv_layer, wait_for_save, \
 finish_forward, reset_capture_state, handle_preemptions, on_new_request, register_kv_caches, \
@@ -18,7 +18,7 @@ set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown |
 | get_block_ids_with_load_errors | all | union |
 | request_finished, request_finished_all_groups | all | True if any; parameters joined, first of equal keys |
 | register_finished_partial_tail | all | any; counts as one promise with request_finished |
-| update_connector_output | all | each sees its own part, its own loads and saves |
+| update_connector_output | all | each sees its own part, its own saves and all loads; changes of its own count |
 | take_events | all | one after the other |
 | get_kv_connector_kv_cache_events | all | kept per child, added up per child |
 | get_kv_connector_stats, build_kv_connector_stats, build_prom_metrics | all | by configured name (stats.py) |
