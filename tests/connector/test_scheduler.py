@@ -296,11 +296,11 @@ def test_what_another_connector_has_received_changes_nothing(failed: set[str]) -
     made.scheduler.allocated(reader, [[1, 2, 3, 4]], 128)
     made.scheduler.finished("p")
     before = made.tier.usage(), made.scheduler._pending.num_loads
-    output = SimpleNamespace(finished_recving={"another connector's"}, failed_recving=failed)
-    made.scheduler.update(output, None)  # type: ignore[arg-type]
+    output = KVConnectorOutput(finished_recving={"another connector's"}, failed_recving=failed)
+    made.scheduler.update(output, None)
     assert (made.tier.usage(), made.scheduler._pending.num_loads) == before
     assert made.stats.data["counters"].get("failed_loads:error", 0) == 0
-    made.scheduler.update(SimpleNamespace(finished_recving={"p"}), None)  # type: ignore[arg-type]
+    made.scheduler.update(KVConnectorOutput(finished_recving={"p"}), None)
     assert made.scheduler._pending.num_loads == 0
 
 
