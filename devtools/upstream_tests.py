@@ -8,81 +8,45 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from devtools.upstream_set import BUILD_REQUIREMENTS, KNOWN, LEFT_OUT, MODELS, REQUIREMENTS, TESTS
 from vllm_overlay import VLLM_VERSION
 from vllm_overlay.patching import tree
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.installed import installed_root
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-UNIT = "tests/v1/kv_connector/unit"
-TESTS = (
-    "tests/v1/core",
-    "tests/v1/metrics/test_stats.py",
-    "tests/v1/worker/test_mamba_utils.py",
-    f"{UNIT}/offloading_connector",
-    f"{UNIT}/test_cache_pollution_prevention.py",
-    f"{UNIT}/test_config.py",
-    f"{UNIT}/test_error_propagation.py",
-    f"{UNIT}/test_handshake_pp_aggregation.py",
-    f"{UNIT}/test_hma_auto_config.py",
-    f"{UNIT}/test_invalid_blocks_correctness.py",
-    f"{UNIT}/test_kv_connector_lifecycle.py",
-    f"{UNIT}/test_kv_load_failure_recovery.py",
-    f"{UNIT}/test_multi_connector.py",
-    f"{UNIT}/test_output_aggregator.py",
-    f"{UNIT}/test_remote_decode_lifecycle.py",
-    f"{UNIT}/test_remote_prefill_lifecycle.py",
-    f"{UNIT}/test_scheduler_kv_connector_override.py",
-)
-LEFT_OUT = {
-    "tests/v1/core/test_reset_prefix_cache_e2e.py": "serves a model from the Hub",
-    "tests/v1/core/test_priority_scheduler_random.py": "reads a multimodal model from the Hub",
-    "tests/v1/core/test_scheduler_e2e.py": "serves a model from the Hub",
-    "tests/v1/core/prefix_cache/test_hybrid_prefix_cache_hit_rate.py": "serves a model from the Hub",
-}
-_SPLIT = "patch 0009: the split that it wants to be 0 is the starvation that the patch ends"
-_WHOLE = "patch 0002: its connector loads the whole prompt of a model with states, which applies the last token twice"
-KNOWN = {
-    "tests.v1.core.test_mamba_align_chunk_split::test_internal_checkpoint_split[3602-512-True-0]": _SPLIT,
-    "tests.v1.core.prefix_cache.test_partial_prefix_cache_hits"
-    "::test_mamba_align_split_when_block_exceeds_scheduling_budget": _SPLIT,
-    "tests.v1.core.test_scheduler::test_delayed_kv_connector_free_keeps_scheduler_active": "patch 0003: it puts a "
-    "finished request into the scheduler by hand, past the place that notes what the request waits for",
-    f"{UNIT.replace('/', '.')}.test_kv_load_failure_recovery"
-    "::test_block_level_load_failure_fails_closed_with_multiple_groups": "patch 0006: it wants the RuntimeError",
-    f"{UNIT.replace('/', '.')}.test_remote_prefill_lifecycle"
-    "::test_async_load_does_not_double_reserve_mamba_spec_blocks[none-128-18]": _WHOLE,
-    f"{UNIT.replace('/', '.')}.test_remote_prefill_lifecycle"
-    "::test_async_load_does_not_double_reserve_mamba_spec_blocks[align-16-18]": _WHOLE,
-}
-"""Tests that the series makes fail, and why that is meant."""
-REQUIREMENTS = ("tblib", "pytest-asyncio", "pytest-forked")
-BUILD_REQUIREMENTS = ("setuptools<81", "setuptools-scm", "setuptools-rust", "wheel", "packaging")
-MODELS = {
-    "facebook/opt-125m": ("OPTConfig", {}),
-    "facebook/opt-350m": ("OPTConfig", {"hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24}),
-    "Qwen/Qwen3-0.6B": ("Qwen3Config", {}),
-    "Qwen/Qwen1.5-7B": ("Qwen2Config", {"num_key_value_heads": 32}),
-    "llava-hf/llava-1.5-7b-hf": ("LlavaConfig", {}),
-}
-"""Configurations that tests read from the Hub; these have the architecture's defaults and no weights."""
-
-PLUGIN = "no_global_cleanup"
+PLUGIN = "cheap_cleanup"
 PLUGIN_TEXT = """\
+import sys
+
 import pytest
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         item.add_marker(pytest.mark.skip_global_cleanup)
+
+
+@pytest.fixture(autouse=True)
+def end_process_groups():
+    yield
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    if state and (state.torch.distributed.is_initialized() or state.model_parallel_is_initialized()):
+        state.cleanup_dist_env_and_memory()
 """
-"""vLLM's own mark for tests without a GPU: else most of the time goes into what is cleaned up after each."""
+"""Cleans up after a test only what is there: vLLM's conftest.py cleans up after each, which takes most of the time."""
+
+TAKEN = ("tests", "examples")
+TIMEOUT_S = 120
+"""For one test. What waits for a server that does not start here is left out, so this is for a busy machine."""
 
 Outcomes = dict[str, str]
 
@@ -95,13 +59,16 @@ def run(command: Sequence[str | Path], what: str, **options: object) -> None:
 
 
 def pip_install(directory: Path, *requirements: str) -> None:
-    """Installs into a directory of its own, once."""
-    if directory.is_dir():
+    """Installs into a directory of its own, once for the same requirements."""
+    stamp = directory / "requirements.txt"
+    if stamp.is_file() and stamp.read_text().splitlines() == list(requirements):
         return
+    shutil.rmtree(directory, ignore_errors=True)
     fresh = directory.with_suffix(".part")
     shutil.rmtree(fresh, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", fresh, *requirements]
     run(pip, f"installing {', '.join(requirements)}")
+    (fresh / stamp.name).write_text("\n".join(requirements))
     fresh.rename(directory)
 
 
@@ -129,13 +96,18 @@ def download(work: Path) -> Path:
 
 
 def take_tests(source: Path, work: Path) -> None:
-    """Puts vLLM's tests/ into ``work``, from an unpacked source or its archive, where no vllm/ lies beside them."""
-    shutil.rmtree(work / "tests", ignore_errors=True)
+    """Puts vLLM's tests, and the examples that they import, into ``work``, where no vllm/ lies beside them.
+
+    ``source``: an unpacked source distribution, or its archive.
+    """
+    for name in TAKEN:
+        shutil.rmtree(work / name, ignore_errors=True)
+        if (source / name).is_dir():
+            shutil.copytree(source / name, work / name)
     if source.is_dir():
-        shutil.copytree(source / "tests", work / "tests")
         return
     with tarfile.open(source) as archive:
-        members = [member for member in archive if "/tests/" in member.name and member.name.split("/")[1] == "tests"]
+        members = [member for member in archive if member.name.split("/")[1:2] in ([name] for name in TAKEN)]
         for member in members:
             member.name = member.name.partition("/")[2]
         archive.extractall(work, members, filter="data")
@@ -177,7 +149,7 @@ def make_models(home: Path) -> None:
 
 
 def run_tests(work: Path, name: str, root: Path | None, chosen: Sequence[str], jobs: int) -> Outcomes:
-    """Outcome of each test on the vLLM in ``root``, or on the installed one."""
+    """Outcome of each test on the vLLM in ``root``, or on the installed one. ``jobs`` 0: in one process."""
     report = work / f"{name}.xml"
     report.unlink(missing_ok=True)
     paths = [str(path) for path in (root, work / "site", os.environ.get("PYTHONPATH")) if path]
@@ -189,28 +161,42 @@ def run_tests(work: Path, name: str, root: Path | None, chosen: Sequence[str], j
         "VLLM_PLUGINS": "",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "--timeout", "300", "-p", "no:cacheprovider"]
-    command += [
-        "-p",
-        PLUGIN,
-        "-n",
-        str(jobs),
-        "--dist",
-        "loadfile",
-        f"--junitxml={report}",
-        f"--rootdir={work}",
-        "-c",
-        os.devnull,
-    ]
-    command += [f"--ignore={path}" for path in LEFT_OUT]
+    # Python's own tracebacks: pytest's fail on a deep recursion, and end the worker process with all its tests.
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=native", f"--timeout={TIMEOUT_S}", "-p", "no:cacheprovider"]
+    command += ["-p", PLUGIN, f"--numprocesses={jobs}", "--dist=loadfile", f"--junitxml={report}"]
+    command += [f"--rootdir={work}", "-c", os.devnull, *(f"--ignore={path}" for path in LEFT_OUT)]
     with open(work / f"{name}.log", "w") as log:
         subprocess.run([*command, *chosen], cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT)
     if not report.is_file():
         raise PatchError(f"pytest wrote no report: see {work / f'{name}.log'}")
-    return {
-        f"{case.get('classname')}::{case.get('name')}": outcome_of(case)
-        for case in ElementTree.parse(report).iter("testcase")
-    }
+    return {name_of(case): outcome_of(case) for case in ElementTree.parse(report).iter("testcase")}
+
+
+def name_of(case: ElementTree.Element) -> str:
+    """module::test, or the module alone where it could not be imported."""
+    module, test = case.get("classname"), case.get("name")
+    return f"{module}::{test}" if module else str(test)
+
+
+def file_of(test: str, work: Path) -> str:
+    """The file of a test, which may be in a class: the path relative to ``work``."""
+    parts = test.partition("::")[0].split(".")
+    for count in range(len(parts), 0, -1):
+        path = Path(*parts[:count]).with_suffix(".py")
+        if (work / path).is_file():
+            return str(path)
+    raise PatchError(f"{test} is in no file of {work}")
+
+
+def run_alone(work: Path, sides: Mapping[str, Path | None], files: Sequence[str], jobs: int) -> dict[str, Outcomes]:
+    """Each of these files in a process of its own, on each side: the outcomes of each side."""
+
+    def run_one(side: str, number: int) -> Outcomes:
+        return run_tests(work, f"{side}-alone-{number}", sides[side], [files[number]], jobs=0)
+
+    with ThreadPoolExecutor(jobs) as threads:
+        tasks = {side: [threads.submit(run_one, side, number) for number in range(len(files))] for side in sides}
+        return {side: {test: found for task in tasks[side] for test, found in task.result().items()} for side in sides}
 
 
 def outcome_of(case: ElementTree.Element) -> str:
@@ -227,12 +213,18 @@ def compare(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list[s
     return [test for test in worse if test not in KNOWN], stale
 
 
+def module_of(test: str) -> str:
+    """A class counts with its module."""
+    module = test.partition("::")[0]
+    return module.partition(".Test")[0]
+
+
 def table(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """A row for each test module: how many passed, failed, were skipped, before and after."""
     rows: dict[str, list[collections.Counter[str]]] = {}
     for column, outcomes in enumerate((before, after)):
         for test, outcome in outcomes.items():
-            module = test.partition("::")[0].rpartition(".Test")[0] or test.partition("::")[0]
+            module = module_of(test)
             rows.setdefault(module, [collections.Counter(), collections.Counter()])[column][outcome] += 1
     lines = ["| tests | before | after |", "| --- | --- | --- |"]
     total = [collections.Counter[str](), collections.Counter[str]()]
@@ -265,23 +257,69 @@ def main(argv: Sequence[str] | None = None) -> int:
     work.mkdir(parents=True, exist_ok=True)
     try:
         take_tests(arguments.source or download(work), work)
+        check_set(work)
         prepare_site(work)
         make_models(work / "hf")
-        unpatched = make_unpatched(work)
-        before = run_tests(work, "before", unpatched, arguments.tests, arguments.jobs)
-        after = run_tests(work, "after", None, arguments.tests, arguments.jobs)
+        sides = {"before": make_unpatched(work), "after": None}
+        found = {side: run_side(work, side, root, arguments) for side, root in sides.items()}
+        before, after = found["before"], found["after"]
+        if suspects := compare(before, after)[0]:
+            files = sorted({file_of(test, work) for test in suspects})
+            print(f"{len(suspects)} tests look worse: their files again, each alone, on both sides", flush=True)
+            alone = run_alone(work, sides, files, arguments.jobs)
+            print(told_again(suspects, found, alone))
+            before, after = before | alone["before"], after | alone["after"]
     except PatchError as error:
         print(error, file=sys.stderr)
         return 1
+    return say(before, after)
+
+
+def check_set(work: Path) -> None:
+    """Raises PatchError if the set of this tool names what the source does not have."""
+    if gone := [path for path in (*TESTS, *LEFT_OUT) if not (work / path).exists()]:
+        raise PatchError(f"vLLM's source has no {', '.join(gone)}: correct devtools/upstream_set.py")
+
+
+def run_side(work: Path, side: str, root: Path | None, arguments: argparse.Namespace) -> Outcomes:
+    start = time.monotonic()
+    outcomes = run_tests(work, side, root, arguments.tests, arguments.jobs)
+    what = "with" if root is None else "without"
+    print(f"{what} the series: {len(outcomes)} tests in {time.monotonic() - start:.0f} s", flush=True)
+    return outcomes
+
+
+def told_again(suspects: Sequence[str], found: Mapping[str, Outcomes], alone: Mapping[str, Outcomes]) -> str:
+    """What became of each test that looked worse when its file ran alone."""
+    lines = []
+    for test in suspects:
+        first, then = (
+            ", ".join(f"{outcomes[side].get(test, 'not run')} {side}" for side in ("before", "after"))
+            for outcomes in (found, alone)
+        )
+        lines.append(f"\nagain: {test}\n  among others {first}; its file alone {then}")
+    return "".join(lines)
+
+
+def say(before: Mapping[str, str], after: Mapping[str, str]) -> int:
+    """Prints what was found; returns the exit status."""
     worse, stale = compare(before, after)
-    print(table(before, after))
+    print(f"\n{table(before, after)}")
     for test, reason in KNOWN.items():
         print(f"\nknown: {test}\n  {reason}")
+    for path in idle(before):
+        print(f"\nnothing of it passes here without the series, to be left out: {path}")
     for test in worse:
         print(f"\nworse: {test}: {before[test]} before, {after.get(test, 'not run')} after")
     for test in stale:
         print(f"\nno exception any more: {test} passes with the series")
     return 1 if worse or stale else 0
+
+
+def idle(before: Mapping[str, str]) -> list[str]:
+    """Modules of which no test passes."""
+    modules = {module_of(test) for test in before}
+    return sorted(modules - {module_of(test) for test, outcome in before.items() if outcome == "passed"})
 
 
 if __name__ == "__main__":
