@@ -139,6 +139,7 @@ def test_moriio_does_not_swallow_the_reports_of_a_sibling():
     assert finish(engine, plain)
     engine.report(1, sending={"r"})
     assert engine.step().finished_sending == {"r"}
+    assert engine.scheduler.sub_connectors[0].connector_scheduler._pending_sent_acks == {}
 
 
 def test_a_report_that_reaches_the_scheduler_early_is_parked_by_the_child_that_wants_it():
