@@ -16,7 +16,8 @@ from vllm_overlay.patching.replace import checked_target
 from vllm_overlay.patching.series import Patch, Series, load, sha256
 from vllm_overlay.patching.tree import find_root, version_of
 
-REQUIRED_FIELDS = ("Description", "Why-Patch", "Origin", "Forwarded", "Last-Update", "Drop-When")
+REQUIRED_FIELDS = ("Description", "Why-Patch", "Origin", "Forwarded", "Last-Update", "Drop-When", "Drop-Sign")
+_DROP_SIGN = re.compile(r"(vllm/\S+|none): \S")
 _NAME = re.compile(r"\d{4}-[a-z0-9]+(-[a-z0-9]+)*\.patch")
 
 
@@ -41,8 +42,8 @@ def problems_of_header(patch: Patch) -> list[str]:
         datetime.date.fromisoformat(patch.header.get("Last-Update", ""))
     except ValueError:
         problems.append("Last-Update is not a date such as 2026-01-31")
-    if "Drop-Sign" in patch.header and patch.drop_sign is None:
-        problems.append("Drop-Sign is not of the form `vllm/<file>: <text>`")
+    if not _DROP_SIGN.match(patch.header.get("Drop-Sign", "none: missing")):
+        problems.append("Drop-Sign is not of the form `vllm/<file>: <text>` or `none: <why no text can be foreseen>`")
     return problems
 
 

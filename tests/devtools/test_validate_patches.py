@@ -38,7 +38,9 @@ def test_the_series_of_this_repository_is_valid(tmp_path):
     assert validate(make_tree(tmp_path, files=files), update=False) == []
 
 
-@pytest.mark.parametrize("field", ["Description", "Why-Patch", "Origin", "Forwarded", "Last-Update", "Drop-When"])
+@pytest.mark.parametrize(
+    "field", ["Description", "Why-Patch", "Origin", "Forwarded", "Last-Update", "Drop-When", "Drop-Sign"]
+)
 def test_a_header_field_that_is_missing_is_named(source, directory, field):
     edit(directory, "0002-second.patch", f"{field}:", "Other:")
     problems = validate(source, update=True, directory=directory)
@@ -50,8 +52,10 @@ def test_a_header_field_that_is_missing_is_named(source, directory, field):
     [
         ("Symptom:", "Something:", "Symptom"),
         ("2026-01-31", "yesterday", "not a date"),
-        ("Drop-When: never", "Drop-When: never\nDrop-Sign: a = 1", "Drop-Sign is not of the form"),
-        ("Drop-When: never", "Drop-When: never\nDrop-Sign: vllm/a.py: a = 1", "still needed"),
+        ("none: it is a test", "a = 1", "Drop-Sign is not of the form"),
+        ("none: it is a test", "none", "Drop-Sign is not of the form"),
+        ("none: it is a test", "vllm/a.py:", "Drop-Sign is not of the form"),
+        ("none: it is a test", "vllm/a.py: a = 1", "still needed"),
         ("@@ -4,7 +4,7 @@", "@@ -5,7 +5,7 @@", "make the diff anew"),
     ],
 )

@@ -22,6 +22,7 @@ Origin: own work
 Forwarded: not-needed
 Last-Update: 2026-01-31
 Drop-When: never
+Drop-Sign: none: it is a test
 
 """
 
@@ -123,6 +124,13 @@ def linked_vllm(destination: Path) -> Path:
     assert root is not None
     shutil.copytree(root / "vllm", destination / "vllm", copy_function=_link)
     return destination
+
+
+def linked_originals(destination: Path) -> Path:
+    """A copy of the installed vLLM without any of this series."""
+    root = linked_vllm(destination)
+    replace_files(root, installed_originals(load()))
+    return root
 
 
 def linked_vllm_without(left_out: str, destination: Path) -> Path:

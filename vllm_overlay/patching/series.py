@@ -34,9 +34,12 @@ class Patch:
 
     @property
     def drop_sign(self) -> tuple[str, str] | None:
-        """(file, text) of the header's ``Drop-Sign``: a vLLM whose file holds that text no longer needs the patch."""
-        path, colon, text = self.header.get("Drop-Sign", "").partition(": ")
-        return (path, text) if colon else None
+        """(file, text) of the header's ``Drop-Sign``: a vLLM whose file holds that text no longer needs the patch.
+
+        None where the header says ``none: <why>``.
+        """
+        path, _, text = self.header.get("Drop-Sign", "").partition(": ")
+        return (path, text) if path.startswith("vllm/") and text else None
 
 
 @dataclass(frozen=True, slots=True)
