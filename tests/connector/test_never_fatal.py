@@ -114,7 +114,7 @@ def test_a_shutdown_is_let_out(name: str, side: str, error: BaseException) -> No
         ("has_pending_push_work", "scheduler", False),
         ("reset_cache", "scheduler", False),
         ("request_finished_all_groups", "scheduler", (False, None)),
-        ("supports_divergent_local_hybrid_hits", "scheduler", False),
+        ("completes_local_attention", "scheduler", False),
         ("get_block_ids_with_load_errors", "worker", set()),
         ("build_connector_worker_meta", "worker", None),
     ],
@@ -152,7 +152,7 @@ def recording(side: str, broken: str, metadata: OffloadMetadata | None = None) -
 def test_a_load_that_could_not_be_planned_is_told_to_its_request() -> None:
     made, half = recording("scheduler", "allocated")
     request: Any = type("Request", (), {"request_id": "r"})()
-    blocks: Any = type("Blocks", (), {"get_block_ids": lambda self: ([1],)})()
+    blocks: Any = type("Blocks", (), {"blocks": ()})()
     made.update_state_after_alloc(request, blocks, 0)
     assert ("plan_failed", ("r",)) not in half.calls
     made.update_state_after_alloc(request, blocks, 64)

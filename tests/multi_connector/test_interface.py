@@ -52,6 +52,7 @@ ARGUMENTS = {
     "bind_gpu_block_pool": lambda: ("pool",),
     "bind_kv_cache_manager": lambda: (SimpleNamespace(block_pool="pool"),),
     "build_connector_meta": lambda: (scheduler_output(),),
+    "completes_local_attention": lambda: (request(),),
     "get_external_cache_hit_sources": lambda: (request(), 16),
     "get_finished": lambda: (set(),),
     "get_loaded_kv_cache_group_ids": lambda: (request(),),
@@ -76,7 +77,7 @@ ARGUMENTS = {
 
 CHILDS_NAME = {"request_finished": "request_finished_all_groups", "get_finished": "get_transfer_results"}
 """Hooks of ours that reach the children under another name."""
-CHOSEN_ONLY = {"get_external_cache_hit_sources", "get_loaded_kv_cache_group_ids"}
+CHOSEN_ONLY = {"completes_local_attention", "get_external_cache_hit_sources", "get_loaded_kv_cache_group_ids"}
 
 
 def ours():

@@ -63,8 +63,17 @@ def test_the_chosen_child_says_what_it_loads_and_from_where():
     assert connector.get_external_cache_hit_sources(request(), 64) == sources
 
 
+@pytest.mark.parametrize("chosen, completes", [((64, 16), True), ((16, 64), False), ((16, 0), True), ((0, 16), False)])
+def test_whether_local_attention_is_completed_is_said_by_the_child_that_loads(chosen, completes):
+    connector = answering(*chosen)
+    connector.sub_connectors[0].answers["completes_local_attention"] = True
+    connector.get_num_new_matched_tokens(request(), 0)
+    assert connector.completes_local_attention(request()) is completes
+
+
 def test_without_a_choice_the_interfaces_defaults_hold():
     connector = answering(0)
+    assert connector.completes_local_attention(request()) is False
     assert connector.get_loaded_kv_cache_group_ids(request()) == (7,)
     assert connector.get_external_cache_hit_sources(request(), 8) == {CacheHitSource.EXTERNAL_UNSPECIFIED: 8}
     assert connector.get_external_cache_hit_sources(request(), 0) == {}

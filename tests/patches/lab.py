@@ -59,8 +59,8 @@ class LabConnector(KVConnectorBase_V1, SupportsHMA):
     load: ClassVar[Callable[[str], str]] = lambda request_id: "right"
     """"right", "nothing" (blocks stay as they are) or "noise" for each load."""
     delay_free: ClassVar[bool] = False
-    divergent: ClassVar[bool] = False
-    """Whether it completes a local attention hit with a state."""
+    completes: ClassVar[bool] = False
+    """Whether it completes a local attention hit with a state; only asynchronously."""
     stores: ClassVar[bool] = True
     snapshots: ClassVar[dict[tuple[int, ...], Snapshot]] = {}
     answers: ClassVar[list[tuple[str, int]]] = []
@@ -83,10 +83,6 @@ class LabConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False
 
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        return self.divergent
-
     # Scheduler side.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -105,12 +101,20 @@ class LabConnector(KVConnectorBase_V1, SupportsHMA):
         self.answers.append((request.request_id, num_computed_tokens))
         return found
 
+    def completes_local_attention(self, request: Any) -> bool:
+        return self.completes
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
             self.attempts.append((request.request_id, num_external_tokens))
             num_local = self._num_local[request.request_id]
             key = tuple(request.all_token_ids)[: num_local + num_external_tokens]
-            self._pending.append((request.request_id, key, num_local // N, blocks.get_block_ids()))
+            block_ids = blocks.get_block_ids()
+            if self.completes and self.asynchronous:  # what the device cache has is not loaded
+                block_ids = tuple(
+                    [0 if block.block_hash else block.block_id for block in group] for group in blocks.blocks
+                )
+            self._pending.append((request.request_id, key, num_local // N, block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         metadata = LabMetadata(loads=self._pending)

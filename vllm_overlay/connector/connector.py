@@ -24,6 +24,7 @@ from vllm_overlay.connector.compatibility import check_supported
 from vllm_overlay.connector.guard import never_fatal
 from vllm_overlay.connector.metadata import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.metrics import OffloadPromMetrics, OffloadStats
+from vllm_overlay.connector.placement import NULL_BLOCK
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.named_child import NamedChild
@@ -54,7 +55,7 @@ _UNGUARDED = (
 
 _ANSWERS: dict[str, Callable[[], Any]] = {
     "requires_kv_delivery": lambda: False,
-    "supports_divergent_local_hybrid_hits": lambda: False,
+    "completes_local_attention": lambda: False,
     "get_num_new_matched_tokens": lambda: (0, False),
     "update_state_after_alloc": lambda: None,
     "build_connector_meta": OffloadMetadata,
@@ -117,11 +118,6 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         """A lost store is a future miss: nothing has to be delivered."""
         return False
 
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Read by the scheduler at each lookup: a local hit whose states are gone is completed with a loaded one."""
-        return self._scheduler is not None and self._scheduler.completes_local_attention
-
     def hook_failed(self, hook: str, error: BaseException) -> None:
         """Counts an unexpected error of a hook; the first of a hook is logged with its trace."""
         self._stats.count("hook_errors", reason=hook)
@@ -168,9 +164,13 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         num_tokens = self._scheduler.lookup(request, num_computed_tokens) if self._scheduler is not None else 0
         return num_tokens, bool(num_tokens)
 
+    def completes_local_attention(self, request: "Request") -> bool:
+        """Asked by the scheduler after an offer (patch 0012): whether the load leaves out attention that is local."""
+        return self._scheduler is not None and self._scheduler.completes_local_attention
+
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            self._scheduler.allocated(request, _blocks_to_load(blocks), num_external_tokens)
 
     def _recover_update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -299,6 +299,13 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
     def _close_worker(self) -> None:
         if self._worker is not None and (given_up := self._worker.close(self.settings.shutdown_timeout_s)):
             logger.warning("%s: %d stores were given up at shutdown", self.settings.name, given_up)
+
+
+def _blocks_to_load(blocks: "KVCacheBlocks") -> tuple[list[int], ...]:
+    """A request's blocks, null where the device cache has them already: others may share those."""
+    return tuple(
+        [NULL_BLOCK if block.block_hash is not None else block.block_id for block in group] for group in blocks.blocks
+    )
 
 
 def _hit_source(spec: TierSpec[Any]) -> CacheHitSource:

@@ -41,7 +41,7 @@ class Placer:
         return self._chunk(planned, group, block_ids) if group else self._snapshot(planned, block_ids, None)
 
     def is_local(self, planned: PlannedObject, block_ids: BlockIds) -> bool:
-        """Whether it is attention that the device cache has: vLLM shows its null block there."""
+        """Whether it is attention that the device cache has: the null block stands there."""
         group = self.group_of(planned)
         if group is None or not group.is_full:
             return False

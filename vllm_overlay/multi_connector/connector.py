@@ -7,7 +7,8 @@ How the children's answers become one (``tests/multi_connector/test_interface.py
 | --- | --- | --- |
 | get_num_new_matched_tokens | all, in the same call | highest value, first of equals (selection_rules/) |
 | update_state_after_alloc | all | the chosen one gets the tokens, the others the real blocks and 0 |
-| get_loaded_kv_cache_group_ids, get_external_cache_hit_sources | the chosen one | its answer |
+| get_loaded_kv_cache_group_ids, get_external_cache_hit_sources, completes_local_attention | the chosen one \
+| its answer |
 | request.shared_prefix_boundary | all, each from the scheduler's value | selection.merge_junctions |
 | build_connector_meta, build_connector_worker_meta | all | one part each; flags that a child sets are kept |
 | get_handshake_metadata, set_xfer_handshake_metadata(_pp_aware) | all | one part each; each gets back its own |
@@ -327,6 +328,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         return self._scheduler.get_external_cache_hit_sources(request, num_external_tokens)
+
+    def completes_local_attention(self, request: "Request") -> bool:
+        child = self._scheduler.lookups.chosen(request.request_id)
+        return child is not None and child.call("completes_local_attention", False, request, parse=validation.truth)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)

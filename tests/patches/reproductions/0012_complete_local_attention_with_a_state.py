@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device cache has lost the states of a prompt and kept its attention; the connector still has the states."""
+"""The device cache has lost the states of a prompt and kept its attention; the connector still has both."""
 
 from typing import Any
 
@@ -7,13 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from tests.patches.lab import Lab, LabConnector, conclude, prompt, same
 
-SYMPTOM = "local attention 2304, local state 0, external state at 2304: 0 tokens are used"
-
-
-def junction_at_3456(request: Any, num_local: int) -> tuple[int, bool]:
-    """Holds the attention of the prompt up to there, and no state."""
-    request.shared_prefix_boundary = max(request.shared_prefix_boundary, 3456)
-    return 0, False
+SYMPTOM = "local attention 2304, local state 0, external state at 2304: the attention is loaded once more"
 
 
 def main() -> None:
@@ -34,15 +28,14 @@ def main() -> None:
         right.append(same(answer, cold))
 
     tokens, longer = prompt(2344, seed=1), prompt(2344, seed=1) + prompt(1300, seed=2)
-    LabConnector.divergent = True
     cold = lab.run(tokens)[0]
     lab.reset()
-    for LabConnector.asynchronous in (True, False):
-        lab.run(tokens)  # brings the attention back to the device
-        hit_without_states(tokens, cold)
+    lab.run(tokens)  # brings the attention back to the device
+    hit_without_states(tokens, cold)  # of a connector that has not said that it can leave it out
+    LabConnector.completes = True
+    hit_without_states(tokens, cold)
 
     # The attention goes on to 3584, the last state that the connector has lies at 2304 or, inside a block, at 2496.
-    LabConnector.asynchronous = True
     LabConnector.stores = False
     cold_longer = lab.run(longer)[0]
     hit_without_states(longer, cold_longer)
@@ -59,23 +52,19 @@ def main() -> None:
     LabConnector.load = lambda request_id: "right"
     hit_without_states(tokens, cold)
 
-    # The junction that the connector names is kept when nothing is loaded.
-    LabConnector.stores = True
-    LabConnector.answer = junction_at_3456
-    lab.forget("Mamba")
-    lab.run(longer + prompt(400, seed=3))
-    junction_kept = any(len(key) == 3456 for key in LabConnector.snapshots)
+    # A synchronous load is not completed.
+    LabConnector.asynchronous = False
+    hit_without_states(tokens, cold)
 
     conclude(
-        symptom=hits[:2] == [0, 0] and all(right),
-        healthy=hits == [2304, 2304, 2304, 2496, 0, 2304]
-        and attention_pages[:2] == [[], []]
-        and all(right)
-        and junction_kept,
+        symptom=hits[:2] == [2304, 2304] and attention_pages[:2] == [[0, 1], [0, 1]] and all(right),
+        healthy=hits == [2304, 2304, 2304, 2496, 0, 2304, 2304]
+        and attention_pages[:4] == [[0, 1], [], [], [2]]
+        and attention_pages[5:] == [[], [0, 1]]
+        and all(right),
         hits=hits,
         attention_pages=attention_pages,
         right=right,
-        junction_kept=junction_kept,
     )
 
 

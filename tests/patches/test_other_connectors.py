@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connectors that know nothing of the series are asked and told on the patched vLLM what they are on vLLM's own."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import zip_longest
+from pathlib import Path
+
+from tests.patches.trees import linked_originals
+from tests.python_path import python_path
+from vllm_overlay.patching.installed import installed_root
+
+SEEDS = 8
+
+
+def traced(root: Path, model: Path) -> list[str]:
+    """The trace of random runs under the vLLM in ``root``."""
+    command = [sys.executable, "-m", "tests.patches.schedule_traces", str(model), str(SEEDS)]
+    environment = {**os.environ, "PYTHONPATH": python_path(root), "PYTHONHASHSEED": "0", "VLLM_PLUGINS": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, *trace = done.stdout.splitlines()
+    assert json.loads(first)["vllm"].startswith(str(root))
+    return trace
+
+
+def test_a_connector_with_divergent_hits_sees_the_same_lookups_blocks_steps_and_counts(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    installed = installed_root()
+    assert installed is not None
+    before, after = traced(linked_originals(tmp_path), tiny_model), traced(installed, tiny_model)
+    assert sum('"lookup"' in line for line in before) > 150
+    different = [pair for pair in zip_longest(before, after) if pair[0] != pair[1]]
+    assert different == []
+
+
+def test_no_connector_of_vllm_completes_local_attention() -> None:
+    installed = installed_root()
+    assert installed is not None
+    sources = (installed / "vllm/distributed").rglob("*.py")
+    naming = [path.name for path in sources if "completes_local_attention" in path.read_text(encoding="utf-8")]
+    assert naming == ["base.py"]
