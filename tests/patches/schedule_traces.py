@@ -2,8 +2,8 @@
 """What vLLM's scheduler does and tells its connector, step by step, in random runs: a line of JSON each.
 
 ``python -m tests.patches.schedule_traces MODEL SEEDS``: the path of vLLM, then SEEDS runs with each of two match
-units, with and without decode context parallelism. The connector has ``supports_divergent_local_hybrid_hits``, as NIXL's have, and
-holds a random prefix of each prompt.
+units, with and without decode context parallelism. The connector has ``supports_divergent_local_hybrid_hits``, as
+NIXL's have, and holds a random prefix of each prompt.
 """
 
 import dataclasses
