@@ -5,8 +5,10 @@ For comparisons of what the series does to the scheduler. A step costs a millise
 tried. Each process has one vLLM: for the one without the series ``PYTHONPATH`` names it.
 """
 
+import atexit
 import json
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -74,6 +76,7 @@ class LabSettings:
 @cache
 def _model_config(max_context: int) -> ModelConfig:
     directory = Path(tempfile.mkdtemp(prefix="scheduler-lab-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     (directory / "config.json").write_text(json.dumps(MODEL))
     return ModelConfig(str(directory), skip_tokenizer_init=True, max_model_len=max_context, dtype="bfloat16")
 
