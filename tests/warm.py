@@ -5,6 +5,7 @@ It saves each process of vLLM four seconds of a core. vLLM itself is imported by
 from its own path, and nothing was computed before the fork.
 """
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -49,7 +50,9 @@ class WarmProcess:
         """Kills it, and what it has started, unless it has ended."""
         self.stdin.close()
         if self._process.exitcode is None:
-            os.killpg(self.pid, signal.SIGKILL)
+            # It may end between the two, and the fork server reaps it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
             self._process.join()
         self.stdout.close()
 
