@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting of every struct: a refusal names it, says what is allowed, and gives a value that works."""
 
+import datetime
+import enum
 import json
 from typing import Annotated, Any, Literal
 
@@ -98,3 +100,42 @@ def test_every_setting_says_what_it_takes_and_names_a_value_that_works(
             assert sentence.startswith(start) and "\n" not in sentence
             refused += 1
     assert refused
+
+
+class Mode(enum.Enum):
+    ONE = "one"
+    TWO = "two"
+
+
+class OfOthers(msgspec.Struct):
+    """What a tier of somebody else may have among its settings."""
+
+    limit: int | None = None
+    tags: tuple[str, ...] = ()
+    pair: tuple[int, int] = (1, 2)
+    hosts: set[str] = msgspec.field(default_factory=set)
+    mode: Mode = Mode.ONE
+    since: datetime.date | None = None
+    port: int = 1
+
+    def __post_init__(self) -> None:
+        if self.port == 13:
+            raise ValueError("an unlucky port")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"limit": "x"}, "limit='x' of theirs must be a whole number or null, such as null"),
+        ({"tags": 3}, "tags=3 of theirs must be a list, such as []"),
+        ({"pair": 3}, "pair=3 of theirs must be a list, such as [1, 2]"),
+        ({"hosts": 1}, "hosts=1 of theirs must be a list"),
+        ({"mode": "three"}, 'mode=\'three\' of theirs must be "one" or "two", such as "one"'),
+        ({"since": "x"}, "since='x' of theirs must be a value of another type or null, such as null"),
+        ({"port": 13}, "settings of theirs: an unlucky port"),
+    ],
+)
+def test_settings_of_any_type_are_refused_with_a_sentence(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked(given, OfOthers, "theirs")
+    assert str(caught.value) == sentence

@@ -27,7 +27,10 @@ def checked(given: Mapping[str, Any], cls: type[Settings], whose: str) -> Settin
     refuse_unknown(given, [field.encode_name for field in fields], whose)
     for field in fields:
         _check_field(given, field, whose)
-    return msgspec.convert(dict(given), cls)
+    try:
+        return msgspec.convert(dict(given), cls)
+    except msgspec.ValidationError as error:  # of the struct's own __post_init__
+        raise ConfigError(f"settings of {whose}: {error}") from error
 
 
 def refuse_unknown(
@@ -78,7 +81,7 @@ def example(field: msgspec.structs.FieldInfo) -> Any:
 
 def _such_as(field: msgspec.structs.FieldInfo) -> str:
     value = example(field)
-    return "" if value is msgspec.NODEFAULT else f", such as {json.dumps(value)}"
+    return "" if value is msgspec.NODEFAULT else f", such as {json.dumps(msgspec.to_builtins(value))}"
 
 
 def _type_of(field: msgspec.structs.FieldInfo) -> inspect.Type:
@@ -95,14 +98,22 @@ def _in_words(kind: inspect.Type) -> str:
         return " or ".join(_in_words(one) for one in kind.types)
     if isinstance(kind, inspect.LiteralType):
         return " or ".join(json.dumps(value) for value in kind.values)
-    if isinstance(kind, inspect.ListType):
+    if isinstance(kind, inspect.EnumType):
+        return " or ".join(json.dumps(one.value) for one in kind.cls)
+    if isinstance(kind, inspect.CollectionType):
         return "a list of mappings" if isinstance(kind.item_type, inspect.DictType) else "a list"
     if isinstance(kind, inspect.IntType | inspect.FloatType):
         noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
         return noun + _range(kind)
     if isinstance(kind, inspect.StrType):
         return "a string that is not empty" if kind.min_length else "a string"
-    return {inspect.BoolType: "true or false", inspect.DictType: "a mapping"}[type(kind)]
+    words: dict[type[inspect.Type], str] = {
+        inspect.BoolType: "true or false",
+        inspect.NoneType: "null",
+        inspect.DictType: "a mapping",
+        inspect.TupleType: "a list",
+    }
+    return words.get(type(kind), "a value of another type")
 
 
 def _range(kind: inspect.IntType | inspect.FloatType) -> str:

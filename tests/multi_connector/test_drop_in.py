@@ -5,7 +5,6 @@ import dataclasses
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector.fakes import Boom, FakeMetadata, blocks, child, multi, request, scheduler_output
 from tests.multi_connector.lockstep import Lockstep, counters
@@ -142,18 +141,17 @@ def test_moriio_does_not_swallow_the_reports_of_a_sibling():
     assert engine.scheduler.sub_connectors[0].connector_scheduler._pending_sent_acks == {}
 
 
-def test_a_report_that_reaches_the_scheduler_early_is_parked_by_the_child_that_wants_it():
-    """Without our workers, as a test of vLLM's would do it."""
-    connector = multi(MORIIO, child("b"))
-    r = to_be_decoded_elsewhere("r")
-    connector.on_new_request(r)
-    output = KVConnectorOutput(finished_sending={"r"})
-    connector.update_connector_output(output)
-    assert output.finished_sending is None
-    assert connector.request_finished_all_groups(r, ([4, 5],))[0]
-    output = KVConnectorOutput()
-    connector.update_connector_output(output)
+def test_a_save_that_is_given_up_in_the_step_it_began_is_owed_by_no_worker():
+    engine = Lockstep()
+    output = engine.run(engine.plan())
+    engine.finish("r", 0)
+    fake = engine.scheduler.sub_connectors[0]
+    fake.answers["update_connector_output"] = lambda reports: setattr(reports, "finished_sending", {"r"})
+    engine.scheduler.update_connector_output(output)
     assert output.finished_sending == {"r"}
+    fake.answers["update_connector_output"] = None
+    engine.step()
+    assert engine.workers[0]._worker.open_requests == 0
 
 
 def test_a_notice_that_overtakes_nixls_own_metadata_is_not_lost():

@@ -167,6 +167,17 @@ def test_a_failed_synchronous_load_invalidates_its_blocks():
     assert (output.invalid_block_ids, output.finished_recving, output.failed_recving) == ({4, 5}, None, set())
 
 
+def test_a_preempted_request_is_not_blamed_for_another_childs_bad_blocks():
+    engine = Lockstep()
+    engine.admit("r", 0, asynchronous=False)
+    engine.step()
+    engine.scheduler.build_connector_meta(scheduler_output(preempted={"r"}))
+    engine.admit("s", 1)
+    engine.workers[0].sub_connectors[1].answers["get_block_ids_with_load_errors"] = {4}
+    engine.step()
+    assert counters(engine.scheduler, "a").failed_loads == 0
+
+
 def test_a_good_synchronous_load_needs_no_report():
     engine = Lockstep()
     engine.admit("r", 0, asynchronous=False)

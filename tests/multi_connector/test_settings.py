@@ -2,7 +2,7 @@
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, child, multi, worker
+from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, child, multi
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.children import child_specs
 from vllm_overlay.multi_connector.settings import RENAMED, multi_settings
@@ -143,7 +143,6 @@ def test_a_setting_of_a_child_beside_the_children_is_refused_with_the_place():
             {"retry_first_s": 5, "retry_longest_s": 1},
             "retry_longest_s=1 of the MultiConnector is less than retry_first_s=5: set retry_longest_s to at least 5",
         ),
-        ({"retry_first_s": 61}, "set retry_longest_s to at least 61"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused(settings, sentence):
@@ -158,6 +157,7 @@ def test_children_that_are_no_list_of_mappings_are_refused(connectors):
 
 def test_equal_pauses_are_taken():
     assert multi_settings({"connectors": [child()], "retry_first_s": 2, "retry_longest_s": 2})
+    assert multi_settings({"connectors": [child()], "retry_first_s": 120}).retry_longest_s == 120
 
 
 def test_a_directory_as_control_file_is_refused(tmp_path):
@@ -171,15 +171,9 @@ def test_a_control_file_may_come_later(tmp_path):
     assert multi(child("a"), control_file=str(tmp_path / "later.json"))
 
 
-def test_a_control_file_in_no_directory_is_refused_where_it_is_read(tmp_path):
+def test_the_directory_of_a_control_file_may_come_later_too(tmp_path):
     path = str(tmp_path / "no" / "such" / "switches.json")
-    with pytest.raises(ConfigError) as caught:
-        multi(child("a"), control_file=path)
-    assert str(caught.value) == (
-        f"control_file={path!r} of the MultiConnector lies in '{tmp_path}/no/such', which is no directory: make that, "
-        f'or set control_file to a file in one that is there, such as "{tmp_path}/switches.json"'
-    )
-    assert worker(child("a"), control_file=path)
+    assert multi(child("a"), control_file=path)
 
 
 @pytest.mark.parametrize("selection", ["weighted", "cost"])

@@ -62,7 +62,7 @@ class Reason(StrEnum):
     GENERATION = "generation"
     """Its memory has been given to another object."""
     BAD_BLOCKS = "bad_blocks"
-    """Another connector's load failed in the pass that computed it."""
+    """A load failed in a pass that may have computed from it."""
 
     # Time, and faults of our own.
     TIMEOUT = "timeout"

@@ -172,10 +172,8 @@ def _exclusive(entry: _Entry, name: str) -> Mapping[str, str]:
     """What no other child may have."""
     if not entry.takes_name:
         return {}
-    try:
+    with _refused(f"connector {name!r}"):
         found: Mapping[str, str] = entry.cls.check_child(entry.kv_transfer_config.kv_connector_extra_config)
-    except ConfigError as error:
-        raise ConfigError(f"connector {name!r}: {error}") from error
     return found
 
 

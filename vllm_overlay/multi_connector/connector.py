@@ -60,7 +60,7 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child, at_start
 from vllm_overlay.multi_connector.children import ChildSpec, child_specs
-from vllm_overlay.multi_connector.control_file import check_directory
+from vllm_overlay.multi_connector.control_file import warn_of_missing_directory
 from vllm_overlay.multi_connector.load_failure import RECOMPUTE, LoadFailurePolicy
 from vllm_overlay.multi_connector.metadata import (
     MultiHandshakeMetadata,
@@ -102,7 +102,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         prepare_process()
         settings = multi_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
-            check_directory(settings.control_file)
+            warn_of_missing_directory(settings.control_file)
         specs = _specs_of(vllm_config)
         _check_hybrid_support(vllm_config, specs)
         self._watchdog = Watchdog(settings.hang_after_s)

@@ -7,7 +7,6 @@ A JSON object: child name -> any of ``min_tokens``, ``store``, ``load``. What it
 that is not there changes nothing. It is looked at once a second while requests are served, in the scheduler's process.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,21 +30,17 @@ class ControlError(ValueError):
     """A control file that cannot be meant."""
 
 
-def check_directory(path: str) -> None:
-    """Raises ConfigError when ``path`` is in no directory, where nobody could ever write it. An empty path may be.
+def warn_of_missing_directory(path: str) -> None:
+    """Says so when ``path`` lies in no directory: it may be made later, or it is a slip. An empty path is neither.
 
     Called at start in the scheduler's process alone: others may run on another machine.
     """
     directory = os.path.dirname(os.path.abspath(path))
     if path and not os.path.isdir(directory):
-        there = directory
-        while not os.path.isdir(there):
-            there = os.path.dirname(there)
-        works = json.dumps(os.path.join(there, os.path.basename(path)))
-        raise ConfigError(
-            f"control_file={path!r} of the MultiConnector lies in {directory!r}, which is no directory: make that, or "
-            f"set control_file to a file in one that is there, such as {works}"
-        )
+        logger.warning(
+            "control_file=%r of the MultiConnector lies in %r, which is not there. Until it is, the children's "
+            "switches are as configured.", path, directory
+        )  # fmt: skip
 
 
 def read_switches(content: bytes, configured: Mapping[str, ChildSettings]) -> dict[str, ChildSettings]:

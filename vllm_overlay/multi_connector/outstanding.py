@@ -64,13 +64,13 @@ class OutstandingReports:
 
     @property
     def open_requests(self) -> int:
-        return len(self._loads.keys() | self._held.keys())
+        return len(self._loads.keys() | self._held.keys() | self._synchronous.keys())
 
     def load_started(self, request_id: str, child: int, tokens: int, now: float) -> None:
         self._loads[request_id] = _OpenLoad(child, tokens, now)
 
     def synchronous_load_started(self, request_id: str, child: int, blocks: Collection[int]) -> None:
-        """``blocks``: those that this load alone writes. Known until it fails or the request is finished."""
+        """``blocks``: those that this load alone writes. Known until it fails or the request gives them back."""
         self._synchronous[request_id] = child, frozenset(blocks)
 
     def synchronous_loads_failed(self, bad_blocks: Collection[int]) -> list[tuple[str, int]]:
@@ -84,7 +84,8 @@ class OutstandingReports:
             del self._synchronous[request_id]
         return failed
 
-    def request_is_finished(self, request_id: str) -> None:
+    def blocks_are_given_back(self, request_id: str) -> None:
+        """The request is finished, or was preempted: another's load may write these blocks now."""
         self._synchronous.pop(request_id, None)
 
     def hold(self, request_id: str, children: Collection[int]) -> None:
@@ -114,8 +115,8 @@ class OutstandingReports:
     def accept(self, reports: Reports, changes: Mapping[int, Changes], now: float) -> Accepted:
         """Takes in a step's reports, with what each child changed in them.
 
-        vLLM frees a finished request's blocks on the first report of either kind and asserts on a second. So while a
-        load of an aborted request and saves of it are both open, only the later report passes.
+        An aborted request may have a load and saves that are both open. The scheduler waits for the report of each
+        (patch 0003), so each passes.
         """
         accepted = Accepted()
         self._accept_loads(reports, changes, now, accepted)
@@ -142,8 +143,7 @@ class OutstandingReports:
     def _end_load(self, request_id: str, now: float, accepted: Accepted) -> None:
         load = self._loads.pop(request_id)
         accepted.ended.append(EndedLoad(request_id, load.child, load.tokens, now - load.started, load.failed))
-        if request_id not in self._held:
-            accepted.may_receive.add(request_id)
+        accepted.may_receive.add(request_id)
 
     def _accept_saves(self, reports: Reports, changes: Mapping[int, Changes], accepted: Accepted) -> None:
         for request_id in reports.sent:
@@ -171,8 +171,7 @@ class OutstandingReports:
         holders.discard(child)
         if not holders:
             del self._held[request_id]
-            if request_id not in self._loads:
-                accepted.may_send.add(request_id)
+            accepted.may_send.add(request_id)
 
 
 def children_of(requests: Mapping[str, Collection[int]]) -> dict[str, tuple[int, ...]]:

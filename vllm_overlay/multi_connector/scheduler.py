@@ -237,7 +237,7 @@ class SchedulerSide:
 
     def _forget(self, request_id: str) -> None:
         self.lookups.forget(request_id)
-        self._outstanding.request_is_finished(request_id)
+        self._outstanding.blocks_are_given_back(request_id)
         self._living.discard(request_id)
         if request_id in self._arrived:
             self._arrived.discard(request_id)
@@ -264,6 +264,8 @@ class SchedulerSide:
         self._control.look(now)
         self._end_overdue_loads(now)
         parts = tuple(self._part(child, scheduler_output) for child in self._children)
+        for request_id in (scheduler_output.preempted_req_ids or set()) - self._new_loads.keys():
+            self._outstanding.blocks_are_given_back(request_id)
         self.supervisor.notice_isolations(now)
         self.supervisor.try_again(self._held_for, now)
         preempted: frozenset[str] = frozenset()
@@ -333,13 +335,12 @@ class SchedulerSide:
     def _view(
         self, child: Child, output: "KVConnectorOutput", reports: Reports, ranks: MultiWorkerMetadata | None
     ) -> ReportView:
-        """A child sees its own parts, all loads, and of the sent requests those that it holds or may hold yet."""
+        """A child sees its own parts, all loads, and of the sent requests those that it holds."""
         events = output.kv_cache_events
         own = frozenset(r for r in reports.sent if child.index in self._outstanding.holders_of(r))
-        early = frozenset(r for r in reports.sent & self._living if self._filters[child.index].works_on(r))
         return ReportView(
             output,
-            Reports(own | early, reports.received, reports.failed),
+            Reports(own, reports.received, reports.failed),
             kv_connector_worker_meta=None if ranks is None else ranks.children[child.index],
             kv_cache_events=events.children.get(child.index) if isinstance(events, MultiKVEvents) else None,
             kv_connector_stats=None,

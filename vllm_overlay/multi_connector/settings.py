@@ -110,6 +110,8 @@ def multi_settings(extra_config: Mapping[str, Any]) -> MultiSettings:
         )
     settings = checked(extra_config, MultiSettings, THE_MULTI_CONNECTOR)
     RULES.find(settings.selection)
+    if "retry_longest_s" not in extra_config:
+        settings.retry_longest_s = max(settings.retry_longest_s, settings.retry_first_s)
     _check_pauses(settings)
     if os.path.isdir(settings.control_file):
         works = json.dumps(os.path.join(settings.control_file, "switches.json"))

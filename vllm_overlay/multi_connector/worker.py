@@ -87,9 +87,6 @@ class WorkerSide:
 
     def bind_connector_metadata(self, metadata: MultiMetadata) -> None:
         self._obey(metadata)
-        for request_id, released in metadata.releases.items():
-            for index in released:
-                self._completions.release(request_id, index)
         for request_id, load in metadata.loads.items():
             if self._children[load.child].in_service:
                 self._completions.expect_load(request_id, load)
@@ -98,6 +95,10 @@ class WorkerSide:
                 self._completions.refuse_load(request_id, load)
         for request_id, holders in metadata.saves.items():
             self._completions.expect_saves(request_id, holders)
+        # After the saves: a child may give up what it began to hold in the same step.
+        for request_id, released in metadata.releases.items():
+            for index in released:
+                self._completions.release(request_id, index)
         self._completions.requests_changed(metadata.arrived, metadata.departed)
         for child, part in self._parts(metadata):
             child.call("bind_connector_metadata", None, part)
