@@ -109,6 +109,17 @@ def test_help_teaches_by_example(capsys):
     assert [line.split()[0] for line in statuses] == ["0", "1", "2", "130"]
 
 
+def test_a_reader_that_goes_away_is_no_refusal(checkout):
+    """As with `| head -1`."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(TOOL), "--target", str(checkout), "--status"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    assert done.stderr == ""
+
+
 def test_what_the_system_refuses_is_a_sentence(checkout, capsys, monkeypatch):
     def refuse(*names):
         raise PermissionError(13, "Permission denied", "/somewhere/vllm")

@@ -2,6 +2,7 @@
 """The command line of the patch series, for tools/apply_patches.py and ``python -m vllm_overlay.patching``."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -57,6 +58,9 @@ def main(argv: Sequence[str] | None = None, program: str = "tools/apply_patches.
         return _run(arguments)
     except PatchError as error:
         print(f"refused: {error}", file=sys.stderr)
+        return REFUSED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush complains at its exit
         return REFUSED
     except OSError as error:
         print(f"refused: {error.filename or 'the system'}: {error.strerror or error}", file=sys.stderr)
