@@ -80,7 +80,6 @@ LEFT_OUT = {
 _SPLIT = "patch 0009: the split that it wants to be 0 is the starvation that the patch ends"
 _WHOLE = "patch 0002: its connector loads the whole prompt of a model with states, which applies the last token twice"
 KNOWN = {
-    "tests.v1.core.test_mamba_align_chunk_split::test_internal_checkpoint_split[3602-512-True-0]": _SPLIT,
     "tests.v1.core.prefix_cache.test_partial_prefix_cache_hits"
     "::test_mamba_align_split_when_block_exceeds_scheduling_budget": _SPLIT,
     "tests.v1.core.test_scheduler::test_delayed_kv_connector_free_keeps_scheduler_active": "patch 0003: it puts a "
