@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,6 +46,8 @@ def end_process_groups():
 """Cleans up after a test only what is there: vLLM's conftest.py cleans up after each, which takes most of the time."""
 
 TAKEN = ("tests", "examples")
+LIMIT_S = 3600
+"""For one side."""
 TIMEOUT_S = 120
 """For one test. What waits for a server that does not start here is left out, so this is for a busy machine."""
 
@@ -166,10 +169,18 @@ def run_tests(work: Path, name: str, root: Path | None, chosen: Sequence[str], j
     command += ["-p", PLUGIN, f"--numprocesses={jobs}", "--dist=loadfile", f"--junitxml={report}"]
     command += [f"--rootdir={work}", "-c", os.devnull, *(f"--ignore={path}" for path in LEFT_OUT)]
     with open(work / f"{name}.log", "w") as log:
-        subprocess.run([*command, *chosen], cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        run_logged([*command, *chosen], log, cwd=work, env=environment)
     if not report.is_file():
         raise PatchError(f"pytest wrote no report: see {work / f'{name}.log'}")
     return {name_of(case): outcome_of(case) for case in ElementTree.parse(report).iter("testcase")}
+
+
+def run_logged(command: Sequence[str | Path], log: TextIO, **options: object) -> None:
+    """Runs a command, however it ends. Raises PatchError when it does not: pytest may wait for a dead worker."""
+    try:
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT_S, **options)  # type: ignore[call-overload]
+    except subprocess.TimeoutExpired as error:
+        raise PatchError(f"pytest did not end in {LIMIT_S} s: see {log.name}") from error
 
 
 def name_of(case: ElementTree.Element) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own tests before and after the series: what counts as worse, and where the tests come from."""
 
+import sys
 import tarfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from devtools import upstream_tests
 from devtools.upstream_set import LEFT_OUT, TESTS
 from devtools.upstream_tests import compare, file_of, idle, main, name_of, outcome_of, pip_install, table, take_tests
+from vllm_overlay.patching.diff import PatchError
 
 
 @pytest.fixture
@@ -156,3 +158,12 @@ def test_what_looks_worse_counts_only_if_it_is_when_its_file_runs_alone(tmp_path
 def test_a_set_that_names_what_the_source_does_not_have_is_refused(source, tmp_path, capsys):
     assert main(["--source", str(source), "--work", str(tmp_path / "work")]) == 1
     assert "correct devtools/upstream_set.py" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_end_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(upstream_tests, "LIMIT_S", 0.1)
+    with (
+        open(tmp_path / "side.log", "w") as log,
+        pytest.raises(PatchError, match=r"did not end in 0\.1 s: see .*side\.log"),
+    ):
+        upstream_tests.run_logged([sys.executable, "-c", "import time; time.sleep(60)"], log)
