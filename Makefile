@@ -50,10 +50,12 @@ compare-latency: setup
 	$(BIN)/python -m bench.prefill_steps
 
 # Every hook x kind of fault x side, then 1,000 random requests, in one real engine each: about a quarter of an hour.
+# Then random children on the real scheduler without a model, 300 seeds a mode.
 test-faults: setup
 	$(BIN)/python -m tools.tiny_model .faults/tiny
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.matrix .faults/tiny
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.churn .faults/tiny --requests 1000
+	$(BIN)/python -m tests.multi_connector.report_fuzz --seeds 300
 
 # An adapter whose weights change at random under its name and path, in a real engine: about three minutes.
 test-adapters: setup

@@ -90,7 +90,7 @@ class Lockstep:
         """The scheduler's half of a step; returns what the workers get."""
         return pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(scheduler_output())))
 
-    def run(self, metadata):
+    def run(self, metadata, finished_req_ids=frozenset()):
         """The workers' half of a step; returns their reports added up."""
         outputs = []
         for rank, connector in enumerate(self.workers):
@@ -103,7 +103,7 @@ class Lockstep:
             connector.start_load_kv(None)
             connector.wait_for_layer_load("layer")
             connector.wait_for_save()
-            results = connector.get_transfer_results(set())
+            results = connector.get_transfer_results(set(finished_req_ids))
             output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
             output.kv_connector_output = KVConnectorOutput(
                 finished_sending=results.finished_sending,
