@@ -69,7 +69,7 @@ def pip_install(directory: Path, *requirements: str) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     fresh = directory.with_suffix(".part")
     shutil.rmtree(fresh, ignore_errors=True)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", fresh, *requirements]
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "install", "--quiet", "--target", fresh, *requirements]
     run(pip, f"installing {', '.join(requirements)}")
     (fresh / stamp.name).write_text("\n".join(requirements))
     fresh.rename(directory)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle: does what vLLM's model runner does with each step, and knows of each token whether it is right.
+
+The order within a step is the runner's (``gpu_model_runner.py``): zero new blocks, copy blocks, update the requests,
+copy states to the blocks they go on in, load, forward, report. In a step with synchronous loads patch 0007 puts the
+copy of states behind the load; without it the copy comes first.
+"""
+
+import inspect
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker import mamba_utils
+
+from devtools.poison.connector import Load
+from devtools.poison.memory import EMPTY, POISON, Memory, Prefixes
+
+COPIES_AFTER_LOADS = "copy_later" in inspect.signature(mamba_utils.preprocess_mamba).parameters
+"""Whether patch 0007 is in this vLLM."""
+NUM_TOKENS = 6
+"""Tokens of the model; prompts have others."""
+POISONED_TOKEN = 10**6
+"""What the model says when anything it has read is wrong."""
+
+
+def right_token(prefix: int) -> int:
+    """What the model says after a prefix."""
+    return prefix * 2654435761 // 8 % NUM_TOKENS
+
+
+@dataclass(slots=True)
+class WorkerRequest:
+    """What the runner keeps of a request."""
+
+    prompt: list[int]
+    outputs: list[int]
+    blocks: tuple[list[int], ...]
+    num_computed: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.outputs)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Sampled tokens and the connector's report of one step."""
+
+    sampled: dict[str, list[int]]
+    report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
+    num_loads: int = 0
+
+
+class Worker:
+    """Executes steps in the order in which they were planned."""
+
+    def __init__(
+        self,
+        prefixes: Prefixes,
+        block_size: int,
+        num_state_groups: int,
+        is_async: bool,
+        reports_blocks: bool,
+        copies_after_loads: bool = COPIES_AFTER_LOADS,
+    ) -> None:
+        self._prefixes = prefixes
+        self._size = block_size
+        self._state_groups = range(1, 1 + num_state_groups)
+        self._is_async = is_async
+        self._reports_blocks = reports_blocks
+        self._copies_after_loads = copies_after_loads
+        self.memory = Memory()
+        self.trace: list[str] | None = None
+        self._requests: dict[str, WorkerRequest] = {}
+        self._batch: set[str] = set()
+        self._state_index: dict[str, int] = {}
+        self._loading: list[tuple[Load, int, bool]] = []
+        """Asynchronous loads, the steps until they are done, and whether they have written."""
+
+    def execute(self, step: SchedulerOutput) -> StepResult:
+        """One step; what it reports is in the result, as vLLM's runner puts it there."""
+        for name in step.finished_req_ids:
+            self._requests.pop(name, None)
+            self._state_index.pop(name, None)
+        for block in step.new_block_ids_to_zero or ():
+            self.memory.clear(block)
+        self.memory.copy([(pair.src_block_id, pair.dst_block_id) for pair in step.kv_cache_block_copies or ()])
+        self._update_requests(step)
+        result = StepResult({})
+        loads = step.kv_connector_metadata.loads if step.kv_connector_metadata else []
+        copies = self._state_copies(step)
+        if not (step.has_sync_kv_loads and self._copies_after_loads):
+            self.memory.copy(copies)
+            copies = []
+        if step.has_sync_kv_loads:
+            self._start(loads, result)
+        self.memory.copy(copies)
+        for name, num_scheduled in step.num_scheduled_tokens.items():
+            result.sampled[name] = self._forward(self._requests[name], name, num_scheduled)
+        if not step.has_sync_kv_loads:
+            self._start(loads, result)
+        self._advance_loads(result)
+        return result
+
+    def _update_requests(self, step: SchedulerOutput) -> None:
+        for new in step.scheduled_new_reqs:
+            self._requests[new.req_id] = WorkerRequest(
+                list(new.prompt_token_ids or ()),
+                [],
+                tuple(list(ids) for ids in new.block_ids),
+                new.num_computed_tokens,
+            )
+        cached = step.scheduled_cached_reqs
+        for i, name in enumerate(cached.req_ids):
+            request = self._requests[name]
+            resumed = name in cached.resumed_req_ids
+            request.num_computed = cached.num_computed_tokens[i]
+            num_outputs = cached.num_output_tokens[i]
+            del request.outputs[num_outputs:]
+            if self._is_async and num_outputs and (resumed or name not in self._batch):
+                request.outputs = list(cached.all_token_ids[name][-num_outputs:])
+            new_blocks: Any = cached.new_block_ids[i]
+            if resumed:
+                request.blocks = tuple(list(ids) for ids in new_blocks)
+            elif new_blocks is not None:
+                for ids, more in zip(request.blocks, new_blocks, strict=True):
+                    ids.extend(more)
+        self._batch = set(step.num_scheduled_tokens)
+
+    def _state_copies(self, step: SchedulerOutput) -> list[tuple[int, int]]:
+        """``preprocess_mamba``: the running state goes to the block in which the step ends."""
+        if not self._state_groups:
+            return []
+        for name in (*(step.preempted_req_ids or ()), *step.scheduled_cached_reqs.resumed_req_ids):
+            self._state_index.pop(name, None)
+        pairs = []
+        for name, num_scheduled in step.num_scheduled_tokens.items():
+            request = self._requests[name]
+            before = self._state_index.get(name, (request.num_computed - 1) // self._size)
+            after = cdiv(request.num_computed + num_scheduled, self._size) - 1
+            self._state_index[name] = after
+            if before not in (-1, after):
+                pairs += [(request.blocks[group][before], request.blocks[group][after]) for group in self._state_groups]
+        return pairs
+
+    def _forward(self, request: WorkerRequest, name: str, num_scheduled: int) -> list[int]:
+        """Computes; what is wrong in what it reads is in all that it writes."""
+        start, end = request.num_computed, request.num_computed + num_scheduled
+        chain = self._prefixes.chain([*request.prompt, *request.outputs][:end])
+        assert len(chain) == end + 1, f"{name}: the runner has {len(chain) - 1} tokens and is to compute {end}"
+        wrong = self._wrong_reads(request, chain, start, end)
+        if wrong:
+            self._note(f"  {name} reads {wrong}")
+        for position in range(start, end):
+            block = request.blocks[0][position // self._size]
+            assert block, f"{name}: no block to write token {position} to"
+            self.memory.write_slot(block, position % self._size, POISON if wrong else chain[position + 1])
+        for group in self._state_groups:
+            block = request.blocks[group][cdiv(end, self._size) - 1]
+            assert block, f"{name}: no block to write the state after {end} to"
+            self.memory.write_state(block, POISON if wrong else chain[end])
+        if end < request.num_tokens:
+            return []
+        token = POISONED_TOKEN if wrong else right_token(chain[end])
+        request.outputs.append(token)
+        return [token]
+
+    def _wrong_reads(self, request: WorkerRequest, chain: list[int], start: int, end: int) -> str:
+        for position in range(start):
+            block = request.blocks[0][position // self._size]
+            if self.memory.slot(block, position % self._size) != chain[position + 1]:
+                return f"token {position} of attention in block {block}"
+        for group in self._state_groups if start else ():
+            block = request.blocks[group][cdiv(end, self._size) - 1]
+            if self.memory.state(block) != chain[start]:
+                return f"the state after {start} in block {block} of group {group}"
+        return "" if POISONED_TOKEN not in request.outputs[: max(end - len(request.prompt), 0)] else "a wrong token"
+
+    def _start(self, loads: list[Load], result: StepResult) -> None:
+        for load in loads:
+            dice = random.Random(load.dice)
+            self._note(
+                f"  {'async ' if load.is_async else ''}load for {load.request_id}: {load.start} to {load.end} into "
+                f"{load.blocks}{', fails' if load.fails else ''}"
+            )
+            if load.is_async:
+                writes_now = dice.random() < 0.5
+                if writes_now:
+                    self._write(load)
+                self._loading.append((load, dice.randint(0, 3), writes_now))
+            else:
+                result.num_loads += 1
+                bad = self._write(load)
+                self._report(load, bad, result.report)
+
+    def _advance_loads(self, result: StepResult) -> None:
+        remaining = []
+        for load, num_steps, has_written in self._loading:
+            result.num_loads += 1
+            if num_steps:
+                remaining.append((load, num_steps - 1, has_written))
+                continue
+            bad = self._bad_blocks(load) if has_written else self._write(load)
+            self._report(load, bad, result.report)
+        self._loading = remaining
+
+    def _bad_blocks(self, load: Load) -> set[int]:
+        """The blocks that this load does not fill; the same at each call."""
+        blocks = set(load.blocks[0][load.start // self._size : cdiv(load.end, self._size)])
+        blocks |= {load.blocks[group][(load.end - 1) // self._size] for group in self._state_groups}
+        blocks.discard(0)
+        if not load.fails:
+            return set()
+        dice = random.Random(load.dice)
+        return set(dice.sample(sorted(blocks), dice.randint(1, len(blocks)))) if self._reports_blocks else blocks
+
+    def _write(self, load: Load) -> set[int]:
+        """Writes the right content but for the blocks that fail, which get poison or keep what was there."""
+        chain = self._prefixes.chain(load.tokens)
+        bad = self._bad_blocks(load)
+        writes_poison = random.Random(load.dice + 1).random() < 0.5
+        for position in range(load.start, load.end):
+            block = load.blocks[0][position // self._size]
+            if block and (block not in bad or writes_poison):
+                self.memory.write_slot(block, position % self._size, POISON if block in bad else chain[position + 1])
+        for group in self._state_groups:
+            block = load.blocks[group][(load.end - 1) // self._size]
+            if block and (block not in bad or writes_poison):
+                self.memory.write_state(block, POISON if block in bad else chain[load.end])
+        return bad
+
+    def _report(self, load: Load, bad: set[int], report: KVConnectorOutput) -> None:
+        dice = random.Random(load.dice + 2)
+        if bad and self._reports_blocks:
+            report.invalid_block_ids |= bad
+        elif bad:
+            report.failed_recving |= {load.request_id}
+        if load.is_async or (bad and not self._reports_blocks and dice.random() < 0.5):
+            report.finished_recving = (report.finished_recving or set()) | {load.request_id}
+
+    def _note(self, line: str) -> None:
+        if self.trace is not None:
+            self.trace.append(line)
+
+
+__all__ = ["COPIES_AFTER_LOADS", "EMPTY", "POISONED_TOKEN", "StepResult", "Worker", "right_token"]

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random schedules with failing loads on vLLM's real scheduler, and an oracle of wrong tokens; see --help."""
+
+import argparse
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from devtools.poison.seed import COLUMNS, Changes, Column, Verdict, run_seed
+
+CHUNK = 50
+BY_NAME = {column.name: column for column in COLUMNS}
+
+
+def run_chunk(job: tuple[str, range, Changes]) -> tuple[str, dict[int, str], Counter[str]]:
+    """The problems of some seeds of a column, and what happened on the way. Called in each process."""
+    name, seeds, changes = job
+    problems: dict[int, str] = {}
+    sums: Counter[str] = Counter()
+    for seed in seeds:
+        verdict = run_seed(seed, BY_NAME[name], changes)
+        sums.update(steps=verdict.num_steps, failed=verdict.num_failed_loads, errors=verdict.num_errors)
+        if verdict.problem:
+            problems[seed] = verdict.problem
+    return name, problems, sums
+
+
+def quieten() -> None:
+    """The scheduler warns of each failed load."""
+    logging.disable(logging.CRITICAL)
+
+
+def run_columns(
+    columns: Sequence[Column], seeds: range, changes: Changes, jobs: int
+) -> Iterator[tuple[str, dict[int, str], Counter[str]]]:
+    """All seeds of all columns, column by column."""
+    firsts = range(seeds.start, seeds.stop, CHUNK)
+    chunks = [
+        (column.name, range(first, min(first + CHUNK, seeds.stop)), changes) for column in columns for first in firsts
+    ]
+    with get_context("fork").Pool(jobs, quieten) as pool:
+        results = pool.imap(run_chunk, chunks)
+        for column in columns:
+            problems: dict[int, str] = {}
+            sums: Counter[str] = Counter()
+            for _ in firsts:
+                _, wrong, more = next(results)
+                problems |= wrong
+                sums += more
+            yield column.name, problems, sums
+
+
+HEAD = (
+    "| column | wrong | steps | failed loads | requests failed | first problem |\n| --- | --- | --- | --- | --- | --- |"
+)
+
+
+def row(name: str, wrong: dict[int, str], sums: Counter[str], num_seeds: int) -> str:
+    """Of the table."""
+    first = min(wrong, default=None)
+    example = "" if first is None else f"--column {name} --seed {first}: {wrong[first][:110]}"
+    counts = f"{sums['steps']} | {sums['failed']} | {sums['errors']}"
+    return f"| {name} | {len(wrong)} of {num_seeds} | {counts} | {example} |"
+
+
+def show(verdict: Verdict) -> None:
+    print("\n".join(verdict.trace))
+    print(f"WRONG: {verdict.problem}" if verdict.problem else "all is well")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Random requests, budgets, aborts, preemptions and failed loads on vLLM's real scheduler. An "
+        "oracle in place of the model runner knows what each cache slot holds. A seed is wrong when a token was computed "
+        "from what a failed load has left, when the scheduler raises or hangs, or when blocks leak.",
+        epilog="The vLLM is the one that Python imports: PYTHONPATH names another, such as one without the series.\n"
+        f"columns: {', '.join(BY_NAME)}\n\nexit status: 0 all is well, 1 a seed is wrong, 2 wrong usage",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=int, default=100, help="of each column (default 100)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument(
+        "--column", action="append", help="a column, or the beginning or a part of its name; all without it"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--seed", type=int, help="only this seed of one column")
+    parser.add_argument("--verbose", action="store_true", help="with --seed: each step of it")
+    parser.add_argument("--no-failures", action="store_true", help="all loads succeed")
+    parser.add_argument("--copies-first", action="store_true", help="the runner copies states before they are loaded")
+    arguments = parser.parse_args(argv)
+    wanted = arguments.column or [""]
+    columns = [column for column in COLUMNS if any(part in column.name for part in wanted)]
+    if not columns or (arguments.seed is not None and len(columns) != 1):
+        parser.error(
+            f"--column: allowed are (parts of) {', '.join(BY_NAME)}; --seed wants one, such as {COLUMNS[0].name}"
+        )
+    changes = Changes(failures=not arguments.no_failures, copies_after_loads=False if arguments.copies_first else None)
+    quieten()
+    if arguments.seed is not None:
+        verdict = run_seed(arguments.seed, columns[0], changes, arguments.verbose)
+        show(verdict)
+        return 1 if verdict.problem else 0
+    begin = time.monotonic()
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    num_wrong = 0
+    print(HEAD, flush=True)
+    for name, wrong, sums in run_columns(columns, seeds, changes, max(arguments.jobs, 1)):
+        print(row(name, wrong, sums, arguments.seeds), flush=True)
+        num_wrong += len(wrong)
+    print(f"\n{num_wrong} wrong of {arguments.seeds * len(columns)} seeds, {time.monotonic() - begin:.0f} s")
+    return 1 if num_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
