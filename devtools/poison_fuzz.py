@@ -77,8 +77,8 @@ def show(verdict: Verdict) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Random requests, budgets, aborts, preemptions and failed loads on vLLM's real scheduler. An "
-        "oracle in place of the model runner knows what each cache slot holds. A seed is wrong when a token was computed "
-        "from what a failed load has left, when the scheduler raises or hangs, or when blocks leak.",
+        "oracle in place of the model runner knows what each cache slot holds. A seed is wrong when a token was "
+        "computed from what a failed load has left, when the scheduler raises or hangs, or when blocks leak.",
         epilog="The vLLM is the one that Python imports: PYTHONPATH names another, such as one without the series.\n"
         f"columns: {', '.join(BY_NAME)}\n\nexit status: 0 all is well, 1 a seed is wrong, 2 wrong usage",
         formatter_class=argparse.RawDescriptionHelpFormatter,
