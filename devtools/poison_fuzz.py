@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random schedules with failing loads on vLLM's real scheduler, and an oracle of wrong tokens; see --help."""
+"""Random schedules with failing loads on vLLM's real scheduler, and an oracle that knows wrong tokens; see --help."""
 
 import argparse
 import logging

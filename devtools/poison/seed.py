@@ -56,6 +56,9 @@ class Changes:
     """Whether the worker has patch 0007; None: as this vLLM."""
 
 
+NO_CHANGES = Changes()
+
+
 @dataclass(slots=True)
 class Plan:
     """The dice's choices for one seed."""
@@ -243,7 +246,7 @@ class Run:
         self._scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
 
     def _reset(self) -> None:
-        """``reset_prefix_cache`` refuses while anything is loaded; a step in flight counts if blocks are deferred."""
+        """``reset_prefix_cache`` refuses while blocks wait for a load."""
         if self._dice.random() >= self._plan.share_of_resets:
             return
         waits = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -324,7 +327,7 @@ def _holds(value: object, names: dict[str, list[int]]) -> bool:
     return any(getattr(item, "request_id", item) in names for item in value if isinstance(item, str | Request))
 
 
-def run_seed(seed: int, column: Column, changes: Changes = Changes(), verbose: bool = False) -> Verdict:
+def run_seed(seed: int, column: Column, changes: Changes = NO_CHANGES, verbose: bool = False) -> Verdict:
     """What one seed of a column shows. Called by the command and by tests."""
     plan = make_plan(seed, column, changes)
     run = Run(plan, seed, column, changes)

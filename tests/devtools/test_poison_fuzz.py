@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from devtools import poison_fuzz
 from devtools.poison.memory import POISON, Memory, Prefixes
-from devtools.poison.seed import COLUMNS, Changes, run_seed
+from devtools.poison.seed import COLUMNS, NO_CHANGES, Changes, run_seed
 
 BY_NAME = poison_fuzz.BY_NAME
 NUM_SEEDS = 6
@@ -38,7 +38,7 @@ ONCE_WRONG = {
 """Before the patches were as they are, or while they were made."""
 
 
-def wrong_seeds(name: str, seeds: range, changes: Changes) -> dict[int, str]:
+def wrong_seeds(name: str, seeds: range, changes: Changes = NO_CHANGES) -> dict[int, str]:
     verdicts = {seed: run_seed(seed, BY_NAME[name], changes).problem for seed in seeds}
     return {seed: problem for seed, problem in verdicts.items() if problem}
 
@@ -74,12 +74,12 @@ def test_the_oracle_notices_states_that_are_copied_before_they_are_loaded():
 @pytest.mark.parametrize("name", ["attention-sync-plain-block", "hybrid-async-plain-block"])
 def test_the_oracle_notices_a_forgotten_eviction(name, monkeypatch):
     monkeypatch.setattr(KVCacheManager, "evict_prefix", lambda *arguments: None)
-    assert any("poison" in problem for problem in wrong_seeds(name, range(20), Changes()).values())
+    assert any("poison" in problem for problem in wrong_seeds(name, range(20)).values())
 
 
 def test_the_oracle_notices_requests_that_go_on_with_what_a_failed_load_left(monkeypatch):
     monkeypatch.setattr(Scheduler, "_restart", lambda self, req_ids: set())
-    assert any("poison" in problem for problem in wrong_seeds("hybrid-sync-plain-block", range(20), Changes()).values())
+    assert any("poison" in problem for problem in wrong_seeds("hybrid-sync-plain-block", range(20)).values())
 
 
 def test_the_oracle_notices_blocks_that_are_never_freed(monkeypatch):
@@ -90,7 +90,7 @@ def test_the_oracle_notices_blocks_that_are_never_freed(monkeypatch):
 
 def test_the_oracle_notices_a_scheduler_that_stands_still(monkeypatch):
     monkeypatch.setattr(Scheduler, "_handle_blocked_waiting_request", lambda self, request: False)
-    assert "hangs" in wrong_seeds("attention-sync-plain-block", range(1), Changes())[0]
+    assert "hangs" in wrong_seeds("attention-sync-plain-block", range(1))[0]
 
 
 def test_blocks_hold_what_was_written_last():

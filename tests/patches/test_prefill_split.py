@@ -84,10 +84,25 @@ def test_chunks_end_on_the_grid_and_leave_no_sliver(block_size, match_unit, grid
         assert all(later - end >= min(grid, block_size % 64 or 64) for end, later in pairwise(ends))
 
 
-def test_a_budget_of_two_blocks_or_less_is_used():
-    """One block of it was used: without the patch the second prefill waited for the first."""
-    steps = steps_of(LabSettings(block_size=1152, budget=2303), [8000] * 6, num_decodes=1)
-    assert sum(sum(given.values()) for given in steps[:8]) / (8 * 2303) > 0.95
+def test_a_prefill_behind_another_waits_for_a_whole_block():
+    settings = LabSettings(block_size=1152, match_unit=64, budget=2303)
+    first, second = steps_of(settings, [3000, 3000], num_decodes=1)[:2]
+    assert (first, second) == ({"0": 1152}, {"0": 1152})
+    settings = LabSettings(block_size=1152, match_unit=64, budget=2305)
+    assert steps_of(settings, [3000, 3000], num_decodes=1)[0] == {"0": 2304}
+
+
+def test_a_short_prompt_uses_what_is_left_behind_another_prefill():
+    settings = LabSettings(block_size=1152, budget=2303)
+    assert steps_of(settings, [3000, 900], num_decodes=1)[0] == {"0": 1152, "1": 900}
+
+
+@pytest.mark.parametrize("match_unit", [None, 48])
+def test_where_no_step_fits_a_block_all_prefills_go_inside(match_unit):
+    """As without the patch."""
+    settings = LabSettings(block_size=2064, match_unit=match_unit, budget=2048)
+    second = steps_of(settings, [3000, 3000], num_decodes=1)[1]
+    assert min(second["0"], second["1"]) > 0
 
 
 @pytest.mark.parametrize(("budget", "match_unit", "threshold"), [(512, 576, 0), (70, 128, 0), (8192, 64, 32)])
