@@ -77,11 +77,8 @@ LEFT_OUT = {
 }
 """Files and directories in ``TESTS`` of which no test runs here, and why."""
 
-_SPLIT = "patch 0009: the split that it wants to be 0 is the starvation that the patch ends"
 _WHOLE = "patch 0002: its connector loads the whole prompt of a model with states, which applies the last token twice"
 KNOWN = {
-    "tests.v1.core.prefix_cache.test_partial_prefix_cache_hits"
-    "::test_mamba_align_split_when_block_exceeds_scheduling_budget": _SPLIT,
     "tests.v1.core.test_scheduler::test_delayed_kv_connector_free_keeps_scheduler_active": "patch 0003: it puts a "
     "finished request into the scheduler by hand, past the place that notes what the request waits for",
     f"{UNIT.replace('/', '.')}.test_kv_load_failure_recovery"
