@@ -79,7 +79,7 @@ LEFT_OUT = {
 
 _NO_INIT = "patch 0005: it makes a scheduler without the constructor, which makes the table of admissions"
 _SHARED = (
-    "patch 0006: of two requests that share bad blocks it lets one go on with blocks that the other has yet to compute; "
+    "patch 0006: of two requests that share bad blocks it lets one go on with blocks that the other still computes; "
     "the poison fuzz shows wrong tokens of that, so both start anew"
 )
 _WHOLE = "patch 0002: its connector loads the whole prompt of a model with states, which applies the last token twice"
