@@ -133,12 +133,21 @@ def linked_originals(destination: Path) -> Path:
     return root
 
 
+BUILDS_ON = {
+    "0004-stop-loading-after-three-failures.patch": "0003-",
+    "0005-recover-from-failed-synchronous-loads.patch": "0003-",
+    "0006-recover-from-block-errors-with-several-groups.patch": "0003- 0005-",
+    "0017-copy-partial-hits-of-loaded-blocks-later.patch": "0003- 0005-",
+}
+"""Patches that apply without another and do not work without it."""
+
+
 def linked_vllm_without(left_out: str, destination: Path) -> Path:
     """A copy of the installed vLLM with the series of this repository, but for one patch and what builds on it."""
     series = load()
     now = installed_originals(series)
     for patch in series.patches:
-        if patch.name == left_out:
+        if patch.name == left_out or left_out[:5] in BUILDS_ON.get(patch.name, "").split():
             continue
         try:
             now.update({diff.path: diff.apply(now[diff.path]) for diff in patch.files})
