@@ -77,7 +77,6 @@ LEFT_OUT = {
 }
 """Files and directories in ``TESTS`` of which no test runs here, and why."""
 
-_NO_INIT = "patch 0005: it makes a scheduler without the constructor, which makes the table of admissions"
 _SHARED = (
     "patch 0006: of two requests that share bad blocks it lets one go on with blocks that the other still computes; "
     "the poison fuzz shows wrong tokens of that, so both start anew"
@@ -88,8 +87,6 @@ KNOWN = {
     "finished request into the scheduler by hand, past the place that notes what the request waits for",
     f"{UNIT.replace('/', '.')}.test_kv_load_failure_recovery"
     "::test_block_level_load_failure_fails_closed_with_multiple_groups": "patch 0006: it wants the RuntimeError",
-    "tests.v1.core.test_scheduler::test_abort_request_when_structured_output_fsm_cannot_advance": _NO_INIT,
-    "tests.v1.core.test_async_scheduler::test_abort_request_when_structured_output_fsm_cannot_advance": _NO_INIT,
     **{
         f"{UNIT.replace('/', '.')}.test_kv_load_failure_recovery"
         f"::test_sync_load_failure_with_shared_blocks[100-99-50-invalid_block_idxs{i}]": _SHARED

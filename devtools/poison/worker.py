@@ -210,13 +210,22 @@ class Worker:
 
     def _bad_blocks(self, load: Load) -> set[int]:
         """The blocks that this load does not fill; the same at each call."""
+        if not load.fails:
+            return set()
         blocks = set(load.blocks[0][load.start // self._size : cdiv(load.end, self._size)])
         blocks |= {load.blocks[group][(load.end - 1) // self._size] for group in self._state_groups}
         blocks.discard(0)
-        if not load.fails:
-            return set()
+        if not self._reports_blocks or self._fills_nothing(load):
+            return blocks
+        return self._some_of(blocks, load)
+
+    def _fills_nothing(self, load: Load) -> bool:
+        """With several groups a connector may give up at the first bad block, and report no other one."""
+        return bool(self._state_groups) and load.dice % 2 == 0
+
+    def _some_of(self, blocks: set[int], load: Load) -> set[int]:
         dice = random.Random(load.dice)
-        return set(dice.sample(sorted(blocks), dice.randint(1, len(blocks)))) if self._reports_blocks else blocks
+        return set(dice.sample(sorted(blocks), dice.randint(1, len(blocks))))
 
     def _write(self, load: Load) -> set[int]:
         """Writes the right content but for the blocks that fail, which get poison or keep what was there."""
@@ -236,7 +245,7 @@ class Worker:
     def _report(self, load: Load, bad: set[int], report: KVConnectorOutput) -> None:
         dice = random.Random(load.dice + 2)
         if bad and self._reports_blocks:
-            report.invalid_block_ids |= bad
+            report.invalid_block_ids |= self._some_of(bad, load) if self._fills_nothing(load) else bad
         elif bad:
             report.failed_recving |= {load.request_id}
         if load.is_async or (bad and not self._reports_blocks and dice.random() < 0.5):
