@@ -25,6 +25,7 @@ CONFIG = {
     "kv_connector_module_path": "tests.patches.schedule_traces",
     "kv_role": "kv_both",
 }
+ADDED = {"step"}  # the fields of SchedulerOutput that are the series' own
 STATS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 trace: list[Any] = []
 
@@ -113,7 +114,7 @@ def run(model: str, unit: int, ranks: int, seed: int) -> None:
         if waiting and source.random() < 0.5:
             scheduler.add_request(waiting.pop(source.randrange(len(waiting))))
         output = scheduler.schedule()
-        trace.append(["step", plain(output)])
+        trace.append(["step", {name: value for name, value in plain(output).items() if name not in ADDED}])
         names = list(output.num_scheduled_tokens)
         loaded = {name for name in sorted(connector.loading) if source.random() < 0.5}
         connector.loading -= loaded
