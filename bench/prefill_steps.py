@@ -62,7 +62,8 @@ def summarize(point: Point, results: Sequence[Result]) -> Summary:
 def run_all(tree: Path, runs: Sequence[Run]) -> list[Result]:
     """Runs on the vLLM that lies in ``tree``. Raises RuntimeError if another one ran, or none."""
     command = [sys.executable, "-m", "bench.open_loop"]
-    environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{REPOSITORY}", "VLLM_PLUGINS": ""}
+    paths = {"PYTHONPATH": f"{tree}{os.pathsep}{REPOSITORY}", "VLLM_PLUGINS": ""}
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ, **paths}
     lines = "".join(json.dumps(dataclasses.asdict(run)) + "\n" for run in runs)
     done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=REPOSITORY, env=environment)
     if done.returncode:

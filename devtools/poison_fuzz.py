@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -31,9 +32,14 @@ def run_chunk(job: tuple[str, range, Changes]) -> tuple[str, dict[int, str], Cou
     return name, problems, sums
 
 
-def quieten() -> None:
+@contextmanager
+def quiet() -> Iterator[None]:
     """The scheduler warns of each failed load."""
     logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def run_columns(
@@ -44,7 +50,7 @@ def run_columns(
     chunks = [
         (column.name, range(first, min(first + CHUNK, seeds.stop)), changes) for column in columns for first in firsts
     ]
-    with get_context("fork").Pool(jobs, quieten) as pool:
+    with get_context("fork").Pool(jobs) as pool:
         results = pool.imap(run_chunk, chunks)
         for column in columns:
             problems: dict[int, str] = {}
@@ -74,6 +80,23 @@ def show(verdict: Verdict) -> None:
     print(f"WRONG: {verdict.problem}" if verdict.problem else "all is well")
 
 
+def run(arguments: argparse.Namespace, columns: Sequence[Column], changes: Changes) -> int:
+    """What the arguments ask for: one seed, step by step, or a table."""
+    if arguments.seed is not None:
+        verdict = run_seed(arguments.seed, columns[0], changes, arguments.verbose)
+        show(verdict)
+        return 1 if verdict.problem else 0
+    begin = time.monotonic()
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    num_wrong = 0
+    print(HEAD, flush=True)
+    for name, wrong, sums in run_columns(columns, seeds, changes, max(arguments.jobs, 1)):
+        print(row(name, wrong, sums, arguments.seeds), flush=True)
+        num_wrong += len(wrong)
+    print(f"\n{num_wrong} wrong of {arguments.seeds * len(columns)} seeds, {time.monotonic() - begin:.0f} s")
+    return 1 if num_wrong else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Random requests, budgets, aborts, preemptions and failed loads on vLLM's real scheduler. An "
@@ -101,20 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--column: allowed are (parts of) {', '.join(BY_NAME)}; --seed wants one, such as {COLUMNS[0].name}"
         )
     changes = Changes(failures=not arguments.no_failures, copies_after_loads=False if arguments.copies_first else None)
-    quieten()
-    if arguments.seed is not None:
-        verdict = run_seed(arguments.seed, columns[0], changes, arguments.verbose)
-        show(verdict)
-        return 1 if verdict.problem else 0
-    begin = time.monotonic()
-    seeds = range(arguments.first, arguments.first + arguments.seeds)
-    num_wrong = 0
-    print(HEAD, flush=True)
-    for name, wrong, sums in run_columns(columns, seeds, changes, max(arguments.jobs, 1)):
-        print(row(name, wrong, sums, arguments.seeds), flush=True)
-        num_wrong += len(wrong)
-    print(f"\n{num_wrong} wrong of {arguments.seeds * len(columns)} seeds, {time.monotonic() - begin:.0f} s")
-    return 1 if num_wrong else 0
+    with quiet():
+        return run(arguments, columns, changes)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,12 @@ tried. Each process has one vLLM: for the one without the series ``PYTHONPATH`` 
 
 import atexit
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 from vllm import SamplingParams

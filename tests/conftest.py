@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures that tests of several rooms share."""
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,33 @@ def pytest_configure() -> None:
     settings.load_profile("busy")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+SET_BY_VLLM = {"VLLM_WORKER_MULTIPROC_METHOD", "VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_SSM_CONV_STATE_LAYOUT"}
+"""For good, when a config for the CPU is made."""
+
+
+def settings_of_the_process() -> object:
+    """What decides how vLLM behaves and logs in this process and in the engines that it starts."""
+    ours = {name for name in os.environ if name.startswith(("VLLM_", "TINY_MODEL"))} - SET_BY_VLLM
+    return {name: os.environ[name] for name in ours}, logging.root.manager.disable
+
+
+AT_START = settings_of_the_process()
+
+
+def pytest_collection_finish() -> None:
+    """An import that sets a variable for good would change the tests of its process, in some orders only."""
+    if settings_of_the_process() != AT_START:
+        raise pytest.UsageError(f"a module that tests import changed {AT_START} to {settings_of_the_process()}")
+
+
+@pytest.fixture(autouse=True)
+def no_test_changes_what_later_ones_run_with() -> Iterator[None]:
+    """As above, of what a test calls; the test's own monkeypatch is undone before this looks."""
+    before = settings_of_the_process()
+    yield
+    assert settings_of_the_process() == before
 
 
 @pytest.fixture(scope="session")
