@@ -14,8 +14,6 @@ import sys
 import time
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -133,6 +131,7 @@ class Churn:
 
 
 def main() -> int:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--requests", type=int, default=1000)

@@ -17,8 +17,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
 from vllm import SamplingParams
 
 from tests.engine.client import cpu_child, multi, prompt
@@ -231,6 +229,7 @@ class Matrix:
 
 
 def main() -> int:
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument(

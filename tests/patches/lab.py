@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
 import torch
 import vllm
 from vllm import LLM, SamplingParams
@@ -241,6 +239,7 @@ class Lab:
             "kv_transfer_config": kv_transfer_config or config(),
             **arguments,
         }
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self.llm = LLM(model=os.environ["TINY_MODEL"], **settings)
         self._names = 0
 
