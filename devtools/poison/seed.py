@@ -34,6 +34,8 @@ class Column:
     few_blocks: bool = False
     below_block: bool = False
     """The match unit is smaller than the block."""
+    tells_late: bool = False
+    """Asynchronous loads end as good ones; what is bad is told with the first step that uses them. Some abort."""
 
     @property
     def name(self) -> str:
@@ -41,10 +43,13 @@ class Column:
             (
                 "hybrid" if self.num_state_groups else "attention",
                 "async" if self.is_async else "sync",
-                "aborts" if self.aborts else "few" if self.few_blocks else "plain",
+                next((kind for kind, is_it in self._kinds().items() if is_it), "plain"),
                 "below" if self.below_block else "block",
             )
         )
+
+    def _kinds(self) -> dict[str, bool]:
+        return {"late": self.tells_late, "aborts": self.aborts, "few": self.few_blocks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ def make_plan(seed: int, column: Column, changes: Changes) -> Plan:
         unit=unit,
         share_of_hits=dice.choice((0.5, 0.8, 1.0)),
         share_of_failures=dice.choice((0.2, 0.5, 0.8)) if changes.failures else 0.0,
-        share_of_async=dice.choice((0.0, 0.0, 0.3, 1.0)),
+        share_of_async=dice.choice((0.7, 1.0) if column.tells_late else (0.0, 0.0, 0.3, 1.0)),
         share_of_aligned=dice.choice((0.3, 1.0)),
         share_of_undecided=dice.choice((0.0, 0.1)),
         reports_blocks=dice.random() < 0.5,
@@ -186,6 +191,7 @@ class Run:
             plan.settings.num_state_groups,
             plan.is_async,
             plan.habits.reports_blocks,
+            column.tells_late,
             **more,
         )
         self.verdict = Verdict()
@@ -348,11 +354,16 @@ def run_seed(seed: int, column: Column, changes: Changes = NO_CHANGES, verbose: 
 
 COLUMNS = tuple(
     Column(
-        num_state_groups=groups, is_async=is_async, aborts=kind == "aborts", few_blocks=kind == "few", below_block=below
+        num_state_groups=groups,
+        is_async=is_async,
+        aborts=kind in ("aborts", "late"),
+        few_blocks=kind == "few",
+        below_block=below,
+        tells_late=kind == "late",
     )
     for groups in (0, 1)
     for is_async in (False, True)
-    for kind in ("plain", "aborts", "few")
+    for kind in ("plain", "aborts", "few", "late")
     for below in ((False, True) if groups else (False,))
 )
 """With one group of attention vLLM's match unit is the block."""

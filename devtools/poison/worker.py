@@ -65,6 +65,7 @@ class Worker:
         num_state_groups: int,
         is_async: bool,
         reports_blocks: bool,
+        tells_late: bool = False,
         copies_after_loads: bool = COPIES_AFTER_LOADS,
     ) -> None:
         self._prefixes = prefixes
@@ -72,6 +73,9 @@ class Worker:
         self._state_groups = range(1, 1 + num_state_groups)
         self._is_async = is_async
         self._reports_blocks = reports_blocks
+        self._tells_late = tells_late
+        self._untold: dict[str, tuple[Load, set[int]]] = {}
+        """Of asynchronous loads that ended as good ones: their bad blocks."""
         self._copies_after_loads = copies_after_loads
         self.memory = Memory()
         self.trace: list[str] | None = None
@@ -86,6 +90,7 @@ class Worker:
         for name in step.finished_req_ids:
             self._requests.pop(name, None)
             self._state_index.pop(name, None)
+            self._untold.pop(name, None)
         for block in step.new_block_ids_to_zero or ():
             self.memory.clear(block)
         self.memory.copy([(pair.src_block_id, pair.dst_block_id) for pair in step.kv_cache_block_copies or ()])
@@ -101,6 +106,8 @@ class Worker:
         self.memory.copy(copies)
         for name, num_scheduled in step.num_scheduled_tokens.items():
             result.sampled[name] = self._forward(self._requests[name], name, num_scheduled)
+            if name in self._untold:
+                self._report_failure(*self._untold.pop(name), result.report)
         if not step.has_sync_kv_loads:
             self._start(loads, result)
         self._advance_loads(result)
@@ -244,12 +251,18 @@ class Worker:
 
     def _report(self, load: Load, bad: set[int], report: KVConnectorOutput) -> None:
         dice = random.Random(load.dice + 2)
-        if bad and self._reports_blocks:
-            report.invalid_block_ids |= self._some_of(bad, load) if self._fills_nothing(load) else bad
-        elif bad:
-            report.failed_recving |= {load.request_id}
         if load.is_async or (bad and not self._reports_blocks and dice.random() < 0.5):
             report.finished_recving = (report.finished_recving or set()) | {load.request_id}
+        if bad and load.is_async and self._tells_late:
+            self._untold[load.request_id] = load, bad
+        elif bad:
+            self._report_failure(load, bad, report)
+
+    def _report_failure(self, load: Load, bad: set[int], report: KVConnectorOutput) -> None:
+        if self._reports_blocks:
+            report.invalid_block_ids |= self._some_of(bad, load) if self._fills_nothing(load) else bad
+        else:
+            report.failed_recving |= {load.request_id}
 
     def _note(self, line: str) -> None:
         if self.trace is not None:
