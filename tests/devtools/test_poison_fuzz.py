@@ -25,6 +25,12 @@ ONCE_WRONG = {
     "attention-async-plain-block": (4, 5, 7),
     "attention-async-aborts-block": (3, 5, 7),
     "attention-async-few-block": (3, 6, 54),
+    "attention-async-late-block": (6, 7, 8),
+    "attention-sync-late-block": (27,),
+    "hybrid-sync-late-block": (10, 13),
+    "hybrid-sync-late-below": (12,),
+    "hybrid-async-late-block": (6, 10),
+    "hybrid-async-late-below": (8, 9),
     "hybrid-sync-plain-block": (25,),
     "hybrid-sync-plain-below": (8, 23),
     "hybrid-sync-aborts-block": (17, 33),
@@ -111,7 +117,7 @@ def test_blocks_hold_what_was_written_last():
 def test_the_command_prints_a_table_and_the_steps_of_one_seed(capfd):
     assert poison_fuzz.main(["--seeds", "2", "--column", "attention-sync"]) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert [line.split(" | ")[1] for line in lines if line.startswith("| attention")] == ["0 of 2"] * 3
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| attention")] == ["0 of 2"] * 4
     assert poison_fuzz.main(["--column", "attention-sync-plain", "--seed", "1", "--verbose"]) == 0
     assert "all is well" in capfd.readouterr().out
 
