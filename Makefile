@@ -45,7 +45,7 @@ test-upstream: setup
 	$(BIN)/python devtools/upstream_tests.py $(if $(SOURCE),--source $(SOURCE))
 	VLLM_SOURCE=$(CURDIR)/.upstream $(BIN)/python -m pytest tests/multi_connector/test_upstream.py
 
-# Random schedules with failing loads on vLLM's real scheduler, 1,000 seeds of each of 24 kinds: about ten minutes.
+# Random schedules with failing loads on vLLM's real scheduler, 1,000 seeds of each of 24 kinds: about five minutes.
 test-poison: setup
 	$(BIN)/python -m devtools.poison_fuzz --seeds 1000 --jobs 2
 
