@@ -91,3 +91,13 @@ def mark_closed(worker: DiskTierWorker) -> None:
 def is_writing(worker: DiskTierWorker) -> bool:
     """Whether a write thread runs."""
     return any(thread.is_alive() for thread in worker._writers._threads)
+
+
+def is_short(tier: DiskTierManager) -> bool:
+    """Whether the tier is about to evict."""
+    return tier._reclaimer.short_bytes > 0
+
+
+def has_found_all_and_is_short(tier: DiskTierManager) -> bool:
+    """Whether a scan has ended that the scheduler has taken nothing of yet, and there is too little room."""
+    return not tier._recovery._is_scanning and len(tier.index) == 0 and is_short(tier)

@@ -9,9 +9,11 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.tiers.disk.files import bytes_under, ledger_of, object_files, on_disk, temporaries
+from tests.tiers.disk.inside import has_found_all_and_is_short, is_short
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import tier_pair
@@ -257,3 +259,44 @@ def test_a_temporary_stays_while_its_writer_lives_or_where_nobody_can_say_until_
     with tier_pair(root) as alone:
         alone.store(chain("r", 1))
         assert temporaries(root) == sorted([own, own_old])
+
+
+def conversations(count: int, shared: int, own: int) -> list[list[PlannedObject]]:
+    """Prompts that share their first chunks, each with a snapshot."""
+    trunk = chain("system", shared)[:-1]
+    prompts = []
+    for name in range(count):
+        branch = chain(f"user {name}", own)
+        first = msgspec.structs.replace(branch[0], parents=(trunk[-1].object_id,))
+        prompts.append([*trunk, first, *branch[1:]])
+    return prompts
+
+
+@pytest.mark.parametrize("lost", ["capacity", "free space"])
+def test_a_restart_with_a_little_less_room_loses_a_little(tmp_path, lost):
+    """Recovery hands over slices: of the first one the shared chunks have nothing above them, and yet must stay."""
+    prompts = conversations(count=40, shared=300, own=2)
+    every = {item.object_id: item for prompt in prompts for item in prompt}
+    capacity, less = 2 * len(every) * on_disk(), len(every) * on_disk() * 95 // 100
+    with tier_pair(tmp_path / "root", capacity_bytes=capacity) as made:
+        for prompt in prompts:
+            made.store([item for item in prompt if not made.tier.has_or_awaits(item.object_id)])
+    changes = {"capacity_bytes": less} if lost == "capacity" else {"device": LittleFree(tmp_path / "root", less)}
+    with tier_pair(tmp_path / "root", **changes) as again:
+        until(lambda: has_found_all_and_is_short(again.tier), "recovery that has found all, and a lack of room")
+        again.recovered()
+        until(lambda: again.tier.advance() or not is_short(again.tier), "room")
+        served = [prompt for prompt in prompts if all(again.coverage(prompt))]
+        assert 0 < again.tier.usage().evicted_objects < 0.2 * len(every)
+        assert len(served) > 0.5 * len(prompts)
+        assert again.reasons(served[0]) == [""] * len(served[0])
+
+
+class LittleFree(Device):
+    """A file system on which others' files have left ``num_bytes`` to the root."""
+
+    def __init__(self, root: Path, num_bytes: int) -> None:
+        self._root, self._num_bytes = root, num_bytes
+
+    def free_bytes(self, path: str) -> int:
+        return self._num_bytes - bytes_under(self._root)

@@ -113,8 +113,9 @@ class DiskTierManager(TierManager):
         if found:
             self._forget(self.index.restore([self._charged(item) for item in found]))
         self._take_in([item for item in self._async_lookup.take(_OBJECTS_A_SLICE) if self._may_find(item.object_id)])
-        if not self.is_recovering:
-            self._reclaimer.report_own_bytes(self.index.used_bytes)
+        if self.is_recovering:  # what looks like a leaf may have children that recovery has yet to find
+            return
+        self._reclaimer.report_own_bytes(self.index.used_bytes)
         if short_bytes := self._reclaimer.short_bytes:
             self._make_room(short_bytes)
 
