@@ -19,6 +19,21 @@ def made() -> Harness:
     return Harness()
 
 
+def test_what_any_rank_could_not_read_is_suspended_and_what_any_found_bad_is_dropped(
+    made: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, both, unreadable = (ObjectId("f0", bytes([place])) for place in range(3))
+    suspended: list[ObjectId] = []
+    dropped: list[ObjectId] = []
+    monkeypatch.setattr(made.tier, "suspend", suspended.append)
+    monkeypatch.setattr(made.tier, "drop", dropped.append)
+    one = OffloadWorkerMetadata(bad_objects={bad, both})
+    other = OffloadWorkerMetadata(unreadable_objects={both, unreadable})
+    assert other
+    made.scheduler.update(NOTHING, one.aggregate(other))
+    assert (sorted(dropped), suspended) == ([bad, both], [unreadable])
+
+
 def test_what_was_begun_before_a_reset_is_not_stored_until_it_is_computed_anew(made: Harness) -> None:
     request = made.request("p")
     made.scheduler.lookup(request, 0)

@@ -221,6 +221,17 @@ def test_a_load_with_a_bad_object_waits_for_its_other_copies(made: Made) -> None
     assert metadata.failed_loads == {"p": Reason.CHECKSUM}
 
 
+def test_an_object_that_could_not_be_read_is_reported_as_such_once_and_not_as_bad(made: Made) -> None:
+    made.load("p#1", [7, 8])
+    made.tier.arrive("p#1", 1, b"", reason=Reason.IO_ERROR)
+    made.worker.advance()
+    metadata = made.worker.take_metadata()
+    assert metadata is not None
+    assert (metadata.bad_objects, metadata.unreadable_objects) == (set(), {ObjectId("f0", b"\x01")})
+    assert metadata.failed_loads == {"p": Reason.IO_ERROR}
+    assert made.worker.take_metadata() is None
+
+
 def test_a_copy_that_fails_fails_its_load(made: Made) -> None:
     made.load("p#1", [7])
     made.tier.arrive("p#1", 0, b"content.")

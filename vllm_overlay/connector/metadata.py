@@ -63,10 +63,10 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
     """Workers to scheduler, once a step; vLLM aggregates the ranks' into one.
 
     ``reported`` counts, by store ticket, the ranks that are done with it; ``failed_stores`` are those that failed in
-    some rank. ``bad_objects`` did not verify in some rank; ``failed_loads`` maps request ids to a reason. For
-    ``load_pause_s`` seconds every load would fail in some rank; 0.0 ends such a pause, None is no news. ``adapters``
-    counts the ranks that have newly loaded these weights. ``idle_stores`` and ``idle_loads`` count the ranks that hold
-    nothing of what the scheduler asked about in this step.
+    some rank. ``bad_objects`` did not verify in some rank, ``unreadable_objects`` could not be read in some.
+    ``failed_loads`` maps request ids to a reason. For ``load_pause_s`` seconds every load would fail in some rank; 0.0
+    ends such a pause, None is no news. ``adapters`` counts the ranks that have newly loaded these weights.
+    ``idle_stores`` and ``idle_loads`` count the ranks that hold nothing of what the scheduler asked about in this step.
     """
 
     reported: Counter[int] = field(default_factory=Counter)
@@ -77,6 +77,7 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
     adapters: Counter[AdapterWeights] = field(default_factory=Counter)
     idle_stores: Counter[int] = field(default_factory=Counter)
     idle_loads: Counter[str] = field(default_factory=Counter)
+    unreadable_objects: set[ObjectId] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadWorkerMetadata":
         """Called in the executor, with the metadata of another rank of the same step."""
@@ -90,11 +91,13 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
             self.adapters + other.adapters,
             self.idle_stores + other.idle_stores,
             self.idle_loads + other.idle_loads,
+            self.unreadable_objects | other.unreadable_objects,
         )
 
     def __bool__(self) -> bool:
         stores, loads = (self.reported, self.failed_stores, self.idle_stores), (self.failed_loads, self.idle_loads)
-        return any((*stores, *loads, self.bad_objects, self.adapters)) or self.load_pause_s is not None
+        objects = self.bad_objects, self.unreadable_objects
+        return any((*stores, *loads, *objects, self.adapters)) or self.load_pause_s is not None
 
 
 @dataclass(frozen=True, slots=True)

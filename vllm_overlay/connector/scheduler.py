@@ -268,6 +268,8 @@ class OffloadScheduler:
                 self._tier.release(self._pending.end_load(request_id))
             for object_id in metadata.bad_objects:
                 self._tier.drop(object_id)
+            for object_id in metadata.unreadable_objects - metadata.bad_objects:
+                self._tier.suspend(object_id)
             for request_id, reason in metadata.failed_loads.items():
                 self._load_failed(request_id, reason)
             if metadata.load_pause_s is not None:

@@ -73,6 +73,7 @@ class OffloadWorker:
         """Those of ``_finished`` that failed. Both are vLLM's; ``_failed`` tells our scheduler why."""
         self._failed: dict[str, Reason] = {}
         self._bad_objects: set[ObjectId] = set()
+        self._unreadable_objects: set[ObjectId] = set()
         self._reported: Counter[int] = Counter()
         self._failed_stores: set[int] = set()
         self._idle_stores: Counter[int] = Counter()
@@ -139,6 +140,8 @@ class OffloadWorker:
             if result.buffer is None:
                 if result.is_bad:
                     self._bad_objects.add(result.object_id)
+                elif result.reason is Reason.IO_ERROR:
+                    self._unreadable_objects.add(result.object_id)
                 self._fail_load(load, result.reason or Reason.ERROR)
             else:
                 good.setdefault(result.load_id, []).append(result)
@@ -317,10 +320,11 @@ class OffloadWorker:
             adapters,
             self._idle_stores,
             self._idle_loads,
+            self._unreadable_objects,
         )
         self._idle_stores, self._idle_loads = Counter(), Counter()
         self._reported, self._failed_stores = Counter(), set()
-        self._bad_objects, self._failed = set(), {}
+        self._bad_objects, self._unreadable_objects, self._failed = set(), set(), {}
         return metadata if metadata else None
 
     def close(self, timeout_s: float) -> int:

@@ -128,6 +128,12 @@ class TierManager(ABC):
         Memory that a ticket or a load holds is given back only when that has ended.
         """
 
+    def suspend(self, object_id: ObjectId) -> None:  # noqa: B027
+        """An object could not be read, and nobody knows that it is wrong (reason ``io_error``).
+
+        Stop finding it for a while, so that its load is not promised again at once. It may be stored again meanwhile.
+        """
+
     @abstractmethod
     def usage(self) -> TierUsage:
         """For metrics."""
@@ -157,7 +163,8 @@ class FetchResult:
 
     ``position`` is its place in the tickets given to ``begin_load``. On success ``buffer`` holds the object until
     ``end_fetch``. On failure ``buffer`` is None, and ``is_bad`` says whether the object itself must be dropped (a fault
-    of this process, e.g. no staging in time, is not the object's). A load whose size exceeds the staging memory arrives
+    of this process, e.g. no staging in time, is not the object's). An object that fails with ``io_error`` and is not
+    known to be bad is suspended. A load whose size exceeds the staging memory arrives
     in pieces: later objects wait until earlier ones are ended.
     """
 

@@ -68,3 +68,34 @@ class GatedDevice(Device):
     def pwritev(self, fd, segments, offset):
         self._pass("pwritev", segments)
         return super().pwritev(fd, segments, offset)
+
+
+class UnreadableFile(Device):
+    """Once ``fail`` was called, ``call`` (open or preadv) raises ``error`` for one file, so often."""
+
+    def __init__(self) -> None:
+        self.num_faults = self._left = 0
+        self._path = ""
+        self._fds: set[int] = set()
+
+    def fail(self, path: object, error: int, call: str = "preadv", times: int = 1 << 30) -> None:
+        self._path, self._error, self._call = str(path), error, call
+        self._left, self.num_faults = times, 0
+
+    def _fault(self, call: str) -> None:
+        if self._left and call == self._call:
+            self._left -= 1
+            self.num_faults += 1
+            raise OSError(self._error, os.strerror(self._error))
+
+    def open(self, path: str, flags: int) -> int:
+        if path == self._path:
+            self._fault("open")
+        fd = super().open(path, flags)
+        (self._fds.add if path == self._path else self._fds.discard)(fd)
+        return fd
+
+    def preadv(self, fd: int, segments: list[memoryview], offset: int) -> int:  # type: ignore[override]
+        if fd in self._fds:
+            self._fault("preadv")
+        return super().preadv(fd, segments, offset)

@@ -95,8 +95,8 @@ def test_a_symlink_in_place_of_an_object_is_not_followed(tmp_path):
         assert target.exists()
 
 
-@pytest.mark.parametrize(("direct_io", "reason"), [("auto", "io_error"), ("off", "header")])
-def test_a_pipe_or_a_directory_in_place_of_an_object_holds_nobody(tmp_path, direct_io, reason):
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+def test_a_pipe_or_a_directory_in_place_of_an_object_holds_nobody(tmp_path, direct_io):
     if direct_io == "auto" and not takes_direct_io(Device(), str(tmp_path)):
         pytest.skip("this file system has no O_DIRECT")
     one, two = chain("p", 2)[:2]
@@ -106,4 +106,4 @@ def test_a_pipe_or_a_directory_in_place_of_an_object_holds_nobody(tmp_path, dire
         os.mkfifo(made.path(one))
         made.path(two).unlink()
         made.path(two).mkdir()
-        assert made.reasons([one, two]) == [reason, reason]
+        assert made.reasons([one, two]) == ["header", "header"]

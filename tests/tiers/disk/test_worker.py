@@ -114,7 +114,7 @@ def test_a_failed_read_is_a_miss_and_the_tier_lives(tmp_path):
         made.store(objects)
         device.faults["preadv"] = errno.EIO
         results = made.fetch(objects[:1])
-        assert [(result.reason, result.is_bad) for result in results] == [("io_error", True)]
+        assert [(result.reason, result.is_bad) for result in results] == [("io_error", False)]
         for number in (errno.EMFILE, errno.EINVAL):  # EINVAL: no O_DIRECT, where the root was replaced
             device.faults = {"open": number}
             results = made.fetch(objects[1:2])

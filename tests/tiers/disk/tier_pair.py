@@ -50,7 +50,7 @@ class TierPair:
         max_object_bytes: int = OBJECT,
         **changes: object,
     ) -> None:
-        self.root, self.world_size, self.namespace = root, world_size, namespace
+        self.root, self.world_size, self.namespace, self.device = root, world_size, namespace, device
         made = settings(root, **changes)
         self.tier = DiskTierManager(made, namespace, world_size, max_object_bytes, device)
         self.workers = [

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import Generic, TypeVar
 
 from vllm_overlay.planner.coverage import CoverageSearch
 from vllm_overlay.planner.objects import ObjectId, ObjectKind, PlannedObject
@@ -20,31 +21,41 @@ from vllm_overlay.tiers.disk.thread_pool import ThreadPool
 ANSWER_S = 5.0
 """For so long the answer for a prompt holds, and the file system is not asked again."""
 SHUN_S = 60.0
-"""For so long an object that did not load is not found again."""
+"""For so long an object that did not load is not found again, and one that could not be read is not offered."""
 _MAX_ANSWERS = 4096
 _MAX_PENDING = 64
 _MAX_PROBES = 4096
 _MAX_SEARCHES = 4
 _JOIN_S = 1.0
 _ORDER = {kind: place for place, kind in enumerate(ObjectKind)}
+_NameT = TypeVar("_NameT", bound=Hashable)
 
 
-class Recent:
+class Recent(Generic[_NameT]):
     """Names of the last ``seconds``, at most ``_MAX_ANSWERS`` of them. Not thread-safe."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._added: OrderedDict[Hashable, float] = OrderedDict()
+        self._added: OrderedDict[_NameT, float] = OrderedDict()
 
-    def add(self, name: Hashable) -> None:
+    def add(self, name: _NameT) -> None:
         self._added[name] = time.monotonic()
         self._added.move_to_end(name)
         if len(self._added) > _MAX_ANSWERS:
             self._added.popitem(last=False)
 
-    def __contains__(self, name: Hashable) -> bool:
+    def discard(self, name: _NameT) -> None:
+        self._added.pop(name, None)
+
+    def __contains__(self, name: _NameT) -> bool:
         added = self._added.get(name)
         return added is not None and time.monotonic() - added < self._seconds
+
+    def names(self) -> frozenset[_NameT]:
+        """All of them."""
+        while self._added and (oldest := next(iter(self._added))) not in self:
+            del self._added[oldest]
+        return frozenset(self._added)
 
 
 class _FilesView:
@@ -89,8 +100,8 @@ class AsyncLookup:
         self._device = device
         self._integrity = integrity
         self._lock = threading.Lock()
-        self._asked = Recent(ANSWER_S)
-        self._shunned = Recent(SHUN_S)
+        self._asked: Recent[tuple[bytes, int, int]] = Recent(ANSWER_S)
+        self._shunned: Recent[ObjectId] = Recent(SHUN_S)
         self._num_pending = 0
         self._found: deque[PlannedObject] = deque()
         self._is_stopped = False

@@ -18,7 +18,7 @@ from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierUsage
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
-from vllm_overlay.tiers.disk.async_lookup import AsyncLookup
+from vllm_overlay.tiers.disk.async_lookup import SHUN_S, AsyncLookup, Recent
 from vllm_overlay.tiers.disk.checksum import integrity_of
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.format import MAX_PARENTS, file_bytes
@@ -28,6 +28,7 @@ from vllm_overlay.tiers.disk.reclaimer import Grant, Limits, Reclaimer
 from vllm_overlay.tiers.disk.recovery import Recovery
 from vllm_overlay.tiers.disk.root import choose_root
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.disk.suspension import ReadableHits
 from vllm_overlay.tiers.disk.tickets import DiskLoad, DiskStore
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
@@ -70,6 +71,9 @@ class DiskTierManager(TierManager):
         self._reset = ""
         self._tickets = itertools.count(1)
         self._in_flight: dict[int, Grant] = {}
+        self._suspended: Recent[ObjectId] = Recent(SHUN_S)
+        self._rewritten: dict[int, ObjectId] = {}
+        """By ticket: suspended objects that are on their way once more. The index has them, pinned."""
         self._evicted = 0
         self._dropped = 0
         self._reclaimer = Reclaimer(root, namespace, world_size, self._limits, ledger, device, integrity, self._knows)
@@ -113,9 +117,9 @@ class DiskTierManager(TierManager):
         if found:
             self._forget(self.index.restore([self._charged(item) for item in found]))
         self._take_in([item for item in self._async_lookup.take(_OBJECTS_A_SLICE) if self._may_find(item.object_id)])
+        self._reclaimer.report_own_bytes(None if self.is_recovering else self.index.used_bytes)
         if self.is_recovering:  # what looks like a leaf may have children that recovery has yet to find
             return
-        self._reclaimer.report_own_bytes(self.index.used_bytes)
         if short_bytes := self._reclaimer.short_bytes:
             self._make_room(short_bytes)
 
@@ -157,10 +161,16 @@ class DiskTierManager(TierManager):
     # Lookups.
 
     def hits(self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int) -> HitSource:
-        return self.index
+        suspended = self._suspended.names()
+        return ReadableHits(self.index, suspended, geometry, keys) if suspended else self.index
 
     def has_or_awaits(self, object_id: ObjectId) -> bool:
-        return self.index.has_or_awaits(object_id)
+        return self.index.has_or_awaits(object_id) and not self._may_rewrite(object_id)
+
+    def _may_rewrite(self, object_id: ObjectId) -> bool:
+        """Whether the object is here, could not be read, and is not on its way once more."""
+        is_unreadable = object_id in self._suspended and self.index.has(object_id)
+        return is_unreadable and object_id not in self._rewritten.values()
 
     # Stores.
 
@@ -171,7 +181,8 @@ class DiskTierManager(TierManager):
         if not _has_a_name(planned) or self._reclaimer.is_removing(planned.object_id):
             return None
         charged = self._charged(planned)
-        if not self.index.may_reserve(charged):
+        is_rewrite = self._may_rewrite(planned.object_id)
+        if not is_rewrite and not self.index.may_reserve(charged):
             return None
         may_write = self._write_rate.allows(charged.num_bytes)
         grant = self._reclaimer.reserve(charged.num_bytes) if may_write else None
@@ -180,18 +191,28 @@ class DiskTierManager(TierManager):
             return None
         self._write_rate.spend(charged.num_bytes)
         ticket = next(self._tickets)
-        self.index.reserve(charged, ticket)
+        if is_rewrite:
+            self._rewritten[ticket] = planned.object_id
+            self.index.pin([planned.object_id])
+        else:
+            self._suspended.discard(planned.object_id)
+            self.index.reserve(charged, ticket)
         self._in_flight[ticket] = grant
         return StoreTicket(ticket, planned, DiskStore(grant.slot, self._reset, grant.over))
 
     def commit(self, ticket: int) -> None:
         if (grant := self._in_flight.pop(ticket, None)) is not None:
             self._reclaimer.commit(grant)
+        if (rewritten := self._rewritten.pop(ticket, None)) is not None:
+            self._suspended.discard(rewritten)
+            self.release([rewritten])
         self._forget(self.index.commit(ticket).released)
 
     def abort(self, ticket: int) -> None:
         if (grant := self._in_flight.pop(ticket, None)) is not None:
             self._reclaimer.release(grant)
+        if (rewritten := self._rewritten.pop(ticket, None)) is not None:
+            self.release([rewritten])
         self._forget(self.index.abort(ticket))
 
     # Loads.
@@ -214,6 +235,10 @@ class DiskTierManager(TierManager):
         self._async_lookup.shun(object_id)
         self._forget(self.index.drop(object_id))
 
+    def suspend(self, object_id: ObjectId) -> None:
+        """For ``SHUN_S``, or until it is stored again. Its file stays, and with it what builds on it."""
+        self._suspended.add(object_id)
+
     def clear(self) -> None:
         """Begin a new namespace of this process alone: the weights may be others from now on.
 
@@ -223,6 +248,7 @@ class DiskTierManager(TierManager):
         self._reset = secrets.token_hex(8)
         self._async_lookup.stop()
         self._recovery.stop()
+        self._suspended = Recent(SHUN_S)
         self.index.clear()
         self._reclaimer.move(self._first_namespace.since(self._reset))
         logger.info("%s: reset; objects of before are not loaded any more", self._name)
@@ -230,6 +256,7 @@ class DiskTierManager(TierManager):
     def _begin_anew(self) -> None:
         """Another root, or none, lies where ours was: know what is there."""
         self._recovery.stop()
+        self._suspended = Recent(SHUN_S)
         self.index.clear()
         self._recovery = self._recover(self._first_namespace.since(self._reset))
 

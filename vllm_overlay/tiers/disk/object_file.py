@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,9 +25,11 @@ from vllm_overlay.tiers.disk.format import (
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
 _PIECE_BYTES = 1 << 20
+READ_ATTEMPTS = 3
+"""So often a file is opened and read before its object is a miss. A stale handle or a path that fails over is well by
+the second time. A bad sector fails each time and takes seconds, of which a load has ``load_timeout_s``."""
+_T = TypeVar("_T")
 _own = threading.local()
-_OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EINVAL})
-"""Of this process, or of how it asked (EINVAL: O_DIRECT where there is none now); no file is removed for it."""
 
 
 def _page() -> memoryview:
@@ -38,7 +41,11 @@ def _page() -> memoryview:
 
 
 class BadObject(Exception):
-    """The object cannot be loaded. ``reason`` is a metric label; ``is_bad`` says whether the file is to blame."""
+    """The object cannot be loaded. ``reason`` is a metric label.
+
+    ``is_bad`` says whether its file is gone, or was read and is not what it should be. A file that could not be read is
+    not bad: nothing is known of it.
+    """
 
     def __init__(self, reason: Reason, is_bad: bool = True) -> None:
         super().__init__(reason)
@@ -129,7 +136,7 @@ def _open_checked(device: Device, path: str, flags: int) -> tuple[int, int]:
     except FileNotFoundError as error:
         raise BadObject(Reason.MISSING) from error
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        if not stat.S_ISREG(device.lstat(path).st_mode):
             raise BadObject(Reason.HEADER) from error
         raise
     try:
@@ -142,26 +149,49 @@ def _open_checked(device: Device, path: str, flags: int) -> tuple[int, int]:
     return fd, found.st_size
 
 
-def _io_error(error: OSError) -> BadObject:
-    return BadObject(Reason.IO_ERROR, is_bad=error.errno not in _OWN_TROUBLE)
+def _fill(device: Device, fd: int, segments: list[memoryview]) -> None:
+    """Read as many bytes as the file has by its size. Raises OSError when there are fewer: what was not read may be
+    right."""
+    if not read_all(device, fd, segments):
+        raise _too_short()
+
+
+def _too_short() -> OSError:
+    return OSError(errno.EIO, "the file ends before its size says")
+
+
+def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lambda: True) -> _T:
+    """What ``read`` returns, tried again after an OSError while it is wanted. Raises BadObject."""
+    for attempt in range(1, 1 + READ_ATTEMPTS):
+        try:
+            return read()
+        except OSError as error:
+            if attempt == READ_ATTEMPTS or not is_wanted():
+                raise BadObject(Reason.IO_ERROR, is_bad=False) from error
+    raise AssertionError
 
 
 def read_header(device: Device, path: str, integrity: Integrity = XXH3) -> ObjectHeader:
-    """The verified header of a file of the size it says. Called by the recovery thread; raises BadObject."""
+    """The verified header of a file of the size it says. Called by the threads of recovery and of lookups; raises
+    BadObject."""
     page = _page()
-    try:
-        fd, size = _open_checked(device, path, 0)
-        try:
-            if not read_all(device, fd, [page]):
-                raise BadObject(Reason.SIZE)
-        finally:
-            device.close(fd)
-    except OSError as error:
-        raise _io_error(error) from error
+    size = _read_patiently(lambda: _read_page(device, path, page))
     header = _decode(page, integrity)
     if size != file_bytes(header.payload_bytes):
         raise BadObject(Reason.SIZE)
     return header
+
+
+def _read_page(device: Device, path: str, page: memoryview) -> int:
+    """Read the first page of a file; returns the file's size."""
+    fd, size = _open_checked(device, path, 0)
+    try:
+        if size < HEADER_BYTES:
+            raise BadObject(Reason.SIZE)
+        _fill(device, fd, [page])
+    finally:
+        device.close(fd)
+    return size
 
 
 def _decode(page: memoryview, integrity: Integrity) -> ObjectHeader:
@@ -172,28 +202,40 @@ def _decode(page: memoryview, integrity: Integrity) -> ObjectHeader:
 
 
 def read_object(
-    device: Device, path: str, identity: Identity, buffer: HostBuffer, direct: bool, integrity: Integrity = XXH3
+    device: Device,
+    path: str,
+    identity: Identity,
+    buffer: HostBuffer,
+    direct: bool,
+    integrity: Integrity = XXH3,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
     """Fill ``buffer`` with the object of ``identity`` and verify every byte of its file.
 
-    Called by a read thread. Raises BadObject, and the buffer's bytes mean nothing then.
+    Called by a read thread. Raises BadObject, and the buffer's bytes mean nothing then. ``is_wanted`` is asked before a
+    read that failed is tried again.
     """
     segments, padding = _with_padding(buffer)
     page = _page()
-    try:
-        fd, size = _open_checked(device, path, os.O_DIRECT if direct else 0)
-        try:
-            if size != file_bytes(identity.payload_bytes) or not read_all(device, fd, [page, *segments]):
-                raise BadObject(Reason.SIZE)
-        finally:
-            device.close(fd)
-    except OSError as error:
-        raise _io_error(error) from error
+    flags = os.O_DIRECT if direct else 0
+    num_bytes = file_bytes(identity.payload_bytes)
+    _read_patiently(lambda: _read_whole(device, path, flags, num_bytes, [page, *segments]), is_wanted)
     header = _decode(page, integrity)
     if header.identity != identity:
         raise BadObject(Reason.HEADER)
     if not integrity.verify(header.payload_checksum, _views(buffer)) or padding.any():
         raise BadObject(Reason.CHECKSUM)
+
+
+def _read_whole(device: Device, path: str, flags: int, num_bytes: int, segments: list[memoryview]) -> None:
+    """Fill the segments with a file of just ``num_bytes``."""
+    fd, size = _open_checked(device, path, flags)
+    try:
+        if size != num_bytes:
+            raise BadObject(Reason.SIZE)
+        _fill(device, fd, segments)
+    finally:
+        device.close(fd)
 
 
 def verify_file(
@@ -204,7 +246,8 @@ def verify_file(
 ) -> ObjectHeader:
     """The header of a file of which every byte verifies, whoever's it is. Reads in pieces; raises BadObject.
 
-    For tools: it goes through the page cache and leaves nothing in it. ``on_bytes`` hears of each piece that was read.
+    For tools: it goes through the page cache, leaves nothing in it, and tries nothing twice. ``on_bytes`` hears of each
+    piece that was read.
     """
     try:
         fd, size = _open_checked(device, path, 0)
@@ -214,14 +257,15 @@ def verify_file(
         finally:
             device.close(fd)
     except OSError as error:
-        raise _io_error(error) from error
+        raise BadObject(Reason.IO_ERROR, is_bad=False) from error
     return header
 
 
 def _verify(device: Device, fd: int, size: int, on_bytes: Callable[[int], None], integrity: Integrity) -> ObjectHeader:
     page = _page()
-    if not read_all(device, fd, [page]):
+    if size < HEADER_BYTES:
         raise BadObject(Reason.SIZE)
+    _fill(device, fd, [page])
     header = _decode(page, integrity)
     if size != file_bytes(header.payload_bytes):
         raise BadObject(Reason.SIZE)
@@ -232,7 +276,7 @@ def _verify(device: Device, fd: int, size: int, on_bytes: Callable[[int], None],
     while done < size:
         count = device.preadv(fd, [piece], done)
         if count <= 0:
-            raise BadObject(Reason.SIZE)
+            raise _too_short()
         payload = min(count, max(0, payload_end - done))
         digest.update(piece[:payload])
         if any(piece[payload:count]):

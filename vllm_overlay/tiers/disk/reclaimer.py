@@ -182,8 +182,8 @@ class Reclaimer:
         is_new, self._root_was_replaced = self._root_was_replaced, False
         return is_new
 
-    def report_own_bytes(self, num_bytes: int) -> None:
-        """What this process's index holds, once recovery is over."""
+    def report_own_bytes(self, num_bytes: int | None) -> None:
+        """What this process's index holds; None while recovery may still add to it."""
         self._own_bytes = num_bytes
 
     def close(self, timeout_s: float) -> None:
@@ -345,14 +345,18 @@ class Reclaimer:
             remove_quietly(self._device, path)
 
     def _remove_others(self, num_bytes: int) -> int:
-        """Remove what nobody serves; and while we have less than an equal share, what others serve."""
+        """Remove what nobody serves; and while we have less than an equal share, what others serve.
+
+        What we could not read at the start is nobody's, and counts as another's: it gives way until we have half.
+        """
         removed = self._foreign.remove_idle(num_bytes)
         if removed or self._own_bytes is None:
             return removed
         num_processes = self._ledger.count_processes()
-        if num_processes < 2 or self._own_bytes >= self._limits.capacity_bytes // num_processes:
+        if self._own_bytes >= self._limits.capacity_bytes // max(2, num_processes):
             return 0
-        return self._foreign.remove_used(num_bytes) or self._foreign.remove_shared(num_bytes, self._is_known)
+        removed = self._foreign.remove_used(num_bytes) if num_processes > 1 else 0
+        return removed or self._foreign.remove_shared(num_bytes, self._is_known)
 
     def _give_lease_back(self) -> None:
         if self._membership.slot is None or self._membership.is_lost():

@@ -49,8 +49,8 @@ class Recovery:
     """Scans in a thread of its own while the tier already serves; the scheduler takes what it found in slices.
 
     Files that no object needs are handed to the reclaimer, but not those that may be on their way: files younger than
-    this scan, and those younger than an hour while other processes use the root. Where an object could not be read
-    now, say for want of descriptors, what builds on it stays for the next start.
+    this scan, and those younger than an hour while other processes use the root. Where an object could not be read,
+    it and what builds on it stay: lookups find them once it can be, and so does the next start.
     """
 
     def __init__(

@@ -279,7 +279,9 @@ class DiskTierWorker(TierWorker):
             path = namespace.path_of(self._root, fetch.ticket.object_id, self._rank)
             try:
                 identity = self._identity(namespace, fetch.ticket)
-                read_object(self._device, path, identity, buffer, self._direct, self._integrity)
+                read_object(
+                    self._device, path, identity, buffer, self._direct, self._integrity, lambda: fetch.is_wanted
+                )
             except BadObject as bad:
                 if not fetch.is_wanted:  # given up: by now the file may be another, or be written over
                     return bad

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file that cannot be read is a miss for a while. It and what builds on it stay: only what is known wrong goes."""
+
+import errno
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.tiers.disk.devices import UnreadableFile
+from tests.tiers.disk.files import bytes_of_objects, ledger_of, object_files, on_disk
+from tests.tiers.disk.objects import OBJECT, chain, key
+from tests.tiers.disk.prompts import GEOMETRY, KEYS, NUM_TOKENS, PLANNER, objects_of
+from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
+from tests.tiers.disk.waiting import until
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk import async_lookup
+from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.object_file import READ_ATTEMPTS
+
+SNAPSHOT = PLANNER.snapshot(KEYS, 640)
+CHUNK = PLANNER.chunk(KEYS, GEOMETRY.full[0], 4)
+FIRST = PLANNER.chunk(KEYS, GEOMETRY.full[0], 0)
+WHOLE = objects_of(KEYS, [320, 640])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """That of what is remembered of failures and of questions; all else waits by the real one."""
+    now = [1000.0]
+    monkeypatch.setattr(async_lookup, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def load(made: TierPair, objects: list[PlannedObject]) -> list[str]:
+    """As the connector does it: pins, reads, tells the index what failed, unpins. Empty for what was loaded."""
+    assert made.tier.acquire(objects) is not None
+    results = made.fetch(objects)
+    for result in results:
+        if result.is_bad:
+            made.tier.drop(result.object_id)
+        elif result.reason == "io_error":
+            made.tier.suspend(result.object_id)
+    made.tier.release([planned.object_id for planned in objects])
+    made.tier.index.check_integrity()
+    return [result.reason or "" for result in results]
+
+
+def restore_point(made: TierPair) -> int:
+    """As the scheduler's half looks it up."""
+    made.tier.advance()
+    return PLANNER.lookup(KEYS, NUM_TOKENS, 0, made.tier.hits(GEOMETRY, KEYS, NUM_TOKENS)).restore_point
+
+
+def many_prompts() -> list[PlannedObject]:
+    """Eighty prompts of three objects each that begin with the same chunk."""
+    shared = PlannedObject(ObjectId("f0", key("shared")), (), 0, 64, OBJECT, 0)
+    objects = [shared]
+    for name in range(80):
+        first, second = (ObjectId("f0", key(name, place)) for place in range(2))
+        objects += [
+            PlannedObject(first, (shared.object_id,), 64, 128, OBJECT, 0),
+            PlannedObject(second, (first,), 128, 192, OBJECT, 0),
+            PlannedObject(ObjectId("s", key(name)), (second,), 192, 192, OBJECT),
+        ]
+    return objects
+
+
+# Loads.
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EACCES])
+def test_one_error_of_a_read_costs_nothing(tmp_path, error, call):
+    device = UnreadableFile()
+    with tier_pair(tmp_path / "root", device=device) as made:
+        made.store(chain("p", 2))
+        device.fail(made.path(chain("p", 2)[0]), error, call, times=1)
+        assert load(made, chain("p", 2)) == ["", "", ""]
+        assert device.num_faults == 1
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ETIMEDOUT])
+def test_a_shared_chunk_that_cannot_be_read_loses_nothing_on_disk(tmp_path, error):
+    device = UnreadableFile()
+    objects = many_prompts()
+    with tier_pair(tmp_path / "root", device=device) as made:
+        made.store(objects)
+        device.fail(made.path(objects[0]), error)
+        assert load(made, objects[:2]) == ["io_error", ""]
+        made.store(chain("q", 1))  # the reclaimer has been through what was to be removed
+    assert len(object_files(made.root)) == len(objects) + 2
+    with tier_pair(tmp_path / "root") as again:
+        assert all(again.recovered().coverage(objects))
+    assert device.num_faults == READ_ATTEMPTS
+
+
+def test_a_file_that_ends_before_its_size_says_is_not_known_to_be_wrong(tmp_path):
+    class Short(Device):
+        ends = False
+
+        def preadv(self, fd, segments, offset):
+            return 0 if self.ends else super().preadv(fd, segments, offset)
+
+    device = Short()
+    with tier_pair(tmp_path / "root", device=device) as made:
+        made.store(chain("p", 1))
+        made.recovered()
+        device.ends = True
+        assert [(one.reason, one.is_bad) for one in made.fetch(chain("p", 1))] == [("io_error", False)] * 2
+        device.ends = False
+        assert made.reasons(chain("p", 1)) == ["", ""]
+
+
+# What is offered meanwhile.
+
+
+@pytest.fixture
+def made(tmp_path, clock):
+    """All of the prompt is there."""
+    with tier_pair(tmp_path / "root", device=UnreadableFile()) as made:
+        made.recovered()
+        made.store(WHOLE)
+        yield made
+
+
+def unreadable(made: TierPair, planned: PlannedObject) -> None:
+    """One load has failed for this object; the disk is well again."""
+    assert isinstance(made.device, UnreadableFile)
+    made.device.fail(made.path(planned), errno.EIO, times=READ_ATTEMPTS)
+    assert load(made, [planned]) == ["io_error"]
+
+
+@pytest.mark.parametrize(("planned", "below"), [(SNAPSHOT, 320), (CHUNK, 0), (FIRST, 0)])
+def test_what_could_not_be_read_is_not_offered_for_a_while_and_then_again(made, clock, planned, below):
+    assert restore_point(made) == 640
+    unreadable(made, planned)
+    assert restore_point(made) == below
+    clock[0] += async_lookup.SHUN_S - 1
+    assert restore_point(made) == below
+    clock[0] += 1
+    assert restore_point(made) == 640
+    assert load(made, WHOLE) == [""] * len(WHOLE)
+
+
+def test_other_prompts_are_offered_meanwhile(made):
+    assert restore_point(made) == 640
+    made.store(chain("q", 1))
+    unreadable(made, chain("q", 1)[0])
+    assert restore_point(made) == 640
+
+
+def test_it_is_stored_again_and_found_at_once_with_all_that_builds_on_it(made):
+    unreadable(made, FIRST)
+    assert not made.tier.has_or_awaits(FIRST.object_id)
+    ticket = made.tier.reserve(FIRST)
+    assert ticket is not None
+    assert made.tier.has_or_awaits(FIRST.object_id)
+    assert made.tier.reserve(FIRST) is None  # it is on its way
+    assert restore_point(made) == 0
+    made.tier.abort(ticket.ticket)
+    assert restore_point(made) == 0
+    files = object_files(made.root)
+    inode = made.path(FIRST).stat().st_ino
+    made.store([FIRST])
+    assert restore_point(made) == 640
+    assert object_files(made.root) == files
+    assert made.path(FIRST).stat().st_ino != inode
+    assert load(made, WHOLE) == [""] * len(WHOLE)
+    assert ledger_of(made.root)[0] == bytes_of_objects(made.root)
+    assert made.tier.usage().used_bytes == bytes_of_objects(made.root)
+    assert made.tier.reserve(FIRST) is None
+
+
+def test_what_is_found_to_be_wrong_while_it_is_stored_again_goes(made):
+    unreadable(made, SNAPSHOT)
+    ticket = made.tier.reserve(SNAPSHOT)
+    made.tier.drop(SNAPSHOT.object_id)
+    assert made.path(SNAPSHOT).exists()  # a rank may be writing
+    made.tier.commit(ticket.ticket)
+    until(lambda: not made.path(SNAPSHOT).exists())
+    assert not made.has(SNAPSHOT)
+    assert restore_point(made) == 320
+
+
+def test_it_gives_way_like_all_else_when_room_is_needed(tmp_path):
+    device = UnreadableFile()
+    with tier_pair(tmp_path / "root", device=device, capacity_bytes=12 * on_disk()) as made:
+        made.recovered()
+        made.store(chain("p", 5))
+        unreadable(made, chain("p", 5)[0])
+        for name in "qr":
+            made.store(chain(name, 9))
+        assert not any(made.coverage(chain("p", 5)))
+        assert made.reasons(chain("r", 9)) == [""] * 10
+
+
+def test_a_reset_forgets_what_could_not_be_read(made):
+    unreadable(made, FIRST)
+    made.tier.clear()
+    tickets = []
+    until(lambda: made.tier.advance() or tickets.append(made.tier.reserve(FIRST)) or tickets[-1])
+    made.tier.commit(tickets[-1].ticket)
+    assert made.tier.hits(GEOMETRY, KEYS, NUM_TOKENS).has(FIRST.object_id)
+
+
+# At start.
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_what_builds_on_a_header_that_cannot_be_read_at_start_stays_and_is_found_when_it_can(tmp_path, clock, error):
+    device = UnreadableFile()
+    with tier_pair(tmp_path / "root") as before:
+        before.store(WHOLE)
+    files = object_files(before.root)
+    time.sleep(0.1)
+    device.fail(NAMESPACE.path_of(str(before.root), FIRST.object_id, 0), error)
+    with tier_pair(tmp_path / "root", device=device) as made:
+        made.recovered()
+        assert restore_point(made) == 0
+        made.store(chain("q", 1))  # the reclaimer has been through what was to be removed
+        for planned in chain("q", 1):
+            made.path(planned).unlink()
+        assert object_files(made.root) == files
+        assert device.num_faults >= READ_ATTEMPTS
+        device.fail("", 0, times=0)
+
+        def found() -> bool:
+            made.tier.look_further(PLANNER, KEYS, NUM_TOKENS, 0)
+            clock[0] += 1.0  # an answer holds for so long
+            return restore_point(made) == 640
+
+        until(found)  # in the same process
+    with tier_pair(tmp_path / "root") as again:
+        assert all(again.recovered().coverage(WHOLE))
+
+
+def test_one_error_at_start_costs_nothing(tmp_path):
+    device = UnreadableFile()
+    with tier_pair(tmp_path / "root") as before:
+        before.store(WHOLE)
+    device.fail(NAMESPACE.path_of(str(before.root), FIRST.object_id, 0), errno.EIO, times=1)
+    with tier_pair(tmp_path / "root", device=device) as made:
+        assert all(made.recovered().coverage(WHOLE))
+
+
+def test_what_was_not_read_at_start_gives_way_when_room_is_needed(tmp_path):
+    device = UnreadableFile()
+    objects = many_prompts()[:31]
+    capacity = 32 * on_disk()
+    with tier_pair(tmp_path / "root", capacity_bytes=capacity) as before:
+        before.store(objects)
+    device.fail(before.path(objects[0]), errno.EIO)
+    with tier_pair(tmp_path / "root", device=device, capacity_bytes=capacity) as made:
+        made.recovered()
+        assert len(made.tier.index) == 0
+        made.store(chain("q", 5))
+        assert made.reasons(chain("q", 5)) == [""] * 6
+        assert len(object_files(made.root)) > 20
+        assert bytes_of_objects(made.root) <= capacity
