@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-overlay fsck``: what it finds, what it repairs, what it leaves alone."""
 
+import errno
 import os
 import shutil
 import time
@@ -14,6 +15,7 @@ from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
 from vllm_overlay import cli
 from vllm_overlay.tiers.disk import fsck
+from vllm_overlay.tiers.disk.checksum import integrity_of
 from vllm_overlay.tiers.disk.device import Device, temporary_name
 from vllm_overlay.tiers.disk.ledger import Ledger
 
@@ -186,6 +188,73 @@ def test_what_cannot_be_read_is_reported(root, capsys, monkeypatch):
     report = fsck.Check(str(root), device=Refusing()).run()
     assert [(found.what, found.is_problem) for found in report.findings] == [("unreadable", True)]
     assert "Permission denied" in report.findings[0].detail
+
+
+class Unreadable(Device):
+    """Reads of the object with this name fail."""
+
+    def __init__(self, name: str, times: int = 1 << 30) -> None:
+        self._name, self._left, self._fds = name, times, set()
+
+    def open(self, path, flags):
+        fd = super().open(path, flags)
+        (self._fds.add if path.endswith(self._name) else self._fds.discard)(fd)
+        return fd
+
+    def preadv(self, fd, segments, offset):
+        if fd in self._fds and self._left:
+            self._left -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().preadv(fd, segments, offset)
+
+
+def test_repair_removes_neither_what_cannot_be_read_nor_what_builds_on_it(root):
+    objects, files = chain("p", 4), object_files(root)
+    device = Unreadable(path_of(root, objects[1]).name)
+    report = fsck.Check(str(root), repair=True, device=device).run()
+    assert object_files(root) == files
+    assert sorted(found.what for found in report.problems) == ["unreachable"] * 3 + ["unreadable"]
+    assert not report.is_sound
+    assert fsck.Check(str(root), repair=True).run().is_sound
+
+
+def test_repair_removes_no_object_of_which_one_ranks_file_cannot_be_read(tmp_path):
+    root = tmp_path / "root"
+    with tier_pair(root, world_size=2) as made:
+        made.store(chain("p", 2))
+    files = object_files(root)
+    fsck.Check(str(root), repair=True, device=Unreadable(made.path(chain("p", 2)[0], 1).name)).run()
+    assert object_files(root) == files
+
+
+def test_repair_removes_nothing_that_builds_on_what_lies_in_a_directory_that_cannot_be_listed(root, monkeypatch):
+    files, scandir = object_files(root), os.scandir
+    unlisted = str(path_of(root, chain("p", 4)[1]).parent)
+
+    def refuse(path):
+        if path == unlisted:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return scandir(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.scandir", refuse)
+        assert not fsck.Check(str(root), repair=True).run().is_sound
+    assert object_files(root) == files
+
+
+def test_one_error_of_a_read_does_not_make_another_keys_checksums_wrong(tmp_path):
+    key_file = tmp_path / "key"
+    key_file.write_bytes(bytes(range(32)))
+    key_file.chmod(0o600)
+    root = tmp_path / "root"
+    with tier_pair(root, integrity_key_file=str(key_file)) as made:
+        made.store(chain("p", 2))
+    files = object_files(root)
+    for fingerprint in NAMESPACE.fingerprints:
+        (root / fingerprint / "namespace.json").unlink()  # so either kind of checksum may be right
+    device = Unreadable(files[0].name, times=1)
+    fsck.Check(str(root), repair=True, device=device, integrity=integrity_of(str(key_file))).run()
+    assert object_files(root) == files
 
 
 def test_a_file_that_goes_while_it_is_checked_is_no_finding(root):

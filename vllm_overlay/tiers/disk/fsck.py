@@ -125,6 +125,8 @@ class Check:
         self._report = Report()
         self._files: dict[str, list[FoundFile]] = {}
         self._done = self._total = 0
+        self._has_unread = False
+        """Whether something could not be read: then nobody knows what is not there."""
 
     def run(self) -> Report:
         """Raises OSError when the root itself cannot be read."""
@@ -164,6 +166,11 @@ class Check:
 
         self._problem(path, what, detail, removed)
 
+    def _unread(self, path: str, detail: str) -> None:
+        """A problem that has no repair but to try again."""
+        self._has_unread = True
+        self._problem(path, What.UNREADABLE, detail, lambda: False)
+
     def _relative(self, path: str) -> str:
         return os.path.relpath(os.path.join(self._root, path), self._root)
 
@@ -174,7 +181,7 @@ class Check:
         try:
             entries = sorted(os.scandir(path), key=lambda entry: entry.name)
         except OSError as error:
-            self._problem(path, What.UNREADABLE, str(error.strerror), lambda: False)
+            self._unread(path, str(error.strerror))
             return
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
@@ -306,9 +313,11 @@ class Check:
             if (header.fingerprint.hex(), (header.object_id, header.rank)) != (fingerprint, parsed):
                 raise BadObject(Reason.HEADER)
         except BadObject as bad:
-            if bad.reason != Reason.MISSING and os.path.lexists(file.path):  # else it was evicted meanwhile
-                what = What.UNREADABLE if bad.reason == Reason.IO_ERROR else What(bad.reason)
-                self._remove(file.path, what, f"{file.num_bytes} bytes: {bad.__cause__ or bad.reason}")
+            detail = f"{file.num_bytes} bytes: {bad.__cause__ or bad.reason}"
+            if not bad.is_bad:
+                self._unread(file.path, detail)
+            elif bad.reason != Reason.MISSING and os.path.lexists(file.path):  # else it was evicted meanwhile
+                self._remove(file.path, What(bad.reason), detail)
             return None
         finally:
             self._done = before
@@ -319,8 +328,11 @@ class Check:
 
     def _verify(self, path: str, integrities: tuple[Integrity, ...]) -> ObjectHeader:
         for integrity in integrities[:-1]:
-            with contextlib.suppress(BadObject):
+            try:
                 return verify_file(self._device, path, self._count, integrity)
+            except BadObject as bad:
+                if not bad.is_bad:
+                    raise
         return verify_file(self._device, path, self._count, integrities[-1])
 
     def _count(self, num_bytes: int) -> None:
@@ -331,6 +343,8 @@ class Check:
         for file in files:
             if namespace.is_in_use:
                 self._note(file.path, what, f"{detail}; served now, so it may be on its way")
+            elif self._has_unread:
+                self._problem(file.path, what, f"{detail}; it stays while something cannot be read", lambda: False)
             else:
                 self._remove(file.path, what, detail)
 
