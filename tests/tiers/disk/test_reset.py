@@ -150,9 +150,8 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("has_words", [True, False], ids=["with words", "killed before it had any"])
-def test_what_a_killed_process_stored_after_a_reset_is_removed_by_the_next(tmp_path, has_words):
-    root = tmp_path / "root"
+def kill_after_a_reset(root):
+    """Leaves what a process stored before it was killed, some of it after a reset."""
     process = start(STORE_AFTER_RESET, root)
     try:
         assert process.stdout.readline() == "stored\n"
@@ -161,14 +160,30 @@ def test_what_a_killed_process_stored_after_a_reset_is_removed_by_the_next(tmp_p
             assert len(namespaces(root)) == 3  # it is served
     finally:
         kill(process)
-    for name in namespaces(root) - set(NAMESPACE.fingerprints) if not has_words else ():
-        (root / name / DESCRIPTION).unlink()
+
+
+def test_what_a_killed_process_stored_after_a_reset_is_removed_by_the_next(tmp_path):
+    root = tmp_path / "root"
+    kill_after_a_reset(root)
     with tier_pair(root) as made:
         until(lambda: namespaces(root) == set(NAMESPACE.fingerprints))
         made.recovered()
         assert made.reasons([*chain("p", 1), *chain("q", 1)]) == [""] * 4
         with Ledger(str(root), Device()).locked() as state:
             assert state.file_bytes == 4 * on_disk()
+
+
+def test_what_does_not_say_that_a_reset_began_it_stays_until_room_is_needed(tmp_path):
+    root = tmp_path / "root"
+    kill_after_a_reset(root)
+    (unnamed,) = namespaces(root) - set(NAMESPACE.fingerprints)
+    (root / unnamed / DESCRIPTION).unlink()  # its process was killed before it had written that
+    with tier_pair(root, capacity_bytes=12 * on_disk()) as made:
+        made.recovered()
+        made.store(chain("r", 1))
+        assert unnamed in namespaces(root)
+        made.store(chain("s", 9))
+        assert unnamed not in namespaces(root)
 
 
 def test_each_reset_is_a_namespace_and_the_one_before_goes(tmp_path):

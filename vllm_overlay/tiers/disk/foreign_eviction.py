@@ -48,30 +48,36 @@ class ForeignEviction:
         return self._remove_idle(self._others(), num_bytes)
 
     def remove_abandoned_namespaces(self) -> None:
-        """Remove idle namespaces that nobody will serve again: those that a reset began, in whatever process.
+        """Remove idle namespaces that say of themselves that a reset began them: nobody will serve them again.
 
-        Also those without words: whoever began one was killed before it could say whether it is such a one.
+        Also directories without ``namespace.json`` and without objects. One with objects may be anybody's: that file
+        fails to be written, or is removed, while its objects are right.
         """
-        self._remove_idle([each for each in self._others() if self._is_abandoned(each)], sys.maxsize)
-
-    def _is_abandoned(self, fingerprint: str) -> bool:
-        directory = os.path.join(self._root, fingerprint)
-        return (
-            not os.path.lexists(os.path.join(directory, DESCRIPTION)) or manifest_or_empty(directory).is_of_one_process
-        )
+        others = {each: manifest_or_empty(os.path.join(self._root, each)) for each in self._others()}
+        self._remove_idle([each for each, manifest in others.items() if manifest.is_of_one_process], sys.maxsize)
+        unnamed = [each for each in others if not os.path.lexists(os.path.join(self._root, each, DESCRIPTION))]
+        with self._locked_if_idle(unnamed) as idle:
+            for fingerprint in idle:
+                self._remove_directory(fingerprint)
 
     def _remove_idle(self, fingerprints: Iterable[str], num_bytes: int) -> int:
+        with self._locked_if_idle(fingerprints) as idle:
+            removed = self._remove_oldest(idle, num_bytes)
+            if removed < num_bytes:
+                for fingerprint in idle:
+                    self._remove_directory(fingerprint)
+        return removed
+
+    @contextlib.contextmanager
+    def _locked_if_idle(self, fingerprints: Iterable[str]) -> Iterator[list[str]]:
+        """Those that nobody serves, and nobody begins to serve meanwhile."""
         with contextlib.ExitStack() as locks:
             idle = []
             for fingerprint in fingerprints:
                 if (fd := try_lock(in_use_path(self._root, fingerprint))) is not None:
                     locks.callback(os.close, fd)
                     idle.append(fingerprint)
-            removed = self._remove_oldest(idle, num_bytes)
-            if removed < num_bytes:
-                for fingerprint in idle:
-                    self._remove_directory(fingerprint)
-        return removed
+            yield idle
 
     def remove_used(self, num_bytes: int) -> int:
         """The same of all other namespaces. Their processes will find these objects missing."""
@@ -110,7 +116,7 @@ class ForeignEviction:
         return removed
 
     def _remove_directory(self, fingerprint: str) -> None:
-        """Called when it holds no object and its lock is ours; stays when a file of somebody's is in it."""
+        """Called when its lock is ours; stays when it holds an object or a file of somebody's."""
         top = os.path.join(self._root, fingerprint)
         with contextlib.suppress(OSError):
             for name in os.listdir(top):

@@ -67,8 +67,8 @@ def manifest_or_empty(directory: str) -> Manifest:
         return Manifest()
 
 
-def write_manifest(device: Device, directory: str, namespace: DiskNamespace, fingerprint: str) -> None:
-    """Best effort: a namespace without words works. Called by what serves, when it begins to."""
+def write_manifest(device: Device, directory: str, namespace: DiskNamespace, fingerprint: str) -> bool:
+    """Whether it was written: a namespace without it works. Called by what serves."""
     temporary = os.path.join(directory, temporary_name())
     words = {
         "fingerprint": fingerprint,
@@ -86,3 +86,5 @@ def write_manifest(device: Device, directory: str, namespace: DiskNamespace, fin
     except OSError as error:
         remove_quietly(device, temporary)
         logger.warning("disk tier: %s has no namespace.json: %s", directory, error)
+        return False
+    return True

@@ -3,14 +3,18 @@
 
 import logging
 import os
+import time
 
+from vllm_overlay.common.backoff import Backoff
 from vllm_overlay.common.file_lock import is_in_place, lock
 from vllm_overlay.tiers.disk.device import Device, make_directory, open_root
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.manifest import write_manifest
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, DiskNamespace
 from vllm_overlay.tiers.disk.root import in_use_path
 
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
 logger = logging.getLogger(__name__)
 
 
@@ -25,7 +29,8 @@ class Membership:
         self._held: dict[str, int] = {}
         self.slot: int | None = None
         self.namespace: DiskNamespace | None = None
-        self._described: DiskNamespace | None = None
+        self._described: set[str] = set()
+        self._description_pauses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
     def take(self, namespace: DiskNamespace) -> None:
         """Lock everything anew, under a root that is made if it is not there. Raises ConfigError like ``open_root``."""
@@ -37,6 +42,7 @@ class Membership:
     def serve(self, namespace: DiskNamespace) -> None:
         """Tell the others that these directories are in use, and no longer those served before."""
         before, self._held = self._held, {}
+        self._described = set()
         try:
             for fingerprint in namespace.fingerprints:
                 directory = os.path.join(self._root, fingerprint)
@@ -49,12 +55,31 @@ class Membership:
             for fd in before.values():
                 os.close(fd)
 
-    def describe(self) -> None:
-        """Write the words of what is served, once. Nobody who serves waits for them."""
-        if self.namespace is not None and self._described is not self.namespace:
-            self._described = self.namespace
-            for fingerprint in self.namespace.fingerprints:
-                write_manifest(self._device, os.path.join(self._root, fingerprint), self.namespace, fingerprint)
+    def describe(self, is_last: bool = False) -> None:
+        """Write ``namespace.json`` of what is served: once, and again where it is missing.
+
+        Called at each turn. After a failure it pauses, but not when ``is_last``. Nobody who serves waits for it.
+        """
+        if self.namespace is None or not (is_last or self._description_pauses.may_try(time.monotonic())):
+            return
+        written = [self._write_manifest(self.namespace, each) for each in self._undescribed(self.namespace)]
+        if written:
+            pauses = self._description_pauses
+            (pauses.succeeded if all(written) else pauses.failed)(time.monotonic())
+
+    def _undescribed(self, namespace: DiskNamespace) -> list[str]:
+        """The fingerprints of which this process has not said what they are, or whose file is gone."""
+        return [
+            fingerprint
+            for fingerprint in namespace.fingerprints
+            if fingerprint not in self._described
+            or not os.path.lexists(os.path.join(self._root, fingerprint, DESCRIPTION))
+        ]
+
+    def _write_manifest(self, namespace: DiskNamespace, fingerprint: str) -> bool:
+        is_written = write_manifest(self._device, os.path.join(self._root, fingerprint), namespace, fingerprint)
+        (self._described.add if is_written else self._described.discard)(fingerprint)
+        return is_written
 
     def is_lost(self) -> bool:
         """Whether something we keep locked is not there any more: the root was removed, replaced or unmounted."""
@@ -73,4 +98,4 @@ class Membership:
     def stop_serving(self) -> None:
         while self._held:
             os.close(self._held.popitem()[1])
-        self.namespace = self._described = None
+        self.namespace = None

@@ -361,6 +361,7 @@ class Reclaimer:
     def _give_lease_back(self) -> None:
         if self._membership.slot is None or self._membership.is_lost():
             return
+        self._membership.describe(is_last=True)
         self._membership.stop_serving()
         self._foreign.own = ()
         self._foreign.remove_abandoned_namespaces()
