@@ -168,6 +168,15 @@ def test_strangers_are_named_without_harm_to_the_terminal_and_left_alone(root, c
     assert (elsewhere / "ab" / ".tmp.99999999.1.2").exists()
 
 
+def test_what_takes_the_place_of_a_leases_lock_is_a_problem_for_the_operator(root, capsys):
+    (root / "leases" / "0").unlink()
+    (root / "leases" / "0").mkdir()
+    status, report = run(capsys, "fsck", root, "--repair")
+    assert (status, findings(report)) == (1, [("0", "stranger", True)])
+    (root / "leases" / "0").rmdir()
+    assert run(capsys, "fsck", root)[0] == 0
+
+
 @pytest.mark.parametrize("words", [b"{", b"[1]", b"[" * 100_000, b"\xff", b'{"x": "' + b"y" * (1 << 20) + b'"}'])
 def test_a_hostile_namespace_json_is_a_note(root, capsys, words):
     (root / NAMESPACE.snapshot / "namespace.json").write_bytes(words)

@@ -4,6 +4,7 @@
 import errno
 import logging
 import os
+import socket
 import threading
 
 import pytest
@@ -257,3 +258,37 @@ def test_warnings_of_one_topic_are_counted_and_not_repeated(caplog, monkeypatch)
     now[0] += 61
     log.warning("a", "it failed: %s", "y")
     assert caplog.messages == ["it failed: x", "other", "it failed: y (4 more like this since)"]
+
+
+def place(path, kind):
+    """Something in the place of a lock that no process can open as a file."""
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(path.parent)
+    else:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(os.path.relpath(path))
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "socket"])
+def test_a_slot_whose_lock_is_no_file_is_nobodys_and_another_one_is_taken(ledger, tmp_path, kind):
+    grant(ledger, 0, 1000)
+    place(tmp_path / "leases" / "0", kind)
+    slot, fd = ledger.claim_slot()
+    assert slot == 1
+    assert ledger.count_processes() == 1
+    ledger.reconcile(lambda: 0)
+    assert read(ledger, 0) == (0, 0)
+    os.close(fd)
+
+
+def test_when_no_slot_can_be_locked_the_reason_is_told(ledger, monkeypatch):
+    def refuse(path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    monkeypatch.setattr("vllm_overlay.tiers.disk.ledger.try_lock", refuse)
+    with pytest.raises(OSError, match="Read-only file system"):
+        ledger.claim_slot()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a restart finds, after a close as after a kill, and what it removes."""
 
+import contextlib
+import dataclasses
 import errno
 import os
 import re
@@ -16,10 +18,12 @@ from tests.tiers.disk.files import bytes_under, ledger_of, object_files, on_disk
 from tests.tiers.disk.inside import has_found_all_and_is_short, is_short
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.processes import WRITER, kill, start
-from tests.tiers.disk.tier_pair import tier_pair
+from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.device import Device, temporary_name
+from vllm_overlay.tiers.disk.format import MAX_PAYLOAD_BYTES, FormatError, ObjectHeader
+from vllm_overlay.tiers.disk.gc import collect
 from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
 
 
@@ -300,3 +304,86 @@ class LittleFree(Device):
 
     def free_bytes(self, path: str) -> int:
         return self._num_bytes - bytes_under(self._root)
+
+
+def theirs(directory: Path) -> Path:
+    """A temporary of another host."""
+    return directory / re.sub(r"[0-9a-f]{8}", "0" * 8, temporary_name(), count=1)
+
+
+def test_a_time_far_in_the_future_is_no_reason_to_keep_a_temporary(tmp_path):
+    root = tmp_path / "root"
+    with tier_pair(root) as made:
+        made.store(chain("p", 1))
+        directory = object_files(root)[0].parent
+        own, writing, *left = directory / temporary_name(), theirs(directory), theirs(directory), theirs(root)
+        for path in (own, writing, *left):
+            path.write_bytes(b"half an object")
+        for path in (own, *left):
+            os.utime(path, (time.time() + 1e8,) * 2)
+        os.utime(writing, (time.time() + 600,) * 2)  # the clock of its host is ahead
+        with tier_pair(root) as other:  # not alone
+            other.store(chain("q", 1))
+            assert temporaries(root) == sorted([own, writing])
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_time_far_in_the_future_is_no_reason_to_keep_what_belongs_to_no_object(tmp_path, is_alone):
+    objects = chain("p", 5)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(objects)
+    made.path(objects[1]).unlink()
+    unreachable = [made.path(planned) for planned in objects[2:]]
+    for path in unreachable[1:]:
+        os.utime(path, (time.time() + 1e8,) * 2)
+    os.utime(unreachable[0], (time.time() + 600,) * 2)
+    with contextlib.ExitStack() as others:
+        if not is_alone:
+            others.enter_context(tier_pair(made.root, namespace=OTHER_NAMESPACE)).recovered()
+        with tier_pair(made.root) as again:
+            again.recovered()
+            until(lambda: not any(path.exists() for path in unreachable[1:]))
+            assert unreachable[0].exists()  # it may be on its way
+            assert again.reasons(objects[:1]) == [""]
+
+
+# Sizes.
+
+
+def make_as_large_as_possible(path: Path) -> None:
+    """A sparse file of 2^63 bytes or, where the file system takes none, of some TiB."""
+    path.touch()
+    for num_bytes in ((1 << 63) - 1, (1 << 44) - (1 << 20), 1 << 42):
+        with contextlib.suppress(OSError):
+            return os.truncate(path, num_bytes)
+    pytest.skip("this file system takes no file of 4 TiB")
+
+
+def test_files_of_impossible_sizes_hinder_nobody(tmp_path):
+    """As sparse as they are, they would be more bytes than any capacity, and than the ledger can say."""
+    root = tmp_path / "root"
+    with tier_pair(root) as made:
+        made.store(chain("p", 2))
+    directory = made.path(chain("p", 2)[0]).parent
+    huge = [directory / "a", directory / f"{directory.name}.f0.r0", made.path(chain("q", 1)[0])]
+    for path in huge:
+        path.parent.mkdir(exist_ok=True)
+        make_as_large_as_possible(path)
+        os.utime(path, (1e9,) * 2)
+    (root / "ledger").unlink()
+    with tier_pair(root, capacity_bytes=20 * on_disk()) as again:
+        again.store(chain("q", 1))  # over one of them
+        again.recovered()
+        assert again.reasons([*chain("p", 2), *chain("q", 1)]) == [""] * 5
+        until(lambda: not huge[1].exists())  # it has an object's name and is none
+        assert ledger_of(root)[0] == 5 * on_disk()
+        assert collect(str(root), max_bytes=1 << 30).removed_files == 0
+    assert huge[0].exists()
+
+
+def test_a_header_that_says_an_impossible_size_is_none():
+    planned = PlannedObject(ObjectId("f0", b"key"), (), 0, 64, MAX_PAYLOAD_BYTES + 1)
+    header = ObjectHeader(bytes(32), planned.object_id, (), 0, 64, planned.num_bytes, 0, 1, 1, bytes(16))
+    with pytest.raises(FormatError):
+        header.encode()
+    assert ObjectHeader.decode(dataclasses.replace(header, payload_bytes=MAX_PAYLOAD_BYTES).encode())

@@ -160,3 +160,10 @@ def test_a_full_or_failing_disk_at_start_is_not_fatal(tmp_path):
     device.faults.clear()
     made.store(chain("p", 1))
     made.close()
+
+
+def test_a_directory_in_the_place_of_a_leases_lock_stops_no_store(tmp_path):
+    (tmp_path / "root" / "leases" / "0").mkdir(parents=True)
+    (tmp_path / "root").chmod(0o700)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 2))

@@ -15,6 +15,8 @@ MAGIC = b"HKVOBJ\r\n"
 VERSION = versions.DISK_OBJECT
 HEADER_BYTES = PAGE_BYTES
 MAX_PARENTS = 8
+MAX_PAYLOAD_BYTES = 1 << 40
+"""An object passes through host memory as a whole, so none has a TiB in one rank."""
 
 _FIXED = struct.Struct("<8sIIQQQQIIBB6x32s32s")
 _NAME = struct.Struct("<BB6x8s64s")
@@ -34,6 +36,12 @@ def padded_bytes(num_bytes: int) -> int:
 def file_bytes(payload_bytes: int) -> int:
     """The exact size of the file of an object of ``payload_bytes``."""
     return HEADER_BYTES + padded_bytes(payload_bytes)
+
+
+def counted_bytes(size: int) -> int:
+    """What a file of that size counts against the capacity. One larger than any object's, say a sparse one, is not ours
+    and counts nothing."""
+    return size if size <= file_bytes(MAX_PAYLOAD_BYTES) else 0
 
 
 class Identity(NamedTuple):
@@ -82,7 +90,8 @@ class ObjectHeader:
             raise ValueError(f"a fingerprint has 32 bytes and a checksum {integrity.num_bytes}")
         if len(self.parents) > MAX_PARENTS:
             raise ValueError(f"an object has at most {MAX_PARENTS} parents")
-        if not (self.start_tokens <= self.end_tokens and self.rank < self.world_size and self.payload_bytes > 0):
+        is_possible = 0 < self.payload_bytes <= MAX_PAYLOAD_BYTES
+        if not (self.start_tokens <= self.end_tokens and self.rank < self.world_size and is_possible):
             raise ValueError("token range, rank or size is impossible")
         page = bytearray(HEADER_BYTES)
         _FIXED.pack_into(

@@ -20,7 +20,7 @@ from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.device import DIRECTORY_MODE, FILE_MODE, Device, is_temporary
 from vllm_overlay.tiers.disk.format import ObjectHeader
-from vllm_overlay.tiers.disk.ledger import Ledger, LedgerState
+from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger, LedgerState
 from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty, read_manifest
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, IN_USE, parse_file_name
@@ -30,6 +30,7 @@ from vllm_overlay.tiers.disk.scan import FAN_OUT, FoundFile, count_files, is_orp
 
 _OF_THE_ROOT = frozenset({"ledger", "weights.json", "weights.lock"})
 _LEASES = "leases"
+_SLOTS = frozenset(map(str, range(NUM_SLOTS)))
 
 
 class What(StrEnum):
@@ -56,7 +57,7 @@ class What(StrEnum):
     MANIFEST = "manifest"
     """A namespace.json that cannot be read."""
     STRANGER = "stranger"
-    """Not ours: never opened, never changed."""
+    """Not ours: never opened, never changed. A problem only in the place of a lease's lock."""
 
 
 @dataclass(slots=True)
@@ -201,7 +202,10 @@ class Check:
 
     def _walk_leases(self, path: str) -> None:
         for entry, state in self._entries(path):
-            if not (stat.S_ISREG(state.st_mode) and entry.name.isdecimal()):
+            is_slot = entry.name in _SLOTS
+            if is_slot and not stat.S_ISREG(state.st_mode):
+                self._problem(entry.path, What.STRANGER, f"{_type(state)} in the place of a lock", lambda: False)
+            elif not is_slot:
                 self._note(entry.path, What.STRANGER, _type(state))
 
     def _walk_namespace(self, fingerprint: str, path: str) -> None:

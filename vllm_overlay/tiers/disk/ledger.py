@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from vllm_overlay.common.file_lock import lock, try_lock
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.checksum import XXH3
 from vllm_overlay.tiers.disk.device import Device, make_directory
+from vllm_overlay.tiers.disk.format import counted_bytes
 from vllm_overlay.tiers.disk.root import lock_directory
 
 logger = logging.getLogger(__name__)
@@ -123,14 +125,32 @@ class Ledger:
             return slot, fd
 
     def _lock_any_slot(self, state: LedgerState) -> tuple[int, int]:
-        """One with an empty lease, if there is any."""
+        """One with an empty lease, if there is any. A slot that cannot be locked, say a directory, is passed by."""
+        refusal = OSError(f"{NUM_SLOTS} processes share {self._path} already")
         for slot in sorted(range(NUM_SLOTS), key=lambda slot: state.leases[slot] > 0):
-            if (fd := self._lock_slot(slot)) is not None:
+            try:
+                fd = self._lock_slot(slot)
+            except OSError as error:
+                refusal = error
+                continue
+            if fd is not None:
                 return slot, fd
-        raise OSError(f"{NUM_SLOTS} processes share {self._path} already")
+        raise refusal
 
     def _lock_slot(self, slot: int) -> int | None:
         return try_lock(self.path_of_slot(slot))
+
+    def _is_slot_held(self, slot: int) -> bool:
+        """Whether a process holds it. What lies there and is no file is held by nobody: its owner has noticed."""
+        try:
+            fd = self._lock_slot(slot)
+        except OSError:
+            if stat.S_ISREG(os.lstat(self.path_of_slot(slot)).st_mode):
+                raise
+            return False
+        if fd is not None:
+            os.close(fd)
+        return fd is None
 
     def path_of_slot(self, slot: int) -> str:
         """The file that the owner of this lease keeps locked."""
@@ -138,23 +158,12 @@ class Ledger:
 
     def dead_slots(self, state: LedgerState) -> list[int]:
         """Slots with bytes that no living process holds. Call with the lock held."""
-        dead = []
-        for slot, num_bytes in enumerate(state.leases):
-            if num_bytes and (fd := self._lock_slot(slot)) is not None:
-                os.close(fd)
-                dead.append(slot)
-        return dead
+        return [slot for slot, num_bytes in enumerate(state.leases) if num_bytes and not self._is_slot_held(slot)]
 
     def count_processes(self) -> int:
         """How many leases of this root are held now."""
         with self.locked():
-            held = 0
-            for name in filter(str.isdecimal, os.listdir(self._leases)):
-                if (fd := self._lock_slot(int(name))) is None:
-                    held += 1
-                else:
-                    os.close(fd)
-        return held
+            return sum(self._is_slot_held(int(name)) for name in os.listdir(self._leases) if name.isdecimal())
 
     def reconcile(self, count_files: Callable[[], int]) -> None:
         """Count the files anew and free the leases of the dead. Writers and removers wait meanwhile."""
@@ -199,7 +208,7 @@ class Ledger:
 
     def _size_of(self, path: str) -> int:
         try:
-            return self._device.lstat(path).st_size
+            return counted_bytes(self._device.lstat(path).st_size)
         except FileNotFoundError:
             return 0
 
@@ -216,7 +225,7 @@ class Ledger:
 
     def _unlink(self, state: LedgerState, path: str) -> int:
         try:
-            num_bytes = self._device.lstat(path).st_size
+            num_bytes = counted_bytes(self._device.lstat(path).st_size)
             self._device.unlink(path)
         except OSError:
             return 0

@@ -18,7 +18,13 @@ from vllm_overlay.tiers.disk.listing import FoundObject, parents_first, read_pla
 from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
 from vllm_overlay.tiers.disk.object_file import BadObject
 from vllm_overlay.tiers.disk.reclaimer import Reclaimer
-from vllm_overlay.tiers.disk.scan import ORPHAN_AGE_S, FoundFile, fan_out_directories, scan_directory
+from vllm_overlay.tiers.disk.scan import (
+    ORPHAN_AGE_S,
+    FoundFile,
+    fan_out_directories,
+    scan_directory,
+    was_written_before,
+)
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
 from vllm_overlay.tiers.disk.usage import measure_usage
 
@@ -146,7 +152,7 @@ class Recovery:
     def _discard(self, files: list[FoundFile]) -> None:
         if files and not self._is_closing:
             youngest = self._started - (_CLOCK_TICK_S if self._reclaimer.is_alone() else ORPHAN_AGE_S)
-            self._reclaimer.remove_paths([file.path for file in files if file.mtime < youngest])
+            self._reclaimer.remove_paths([file.path for file in files if was_written_before(file, youngest)])
 
     def _scan(self) -> _Part:
         """Whole objects, and the files of those that are not: several threads, each with a directory at a time."""

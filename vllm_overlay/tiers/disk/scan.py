@@ -9,14 +9,17 @@ from collections.abc import Iterator
 import msgspec
 
 from vllm_overlay.tiers.disk.device import Device, is_temporary, remove_quietly, writer_is_alive
+from vllm_overlay.tiers.disk.format import counted_bytes
 from vllm_overlay.tiers.disk.namespace import FINGERPRINT
 
 ORPHAN_AGE_S = 3600.0
+"""Nobody writes a file for longer, and no two hosts' clocks are further apart."""
 FAN_OUT = re.compile(r"[0-9a-f]{2}")
 
 
 class FoundFile(msgspec.Struct, frozen=True, gc=False):
-    """A file in a namespace's directories. ``mtime`` is in seconds since the epoch."""
+    """A file in a namespace's directories. ``num_bytes`` is what it counts against the capacity, ``mtime`` in seconds
+    since the epoch."""
 
     path: str
     name: str
@@ -58,7 +61,7 @@ def scan_directory(path: str, is_strict: bool = False) -> Iterator[FoundFile]:
             found = entry.stat(follow_symlinks=False)
         except harmless:
             continue
-        yield FoundFile(entry.path, entry.name, found.st_size, found.st_mtime)
+        yield FoundFile(entry.path, entry.name, counted_bytes(found.st_size), found.st_mtime)
 
 
 def _entries(path: str, is_strict: bool) -> Iterator[os.DirEntry[str]]:
@@ -78,8 +81,16 @@ def is_orphan(file: FoundFile, is_alone: bool = False) -> bool:
     """A temporary that nobody will rename any more. ``is_alone`` says that no other process uses the root."""
     is_alive = writer_is_alive(file.name)
     if is_alive is None:
-        return is_alone or time.time() - file.mtime > ORPHAN_AGE_S
+        return is_alone or was_written_before(file, time.time() - ORPHAN_AGE_S)
     return not is_alive
+
+
+def was_written_before(file: FoundFile, moment: float) -> bool:
+    """Whether nobody has written the file since, as far as its time says.
+
+    A time so far in the future that no clock explains it says nothing, and must not keep a file for ever.
+    """
+    return file.mtime < moment or file.mtime > time.time() + ORPHAN_AGE_S
 
 
 def count_files(root: str, device: Device, is_alone: bool = False) -> int:
