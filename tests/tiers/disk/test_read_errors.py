@@ -172,15 +172,16 @@ def test_it_is_stored_again_and_found_at_once_with_all_that_builds_on_it(made):
     assert made.tier.reserve(FIRST) is None
 
 
-def test_what_is_found_to_be_wrong_while_it_is_stored_again_goes(made):
-    unreadable(made, SNAPSHOT)
-    ticket = made.tier.reserve(SNAPSHOT)
-    made.tier.drop(SNAPSHOT.object_id)
-    assert made.path(SNAPSHOT).exists()  # a rank may be writing
-    made.tier.commit(ticket.ticket)
-    until(lambda: not made.path(SNAPSHOT).exists())
-    assert not made.has(SNAPSHOT)
-    assert restore_point(made) == 320
+@pytest.mark.parametrize("ending", ["commit", "abort"])
+def test_a_drop_while_it_is_stored_again_costs_nothing_that_builds_on_it(made, clock, ending):
+    """The store is overdue, or an earlier load has found the old file to be wrong, which is about to be replaced."""
+    unreadable(made, FIRST)
+    ticket = made.tier.reserve(FIRST)
+    made.tier.drop(FIRST.object_id)
+    getattr(made.tier, ending)(ticket.ticket)
+    clock[0] += async_lookup.SHUN_S
+    assert restore_point(made) == 640
+    assert load(made, WHOLE) == [""] * len(WHOLE)
 
 
 def test_it_gives_way_like_all_else_when_room_is_needed(tmp_path):
@@ -254,7 +255,7 @@ def test_what_was_not_read_at_start_gives_way_when_room_is_needed(tmp_path):
     with tier_pair(tmp_path / "root", device=device, capacity_bytes=capacity) as made:
         made.recovered()
         assert len(made.tier.index) == 0
-        made.store(chain("q", 5))
-        assert made.reasons(chain("q", 5)) == [""] * 6
-        assert len(object_files(made.root)) > 20
+        made.store([chain(f"q{turn}", 1)[0] for turn in range(20)])
+        assert made.tier.usage().used_bytes > capacity // 4
         assert bytes_of_objects(made.root) <= capacity
+        assert before.path(objects[0]).exists()  # most of what builds on it is there still

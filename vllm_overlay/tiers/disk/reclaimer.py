@@ -106,6 +106,7 @@ class Reclaimer:
         self._removing: set[ObjectId] = set()
         self._short_bytes = 0
         self._own_bytes: int | None = None
+        self._file_bytes = 0
         self._thread = threading.Thread(target=self._run, name="disk-reclaimer", daemon=True)
         self._thread.start()
 
@@ -261,6 +262,7 @@ class Reclaimer:
         free_bytes = self._device.free_bytes(self._root) + self._lease.recycled_bytes - self._limits.min_free_bytes
         with self._ledger.locked() as state:
             self._batch_bytes = self._limits.batch_bytes(self._usable_bytes(state, free_bytes))
+            self._file_bytes = state.file_bytes or 0
             room = self._room(state, free_bytes)
             state.leases[slot], short = self._lease.refill(state.leases[slot], self._batch_bytes, room)
             self._must_shrink = self._lease.must_shrink(room)
@@ -347,13 +349,14 @@ class Reclaimer:
     def _remove_others(self, num_bytes: int) -> int:
         """Remove what nobody serves; and while we have less than an equal share, what others serve.
 
-        What we could not read at the start is nobody's, and counts as another's: it gives way until we have half.
+        What we could not read at the start is nobody's: while we are alone it gives way until we have half of all.
         """
         removed = self._foreign.remove_idle(num_bytes)
         if removed or self._own_bytes is None:
             return removed
         num_processes = self._ledger.count_processes()
-        if self._own_bytes >= self._limits.capacity_bytes // max(2, num_processes):
+        share = self._limits.capacity_bytes // num_processes if num_processes > 1 else self._file_bytes // 2
+        if self._own_bytes >= share:
             return 0
         removed = self._foreign.remove_used(num_bytes) if num_processes > 1 else 0
         return removed or self._foreign.remove_shared(num_bytes, self._is_known)
