@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What lies under a root: files, their bytes, and what the ledger says of them."""
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.tiers.disk.objects import OBJECT
 from vllm_overlay.tiers.disk.device import Device
@@ -61,3 +64,12 @@ def ledger_of(root: Path):
     """(bytes of files, bytes leased) as the ledger has them."""
     with Ledger(str(root), Device()).locked() as state:
         return state.file_bytes, sum(state.leases)
+
+
+def make_as_large_as_possible(path: Path) -> None:
+    """A sparse file of 2^63 bytes or, where the file system takes none, of some TiB."""
+    path.touch()
+    for num_bytes in ((1 << 63) - 1, (1 << 44) - (1 << 20), 1 << 42):
+        with contextlib.suppress(OSError):
+            return os.truncate(path, num_bytes)
+    pytest.skip("this file system takes no file of 4 TiB")

@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice
+from tests.tiers.disk.files import make_as_large_as_possible
 from tests.tiers.disk.waiting import until
 from vllm_overlay.common.file_lock import lock, try_lock
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
@@ -55,6 +56,18 @@ def test_publishing_over_a_file_takes_the_old_one_off(ledger, tmp_path):
     assert ledger.publish(3, write(tmp_path / "t", 300), str(tmp_path / "f"))
     assert ledger.publish(3, write(tmp_path / "t", 200), str(tmp_path / "f"))
     assert read(ledger, 3) == (200, 500)
+
+
+def test_a_file_larger_than_any_object_counts_neither_when_it_comes_nor_when_it_goes(ledger, tmp_path):
+    grant(ledger, 3, 1000)
+    assert ledger.publish(3, write(tmp_path / "t", 300), str(tmp_path / "f"))
+    for name in ("g", "h"):
+        make_as_large_as_possible(tmp_path / name)
+    assert ledger.retire(3, [(str(tmp_path / "g"), str(tmp_path / "spare"))], 1 << 63) == 0
+    assert ledger.publish(3, write(tmp_path / "t", 200), str(tmp_path / "g"))
+    assert ledger.remove_files([str(tmp_path / "h")]) == 0
+    assert not (tmp_path / "h").exists()
+    assert read(ledger, 3) == (500, 500)
 
 
 def test_a_lease_that_does_not_cover_it_publishes_nothing(ledger, tmp_path):

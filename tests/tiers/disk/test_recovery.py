@@ -11,12 +11,18 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from tests.tiers.disk.files import bytes_under, ledger_of, object_files, on_disk, temporaries
+from tests.tiers.disk.files import (
+    bytes_under,
+    ledger_of,
+    make_as_large_as_possible,
+    object_files,
+    on_disk,
+    temporaries,
+)  # fmt: skip
 from tests.tiers.disk.inside import has_found_all_and_is_short, is_short
-from tests.tiers.disk.objects import chain
+from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
@@ -265,17 +271,6 @@ def test_a_temporary_stays_while_its_writer_lives_or_where_nobody_can_say_until_
         assert temporaries(root) == sorted([own, own_old])
 
 
-def conversations(count: int, shared: int, own: int) -> list[list[PlannedObject]]:
-    """Prompts that share their first chunks, each with a snapshot."""
-    trunk = chain("system", shared)[:-1]
-    prompts = []
-    for name in range(count):
-        branch = chain(f"user {name}", own)
-        first = msgspec.structs.replace(branch[0], parents=(trunk[-1].object_id,))
-        prompts.append([*trunk, first, *branch[1:]])
-    return prompts
-
-
 @pytest.mark.parametrize("lost", ["capacity", "free space"])
 def test_a_restart_with_a_little_less_room_loses_a_little(tmp_path, lost):
     """Recovery hands over slices: of the first one the shared chunks have nothing above them, and yet must stay."""
@@ -350,29 +345,19 @@ def test_a_time_far_in_the_future_is_no_reason_to_keep_what_belongs_to_no_object
 # Sizes.
 
 
-def make_as_large_as_possible(path: Path) -> None:
-    """A sparse file of 2^63 bytes or, where the file system takes none, of some TiB."""
-    path.touch()
-    for num_bytes in ((1 << 63) - 1, (1 << 44) - (1 << 20), 1 << 42):
-        with contextlib.suppress(OSError):
-            return os.truncate(path, num_bytes)
-    pytest.skip("this file system takes no file of 4 TiB")
-
-
 def test_files_of_impossible_sizes_hinder_nobody(tmp_path):
     """As sparse as they are, they would be more bytes than any capacity, and than the ledger can say."""
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 2))
     directory = made.path(chain("p", 2)[0]).parent
-    huge = [directory / "a", directory / f"{directory.name}.f0.r0", made.path(chain("q", 1)[0])]
+    huge = [directory / "a", directory / f"{directory.name}.f0.r0"]
     for path in huge:
-        path.parent.mkdir(exist_ok=True)
         make_as_large_as_possible(path)
         os.utime(path, (1e9,) * 2)
     (root / "ledger").unlink()
     with tier_pair(root, capacity_bytes=20 * on_disk()) as again:
-        again.store(chain("q", 1))  # over one of them
+        again.store(chain("q", 1))
         again.recovered()
         assert again.reasons([*chain("p", 2), *chain("q", 1)]) == [""] * 5
         until(lambda: not huge[1].exists())  # it has an object's name and is none

@@ -232,12 +232,11 @@ class DiskTierManager(TierManager):
     # Removal.
 
     def drop(self, object_id: ObjectId) -> None:
-        if (
-            object_id in self._rewritten.values()
-        ):  # its old file is about to be replaced, and what builds on it is right
-            return self.suspend(object_id)
-        self._async_lookup.shun(object_id)
-        return self._forget(self.index.drop(object_id))
+        if object_id in self._rewritten.values():
+            self.suspend(object_id)  # its old file is about to be replaced, and what builds on it is right
+        else:
+            self._async_lookup.shun(object_id)
+            self._forget(self.index.drop(object_id))
 
     def suspend(self, object_id: ObjectId) -> None:
         """For ``SHUN_S``, or until it is stored again. Its file stays, and with it what builds on it."""
