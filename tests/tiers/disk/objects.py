@@ -3,6 +3,7 @@
 
 import hashlib
 
+import msgspec
 import numpy as np
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
@@ -25,6 +26,17 @@ def chain(name: str, length: int, num_bytes: int = OBJECT) -> list[PlannedObject
     ]
     end = length * 64
     return [*chunks, PlannedObject(ObjectId("s", key(name, "state")), (ids[-1],), end, end, num_bytes)]
+
+
+def conversations(count: int, shared: int, own: int) -> list[list[PlannedObject]]:
+    """Prompts that share their first chunks, each with a snapshot at its end."""
+    trunk = chain("system", shared)[:-1]
+    prompts = []
+    for name in range(count):
+        branch = chain(f"user {name}", own)
+        first = msgspec.structs.replace(branch[0], parents=(trunk[-1].object_id,))
+        prompts.append([*trunk, first, *branch[1:]])
+    return prompts
 
 
 def content(planned: PlannedObject, rank: int) -> np.ndarray:

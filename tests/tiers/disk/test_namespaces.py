@@ -2,9 +2,12 @@
 """Namespaces that share a root: what nobody serves gives way to what is served."""
 
 import os
+from contextlib import ExitStack
+
+import pytest
 
 from tests.tiers.disk.files import bytes_under, object_files, on_disk
-from tests.tiers.disk.objects import chain
+from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, store_many, tier_pair
 from tests.tiers.disk.waiting import until
 
@@ -21,7 +24,7 @@ def test_opening_a_root_tells_what_else_lives_there(tmp_path, caplog):
     assert f"{2 * on_disk()} bytes of model 'another' (idle)" in said
 
 
-def test_the_oldest_objects_of_a_namespace_that_nobody_serves_go_first(tmp_path):
+def test_of_a_namespace_that_nobody_serves_leaves_go_first(tmp_path):
     root = tmp_path / "root"
     capacity = 10 * on_disk()
     with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=capacity) as other:
@@ -35,8 +38,32 @@ def test_the_oldest_objects_of_a_namespace_that_nobody_serves_go_first(tmp_path)
         assert bytes_under(root) <= capacity
         assert made.tier.usage().evicted_objects == 0
     left = [other.path(planned).exists() for planned in chain("old", 8)]
-    assert left == sorted(left)
+    assert left == sorted(left, reverse=True)
     assert any(left)
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_a_neighbour_that_needs_a_little_room_leaves_what_others_share(tmp_path, is_served):
+    root = tmp_path / "root"
+    prompts = conversations(count=12, shared=4, own=3)
+    num_objects = len({item.object_id for prompt in prompts for item in prompt})
+    capacity = (num_objects + 2) * on_disk()
+    with ExitStack() as others:
+        other = others.enter_context(tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=2 * capacity))
+        for prompt in prompts:
+            other.store([item for item in prompt if not other.tier.has_or_awaits(item.object_id)])
+        if not is_served:
+            others.close()
+        with tier_pair(root, capacity_bytes=capacity) as made:
+            made.recovered()
+            made.store(chain("new", 5))
+            until(lambda: bytes_under(root) <= capacity)
+    with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=2 * capacity) as other:
+        other.recovered()
+        num_left = len(object_files(root)) - len(chain("new", 5))
+        assert num_left < num_objects
+        assert len(other.tier.index) == num_left
+        assert sum(all(other.coverage(prompt)) for prompt in prompts) >= len(prompts) // 2
 
 
 def test_a_namespace_that_nobody_serves_goes_as_a_whole_in_the_end(tmp_path):

@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -17,10 +18,43 @@ from vllm_overlay.tiers.disk.listing import WholeObject, leaves_first
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
 from vllm_overlay.tiers.disk.root import in_use_path
-from vllm_overlay.tiers.disk.scan import namespaces_under, scan_objects
+from vllm_overlay.tiers.disk.scan import namespaces_under
 
 SCAN_PAUSE_S = 5.0
+_ORDER_S = 30.0
+"""For so long no object of a scan is thought to have got children."""
 logger = logging.getLogger(__name__)
+
+
+class _Order:
+    """Objects of some namespaces, none before what depends on it.
+
+    A scan reads every header. So its order serves while it lasts and is young, and after a useless one the next waits.
+    """
+
+    def __init__(self, scan: Callable[[list[str]], Iterator[WholeObject]]) -> None:
+        self._scan = scan
+        self._leaves: Iterator[WholeObject] = iter(())
+        self._of: frozenset[str] = frozenset()
+        self._scanned = -math.inf
+        self.was_useful = False
+        """Whether something of the last scan was removed."""
+
+    def take(self, fingerprints: Iterable[str]) -> Iterator[WholeObject]:
+        """Goes on where the last call has stopped."""
+        wanted = frozenset(fingerprints)
+        age = time.monotonic() - self._scanned
+        if age < _ORDER_S:
+            yield from self._rest(wanted)
+        if self.was_useful or wanted != self._of or age > SCAN_PAUSE_S:
+            self._of, self._scanned, self.was_useful = wanted, time.monotonic(), False
+            self._leaves = self._scan(sorted(wanted))
+            yield from self._rest(wanted)
+
+    def _rest(self, wanted: frozenset[str]) -> Iterator[WholeObject]:
+        while (leaf := next(self._leaves, None)) is not None:
+            if leaf.fingerprint in wanted:
+                yield leaf
 
 
 class ForeignEviction:
@@ -34,9 +68,11 @@ class ForeignEviction:
         self._root = root
         self._ledger = ledger
         self._device = device
-        self._integrity = integrity
-        self._shared: Iterator[WholeObject] = iter(())
-        self._next_scan = 0.0
+
+        def scan(fingerprints: list[str]) -> Iterator[WholeObject]:
+            return leaves_first(root, fingerprints, device, integrity)
+
+        self._abandoned, self._idle, self._used, self._shared = (_Order(scan) for _ in range(4))
         self.own: tuple[str, ...] = ()
         """The fingerprints that this process serves."""
 
@@ -44,8 +80,11 @@ class ForeignEviction:
         return [fingerprint for fingerprint in namespaces_under(self._root) if fingerprint not in self.own]
 
     def remove_idle(self, num_bytes: int) -> int:
-        """Remove the oldest objects of idle namespaces, ``num_bytes`` of them or all there are; returns the bytes."""
-        return self._remove_idle(self._others(), num_bytes)
+        """Remove objects of idle namespaces, ``num_bytes`` of them or all there are; returns the bytes.
+
+        Leaves go first, the oldest of them before others: what is left can be reached.
+        """
+        return self._remove_idle(self._idle, self._others(), num_bytes)
 
     def remove_abandoned_namespaces(self) -> None:
         """Remove idle namespaces that say of themselves that a reset began them: nobody will serve them again.
@@ -54,15 +93,16 @@ class ForeignEviction:
         fails to be written, or is removed, while its objects are right.
         """
         others = {each: manifest_or_empty(os.path.join(self._root, each)) for each in self._others()}
-        self._remove_idle([each for each, manifest in others.items() if manifest.is_of_one_process], sys.maxsize)
+        abandoned = [each for each, manifest in others.items() if manifest.is_of_one_process]
+        self._remove_idle(self._abandoned, abandoned, sys.maxsize)
         unnamed = [each for each in others if not os.path.lexists(os.path.join(self._root, each, DESCRIPTION))]
         with self._locked_if_idle(unnamed) as idle:
             for fingerprint in idle:
                 self._remove_directory(fingerprint)
 
-    def _remove_idle(self, fingerprints: Iterable[str], num_bytes: int) -> int:
+    def _remove_idle(self, order: _Order, fingerprints: Iterable[str], num_bytes: int) -> int:
         with self._locked_if_idle(fingerprints) as idle:
-            removed = self._remove_oldest(idle, num_bytes)
+            removed = self._remove(order, idle, num_bytes)
             if removed < num_bytes:
                 for fingerprint in idle:
                     self._remove_directory(fingerprint)
@@ -81,38 +121,27 @@ class ForeignEviction:
 
     def remove_used(self, num_bytes: int) -> int:
         """The same of all other namespaces. Their processes will find these objects missing."""
-        return self._remove_oldest(self._others(), num_bytes)
+        return self._remove(self._used, self._others(), num_bytes)
 
     def remove_shared(self, num_bytes: int, is_ours: Callable[[ObjectId], bool]) -> int:
-        """The same of our own namespaces, leaves first: what others have stored there and we do not know.
+        """The same of our own namespaces: what others have stored there and we do not know."""
+        return self._remove(self._shared, self.own, num_bytes, lambda object_id: not is_ours(object_id))
 
-        A scan reads every header, so its order serves for as long as it lasts, and the next one waits a while.
-        """
-        removed = self._remove_leaves(num_bytes, is_ours)
-        if not removed and time.monotonic() > self._next_scan:
-            self._next_scan = time.monotonic() + SCAN_PAUSE_S
-            self._shared = leaves_first(self._root, list(self.own), self._device, self._integrity)
-            removed = self._remove_leaves(num_bytes, is_ours)
-        return removed
-
-    def _remove_leaves(self, num_bytes: int, is_ours: Callable[[ObjectId], bool]) -> int:
+    def _remove(
+        self,
+        order: _Order,
+        fingerprints: Iterable[str],
+        num_bytes: int,
+        may_go: Callable[[ObjectId], bool] = lambda object_id: True,
+    ) -> int:
         removed = 0
-        while removed < num_bytes and (leaf := next(self._shared, None)) is not None:
-            if not is_ours(leaf.object_id):
+        leaves = order.take(fingerprints)
+        while removed < num_bytes and (leaf := next(leaves, None)) is not None:
+            if may_go(leaf.object_id):
                 removed += self._ledger.remove_files([file.path for file in leaf.files])
-        return removed
-
-    def _remove_oldest(self, fingerprints: Iterable[str], num_bytes: int) -> int:
-        files = [file for fingerprint in fingerprints for file in scan_objects(self._root, fingerprint)]
-        paths: list[str] = []
-        for file in sorted(files, key=lambda file: file.mtime):
-            if num_bytes <= 0:
-                break
-            paths.append(file.path)
-            num_bytes -= file.num_bytes
-        removed = self._ledger.remove_files(paths)
         if removed:
-            logger.info("disk tier: removed %d bytes of other namespaces under %s", removed, self._root)
+            order.was_useful = True
+            logger.info("disk tier: removed %d bytes of others under %s", removed, self._root)
         return removed
 
     def _remove_directory(self, fingerprint: str) -> None:

@@ -80,6 +80,7 @@ def parents_first(found: Iterable[FoundObject]) -> tuple[list[FoundObject], list
 class WholeObject:
     """All ranks' files of one object."""
 
+    fingerprint: str
     object_id: ObjectId
     files: list[FoundFile] = field(default_factory=list)
     parents: set[ObjectId] = field(default_factory=set)
@@ -100,7 +101,7 @@ def leaves_first(root: str, fingerprints: list[str], device: Device, integrity: 
     for fingerprint in fingerprints:
         for file in scan_namespace(root, fingerprint):
             if (parsed := parse_file_name(file.name)) is not None:
-                item = objects.setdefault((fingerprint, parsed[0]), WholeObject(parsed[0]))
+                item = objects.setdefault((fingerprint, parsed[0]), WholeObject(fingerprint, parsed[0]))
                 item.files.append(file)
                 item.parents.update(_parents(device, file.path, integrity))
     by_name: defaultdict[ObjectId, list[WholeObject]] = defaultdict(list)
