@@ -5,14 +5,11 @@ import errno
 import logging
 import os
 import socket
-import threading
 
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import make_as_large_as_possible
-from tests.tiers.disk.waiting import until
-from vllm_overlay.common.file_lock import lock, try_lock
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.device import Device, temporary_name, writer_is_alive
 from vllm_overlay.tiers.disk.lease import Lease, RecycledFile
@@ -157,27 +154,6 @@ def test_a_state_that_is_not_whole_is_an_uncounted_one():
     assert LedgerState.decode(raw) == state
     for damaged in (b"", raw[:-1], raw + b"x", b"\xff" + raw[1:], bytes(len(raw))):
         assert LedgerState.decode(damaged) == LedgerState(None)
-
-
-def test_a_lock_on_a_removed_file_is_taken_on_the_new_one(tmp_path):
-    path = str(tmp_path / "lock")
-    first = lock(path)
-    taken = []
-    waiter = threading.Thread(target=lambda: taken.append(lock(path)))
-    waiter.start()
-    until(lambda: "FLOCK" in waiters(os.fstat(first).st_ino))
-    os.unlink(path)
-    os.close(first)
-    waiter.join(20)
-    assert try_lock(path) is None
-    os.close(taken[0])
-    os.close(try_lock(path))
-
-
-def waiters(inode):
-    """The kernel's lines on who waits for a lock on this file."""
-    with open("/proc/locks") as file:
-        return "".join(line for line in file if "->" in line and f":{inode} " in line)
 
 
 def test_the_spare_that_lies_by_longest_is_written_over_first() -> None:

@@ -8,7 +8,6 @@ all leases never exceeds the capacity, whichever process dies when; temporaries 
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import stat
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_overlay import versions
-from vllm_overlay.common.file_lock import lock, try_lock
+from vllm_overlay.common.file_lock import lock, try_lock, wait_for_lock
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.checksum import XXH3
 from vllm_overlay.tiers.disk.device import Device, make_directory
@@ -108,7 +107,7 @@ class Ledger:
         """The ledger's bytes, for a tool that changes nothing; raises OSError, FileNotFoundError when there is none."""
         fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
+            wait_for_lock(fd, self._path, shared=True)
             yield os.pread(fd, _STATE.size + _CHECKSUM_BYTES + 1, 0)
         finally:
             os.close(fd)

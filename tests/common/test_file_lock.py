@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lock is waited for, but not for ever, and who holds it is named."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.disk.objects import chain
+from tests.tiers.disk.tier_pair import tier_pair
+from vllm_overlay.common import file_lock
+from vllm_overlay.common.file_lock import lock, locked_if_possible, try_lock
+
+HOLDER = """
+import fcntl, os, sys
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.flock(fd, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def held_by_another(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock on ``path`` until its input ends."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        yield holder
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def is_listed(path: Path) -> bool:
+    """Whether this file system's locks can be found in the kernel's list by the file's numbers."""
+    found = path.stat()
+    name = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino} "
+    return name in Path("/proc/locks").read_text()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_wait_ends_and_names_the_process_that_is_stopped(tmp_path, shared):
+    path = tmp_path / "lock"
+    with held_by_another(path) as holder:
+        os.kill(holder.pid, signal.SIGSTOP)
+        os.waitpid(holder.pid, os.WUNTRACED)
+        with pytest.raises(TimeoutError, match=r"locked for .* s by .*: continue or end it") as caught:
+            lock(str(path), shared, timeout_s=0.05)
+        assert caught.value.errno == errno.ETIMEDOUT
+        assert str(path) in str(caught.value)
+        if is_listed(path):
+            assert f"process {holder.pid} (" in str(caught.value) and ", stopped)" in str(caught.value)
+
+
+def test_a_lock_comes_as_soon_as_the_other_lets_go(tmp_path):
+    path = tmp_path / "lock"
+    got: list[int] = []
+    with held_by_another(path) as holder:
+        waiting = threading.Thread(target=lambda: got.append(lock(str(path))))
+        waiting.start()
+        waiting.join(0.1)
+        assert got == []
+        holder.communicate("")
+        waiting.join(20)
+        assert len(got) == 1
+    assert try_lock(str(path)) is None
+    os.close(got[0])
+
+
+def test_a_file_that_was_removed_while_one_waited_is_not_the_one_that_is_locked(tmp_path):
+    path = tmp_path / "lock"
+    got: list[int] = []
+    with held_by_another(path) as holder:
+        waiting = threading.Thread(target=lambda: got.append(lock(str(path))))
+        waiting.start()
+        waiting.join(0.1)
+        path.unlink()
+        holder.communicate("")
+        waiting.join(20)
+    assert os.fstat(got[0]).st_ino == path.stat().st_ino
+    os.close(got[0])
+
+
+def test_what_can_do_without_a_lock_does_so_after_a_while(tmp_path, monkeypatch):
+    path = tmp_path / "lock"
+    monkeypatch.setattr(file_lock, "LONG_WAIT_S", 0.05)
+    with held_by_another(path), locked_if_possible(str(path)):
+        pass
+
+
+def test_a_long_wait_is_told_once(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "lock"
+    monkeypatch.setattr(file_lock, "_SAID_AFTER_S", 0.0)
+    with held_by_another(path), pytest.raises(TimeoutError):
+        lock(str(path), timeout_s=0.2)
+    assert [record.getMessage().partition(", which")[0] for record in caplog.records] == [
+        f"Waiting for the lock on {path}"
+    ]
+
+
+def test_a_tool_that_is_stopped_with_the_ledger_locked_holds_no_start_and_stores_come_back(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.1)
+    root = tmp_path / "root"
+    with tier_pair(root) as made:
+        made.store(chain("p", 2))
+    with held_by_another(root / "ledger") as holder:
+        os.kill(holder.pid, signal.SIGSTOP)
+        with tier_pair(root) as again:
+            assert again.try_store(chain("q", 1)[0]) == "no_room"
+            assert any("locked for" in message for message in caplog.messages)
+            os.kill(holder.pid, signal.SIGCONT)
+            holder.communicate("")
+            again.recovered()
+            assert all(again.coverage(chain("p", 2)))
+            again.store(chain("q", 1))
