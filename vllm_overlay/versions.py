@@ -19,3 +19,6 @@ LEDGER = 1
 
 FINGERPRINT = 1
 """Which facts decide that stored numbers may be used (connector/fingerprint.py)."""
+
+WEIGHT_DIGESTS = 2
+"""The digests of weights under a root (connector/digest_cache.py). What 0.2.0 kept there had no version."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the numbers depend on is in the fingerprint; what they do not depend on is not."""
 
-import os
+import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.connector import fingerprint
-from vllm_overlay.connector.fingerprint import compute_fingerprints, weights_digest
+from vllm_overlay.connector.fingerprint import compute_fingerprints
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.tiers.base import Fingerprints
 from vllm_overlay.tiers.disk.checksum import integrity_of
+
+KEY = b"k" * 32
 
 
 class HfConfig:
@@ -84,6 +86,7 @@ def namespace(model: Path, root: Path, **changes: Any) -> Fingerprints:
         given.get("namespace", ""),
         root,
         facts,
+        given.get("cache_key", b""),
     )
 
 
@@ -181,30 +184,22 @@ def test_each_key_of_checksums_has_its_own_namespace(model: Path, tmp_path: Path
     assert content.decode() not in str(made[-1].description)
 
 
-def test_weights_are_read_once_until_their_file_changes(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("cache_key", "mode"), [(b"", 0o700), (KEY, 0o770)], ids=["alone", "with a key"])
+def test_a_forged_digest_of_weights_changes_no_fingerprint(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_key: bytes, mode: int
 ) -> None:
-    read: list[str] = []
-    digest_of = fingerprint._file_digest
-
-    def counting(path: Path, num_bytes: int) -> str:
-        read.append(path.name)
-        return digest_of(path, num_bytes)
-
-    monkeypatch.setattr(fingerprint, "_file_digest", counting)
-    files = sorted(model.glob("*.safetensors"))
-    cache = tmp_path / "weights.json"
-    first = weights_digest(files, cache)
-    assert weights_digest(files, cache) == first
-    assert read == ["a.safetensors", "b.safetensors"]
-    assert cache.stat().st_mode & 0o077 == 0
-
-    os.utime(files[0], ns=(1, 1))
-    assert weights_digest(files, cache) == first
-    assert read[2:] == ["a.safetensors"]
-
-    cache.write_bytes(b"not json")
-    assert weights_digest(files, cache) == first
+    """Forged by somebody who can write the cache: its mode without a key, its directory's with one."""
+    now, root = time.time_ns, tmp_path / "root"
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 3600 * 10**9)  # the weights are an hour old
+    root.mkdir()
+    root.chmod(mode)
+    first = namespace(model, root, cache_key=cache_key)
+    cache = root / "weights.json"
+    forged = re.sub('"digest":"[0-9a-f]{64}"', f'"digest":"{"ab" * 32}"', cache.read_text())
+    assert forged != cache.read_text()
+    cache.write_text(forged)
+    cache.chmod(0o666)
+    assert namespace(model, root, cache_key=cache_key) == first
 
 
 def test_weights_without_safetensors_need_a_namespace(tmp_path: Path) -> None:

@@ -7,20 +7,16 @@ by which backend and vLLM version.
 """
 
 import json
-import logging
 import os
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from blake3 import blake3
 
 from vllm_overlay import versions
-from vllm_overlay.common.atomic_file import replace_file
-from vllm_overlay.common.file_lock import locked_if_possible
 from vllm_overlay.config import ConfigError
+from vllm_overlay.connector.weights import weights_digest
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import Fingerprints
 
@@ -28,18 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-logger = logging.getLogger(__name__)
-
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype"}
-
-
-class FileDigest(msgspec.Struct, frozen=True):
-    """A weight file's digest and what identifies the file it was made of."""
-
-    size: int
-    mtime_ns: int
-    inode: int
-    digest: str
 
 
 def compute_fingerprints(
@@ -51,6 +36,7 @@ def compute_fingerprints(
     weights_name: str,
     cache_directory: Path,
     facts: Mapping[str, Any],
+    cache_key: bytes = b"",
 ) -> Fingerprints:
     """The fingerprints of this engine's objects. Called by a tier in every worker, at start.
 
@@ -63,7 +49,7 @@ def compute_fingerprints(
     """
     import vllm
 
-    weights = _weights_identity(vllm_config, weights_name, cache_directory)
+    weights = _weights_identity(vllm_config, weights_name, cache_directory, cache_key)
     attention = {
         **_attention_facts(vllm_config, kv_cache_config, weights, geometry, page_facts, cell_facts),
         **facts,
@@ -111,7 +97,7 @@ def _digest(facts: dict[str, Any]) -> str:
     return blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Path) -> str:
+def _weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Path, cache_key: bytes) -> str:
     model, load = vllm_config.model_config, vllm_config.load_config
     if name:
         return f"namespace:{name} revision:{model.revision}"
@@ -122,7 +108,7 @@ def _weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Pat
             "so the disk tier cannot tell them from others: set namespace to a name for exactly these weights, "
             'such as "my-model-2026-11"'
         )
-    return weights_digest(files, cache_directory / "weights.json")
+    return weights_digest(files, cache_directory / "weights.json", cache_key)
 
 
 def _safetensors_files(model: str, revision: str | None) -> list[Path]:
@@ -136,49 +122,3 @@ def _safetensors_files(model: str, revision: str | None) -> list[Path]:
         except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError):
             return []
     return sorted(directory.glob("*.safetensors"))
-
-
-def weights_digest(files: Iterable[Path], cache_file: Path) -> str:
-    """One digest of all bytes of ``files``; a file is read again only when its size, mtime or inode has changed.
-
-    One process reads at a time, so that the ranks of an engine do the work once.
-    """
-    with locked_if_possible(str(cache_file.with_suffix(".lock"))):
-        known = _read_cache(cache_file)
-        found = {str(path.resolve()): _known_or_new(path, known) for path in files}
-        if known != {**known, **found}:
-            _write_cache(cache_file, {**known, **found})
-    total = blake3()
-    for name, entry in found.items():
-        total.update(f"{Path(name).name}:{entry.digest};".encode())
-    return total.hexdigest()
-
-
-def _known_or_new(path: Path, known: dict[str, FileDigest]) -> FileDigest:
-    stat = path.stat()
-    entry = known.get(str(path.resolve()))
-    if entry is not None and (entry.size, entry.mtime_ns, entry.inode) == (stat.st_size, stat.st_mtime_ns, stat.st_ino):
-        return entry
-    return FileDigest(stat.st_size, stat.st_mtime_ns, stat.st_ino, _file_digest(path, stat.st_size))
-
-
-def _file_digest(path: Path, num_bytes: int) -> str:
-    started = time.monotonic()
-    digest = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
-    logger.info("Read %s (%.1f MB) for its fingerprint in %.1f s", path, num_bytes / 1e6, time.monotonic() - started)
-    return digest
-
-
-def _read_cache(cache_file: Path) -> dict[str, FileDigest]:
-    try:
-        return msgspec.json.decode(cache_file.read_bytes(), type=dict[str, FileDigest])
-    except (OSError, msgspec.DecodeError):
-        return {}
-
-
-def _write_cache(cache_file: Path, entries: dict[str, FileDigest]) -> None:
-    """Best effort: without it the next start reads the weights again."""
-    try:
-        replace_file(cache_file, msgspec.json.encode(entries))
-    except OSError as error:
-        logger.warning("Cannot keep the weights' digests in %s: %s", cache_file, error)

@@ -233,9 +233,12 @@ class Fingerprints:
 class Fingerprinter(Protocol):
     """Computes the fingerprints of this engine's objects, for a tier whose objects outlive the engine."""
 
-    def __call__(self, weights_name: str, cache_directory: Path, facts: Mapping[str, Any]) -> Fingerprints:
+    def __call__(
+        self, weights_name: str, cache_directory: Path, facts: Mapping[str, Any], cache_key: bytes = b""
+    ) -> Fingerprints:
         """``weights_name`` stands for the weights when it is not empty; else their files are read once, and their
-        digests kept in ``cache_directory``. ``facts`` are the tier's own, by name. Raises ConfigError."""
+        digests kept in ``cache_directory``. ``cache_key``, 32 bytes, seals what is kept there; without it nothing is
+        kept where others can write. ``facts`` are the tier's own, by name. Raises ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)

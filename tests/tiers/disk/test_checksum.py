@@ -5,18 +5,22 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from blake3 import blake3
 
 from tests.tiers.disk.files import object_files, on_disk
 from tests.tiers.disk.objects import OBJECT, chain
-from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
+from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay import cli
 from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.base import Fingerprints, WorkerContext
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity, integrity_of
 from vllm_overlay.tiers.disk.format import FormatError, ObjectHeader
 from vllm_overlay.tiers.disk.namespace import INTEGRITY, DiskNamespace
+from vllm_overlay.tiers.disk.spec import DiskTierSpec
 
 
 def make_key(path: Path, content: bytes) -> str:
@@ -155,6 +159,31 @@ def test_the_name_of_a_key_differs_and_does_not_hold_it(key, other_key):
     assert len({one.name, other.name, XXH3.name}) == 3
     assert one.key.hex() not in repr(one)
     assert bytes(range(32)) != one.key
+
+
+def test_the_digests_of_weights_have_a_key_of_their_own(key, other_key):
+    one = integrity_of(key)
+    secret = Path(key).read_bytes()
+    context = "vllm-overlay disk tier: key of weight digests, version 1"
+    assert one.cache_key == blake3(secret, derive_key_context=context).digest()
+    assert len({one.cache_key, one.key, integrity_of(other_key).cache_key}) == 3
+    assert repr(one.cache_key) not in repr(one)
+    assert XXH3.cache_key == b""
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+def test_the_tier_gives_that_key_where_the_weights_are_read(tmp_path, key, has_key):
+    given = []
+
+    def fingerprints(weights_name, cache_directory, facts, cache_key):
+        given.append(cache_key)
+        return Fingerprints("ab" * 32, "cd" * 32, {})
+
+    spec = DiskTierSpec(settings(tmp_path / "root", integrity_key_file=key if has_key else ""))
+    geometry = SimpleNamespace(smallest_object_bytes=OBJECT, largest_object_bytes=OBJECT)
+    worker, _ = spec.build_worker(WorkerContext(geometry, 0, 1, fingerprints))
+    worker.close(0)
+    assert given == [integrity_of(key).cache_key if has_key else b""]
 
 
 def test_a_link_to_a_key_is_followed(tmp_path, key):

@@ -17,6 +17,7 @@ MIN_KEY_BYTES = 32
 _MAX_KEY_BYTES = 1 << 16
 _KEY_CONTEXT = "vllm-overlay disk tier: key of checksums, version 1"
 _NAME_CONTEXT = "vllm-overlay disk tier: name of key, version 1"
+_CACHE_CONTEXT = "vllm-overlay disk tier: key of weight digests, version 1"
 
 
 class Digest(Protocol):
@@ -29,12 +30,16 @@ class Digest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Integrity:
-    """``algorithm`` and ``num_bytes`` of a header's two checksums. ``name`` tells keys apart and gives none away."""
+    """``algorithm`` and ``num_bytes`` of a header's two checksums. ``name`` tells keys apart and gives none away.
+
+    ``cache_key`` seals the digests of weights that are kept under the root; it has 32 bytes, or none without a key.
+    """
 
     algorithm: int
     num_bytes: int
     name: str
     key: bytes = field(default=b"", repr=False)
+    cache_key: bytes = field(default=b"", repr=False)
 
     def new_digest(self) -> Digest:
         return blake3(key=self.key) if self.key else xxhash.xxh3_128()
@@ -62,7 +67,8 @@ def integrity_of(key_file: str) -> Integrity:
     secret = _read_key(key_file)
     name = blake3(secret, derive_key_context=_NAME_CONTEXT).hexdigest(8)
     key = blake3(secret, derive_key_context=_KEY_CONTEXT).digest()
-    return Integrity(algorithm=2, num_bytes=32, name=f"blake3:{name}", key=key)
+    cache_key = blake3(secret, derive_key_context=_CACHE_CONTEXT).digest()
+    return Integrity(algorithm=2, num_bytes=32, name=f"blake3:{name}", key=key, cache_key=cache_key)
 
 
 def _read_key(path: str) -> bytes:

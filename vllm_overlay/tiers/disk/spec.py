@@ -31,8 +31,9 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
     def build_worker(self, context: WorkerContext) -> tuple[DiskTierWorker, DiskNamespace]:
         settings, geometry = self.settings, context.geometry
         open_root(Device(), settings.root)
-        integrity = {INTEGRITY: integrity_of(settings.integrity_key_file).name}
-        fingerprints = context.fingerprints(settings.namespace, Path(settings.root), integrity)
+        integrity = integrity_of(settings.integrity_key_file)
+        facts = {INTEGRITY: integrity.name}
+        fingerprints = context.fingerprints(settings.namespace, Path(settings.root), facts, integrity.cache_key)
         namespace = DiskNamespace(fingerprints.attention, fingerprints.snapshot, fingerprints.description)
         unit_bytes = -(-unit_size(geometry.smallest_object_bytes) // PAGE_BYTES) * PAGE_BYTES
         worker = DiskTierWorker(

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The digests of weight files that were read before, in a file that is believed only if nobody else wrote it.
+
+With a key each entry carries a seal that only the key's owner can make. Without one the file and its directory must be
+this user's, and closed to others.
+"""
+
+import errno
+import hmac
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from blake3 import blake3
+from msgspec import Meta
+
+from vllm_overlay import versions
+from vllm_overlay.common.atomic_file import replace_file
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 1 << 20
+MAX_ENTRIES = 2048
+"""So many of the longest entries fit in ``MAX_BYTES``."""
+_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+_Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_HexOrNothing = Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
+
+
+class FileIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What tells a file's content from what was there before: no program can set ``ctime_ns`` back.
+
+    ``path`` is the BLAKE3 of the path, which has any length and need not be UTF-8.
+    """
+
+    path: _Hex
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    file: FileIdentity
+    digest: _Hex
+    seal: _HexOrNothing
+
+
+class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    entries: Annotated[list[_Entry], Meta(max_length=MAX_ENTRIES)]
+
+    def __post_init__(self) -> None:
+        if self.version != versions.WEIGHT_DIGESTS:
+            raise ValueError(f"it has version {self.version}")
+
+
+class _NotBelievedError(Exception):
+    """Others may have written the file; the message says why."""
+
+
+class DigestCache:
+    """One cache file. Its user holds the lock beside it, so that one process at a time reads and writes."""
+
+    def __init__(self, path: Path, key: bytes = b"") -> None:
+        """``key``: 32 bytes that seal the entries; empty for none."""
+        self._path = path
+        self._key = key
+
+    def read(self) -> dict[FileIdentity, str]:
+        """The digests that can be believed, in 64 hex digits. Never raises; logs one line if something cannot be."""
+        try:
+            content = msgspec.json.decode(self._read_bytes(), type=_Content)
+        except FileNotFoundError:
+            return {}
+        except _NotBelievedError as reason:
+            return self._unused(str(reason))
+        except OSError as error:
+            return self._unused(f"cannot be read ({error.strerror})")
+        except (msgspec.DecodeError, UnicodeDecodeError):  # no words of it: they may be hostile
+            logger.info("%s is damaged or of another version: weights are read again", self._path)
+            return {}
+        ours = [entry for entry in content.entries if self._is_ours(entry)]
+        if len(ours) < len(content.entries):
+            logger.warning(
+                "%s has %d digests that were not sealed with this integrity_key_file: they are not used. If the "
+                "key has not changed, give its directory to this user alone (mode 0700)",
+                self._path,
+                len(content.entries) - len(ours),
+            )
+        return {entry.file: entry.digest for entry in ours}
+
+    def write(self, digests: Mapping[FileIdentity, str]) -> None:
+        """Keeps the last ``MAX_ENTRIES`` of these. Best effort: without it the next start reads the weights again.
+
+        Writes nothing where the next ``read`` would not believe it.
+        """
+        entries = [_Entry(file, digest, self._seal_of(file, digest)) for file, digest in digests.items()]
+        content = _Content(versions.WEIGHT_DIGESTS, entries[-MAX_ENTRIES:])
+        try:
+            if self._key or not _why_open_to_others(os.stat(self._path.parent)):
+                replace_file(self._path, msgspec.json.encode(content))
+        except OSError as error:
+            logger.warning("Cannot keep the weights' digests in %s: %s", self._path, error)
+
+    def _read_bytes(self) -> bytes:
+        """Raises OSError or _NotBelievedError."""
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if not self._key and (why := _why_open_to_others(os.fstat(directory))):
+                raise _NotBelievedError(f"lies in a directory that {why}")
+            fd = os.open(self._path.name, _OPEN, dir_fd=directory)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise _NotBelievedError("is a link") from error
+            raise
+        finally:
+            os.close(directory)
+        try:
+            self._check_file(os.fstat(fd))
+            with open(fd, "rb", closefd=False) as file:
+                raw = file.read(MAX_BYTES + 1)
+        finally:
+            os.close(fd)
+        if len(raw) > MAX_BYTES:
+            raise _NotBelievedError(f"has more than {MAX_BYTES} bytes")
+        return raw
+
+    def _check_file(self, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            raise _NotBelievedError("is no regular file")
+        if self._key:
+            return
+        if found.st_uid != os.geteuid():
+            raise _NotBelievedError(f"belongs to user {found.st_uid}")
+        if stat.S_IMODE(found.st_mode) != 0o600:
+            raise _NotBelievedError(f"has mode {stat.S_IMODE(found.st_mode):04o} instead of 0600")
+
+    def _is_ours(self, entry: _Entry) -> bool:
+        return not self._key or hmac.compare_digest(entry.seal, self._seal_of(entry.file, entry.digest))
+
+    def _seal_of(self, file: FileIdentity, digest: str) -> str:
+        """Over everything that a reader uses, so that no digest can be moved to another file or version."""
+        if not self._key:
+            return ""
+        fields = (versions.WEIGHT_DIGESTS, *msgspec.structs.astuple(file), digest)
+        return blake3(msgspec.json.encode(fields), key=self._key).hexdigest()
+
+    def _unused(self, why: str) -> dict[FileIdentity, str]:
+        """Says what to change."""
+        logger.warning(
+            "%s %s: it is not used, and weights are read again. Remove it, and give its directory to this user alone "
+            "(mode 0700)%s",
+            self._path,
+            why,
+            "" if self._key else ", or set integrity_key_file",
+        )
+        return {}
+
+
+def _why_open_to_others(directory: os.stat_result) -> str:
+    """Why others can put files there; empty if they cannot. With an ACL the group's bits are the ACL's mask."""
+    if directory.st_uid != os.geteuid():
+        return f"belongs to user {directory.st_uid}"
+    if directory.st_mode & 0o022:
+        return f"has mode {stat.S_IMODE(directory.st_mode):04o}"
+    return ""

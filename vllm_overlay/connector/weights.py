@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One digest of all bytes of a model's weight files; a file is read again only if it may have changed."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from blake3 import blake3
+
+from vllm_overlay.common.file_lock import locked_if_possible
+from vllm_overlay.config import ConfigError
+from vllm_overlay.connector.digest_cache import DigestCache, FileIdentity
+
+logger = logging.getLogger(__name__)
+
+_MAX_ATTEMPTS = 3
+_SETTLED_NS = 60 * 10**9
+"""A digest is kept if the file's last change is so long ago. A later change then shows in its times.
+
+File systems keep time in ticks of up to 2 s. Stores through a memory map show only after the kernel's write-back, 35 s
+by default. The rest is for a file server's clock that is behind.
+"""
+_BUFFER_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _FileDigest:
+    """``is_settled``: a file with this identity has this digest, now and later."""
+
+    identity: FileIdentity
+    digest: str
+    is_settled: bool = True
+
+
+def weights_digest(files: Iterable[Path], cache_file: Path, key: bytes = b"") -> str:
+    """One digest of all bytes of ``files``, in 64 hex digits. Called by every worker at start.
+
+    One process reads at a time, so that the ranks of an engine do the work once. ``key`` seals the cache: see
+    ``DigestCache``. Raises ConfigError when a file does not stay as it is, and OSError when one cannot be read.
+    """
+    with _one_at_a_time(cache_file.with_suffix(".lock")):
+        cache = DigestCache(cache_file, key)
+        known = cache.read()
+        found = {path: _known_or_new(path, known) for path in dict.fromkeys(path.resolve() for path in files)}
+        settled = {file.identity: file.digest for file in found.values() if file.is_settled}
+        if not settled.items() <= known.items():
+            others = {identity: digest for identity, digest in known.items() if identity not in settled}
+            cache.write({**others, **settled})
+    total = blake3()
+    for path, file in found.items():
+        total.update(f"{path.name}:{file.digest};".encode(errors="surrogateescape"))
+    return total.hexdigest()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    """A lock that cannot be opened, a link say, costs that each rank reads for itself."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked_if_possible(str(lock)))
+        except OSError as error:
+            logger.warning("Ranks read the weights without waiting for one another: remove %s (%s)", lock, error)
+        yield
+
+
+def _known_or_new(path: Path, known: dict[FileIdentity, str]) -> _FileDigest:
+    identity = _identity_of(path)
+    return _FileDigest(identity, known[identity]) if identity in known else _read_stable(path)
+
+
+def _identity_of(path: Path) -> FileIdentity:
+    """Of the file that is there now. Opens it, because over NFS only that asks the server for its times."""
+    with path.open("rb", buffering=0) as file:
+        return _opened_identity(path, file)
+
+
+def _opened_identity(path: Path, file: FileIO) -> FileIdentity:
+    name, found = blake3(os.fsencode(path)).hexdigest(), os.fstat(file.fileno())
+    return FileIdentity(name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def _read_stable(path: Path) -> _FileDigest:
+    """Reads again what changes or is replaced meanwhile. Raises ConfigError when that does not end."""
+    for _ in range(_MAX_ATTEMPTS):
+        started_ns = time.time_ns()
+        with path.open("rb", buffering=0) as file:
+            identity = _opened_identity(path, file)
+            digest = read_digest(file, identity.size)
+        if _identity_of(path) == identity:
+            return _FileDigest(identity, digest, _is_settled(identity, started_ns))
+        logger.warning("%s changed while it was read for its fingerprint", path)
+    raise ConfigError(
+        f"{path} changed while it was read, {_MAX_ATTEMPTS} times one after the other, so the disk tier cannot tell "
+        "which weights these are: start again when nobody writes to it"
+    )
+
+
+def _is_settled(identity: FileIdentity, started_ns: int) -> bool:
+    return max(identity.mtime_ns, identity.ctime_ns) + _SETTLED_NS < started_ns
+
+
+def read_digest(file: FileIO, num_bytes: int) -> str:
+    """The BLAKE3 of an unbuffered file that has ``num_bytes``. Of one that grows only a little more is read.
+
+    Not through a memory map: a file that gets shorter would end the process (SIGBUS).
+    """
+    started = time.monotonic()
+    digest = blake3(max_threads=blake3.AUTO)
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    num_read = 0
+    while count := file.readinto(buffer[: num_bytes + 1 - num_read]):
+        digest.update(buffer[:count])
+        num_read += count
+    logger.info(
+        "Read %s (%.1f MB) for its fingerprint in %.1f s", file.name, num_read / 1e6, time.monotonic() - started
+    )
+    return digest.hexdigest()
