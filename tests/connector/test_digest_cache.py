@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -135,6 +136,13 @@ def test_with_a_key_a_forged_entry_is_not_believed(path: Path, caplog: pytest.Lo
     assert FORGED in path.read_text()
     assert cache.read() == {}
     assert "integrity_key_file" in caplog.text
+
+
+def test_the_seal_is_made_as_the_page_on_the_format_says(path: Path) -> None:
+    written(path, KEY)
+    [entry] = json.loads(path.read_text())["entries"]
+    sealed = json.dumps([2, FILE.path, 1, 2, 3, 4, 5, DIGEST], separators=(",", ":"))
+    assert entry["seal"] == blake3(sealed.encode(), key=KEY).hexdigest()
 
 
 @pytest.mark.parametrize("field", FileIdentity.__struct_fields__)
