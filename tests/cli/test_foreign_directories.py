@@ -80,6 +80,14 @@ def test_a_damaged_marker_is_a_problem_and_repaired(root, capsys):
     assert (root / MARKER).read_bytes() == encode_marker()
 
 
+def test_the_markers_mode_is_put_right(root, capsys):
+    (root / MARKER).chmod(0o644)
+    status, report = run(capsys, "fsck", root)
+    assert (status, findings(report)) == (1, [(MARKER, "mode", True)])
+    assert run(capsys, "fsck", root, "--repair")[0] == 0
+    assert (root / MARKER).stat().st_mode & 0o7777 == 0o600
+
+
 def test_strangers_temporaries_are_notes_and_stay(root, capsys):
     directory = object_files(root)[0].parent
     theirs = [root / ".tmp.foo", root / NAMESPACE.attention / ".tmp.1.2", directory / ".tmp.99999999.1.2"]

@@ -72,12 +72,19 @@ def test_a_disk_that_others_keep_full_drops_stores_and_is_given_up_to_them(disk,
         assert_all_is_well(made)
 
 
-@pytest.mark.parametrize("is_new", [True, False])
-def test_a_disk_that_is_full_at_the_start_is_used_once_it_has_room(disk, caplog, is_new):
+def test_a_disk_that_is_full_at_the_first_start_is_used_once_it_has_room(disk, caplog):
     disk.mount("16m")
-    root = disk.path / "vllm-kv"
-    if not is_new:
-        open_root(Device(), str(root))
+    assert_used_once_there_is_room(disk, disk.path / "vllm-kv", caplog)
+
+
+def test_a_disk_that_is_full_at_the_start_is_used_once_it_has_room(disk, caplog):
+    disk.mount("16m")
+    open_root(Device(), str(disk.path))
+    assert_used_once_there_is_room(disk, disk.path, caplog)
+
+
+def assert_used_once_there_is_room(disk, root, caplog):
+    """From a start while others fill the disk."""
     with contextlib.ExitStack() as others:
         others.enter_context(disk.full())
         with tier_pair(root) as made:

@@ -11,10 +11,10 @@ import threading
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice
-from tests.tiers.disk.files import temporaries
+from tests.tiers.disk.files import ledger_of, on_disk, temporaries
 from tests.tiers.disk.foreign import KINDS, forget_marker, make_counted_root, make_foreign, state_of
 from tests.tiers.disk.objects import OBJECT, chain
-from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
+from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay import versions
 from vllm_overlay.common import rate_limited_log
@@ -358,9 +358,35 @@ def test_a_strangers_temporary_stays_at_a_start_and_under_want_of_room(tmp_path,
     for path in theirs:
         path.write_text("mine")
         os.utime(path, (1, 1))
-    with tier_pair(root, namespace=made.namespace) as again:
+    with tier_pair(root) as again:
         again.store(chain("q", 1))
-    other = tier_pair(root, namespace=type(NAMESPACE)("e" * 64, "f" * 64, {}), capacity_bytes=3 * OBJECT)
-    with other as newcomer:
+    with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=3 * on_disk()) as newcomer:
         newcomer.store(chain("r", 1))  # all of the idle namespace has to go for it
+    assert not made.path(chain("p", 2)[0]).exists()
     assert [path.read_text() for path in theirs] == ["mine"] * 3
+
+
+def test_a_namespace_that_goes_leaves_strangers_in_its_directories(tmp_path):
+    root = tmp_path / "root"
+    with tier_pair(root, namespace=OTHER_NAMESPACE) as other:
+        other.store(chain("q", 2))
+    path = other.path(chain("q", 2)[0])
+    theirs = [root / OTHER_NAMESPACE.attention / "mine", path.parent / "notes.txt"]
+    theirs[0].mkdir()
+    theirs[1].write_text("mine")
+    with tier_pair(root, capacity_bytes=3 * on_disk()) as made:
+        made.store(chain("p", 1))
+        until(lambda: not path.exists())
+        until(lambda: made.tier.advance() or not (root / OTHER_NAMESPACE.snapshot).exists())
+    assert all(path.exists() for path in theirs)
+
+
+def test_strangers_files_do_not_count(tmp_path):
+    root = tmp_path / "root"
+    with tier_pair(root) as made:
+        made.store(chain("p", 1))
+    (made.path(chain("p", 1)[0]).parent / "notes.txt").write_bytes(bytes(10_000))
+    (root / "ledger").unlink()
+    with tier_pair(root) as made:
+        made.recovered()
+        until(lambda: ledger_of(root)[0] == 2 * on_disk())

@@ -17,7 +17,7 @@ from vllm_overlay.tiers.disk.listing import WholeObject, leaves_first
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
 from vllm_overlay.tiers.disk.root import in_use_path
-from vllm_overlay.tiers.disk.scan import namespaces_under, scan_objects
+from vllm_overlay.tiers.disk.scan import FAN_OUT, namespaces_under, scan_objects
 
 SCAN_PAUSE_S = 5.0
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class ForeignEviction:
         """Called when it holds no object and its lock is ours; stays when a file of somebody's is in it."""
         top = os.path.join(self._root, fingerprint)
         with contextlib.suppress(OSError):
-            for name in os.listdir(top):
+            for name in filter(FAN_OUT.fullmatch, os.listdir(top)):
                 with contextlib.suppress(OSError):
                     os.rmdir(os.path.join(top, name))
             if set(os.listdir(top)) <= {IN_USE, DESCRIPTION}:

@@ -26,10 +26,10 @@ from vllm_overlay.tiers.disk.manifest import manifest_or_empty, read_manifest
 from vllm_overlay.tiers.disk.marker import MARKER, write_marker
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, IN_USE, parse_file_name
 from vllm_overlay.tiers.disk.object_file import BadObject, verify_file
-from vllm_overlay.tiers.disk.ownership import EVERYONE_MAY_WRITE, OTHERS_MAY_WRITE
 from vllm_overlay.tiers.disk.recognition import LEASES, LEDGER, WEIGHT_FILES, RootKind, require_root
 from vllm_overlay.tiers.disk.root import in_use_path
-from vllm_overlay.tiers.disk.scan import FAN_OUT, FoundFile, count_files, is_orphan, namespaces_under, scan_objects
+from vllm_overlay.tiers.disk.scan import FAN_OUT, FoundFile, count_files, is_orphan, scan_objects
+from vllm_overlay.tiers.disk.usage import is_made_to_be_shared
 
 _OF_THE_ROOT = WEIGHT_FILES | {LEDGER, MARKER}
 _SHARED_BITS = stat.S_ISGID | stat.S_IRWXG
@@ -136,7 +136,7 @@ class Check:
         kind = require_root(self._root)
         state = os.stat(self._root)
         self._owner = state.st_uid
-        self._is_shared = self._is_made_to_be_shared(state.st_mode)
+        self._is_shared = is_made_to_be_shared(self._root, state.st_mode, has_key=bool(self._integrity.key))
         self._check_marker(kind)
         self._check_mode("", state.st_mode)
         self._walk()
@@ -257,15 +257,9 @@ class Check:
 
         self._problem(path, What.LEFTOVER, detail, removed)
 
-    def _is_made_to_be_shared(self, mode: int) -> bool:
-        """Whether its group may write the root, and a key tells what its servers wrote from what others did."""
-        if mode & EVERYONE_MAY_WRITE or not mode & OTHERS_MAY_WRITE:
-            return False
-        words = (manifest_or_empty(os.path.join(self._root, name)) for name in namespaces_under(self._root))
-        return bool(self._integrity.key) or any(each.integrity not in ("", XXH3.name) for each in words)
-
     def _check_marker(self, kind: RootKind) -> None:
         if kind is RootKind.MARKED:
+            self._check_mode(MARKER, os.lstat(os.path.join(self._root, MARKER)).st_mode)
             return
 
         def marked() -> bool:

@@ -33,7 +33,7 @@ class Membership:
         """Lock everything anew, under a root that is made if it is not there. Raises ConfigError like ``open_root``."""
         self.let_go()
         open_with_locks(self._device, self._root, self._has_key)
-        require_marker(self._root)
+        require_marker(self._root)  # a full disk takes none
         self.serve(namespace)
         self.slot, self._slot_fd = self._ledger.claim_slot()
 
