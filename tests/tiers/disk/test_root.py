@@ -333,6 +333,8 @@ def test_what_lies_in_a_directory_that_others_may_write_is_not_recovered_and_sta
     objects = chain("p", 3)
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
+    for planned in objects:
+        os.utime(made.path(planned), (1, 1))  # too old to be on its way
     directory = made.path(objects[0]).parent if depth == "fan-out" else tmp_path / "root" / NAMESPACE.attention
     directory.chmod(0o770)
     with tier_pair(tmp_path / "root") as made:
