@@ -48,7 +48,7 @@ def recognise(root: str) -> RootKind:
     raise NotARootError(
         root,
         f"is not empty and is no root of the disk tier (it has no valid {MARKER}, but {_some_of(names)}): "
-        f"choose an empty directory, such as {os.path.join(root, 'vllm-kv')}",
+        f"choose an empty directory as the tier's `root`, such as {os.path.join(root, 'vllm-kv')}",
     )
 
 
