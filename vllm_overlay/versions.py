@@ -11,6 +11,9 @@ PACKAGE = "0.3.0"
 VLLM = "0.32.0"
 """The vLLM that the patch series and the connectors are made for."""
 
+DISK_ROOT = 1
+"""The marker of a root, and where everything lies under it (docs/disk-format.md). A later one is refused."""
+
 DISK_OBJECT = 1
 """Header and payload of an object's file (docs/disk-format.md)."""
 

@@ -3,6 +3,7 @@
 
 import errno
 import os
+import re
 import shutil
 import time
 
@@ -108,7 +109,8 @@ def test_modes_are_reported_and_put_right(root, capsys):
 
 def test_leftovers_are_removed_when_their_writer_is_gone(root, capsys):
     directory = object_files(root)[0].parent
-    living, dead, old = directory / temporary_name(), directory / ".tmp.99999999.1.2", root / ".tmp.00000000.1.2.3"
+    living, old = directory / temporary_name(), root / ".tmp.00000000.1.2.3"
+    dead = directory / re.sub(r"\d+\.\d+$", "1.0", living.name)  # the process of this number began at another time
     for path in (living, dead, old):
         path.write_bytes(b"half")
     for path in (living, old):  # the one's writer lives, and nobody here can say whether the other's does
@@ -146,7 +148,7 @@ def test_strangers_are_named_without_harm_to_the_terminal_and_left_alone(root, c
     elsewhere = root.parent / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "ab").mkdir()
-    (elsewhere / "ab" / ".tmp.99999999.1.2").write_bytes(b"mine")
+    (elsewhere / "ab" / ".tmp.99999999.1.2.3").write_bytes(b"mine")
     (root / ("f" * 64)).symlink_to(elsewhere)
     (root / NAMESPACE.attention / "zz").symlink_to(elsewhere)
     os.mkfifo(root / NAMESPACE.attention / "pipe")
@@ -165,7 +167,7 @@ def test_strangers_are_named_without_harm_to_the_terminal_and_left_alone(root, c
     assert [what for _, what, _ in findings(report)] == ["stranger"] * 8
     assert run(capsys, "gc", root, "--max-bytes", 0)[0] in (0, 1)
     assert set(contents(root.parent)) - before == set()
-    assert (elsewhere / "ab" / ".tmp.99999999.1.2").exists()
+    assert (elsewhere / "ab" / ".tmp.99999999.1.2.3").exists()
 
 
 def test_what_takes_the_place_of_a_leases_lock_is_a_problem_for_the_operator(root, capsys):

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 exit status:
   0    {_meanings(SOUND)}
   1    {_meanings(PROBLEMS)}
-  2    wrong usage, or the root cannot be read
+  2    wrong usage, no root, or one that cannot be read
   130  interrupted; what was done is whole
 """,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -11,7 +11,10 @@ from vllm_overlay.cli.console import progress, size
 from vllm_overlay.cli.disk_root import add_root_arguments, require_owner
 from vllm_overlay.config import parse_bytes
 from vllm_overlay.tiers.disk.checksum import integrity_of
+from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.gc import collect
+from vllm_overlay.tiers.disk.marker import write_marker
+from vllm_overlay.tiers.disk.recognition import RootKind, require_root
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +29,10 @@ def _run(arguments: argparse.Namespace) -> int:
     max_bytes = parse_bytes(arguments.max_bytes, "--max-bytes")
     if not arguments.dry_run:
         require_owner(arguments.root)
-    os.listdir(arguments.root)
     integrity = integrity_of(arguments.integrity_key_file)
+    kind = require_root(arguments.root)
+    if kind is not RootKind.MARKED and not arguments.dry_run:
+        write_marker(Device(), arguments.root)
     done = collect(
         os.path.abspath(arguments.root), max_bytes, arguments.dry_run, progress("removing"), integrity=integrity
     )

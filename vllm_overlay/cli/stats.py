@@ -9,11 +9,13 @@ from vllm_overlay.cli.command import SOUND, Command
 from vllm_overlay.cli.console import age, shown, size
 from vllm_overlay.cli.disk_root import add_root_arguments
 from vllm_overlay.tiers.disk.checksum import XXH3, integrity_of
+from vllm_overlay.tiers.disk.recognition import require_root
 from vllm_overlay.tiers.disk.usage import NamespaceUsage, measure_usage, tag_name
 
 
 def _run(arguments: argparse.Namespace) -> int:
     integrity = integrity_of(arguments.integrity_key_file)
+    require_root(arguments.root)
     usages = measure_usage(arguments.root)
     num_bytes = sum(usage.num_bytes for usage in usages)
     if arguments.json:

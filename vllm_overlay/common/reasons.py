@@ -59,6 +59,8 @@ class Reason(StrEnum):
     """Its file has another size than its header says."""
     CHECKSUM = "checksum"
     """Its bytes do not verify."""
+    OWNER = "owner"
+    """Its file belongs to another user, or others may write it."""
     GENERATION = "generation"
     """Its memory has been given to another object."""
     BAD_BLOCKS = "bad_blocks"
@@ -98,9 +100,9 @@ DROPPED_STORES = frozenset(
 
 FAILED_LOADS = frozenset(
     {
-        Reason.NOT_PLANNED, Reason.MISSING, Reason.HEADER, Reason.SIZE, Reason.CHECKSUM, Reason.GENERATION,
-        Reason.TOO_LARGE, Reason.IO_ERROR, Reason.BREAKER, Reason.ADAPTER, Reason.TIMEOUT, Reason.NOT_REPORTED,
-        Reason.CLOSED, Reason.TRANSFER_ERROR, Reason.HOOK_ERROR, Reason.ERROR,
+        Reason.NOT_PLANNED, Reason.MISSING, Reason.HEADER, Reason.SIZE, Reason.CHECKSUM, Reason.OWNER,
+        Reason.GENERATION, Reason.TOO_LARGE, Reason.IO_ERROR, Reason.BREAKER, Reason.ADAPTER, Reason.TIMEOUT,
+        Reason.NOT_REPORTED, Reason.CLOSED, Reason.TRANSFER_ERROR, Reason.HOOK_ERROR, Reason.ERROR,
     }
 )  # fmt: skip
 """What ``vllm:hybrid_offload_failed_loads`` says."""

@@ -14,6 +14,7 @@ from vllm_overlay.common import circuit_breaker, rate_limited_log
 from vllm_overlay.tiers.disk import reclaimer
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.root import open_root
 
 MIB = 1 << 20
 
@@ -71,11 +72,22 @@ def test_a_disk_that_others_keep_full_drops_stores_and_is_given_up_to_them(disk,
         assert_all_is_well(made)
 
 
+def test_a_disk_that_is_full_at_the_first_start_is_used_once_it_has_room(disk, caplog):
+    disk.mount("16m")
+    assert_used_once_there_is_room(disk, disk.path / "vllm-kv", caplog)
+
+
 def test_a_disk_that_is_full_at_the_start_is_used_once_it_has_room(disk, caplog):
     disk.mount("16m")
+    open_root(Device(), str(disk.path))
+    assert_used_once_there_is_room(disk, disk.path, caplog)
+
+
+def assert_used_once_there_is_room(disk, root, caplog):
+    """From a start while others fill the disk."""
     with contextlib.ExitStack() as others:
         others.enter_context(disk.full())
-        with tier_pair(disk.path) as made:
+        with tier_pair(root) as made:
             until(lambda: sum("cannot make room" in message for message in caplog.messages) > 3)
             assert made.try_store(chain("p", 1)[0]) == "no_room"
             others.close()

@@ -14,10 +14,12 @@ from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.device import Device, temporary_name, writer_is_alive
 from vllm_overlay.tiers.disk.lease import Lease, RecycledFile
 from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger, LedgerState
+from vllm_overlay.tiers.disk.marker import write_marker
 
 
 @pytest.fixture
 def ledger(tmp_path):
+    write_marker(Device(), str(tmp_path))
     ledger = Ledger(str(tmp_path), Device())
     ledger.reconcile(lambda: 0)
     return ledger
@@ -83,10 +85,8 @@ def test_a_retired_file_moves_its_bytes_back_to_the_lease(ledger, tmp_path):
     assert ledger.retire(3, renames, 599) == 0
     assert ledger.retire(3, renames, 600) == 600
     assert read(ledger, 3) == (0, 1000)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file() and "a" in path.name) == [
-        "spare a",
-        "spare b",
-    ]
+    assert sorted(path.name for path in tmp_path.glob("* *")) == ["spare a", "spare b"]
+    assert not any(path.exists() for path in (tmp_path / "a", tmp_path / "b"))
     assert ledger.publish(3, renames[0][1], renames[0][0])
     assert ledger.retire(3, renames, 600) == 0  # one of them is missing
     write(tmp_path / "b", 200)
@@ -97,6 +97,7 @@ def test_a_retired_file_moves_its_bytes_back_to_the_lease(ledger, tmp_path):
 
 def test_what_was_done_before_an_error_is_kept(tmp_path):
     device = FailingDevice()
+    write_marker(device, str(tmp_path))
     ledger = Ledger(str(tmp_path), device)
     ledger.reconcile(lambda: 700)
     device.faults["unlink"] = errno.EIO
@@ -281,3 +282,15 @@ def test_when_no_slot_can_be_locked_the_reason_is_told(ledger, monkeypatch):
     monkeypatch.setattr("vllm_overlay.tiers.disk.ledger.try_lock", refuse)
     with pytest.raises(OSError, match="Read-only file system"):
         ledger.claim_slot()
+
+
+def test_no_ledger_is_made_where_no_marker_is_and_none_is_written_over(tmp_path):
+    ledger = Ledger(str(tmp_path), Device())
+    for step in (ledger.claim_slot, lambda: ledger.remove_files(["gone"]), lambda: ledger.publish(0, "t", "f")):
+        with pytest.raises(FileNotFoundError, match="removed or replaced"):
+            step()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "ledger").write_text("2026-01-01 * opening balances")
+    with pytest.raises(FileNotFoundError):
+        ledger.reconcile(lambda: 0)
+    assert (tmp_path / "ledger").read_text() == "2026-01-01 * opening balances"

@@ -15,6 +15,7 @@ from tests.tiers.disk.waiting import until
 from vllm_overlay.tiers.disk import membership
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION
+from vllm_overlay.tiers.disk.root import open_root
 
 WHOLE = chain("p", 20)
 
@@ -107,9 +108,9 @@ def test_a_manifest_that_could_not_be_written_is_tried_once_more_at_the_end(tmp_
 
 def test_an_empty_directory_of_a_namespace_goes(tmp_path):
     root = tmp_path / "root"
+    open_root(Device(), str(root))
     for fingerprint in OTHER_NAMESPACE.fingerprints:
         (root / fingerprint / "ab").mkdir(parents=True)
-    root.chmod(0o700)
     with tier_pair(root) as made:
         until(lambda: is_member(made.tier))
         until(lambda: not any((root / fingerprint).exists() for fingerprint in OTHER_NAMESPACE.fingerprints))

@@ -14,6 +14,7 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import bytes_under, on_disk, temporaries
+from tests.tiers.disk.foreign import forget_marker, make_foreign, state_of
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
@@ -22,6 +23,8 @@ from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.gc import collect
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.manager import DiskTierManager
+from vllm_overlay.tiers.disk.marker import MARKER, encode_marker
+from vllm_overlay.tiers.disk.root import lock_directory, open_root
 from vllm_overlay.tiers.disk.usage import measure_usage
 
 
@@ -147,6 +150,42 @@ def test_two_hosts_without_locks_do_not_meet(lockless, monkeypatch):
     assert len([path for path in lockless.iterdir() if path.name.startswith("host-")]) == 2
 
 
+def test_without_locks_the_root_the_sub_root_and_the_locks_are_marked(lockless):
+    for _ in range(2):
+        open_tier(lockless)
+        own = host_root(lockless)
+        for directory in (lockless, own, Path(lock_directory(str(own)))):
+            assert (directory / MARKER).read_bytes() == encode_marker()
+
+
+def test_without_locks_an_old_root_is_recognised(lockless):
+    with tier_pair(lockless) as made:
+        made.store(chain("p", 1))
+    own = host_root(lockless)
+    for directory in (lockless, own, Path(lock_directory(str(own)))):
+        forget_marker(directory)
+    with tier_pair(lockless) as made:
+        made.recovered()
+        assert made.coverage(chain("p", 1)) == [True] * 2
+
+
+def test_without_locks_a_strangers_directory_is_refused(lockless):
+    make_foreign(lockless, "project")
+    before = state_of(lockless)
+    with pytest.raises(ConfigError, match="empty directory"):
+        open_tier(lockless)
+    assert state_of(lockless) == before
+
+
+def test_without_locks_a_directory_of_locks_that_was_cleaned_up_is_made_again(lockless):
+    with tier_pair(lockless) as made:
+        made.store(chain("p", 1))
+        locks = Path(lock_directory(str(host_root(lockless))))
+        shutil.rmtree(locks)
+        made.store_at_last(chain("q", 1)[0])
+        assert (locks / MARKER).exists()
+
+
 def test_a_capacity_below_two_objects_is_refused_with_one_that_works(tmp_path):
     with pytest.raises(ConfigError, match="capacity_bytes") as refusal:
         open_tier(tmp_path / "root", capacity_bytes=on_disk())
@@ -163,7 +202,7 @@ def test_a_full_or_failing_disk_at_start_is_not_fatal(tmp_path):
 
 
 def test_a_directory_in_the_place_of_a_leases_lock_stops_no_store(tmp_path):
+    open_root(Device(), str(tmp_path / "root"))
     (tmp_path / "root" / "leases" / "0").mkdir(parents=True)
-    (tmp_path / "root").chmod(0o700)
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 2))

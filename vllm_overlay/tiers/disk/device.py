@@ -10,13 +10,11 @@ import mmap
 import os
 import re
 import socket
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from blake3 import blake3
 
-from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -134,7 +132,8 @@ def _writer(pid: int) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    return name.startswith(_TEMPORARY)
+    """Whether the name is one that ``temporary_name`` makes: what else begins alike is a stranger's."""
+    return _TEMPORARY_NAME.fullmatch(name) is not None
 
 
 def writer_is_alive(name: str) -> bool | None:
@@ -161,36 +160,6 @@ def make_directory(device: Device, path: str) -> None:
 def remove_quietly(device: Device, path: str) -> None:
     with contextlib.suppress(OSError):
         device.unlink(path)
-
-
-def open_root(device: Device, root: str) -> None:
-    """Create or check the root directory. Called at start by both halves; raises ConfigError."""
-    try:
-        make_directory(device, root)
-        found = os.stat(root)
-    except OSError as error:
-        raise ConfigError(
-            f"root={root!r} cannot be created ({error.strerror}): set it to a writable directory"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"root={root!r} is not a directory: set it to one that this user owns")
-    if found.st_uid != os.geteuid():
-        raise ConfigError(f"root={root!r} belongs to user {found.st_uid}: set it to a directory that this user owns")
-    if found.st_mode & 0o002:
-        raise ConfigError(f"root={root!r} is writable by everyone: set its mode to 0700")
-    _check_writable(device, root)
-
-
-def _check_writable(device: Device, root: str) -> None:
-    path = os.path.join(root, temporary_name())
-    try:
-        device.close(device.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise ConfigError(f"root={root!r} is not writable: set it to a directory of mode 0700 that is") from error
-        logger.warning("disk tier: %s takes no file now: %s", root, error)
-    finally:
-        remove_quietly(device, path)
 
 
 def takes_direct_io(device: Device, root: str) -> bool:

@@ -18,7 +18,7 @@ from vllm_overlay.tiers.disk.listing import WholeObject, leaves_first
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
 from vllm_overlay.tiers.disk.root import in_use_path
-from vllm_overlay.tiers.disk.scan import namespaces_under
+from vllm_overlay.tiers.disk.scan import FAN_OUT, namespaces_under
 
 SCAN_PAUSE_S = 5.0
 _ORDER_S = 30.0
@@ -148,7 +148,7 @@ class ForeignEviction:
         """Called when its lock is ours; stays when it holds an object or a file of somebody's."""
         top = os.path.join(self._root, fingerprint)
         with contextlib.suppress(OSError):
-            for name in os.listdir(top):
+            for name in filter(FAN_OUT.fullmatch, os.listdir(top)):
                 with contextlib.suppress(OSError):
                     os.rmdir(os.path.join(top, name))
             if set(os.listdir(top)) <= {IN_USE, DESCRIPTION}:

@@ -23,13 +23,16 @@ from vllm_overlay.tiers.disk.format import ObjectHeader
 from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger, LedgerState
 from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty, read_manifest
+from vllm_overlay.tiers.disk.marker import MARKER, write_marker
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, IN_USE, parse_file_name
 from vllm_overlay.tiers.disk.object_file import BadObject, verify_file
+from vllm_overlay.tiers.disk.recognition import LEASES, LEDGER, WEIGHT_FILES, RootKind, require_root
 from vllm_overlay.tiers.disk.root import in_use_path
 from vllm_overlay.tiers.disk.scan import FAN_OUT, FoundFile, count_files, is_orphan, scan_objects
+from vllm_overlay.tiers.disk.usage import is_made_to_be_shared
 
-_OF_THE_ROOT = frozenset({"ledger", "weights.json", "weights.lock"})
-_LEASES = "leases"
+_OF_THE_ROOT = WEIGHT_FILES | {LEDGER, MARKER}
+_SHARED_BITS = stat.S_ISGID | stat.S_IRWXG
 _SLOTS = frozenset(map(str, range(NUM_SLOTS)))
 
 
@@ -51,6 +54,8 @@ class What(StrEnum):
     """An object that it depends on is not there."""
     LEFTOVER = "leftover"
     """A temporary that nobody will finish."""
+    MARKER = "marker"
+    """Of a root that an earlier version made, or one that does not verify."""
     LEDGER = "ledger"
     KEY = "key"
     """A namespace whose checksums need a key that is not the given one: nothing of it was verified."""
@@ -130,10 +135,13 @@ class Check:
         """Whether something could not be read: then nobody knows what is not there."""
 
     def run(self) -> Report:
-        """Raises OSError when the root itself cannot be read."""
-        self._owner = os.stat(self._root).st_uid
-        os.listdir(self._root)
-        self._check_mode("", os.stat(self._root).st_mode)
+        """Raises OSError when the root itself cannot be read, and NotARootError when it is none."""
+        kind = require_root(self._root)
+        state = os.stat(self._root)
+        self._owner = state.st_uid
+        self._is_shared = is_made_to_be_shared(self._root, state.st_mode, has_key=bool(self._integrity.key))
+        self._check_marker(kind)
+        self._check_mode("", state.st_mode)
         self._walk()
         self._total = sum(file.num_bytes for files in self._files.values() for file in files)
         namespaces = [
@@ -195,7 +203,7 @@ class Check:
                 self._check_mode(entry.path, state.st_mode)
                 self._files[entry.name] = []
                 self._walk_namespace(entry.name, entry.path)
-            elif is_directory and entry.name == _LEASES:
+            elif is_directory and entry.name == LEASES:
                 self._walk_leases(entry.path)
             else:
                 self._walk_other(entry, state, _OF_THE_ROOT)
@@ -260,8 +268,27 @@ class Check:
 
         self._problem(path, What.LEFTOVER, detail, removed)
 
+    def _check_marker(self, kind: RootKind) -> None:
+        if kind is RootKind.MARKED:
+            self._check_mode(MARKER, os.lstat(os.path.join(self._root, MARKER)).st_mode)
+            return
+
+        def marked() -> bool:
+            write_marker(self._device, self._root)
+            return True
+
+        if os.path.lexists(os.path.join(self._root, MARKER)):
+            self._problem(MARKER, What.MARKER, "it does not verify", marked)
+        elif self._repair:
+            self._note(MARKER, What.MARKER, "missing, as in roots of before 0.3.0: made now")
+            marked()
+        else:
+            self._note(MARKER, What.MARKER, "missing, as in roots of before 0.3.0: the next start makes it")
+
     def _check_mode(self, path: str, mode: int) -> None:
         wanted = DIRECTORY_MODE if stat.S_ISDIR(mode) else FILE_MODE
+        if self._is_shared and stat.S_ISDIR(mode):
+            wanted |= mode & _SHARED_BITS
         if stat.S_IMODE(mode) == wanted:
             return
 

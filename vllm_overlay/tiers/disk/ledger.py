@@ -15,18 +15,18 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from vllm_overlay import versions
 from vllm_overlay.common.file_lock import lock, try_lock, wait_for_lock
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.checksum import XXH3
 from vllm_overlay.tiers.disk.device import Device, make_directory
 from vllm_overlay.tiers.disk.format import counted_bytes
+from vllm_overlay.tiers.disk.marker import require_marker
+from vllm_overlay.tiers.disk.recognition import LEASES, LEDGER, LEDGER_MAGIC
 from vllm_overlay.tiers.disk.root import lock_directory
 
 logger = logging.getLogger(__name__)
 
 NUM_SLOTS = 256
-_MAGIC = b"HKVLEDG%d" % versions.LEDGER
 _STATE = struct.Struct(f"<8sq{NUM_SLOTS}Q")
 _CHECKSUM_BYTES = 16
 _FILES_A_LOCK = 64
@@ -40,7 +40,7 @@ class LedgerState:
     leases: list[int] = field(default_factory=lambda: [0] * NUM_SLOTS)
 
     def encode(self) -> bytes:
-        body = _STATE.pack(_MAGIC, -1 if self.file_bytes is None else self.file_bytes, *self.leases)
+        body = _STATE.pack(LEDGER_MAGIC, -1 if self.file_bytes is None else self.file_bytes, *self.leases)
         return body + XXH3.checksum_of([body])
 
     @classmethod
@@ -50,7 +50,7 @@ class LedgerState:
         if len(body) != _STATE.size or checksum != XXH3.checksum_of([body]):
             return cls()
         magic, file_bytes, *leases = _STATE.unpack(body)
-        return cls(None if file_bytes < 0 else file_bytes, leases) if magic == _MAGIC else cls()
+        return cls(None if file_bytes < 0 else file_bytes, leases) if magic == LEDGER_MAGIC else cls()
 
     @staticmethod
     def is_whole(raw: bytes) -> bool:
@@ -69,8 +69,9 @@ class Ledger:
     """
 
     def __init__(self, root: str, device: Device) -> None:
-        self._path = os.path.join(lock_directory(root), "ledger")
-        self._leases = os.path.join(lock_directory(root), "leases")
+        self._directory = lock_directory(root)
+        self._path = os.path.join(self._directory, LEDGER)
+        self._leases = os.path.join(self._directory, LEASES)
         self._device = device
 
     def check(self) -> None:
@@ -81,14 +82,18 @@ class Ledger:
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise ConfigError(
-                    f"root={os.path.dirname(self._path)!r} takes no file locks ({error.strerror}): "
+                    f"root={self._directory!r} takes no file locks ({error.strerror}): "
                     "set it to a directory of a local file system"
                 ) from error
             logger.warning("disk tier: %s cannot be written now: %s", self._path, error)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[LedgerState]:
-        """The state, written back when it has changed, even when the body raises: what was done was done."""
+        """The state, written back when it has changed, even when the body raises: what was done was done.
+
+        Makes no ledger, and writes over none, in a directory without a marker.
+        """
+        require_marker(self._directory)
         fd = lock(self._path)
         try:
             before = os.pread(fd, _STATE.size + _CHECKSUM_BYTES, 0)
@@ -114,6 +119,7 @@ class Ledger:
 
     def claim_slot(self) -> tuple[int, int]:
         """A lease of this process: its slot and the descriptor that holds it until closed (or the process ends)."""
+        require_marker(self._directory)
         make_directory(self._device, self._leases)
         with contextlib.ExitStack() as undo:
             with self.locked() as state:

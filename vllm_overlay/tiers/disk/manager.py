@@ -63,7 +63,7 @@ class DiskTierManager(TierManager):
         self._write_rate = WriteRate(rate, self._bytes_on_disk(max_object_bytes))
         self._uses = UseCounter(settings.store_on_nth_use)
         integrity = integrity_of(settings.integrity_key_file)
-        root = choose_root(device, os.path.abspath(settings.root))
+        root = choose_root(device, os.path.abspath(settings.root), bool(integrity.key))
         ledger = Ledger(root, device)
         ledger.check()
         self._name = settings.name

@@ -7,11 +7,12 @@ import time
 
 from vllm_overlay.common.backoff import Backoff
 from vllm_overlay.common.file_lock import is_in_place, lock
-from vllm_overlay.tiers.disk.device import Device, make_directory, open_root
+from vllm_overlay.tiers.disk.device import Device, make_directory
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.manifest import write_manifest
+from vllm_overlay.tiers.disk.marker import is_marked, require_marker
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, DiskNamespace
-from vllm_overlay.tiers.disk.root import in_use_path
+from vllm_overlay.tiers.disk.root import in_use_path, lock_directory, open_with_locks
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
@@ -21,8 +22,9 @@ logger = logging.getLogger(__name__)
 class Membership:
     """Called in the reclaimer's thread; every method may wait for the disk and raises OSError."""
 
-    def __init__(self, root: str, ledger: Ledger, device: Device) -> None:
+    def __init__(self, root: str, ledger: Ledger, device: Device, has_key: bool = False) -> None:
         self._root = root
+        self._has_key = has_key
         self._ledger = ledger
         self._device = device
         self._slot_fd = -1
@@ -35,7 +37,8 @@ class Membership:
     def take(self, namespace: DiskNamespace) -> None:
         """Lock everything anew, under a root that is made if it is not there. Raises ConfigError like ``open_root``."""
         self.let_go()
-        open_root(self._device, self._root)
+        open_with_locks(self._device, self._root, self._has_key)
+        require_marker(self._root)  # a full disk takes none
         self.serve(namespace)
         self.slot, self._slot_fd = self._ledger.claim_slot()
 
@@ -86,7 +89,8 @@ class Membership:
         if self.slot is None:
             return False
         held = {**self._held, self._ledger.path_of_slot(self.slot): self._slot_fd}
-        return not all(is_in_place(path, fd) for path, fd in held.items())
+        is_whole = is_marked(self._root) and is_marked(lock_directory(self._root))
+        return not (is_whole and all(is_in_place(path, fd) for path, fd in held.items()))
 
     def let_go(self) -> None:
         """The others may take our lease and remove our objects from now on."""

@@ -22,6 +22,8 @@ from vllm_overlay.tiers.disk.format import (
     file_bytes,
     padded_bytes,
 )
+from vllm_overlay.tiers.disk.marker import require_marker
+from vllm_overlay.tiers.disk.ownership import why_not_ours
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
 _PIECE_BYTES = 1 << 20
@@ -125,12 +127,25 @@ def _create(device: Device, path: str, flags: int) -> int:
     try:
         return device.open(path, flags)
     except FileNotFoundError:
-        make_directory(device, os.path.dirname(path))
+        make_object_directory(device, path)
         return device.open(path, flags)
 
 
-def _open_checked(device: Device, path: str, flags: int) -> tuple[int, int]:
-    """The descriptor and size of a regular file. O_NONBLOCK: a pipe in its place must not hold the thread."""
+def make_object_directory(device: Device, path: str) -> None:
+    """Make the directory of the file ``<root>/<fingerprint>/<aa>/<name>``. Raises OSError where the root is gone."""
+    require_marker(_root_of(path))
+    make_directory(device, os.path.dirname(path))
+
+
+def _root_of(path: str) -> str:
+    return os.path.dirname(os.path.dirname(os.path.dirname(path)))
+
+
+def _open_checked(device: Device, path: str, flags: int, is_anybodys: bool = False) -> tuple[int, int]:
+    """The descriptor and size of a regular file. O_NONBLOCK: a pipe in its place must not hold the thread.
+
+    One that others may have written is a miss, and theirs to remove, unless ``is_anybodys`` says that it may be.
+    """
     try:
         fd = device.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
     except FileNotFoundError as error:
@@ -143,6 +158,8 @@ def _open_checked(device: Device, path: str, flags: int) -> tuple[int, int]:
         found = device.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise BadObject(Reason.HEADER)
+        if not is_anybodys and why_not_ours(found, _root_of(path)):
+            raise BadObject(Reason.OWNER, is_bad=False)
     except BaseException:
         device.close(fd)
         raise
@@ -250,7 +267,7 @@ def verify_file(
     piece that was read.
     """
     try:
-        fd, size = _open_checked(device, path, 0)
+        fd, size = _open_checked(device, path, 0, is_anybodys=True)
         try:
             header = _verify(device, fd, size, on_bytes, integrity)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -89,7 +89,7 @@ class Reclaimer:
         self._ledger = ledger
         self._device = device
         self._is_known = is_known
-        self._membership = Membership(root, ledger, device)
+        self._membership = Membership(root, ledger, device, has_key=bool(integrity.key))
         self._foreign = ForeignEviction(root, ledger, device, integrity)
         self._lease = Lease()
         self._batch_bytes = limits.least_batch_bytes

@@ -2,6 +2,7 @@
 """The scan at start: which objects of a namespace are whole and can be reached."""
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.listing import FoundObject, parents_first, read_planned
 from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
 from vllm_overlay.tiers.disk.object_file import BadObject
+from vllm_overlay.tiers.disk.ownership import shut_bits, why_not_ours
 from vllm_overlay.tiers.disk.reclaimer import Reclaimer
 from vllm_overlay.tiers.disk.scan import (
     ORPHAN_AGE_S,
@@ -161,14 +163,15 @@ class Recovery:
             for fingerprint in self._namespace.fingerprints
             for directory in fan_out_directories(self._root, fingerprint, is_strict=True)
         ]
+        ours = [directory for directory in directories if self._is_ours(directory)]
         parts: queue.SimpleQueue[_Part | BaseException] = queue.SimpleQueue()
         pool = ThreadPool("disk-recovery-read", _READ_THREADS)
-        for directory in directories:
+        for directory in ours:
             pool.submit(partial(self._scan_directory, directory, parts))
-        all_parts = _Part()
+        all_parts = _Part(num_unread=len(directories) - len(ours))
         logged = time.monotonic()
         try:
-            for number in range(1, 1 + len(directories)):
+            for number in range(1, 1 + len(ours)):
                 part = parts.get()
                 if isinstance(part, BaseException):
                     raise part
@@ -177,11 +180,24 @@ class Recovery:
                     logged = time.monotonic()
                     logger.info(
                         "disk tier: recovering, %d objects in %d of %d directories so far",
-                        len(all_parts.objects), number, len(directories),
+                        len(all_parts.objects), number, len(ours),
                     )  # fmt: skip
         finally:
             pool.stop(0.0)
         return all_parts
+
+    def _is_ours(self, directory: str) -> bool:
+        """Whether others could have put files into this directory of a namespace: then all in it is left alone."""
+        shut = shut_bits(has_key=bool(self._integrity.key))
+        for path in (os.path.dirname(directory), directory):
+            try:
+                why = why_not_ours(os.lstat(path), self._root, shut)
+            except OSError as error:
+                why = f"cannot be looked at ({error.strerror})"
+            if why:
+                _log.warning("owner", "disk tier: not recovered: %s %s: set its mode to 0700", path, why)
+                return False
+        return True
 
     # In the threads that read.
 

@@ -10,7 +10,7 @@ import msgspec
 
 from vllm_overlay.tiers.disk.device import Device, is_temporary, remove_quietly, writer_is_alive
 from vllm_overlay.tiers.disk.format import counted_bytes
-from vllm_overlay.tiers.disk.namespace import FINGERPRINT
+from vllm_overlay.tiers.disk.namespace import FINGERPRINT, parse_file_name
 
 ORPHAN_AGE_S = 3600.0
 """Nobody writes a file for longer, and no two hosts' clocks are further apart."""
@@ -46,8 +46,8 @@ def scan_namespace(root: str, fingerprint: str, is_strict: bool = False) -> Iter
 
 
 def scan_objects(root: str, fingerprint: str) -> Iterator[FoundFile]:
-    """The same without temporaries: what the ledger counts."""
-    return (file for file in scan_namespace(root, fingerprint) if not is_temporary(file.name))
+    """The same, but only what has an object's name: what the ledger counts. All else is temporary or a stranger's."""
+    return (file for file in scan_namespace(root, fingerprint) if parse_file_name(file.name) is not None)
 
 
 def scan_directory(path: str, is_strict: bool = False) -> Iterator[FoundFile]:
@@ -94,16 +94,16 @@ def was_written_before(file: FoundFile, moment: float) -> bool:
 
 
 def count_files(root: str, device: Device, is_alone: bool = False) -> int:
-    """Bytes of all namespaces' files; removes orphan temporaries and counts no others, a lease covers those.
+    """Bytes of all namespaces' objects; removes orphan temporaries and counts no others, a lease covers those.
 
     Raises OSError where a directory cannot be listed now.
     """
     num_bytes = 0
     for fingerprint in namespaces_under(root, is_strict=True):
         for file in scan_namespace(root, fingerprint, is_strict=True):
-            if not is_temporary(file.name):
+            if parse_file_name(file.name) is not None:
                 num_bytes += file.num_bytes
-            elif is_orphan(file, is_alone):
+            elif is_temporary(file.name) and is_orphan(file, is_alone):
                 remove_quietly(device, file.path)
     return num_bytes
 

@@ -15,7 +15,8 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
     root: Annotated[
         str,
         Meta(
-            description="directory of the objects; created with mode 0700",
+            description="directory of the objects: a root, an empty directory, or one that is not there (made with "
+            "mode 0700)",
             examples=["/var/cache/vllm-kv"],
             min_length=1,
         ),

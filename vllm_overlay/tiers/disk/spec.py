@@ -9,9 +9,10 @@ from vllm_overlay.config import MIB
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import TierSpec, WorkerContext
 from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device, open_root
+from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.namespace import INTEGRITY, DiskNamespace
+from vllm_overlay.tiers.disk.root import open_root
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import PAGE_BYTES, unit_size
@@ -30,8 +31,8 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
 
     def build_worker(self, context: WorkerContext) -> tuple[DiskTierWorker, DiskNamespace]:
         settings, geometry = self.settings, context.geometry
-        open_root(Device(), settings.root)
         integrity = integrity_of(settings.integrity_key_file)
+        open_root(Device(), settings.root, bool(integrity.key))
         facts = {INTEGRITY: integrity.name}
         fingerprints = context.fingerprints(settings.namespace, Path(settings.root), facts, integrity.cache_key)
         namespace = DiskNamespace(fingerprints.attention, fingerprints.snapshot, fingerprints.description)

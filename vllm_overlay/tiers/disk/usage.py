@@ -9,9 +9,11 @@ from typing import Any
 
 from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.planner.objects import ObjectId, ObjectKind
+from vllm_overlay.tiers.disk.checksum import XXH3
 from vllm_overlay.tiers.disk.device import is_temporary
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.namespace import parse_file_name
+from vllm_overlay.tiers.disk.ownership import EVERYONE_MAY_WRITE, OTHERS_MAY_WRITE
 from vllm_overlay.tiers.disk.root import in_use_path
 from vllm_overlay.tiers.disk.scan import FoundFile, namespaces_under, scan_namespace
 
@@ -46,6 +48,17 @@ def measure_usage(root: str, but: Collection[str] = ()) -> list[NamespaceUsage]:
     os.listdir(root)
     summaries = [_summarize(root, fingerprint) for fingerprint in namespaces_under(root) if fingerprint not in but]
     return sorted(summaries, key=lambda summary: -summary.num_bytes)
+
+
+def is_made_to_be_shared(root: str, mode: int, has_key: bool) -> bool:
+    """Whether its group, and not everyone, may write the root, and a key tells what servers wrote from what others did.
+
+    The key is given, or ``namespace.json`` of some namespace says that its checksums need one.
+    """
+    if mode & EVERYONE_MAY_WRITE or not mode & OTHERS_MAY_WRITE:
+        return False
+    manifests = (manifest_or_empty(os.path.join(root, fingerprint)) for fingerprint in namespaces_under(root))
+    return has_key or any(manifest.integrity not in ("", XXH3.name) for manifest in manifests)
 
 
 def tag_name(tag: str) -> str:

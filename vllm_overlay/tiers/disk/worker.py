@@ -18,11 +18,17 @@ from vllm_overlay.common.reasons import Reason
 from vllm_overlay.config import parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
 from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device, make_directory, remove_quietly, takes_direct_io, temporary_name
+from vllm_overlay.tiers.disk.device import Device, remove_quietly, takes_direct_io, temporary_name
 from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.object_file import BadObject, payload_checksum, read_object, write_object
+from vllm_overlay.tiers.disk.object_file import (
+    BadObject,
+    make_object_directory,
+    payload_checksum,
+    read_object,
+    write_object,
+)
 from vllm_overlay.tiers.disk.root import choose_root
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.staging import Staging
@@ -68,9 +74,9 @@ class DiskTierWorker(TierWorker):
         device: Device | None = None,
     ) -> None:
         self._device = device or Device()
-        self._root = choose_root(self._device, os.path.abspath(settings.root))
-        self._namespace = namespace
         self._integrity = integrity_of(settings.integrity_key_file)
+        self._root = choose_root(self._device, os.path.abspath(settings.root), bool(self._integrity.key))
+        self._namespace = namespace
         self._rank = rank
         self._world_size = world_size
         self._ledger = Ledger(self._root, self._device)
@@ -156,7 +162,7 @@ class DiskTierWorker(TierWorker):
         try:
             header = self._header(namespace, ticket, buffer)
             if recycled:
-                make_directory(self._device, os.path.dirname(path))
+                make_object_directory(self._device, path)
             write_object(
                 self._device, temporary, header, buffer, self._direct, self._integrity, is_recycled=bool(recycled)
             )

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Directories that are no roots, and what tells whether anything in them has changed."""
+
+import os
+import stat
+from pathlib import Path
+
+from vllm_overlay.tiers.disk.device import temporary_name
+from vllm_overlay.tiers.disk.ledger import LedgerState
+
+KINDS = ("project", "ledger", "temporaries", "hex", "weights", "world", "marker_link", "marker_damaged")
+
+
+def make_foreign(path: Path, kind: str) -> Path:
+    """A directory of somebody else's, of a kind that looks like a root in one way."""
+    path.mkdir()
+    match kind:
+        case "project":
+            (path / "main.c").write_text("int main;")
+        case "ledger":
+            (path / "ledger").write_text("2026-01-01 * opening balances")
+        case "temporaries":
+            (path / ".tmp.foo").write_text("mine")
+        case "hex":  # as Docker's directory of containers
+            (path / ("5" * 64)).mkdir()
+            (path / ("5" * 64) / "config.v2.json").write_text("{}")
+        case "weights":
+            (path / "weights.json").write_text("{}")
+        case "world":
+            (path / "X11-unix").mkdir()
+            path.chmod(0o1777)
+        case "marker_link":
+            (path.parent / "elsewhere").write_text("{}")
+            (path / "vllm-overlay-root.json").symlink_to(path.parent / "elsewhere")
+        case "marker_damaged":
+            (path / "vllm-overlay-root.json").write_text('{"format": "mine"}')
+    return path
+
+
+def state_of(top: Path) -> dict[str, tuple[object, ...]]:
+    """Mode, owner, times and bytes of a directory and of all below it."""
+    return {str(path.relative_to(top)): _state_of(path) for path in [top, *sorted(top.rglob("*"))]}
+
+
+def _state_of(path: Path) -> tuple[object, ...]:
+    found = path.lstat()
+    content = path.read_bytes() if stat.S_ISREG(found.st_mode) else None
+    return found.st_mode, found.st_uid, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, content
+
+
+def forget_marker(root: Path) -> None:
+    """Leaves the root as the versions before markers made it."""
+    (root / "vllm-overlay-root.json").unlink(missing_ok=True)
+
+
+def make_counted_root(path: Path) -> Path:
+    """An old root in which nothing is stored yet: a ledger, its leases, a temporary that a kill left."""
+    (path / "leases").mkdir(parents=True)
+    (path / "leases" / "0").touch()
+    (path / "ledger").write_bytes(LedgerState(0).encode())
+    (path / temporary_name()).touch()
+    os.chmod(path, 0o700)
+    return path
