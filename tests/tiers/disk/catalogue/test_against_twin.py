@@ -122,8 +122,7 @@ class Machine(RuleBasedStateMachine):
         _, catalogue = self.pick(data)
         used = {name.fingerprint for name in (*self.twin.objects, *self.twin.removals)}
         for each in self.twin.members.values():
-            if each.is_alive:
-                used |= {fingerprint for n in each.served for fingerprint in (n.fingerprint, n.partner)}
+            used |= {fingerprint for n in each.served for fingerprint in (n.fingerprint, n.partner)}
         used |= {self.twin.namespaces[fingerprint].partner for fingerprint in used}
         assert set(catalogue.drop_empty_namespaces()) == set(self.twin.namespaces) - used
         self.twin.namespaces = {key: value for key, value in self.twin.namespaces.items() if key in used}
@@ -252,13 +251,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def load(self) -> None:
-        for fingerprints in (
-            [CHUNKS.fingerprint],
-            [SNAPSHOTS.fingerprint],
-            [OTHERS.fingerprint, TEMPORARY.fingerprint],
-        ):
-            found = [item for part in self.reader.load(fingerprints)[1] for item in part]
-            mine = {*fingerprints, *(CHUNKS.fingerprint for each in fingerprints if each == SNAPSHOTS.fingerprint)}
+        chunks, snapshots = CHUNKS.fingerprint, SNAPSHOTS.fingerprint
+        for mine in ([chunks], [chunks, snapshots], [OTHERS.fingerprint, TEMPORARY.fingerprint]):
+            found = [item for part in self.reader.load(mine)[1] for item in part]
             expected = {each for each in self.twin.objects if each.fingerprint in mine}
             places = {item.name: place for place, item in enumerate(found)}
             assert set(places) == expected and len(found) == len(expected)

@@ -128,9 +128,9 @@ class Catalogue:
             return members.bury(db, self._root, slot)
 
     def drop_empty_namespaces(self) -> list[str]:
-        """Forget namespaces without objects that nobody serves; returns their fingerprints."""
+        """Forget namespaces without objects that no member serves, not even a dead one; returns their fingerprints."""
         with self._connection.writing() as db:
-            return namespaces.drop_empty(db, members.served(db, self._root))
+            return namespaces.drop_empty(db, set[int]().union(*members.served_by(db).values()))
 
     # Room.
 

@@ -60,13 +60,13 @@ def last_seq(db: sqlite3.Connection) -> int:
 
 
 def read(db: sqlite3.Connection, seq: int, fingerprints: Iterable[str]) -> Changes:
-    """What changed after ``seq`` in these namespaces, whoever did it. Raises FellBehind."""
+    """What changed after ``seq`` in these namespaces and their partners, whoever did it. Raises FellBehind."""
     first, last = _bounds(db)
     if not first - 1 <= seq <= last:
         raise FellBehind(f"the catalogue keeps changes {first} to {last}, not all after {seq}")
     end = min(last, seq + _READ_ROWS)
     namespaces = Namespaces(db)
-    wanted = {row.id for fingerprint in fingerprints if (row := namespaces.get(fingerprint)) is not None}
+    wanted = namespaces.ids_with_partners(fingerprints)
     found: list[StoredObject | Name] = []
     for namespace, is_added, number, tag, key in _select(db, seq, end):
         if namespace not in wanted:

@@ -77,5 +77,5 @@ def translated(generation: int) -> Iterator[None]:
     except (msgspec.ValidationError, UnicodeDecodeError) as error:
         raise Damaged(f"a row is wrong: {error}", generation) from error
     except Damaged as error:
-        error.generation = generation
+        error.generation = error.generation or generation
         raise
