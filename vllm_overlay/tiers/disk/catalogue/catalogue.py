@@ -23,7 +23,7 @@ from vllm_overlay.tiers.disk.catalogue import (
 from vllm_overlay.tiers.disk.catalogue.changes import Changes
 from vllm_overlay.tiers.disk.catalogue.commit import Commit
 from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
-from vllm_overlay.tiers.disk.catalogue.errors import translated
+from vllm_overlay.tiers.disk.catalogue.errors import Damaged, translated
 from vllm_overlay.tiers.disk.catalogue.eviction import Choice, Limits
 from vllm_overlay.tiers.disk.catalogue.grants import Grant
 from vllm_overlay.tiers.disk.catalogue.load import Loader
@@ -45,6 +45,7 @@ from vllm_overlay.tiers.disk.catalogue.usage import NamespaceUsage
 
 BATCH_ROWS = 256
 DEFAULT_TIMEOUT_S = 10.0
+_MOST_ROUNDS = 100
 _Item = TypeVar("_Item")
 
 
@@ -249,7 +250,7 @@ class Catalogue:
         Each list is removed when it is asked for.
         """
         wanted = list(names)
-        while True:
+        for _ in range(_MOST_ROUNDS):  # others may put something on top meanwhile
             with self._connection.reading(LONG_CALLS) as db:
                 numbers = removals.subtree(db, wanted)
             if not numbers:
@@ -259,6 +260,7 @@ class Catalogue:
                     removed = removals.begin(db, self.slot, part)
                 if removed:
                     yield removed
+        raise Damaged(f"{len(numbers)} objects cannot be removed", self.generation)
 
     def end_removal(self, names: Iterable[Name], keep_bytes: int, capacity_bytes: int) -> int:
         """The files of these are gone. Up to ``keep_bytes`` of what that frees become this member's room, as far as

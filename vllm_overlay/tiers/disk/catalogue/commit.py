@@ -11,7 +11,7 @@ from vllm_overlay.tiers.disk.catalogue import changes
 from vllm_overlay.tiers.disk.catalogue.lookup import BY_NAME, find_id, parents_of
 from vllm_overlay.tiers.disk.catalogue.members import read_grant, write_grant
 from vllm_overlay.tiers.disk.catalogue.namespaces import Namespaces
-from vllm_overlay.tiers.disk.catalogue.rows import COLUMNS, ObjectRow, StoredObject, read_all
+from vllm_overlay.tiers.disk.catalogue.rows import COLUMNS, ObjectRow, StoredObject, read_one
 from vllm_overlay.tiers.disk.catalogue.totals import add_objects
 
 
@@ -110,8 +110,8 @@ class Writer:
     def _replace_row(self, number: int, item: StoredObject) -> None:
         """Another file took the object's name: the bytes of the one before are free."""
         planned = item.planned
-        row = self._db.execute(f"SELECT {COLUMNS} FROM object WHERE id = ?", (number,))
-        self._num_bytes -= read_all(ObjectRow, row)[0].num_bytes
+        row = self._db.execute(f"SELECT {COLUMNS} FROM object WHERE id = ?", (number,)).fetchone()
+        self._num_bytes -= read_one(ObjectRow, row).num_bytes
         self._db.execute(
             "UPDATE object SET world_size = ?, num_bytes = ?, payload_bytes = ?, start_tokens = ?, end_tokens = ?,"
             " ticket = ?, last_use = ?, place = CASE WHEN score IS NULL THEN ? ELSE score END WHERE id = ?",
