@@ -26,7 +26,7 @@ def test_a_changed_file_is_answered_from_or_damaged(tmp_path: Path) -> None:
         ("UPDATE object SET place = 3.5 WHERE id = 10", "another place"),
         ("UPDATE object SET start_tokens = end_tokens + 1 WHERE id = 10", "before it starts"),
         ("UPDATE object SET namespace = 9 WHERE id = 10", "namespace 9"),
-        ("UPDATE object SET namespace = 3 WHERE id = 180", "is in namespace 3"),
+        ("UPDATE object SET namespace = 3 WHERE id = 180", "is in namespace 1"),
         ("UPDATE parent SET parent = 150 WHERE child = 10", "older than its parent"),
         ("UPDATE parent SET position = 1 WHERE child = 10", "position 1"),
         ("DELETE FROM parent WHERE child = 10", "children and counts"),
