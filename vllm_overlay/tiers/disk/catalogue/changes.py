@@ -9,8 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import lookup
-from vllm_overlay.tiers.disk.catalogue.errors import FellBehind
+from vllm_overlay.tiers.disk.catalogue.errors import Damaged, FellBehind
 from vllm_overlay.tiers.disk.catalogue.namespaces import Namespaces
 from vllm_overlay.tiers.disk.catalogue.rows import (
     COLUMNS,
@@ -20,6 +19,7 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     Key,
     Name,
     ObjectRow,
+    Position,
     StoredObject,
     Tag,
     read_all,
@@ -66,15 +66,15 @@ def read(db: sqlite3.Connection, seq: int, fingerprints: Iterable[str]) -> Chang
         raise FellBehind(f"the catalogue keeps changes {first} to {last}, not all after {seq}")
     end = min(last, seq + _READ_ROWS)
     namespaces = Namespaces(db)
-    wanted = namespaces.ids_with_partners(fingerprints)
+    part = _Part(db, seq, end, namespaces.ids_with_partners(fingerprints))
+    rows, parents = part.read_objects(), part.read_parents()
     found: list[StoredObject | Name] = []
-    for namespace, is_added, number, tag, key in _select(db, seq, end):
-        if namespace not in wanted:
-            continue
+    for namespace, is_added, number, tag, key in part.read_changes():
+        fingerprint = namespaces.fingerprint_of(namespace)
         if not is_added:
-            found.append(Name(namespaces.fingerprint_of(namespace), ObjectId(tag, key)))
-        else:
-            found += _find(db, namespaces, number)
+            found.append(Name(fingerprint, ObjectId(tag, key)))
+        elif (row := rows.get(number)) is not None:  # else it has gone since, and a later change says so
+            found.append(row.stored(fingerprint, tuple(parents.get(number, ()))))
     return Changes(found, end, end < last)
 
 
@@ -85,15 +85,40 @@ def _bounds(db: sqlite3.Connection) -> tuple[int, int]:
     return int(read_value(_Sequence, row)), last
 
 
-def _select(db: sqlite3.Connection, seq: int, end: int) -> list[Any]:
-    rows = db.execute(
-        "SELECT namespace, is_added, object, tag, key FROM change WHERE seq > ? AND seq <= ? ORDER BY seq",
-        (seq, end),
-    )
-    return read_all(tuple[Id, Flag, Id, Tag, Key], rows)
+class _Part:
+    """Some changes in a row, as one transaction sees them. Few statements, because every member reads every change."""
 
+    def __init__(self, db: sqlite3.Connection, seq: int, end: int, wanted: set[int]) -> None:
+        self._db = db
+        marks = ", ".join("?" * len(wanted))
+        self._where = f"change.seq > ? AND change.seq <= ? AND change.namespace IN ({marks})"
+        self._arguments = (seq, end, *sorted(wanted))
 
-def _find(db: sqlite3.Connection, namespaces: Namespaces, number: int) -> list[StoredObject]:
-    """The object, unless it has gone since: then a later change says so."""
-    rows = db.execute(f"SELECT {COLUMNS} FROM object WHERE id = ?", (number,)).fetchall()
-    return [lookup.with_parents(db, namespaces, row) for row in read_all(ObjectRow, rows)]
+    def read_changes(self) -> list[tuple[int, int, int, str, bytes]]:
+        """Namespace, whether it was added, number, and name."""
+        rows = self._select("namespace, is_added, object, tag, key FROM change", "ORDER BY seq")
+        return read_all(tuple[Id, Flag, Id, Tag, Key], rows)
+
+    def read_objects(self) -> dict[int, ObjectRow]:
+        """What was added and is still there, by number."""
+        columns = ", ".join(f"object.{column}" for column in COLUMNS.split(", "))
+        rows = self._select(f"{columns} FROM change CROSS JOIN object ON object.id = change.object", "AND is_added = 1")
+        return {row.id: row for row in read_all(ObjectRow, rows)}
+
+    def read_parents(self) -> dict[int, list[ObjectId]]:
+        """The names of the parents of what was added, by its number. Raises Damaged."""
+        rows = self._select(
+            "DISTINCT parent.child, parent.position, parent.parent, object.tag, object.key FROM change"
+            " CROSS JOIN parent ON parent.child = change.object LEFT JOIN object ON object.id = parent.parent",
+            "AND is_added = 1 ORDER BY parent.child, parent.position",
+        )
+        found: dict[int, list[ObjectId]] = {}
+        for child, position, parent, tag, key in read_all(tuple[Id, Position, Id, Tag, Key], rows):
+            of_one = found.setdefault(child, [])
+            if position != len(of_one) or parent >= child:
+                raise Damaged(f"object {child} has {parent} as a parent")
+            of_one.append(ObjectId(tag, key))
+        return found
+
+    def _select(self, columns_and_tables: str, rest: str) -> list[Any]:
+        return self._db.execute(f"SELECT {columns_and_tables} WHERE {self._where} {rest}", self._arguments).fetchall()

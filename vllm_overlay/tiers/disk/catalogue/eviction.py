@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue.lookup import parents_of
 from vllm_overlay.tiers.disk.catalogue.namespaces import Namespaces
 from vllm_overlay.tiers.disk.catalogue.rows import (
+    MAX_PARENTS,
     MAX_SCORE,
     Id,
     Key,
@@ -28,7 +28,6 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     Tag,
     WorldSize,
     read_all,
-    read_one,
 )
 
 _COLUMNS = "id, namespace, place, tag, key, world_size, num_bytes, num_children"
@@ -110,15 +109,21 @@ class Choice:
     def _new_leaves(self, gone: _Leaf) -> list[_Leaf]:
         """Parents that have no other child left."""
         found = []
-        for number in parents_of(self._db, gone.id):
-            parent = read_one(
-                _Leaf, self._db.execute(f"SELECT {_COLUMNS} FROM object WHERE id = ?", (number,)).fetchone()
-            )
-            left = self._children_left.get(number, parent.num_children) - 1
-            self._children_left[number] = left
+        for parent in self._parents(gone):
+            left = self._children_left.get(parent.id, parent.num_children) - 1
+            self._children_left[parent.id] = left
             if not left and self._may_take(parent.namespace) and self._name(parent) not in self._limits.pinned:
                 found.append(parent)
         return found
+
+    def _parents(self, leaf: _Leaf) -> list[_Leaf]:
+        """Raises msgspec.ValidationError where one is not there."""
+        columns = ", ".join(f"object.{column}" for column in _COLUMNS.split(", "))
+        rows = self._db.execute(
+            f"SELECT {columns} FROM parent LEFT JOIN object ON object.id = parent.parent WHERE child = ? LIMIT ?",
+            (leaf.id, MAX_PARENTS),
+        )
+        return read_all(_Leaf, rows)
 
     def _may_take(self, namespace: int) -> bool:
         return not (self._limits.only_idle and namespace in self._served)

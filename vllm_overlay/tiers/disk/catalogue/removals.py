@@ -12,7 +12,7 @@ import msgspec
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import changes
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
-from vllm_overlay.tiers.disk.catalogue.lookup import BY_NAME, parents_of
+from vllm_overlay.tiers.disk.catalogue.lookup import BY_NAME
 from vllm_overlay.tiers.disk.catalogue.namespaces import Namespaces
 from vllm_overlay.tiers.disk.catalogue.rows import (
     Id,
@@ -56,13 +56,13 @@ def begin(db: sqlite3.Connection, slot: int, numbers: Sequence[int]) -> list[Rem
 
 def _take_out(db: sqlite3.Connection, namespaces: Namespaces, slot: int, number: int, going: _Going) -> RemovedObject:
     object_id = ObjectId(going.tag, going.key)
-    for parent in parents_of(db, number):
-        cursor = db.execute(
-            "UPDATE object SET num_children = num_children - 1 WHERE id = ? AND num_children > 0", (parent,)
-        )
-        if cursor.rowcount != 1:
-            raise Damaged(f"parent {parent} of object {number} knows of no child")
-    db.execute("DELETE FROM parent WHERE child = ?", (number,))
+    counted = db.execute(
+        "UPDATE object SET num_children = num_children - 1 WHERE num_children > 0"
+        " AND id IN (SELECT parent FROM parent WHERE child = ?)",
+        (number,),
+    )
+    if db.execute("DELETE FROM parent WHERE child = ?", (number,)).rowcount != counted.rowcount:
+        raise Damaged(f"a parent of object {number} knows of no child")
     db.execute("DELETE FROM object WHERE id = ?", (number,))
     db.execute(
         "INSERT INTO removal (namespace, key, tag, slot, world_size, num_bytes) VALUES (?, ?, ?, ?, ?, ?)",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes in and comes out, with the bounds that both must keep."""
 
+import functools
 from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
@@ -30,6 +31,7 @@ Seconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
 Score = Annotated[float, Meta(ge=-MAX_SCORE, le=MAX_SCORE)]
 WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Pid = Annotated[int, Meta(ge=1, le=2**31)]
+Position = Annotated[int, Meta(ge=0, lt=MAX_PARENTS)]
 Flag = Annotated[int, Meta(ge=0, le=1)]
 Fingerprint = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Tag = Annotated[str, Meta(pattern=rf"\A(?:{TAG_PATTERN})\Z", max_length=8)]
@@ -121,8 +123,8 @@ class MetaRow(msgspec.Struct, array_like=True, frozen=True):
 
 def read_all(kind: type[Row], rows: Iterable[Any]) -> list[Row]:
     """Rows of the file as ``kind``; raises msgspec.ValidationError, which a transaction turns into Damaged."""
-    kinds: Any = list[kind]  # type: ignore[valid-type]
-    found: list[Row] = msgspec.convert(list(rows), kinds, builtin_types=(bytes,))
+    of_one: Any = kind
+    found: list[Row] = msgspec.convert(list(rows), _list_of(of_one), builtin_types=(bytes,))
     return found
 
 
@@ -135,7 +137,17 @@ def read_one(kind: type[Row], row: Any) -> Row:
 
 def read_value(kind: Any, row: Any) -> Any:
     """The only column of a row that must be there, as ``kind``."""
-    return read_one(tuple[kind], row)[0]
+    return read_one(_tuple_of(kind), row)[0]
+
+
+@functools.cache
+def _list_of(kind: Any) -> Any:
+    return list[kind]
+
+
+@functools.cache
+def _tuple_of(kind: Any) -> Any:
+    return tuple[kind]
 
 
 def check_object(item: StoredObject) -> None:
