@@ -16,8 +16,9 @@ from vllm_overlay.tiers.disk.catalogue import generations, schema
 from vllm_overlay.tiers.disk.catalogue.errors import Busy, Superseded, Unavailable, is_busy, translated
 from vllm_overlay.tiers.disk.catalogue.holder import find_holder
 
-_SHORTEST_WAIT_S = 0.0002
-_LONGEST_WAIT_S = 0.004
+_POLL_S = 0.004
+_LATE_POLL_S = 0.001
+_LATE_S = 0.1
 _STEPS_A_CALL = 1_000_000
 DEFAULT_CALLS = 64
 LONG_CALLS = 8192
@@ -142,19 +143,22 @@ class Connection:
                 self._db.execute("ROLLBACK")
 
     def _patiently(self, attempt: Callable[[], None]) -> None:
-        """Try until the timeout. Who has waited longer tries more often, so nobody waits much longer than others."""
-        deadline = time.monotonic() + self._timeout_s
-        longest_s = _LONGEST_WAIT_S
+        """Try until the timeout, and who has waited long more often than others.
+
+        SQLite's own waits grow up to 0.1 s, so whoever came last is first. Shorter ones than ours keep a core busy when
+        there are thirty who wait.
+        """
+        began = time.monotonic()
         while True:
             try:
                 return attempt()
             except sqlite3.Error as error:
                 if not is_busy(error):
                     raise
-                if time.monotonic() >= deadline:
+                waited_s = time.monotonic() - began
+                if waited_s >= self._timeout_s:
                     raise Busy(f"{self.path} is locked by {find_holder(self.path)}") from error
-            time.sleep(random.uniform(_SHORTEST_WAIT_S, longest_s))
-            longest_s = max(_SHORTEST_WAIT_S, longest_s * 0.8)
+            time.sleep(random.uniform(0.5, 1.5) * (_POLL_S if waited_s < _LATE_S else _LATE_POLL_S))
 
     def _is_too_long(self) -> bool:
         self._calls_left -= 1
