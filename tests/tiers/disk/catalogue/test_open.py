@@ -3,6 +3,7 @@
 
 import multiprocessing
 import os
+import resource
 import sqlite3
 import stat
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from tests.tiers.disk.catalogue.objects import CHUNKS, MIB, NOW, loaded, member, numbers, store, stored
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue, Damaged, Superseded, replace_damaged
+from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue, Damaged, Superseded, Unavailable, replace_damaged
 from vllm_overlay.tiers.disk.catalogue.generations import path_of
 
 
@@ -229,3 +230,24 @@ def test_a_child_does_not_keep_its_parents_slot(tmp_path: Path) -> None:
     os.close(writer)
     os.waitpid(pid, 0)
     other.close()
+
+
+def test_a_write_that_fails_is_no_damage_and_changes_nothing(tmp_path: Path) -> None:
+    catalogue = member(tmp_path)
+    store(catalogue, stored(1))
+    size = max(path.stat().st_size for path in tmp_path.glob("catalogue-1.sqlite*"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.raises(Unavailable):
+            store(catalogue, *map(stored, range(2, 250)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert numbers(loaded(catalogue)) == [1] and catalogue.check() == []
+    store(catalogue, *map(stored, range(300, 400)))
+    catalogue.close()
+
+
+def test_a_root_that_cannot_be_opened_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable):
+        Catalogue(str(tmp_path / "missing" / "root"))
