@@ -218,16 +218,16 @@ def test_no_connection_crosses_a_fork(tmp_path: Path) -> None:
 
 def test_a_child_does_not_keep_its_parents_slot(tmp_path: Path) -> None:
     catalogue = member(tmp_path)
-    reader, writer = os.pipe()
+    ours, theirs = multiprocessing.Pipe()
     if not (pid := os.fork()):
-        os.close(writer)
-        os.read(reader, 1)
+        theirs.send("running")
+        theirs.recv()
         os._exit(0)
+    ours.recv()
     catalogue.close()
     other = Catalogue(str(tmp_path))
     assert [dead.slot for dead in other.dead_members()] == [0]
-    os.close(reader)
-    os.close(writer)
+    ours.send("done")
     os.waitpid(pid, 0)
     other.close()
 
