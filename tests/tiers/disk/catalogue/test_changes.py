@@ -141,6 +141,18 @@ def test_a_rebuild_that_its_member_did_not_finish_is_taken_over(tmp_path: Path, 
     two.close()
 
 
+def test_who_takes_the_slot_of_a_rebuilder_that_left_is_none(tmp_path: Path) -> None:
+    one, two, three = (Catalogue(str(tmp_path)) for _ in range(3))
+    one.join([CHUNKS], NOW)
+    two.join([CHUNKS], NOW)
+    one.begin_rebuild()
+    one.leave()
+    assert three.join([CHUNKS], NOW) == 0
+    assert two.begin_rebuild()
+    for each in (one, two, three):
+        each.close()
+
+
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     one = member(tmp_path)
     bad = stored(0)

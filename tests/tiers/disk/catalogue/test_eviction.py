@@ -125,6 +125,17 @@ def test_a_name_that_is_being_removed_is_not_taken(tmp_path: Path) -> None:
     one.close()
 
 
+def test_nobody_ends_the_removal_of_another(tmp_path: Path) -> None:
+    one, two = member(tmp_path), member(tmp_path)
+    store(one, stored(0))
+    gone = evicted(one, 1)
+    assert two.end_removal(gone, MANY // 2, MANY) == 0
+    assert two.totals().removing_bytes == 8192
+    assert one.end_removal(gone, MANY // 2, MANY) == 8192
+    one.close()
+    two.close()
+
+
 def test_removing_an_object_removes_what_is_on_top_in_bounded_lists(tmp_path: Path) -> None:
     one = member(tmp_path)
     store(one, stored(0), *(stored(number, (number - 1,)) for number in range(1, 600)), stored(1000))

@@ -49,6 +49,17 @@ def test_check_finds_what_contradicts(tmp_path: Path, statement: str, sentence: 
     catalogue.close()
 
 
+def test_more_namespaces_than_anybody_has_are_damage(tmp_path: Path) -> None:
+    fuzz.make(tmp_path)
+    many = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 10001)"
+    change(
+        Path(path_of(str(tmp_path), 1)),
+        f"INSERT INTO namespace SELECT 100 + i, printf('%064x', i), NULL, 0, 0 FROM ({many} SELECT i FROM n)",
+    )
+    with pytest.raises(Damaged, match="namespaces"):
+        Catalogue(str(tmp_path)).usage()
+
+
 def test_a_tree_that_takes_too_long_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fuzz.make(tmp_path)
     monkeypatch.setattr(connection, "_STEPS_A_CALL", 50)

@@ -319,7 +319,8 @@ class Catalogue:
 def replace_damaged(root: str, generation: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Begin a new catalogue after ``Damaged``, whose ``generation`` this takes, unless somebody has done so already.
 
-    Processes that have the old one open get Superseded. The new one must be rebuilt. Raises CatalogueError.
+    Processes that have the old one open get Superseded at their next call. The new one must be rebuilt. It does not
+    know what they were granted, so its sums lack the files that they are writing now. Raises CatalogueError.
     """
     with translated(generation), generations.root_locked(root, timeout_s):
         if generations.newest(root) <= generation:

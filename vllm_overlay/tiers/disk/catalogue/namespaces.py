@@ -9,6 +9,9 @@ import msgspec
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
 from vllm_overlay.tiers.disk.catalogue.rows import Fingerprint, Flag, Id, Namespace, Seconds, read_all
 
+MAX_NAMESPACES = 10_000
+_SELECT = "SELECT id, fingerprint, partner, is_temporary, served_at FROM namespace LIMIT ?"
+
 
 class NamespaceRow(msgspec.Struct, array_like=True, frozen=True):
     """``partner`` is None where the namespace is its own partner."""
@@ -30,9 +33,9 @@ class Namespaces:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        rows = read_all(
-            NamespaceRow, db.execute("SELECT id, fingerprint, partner, is_temporary, served_at FROM namespace")
-        )
+        rows = read_all(NamespaceRow, db.execute(_SELECT, (MAX_NAMESPACES + 1,)))
+        if len(rows) > MAX_NAMESPACES:
+            raise Damaged(f"it has more than {MAX_NAMESPACES} namespaces")
         self.by_id = {row.id: row for row in rows}
         self.by_fingerprint = {row.fingerprint: row for row in rows}
         if any(row.parents_id not in self.by_id for row in rows):
