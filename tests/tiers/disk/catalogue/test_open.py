@@ -4,6 +4,7 @@
 import multiprocessing
 import os
 import resource
+import signal
 import sqlite3
 import stat
 from pathlib import Path
@@ -223,13 +224,15 @@ def test_a_child_does_not_keep_its_parents_slot(tmp_path: Path) -> None:
         theirs.send("running")
         theirs.recv()
         os._exit(0)
-    ours.recv()
-    catalogue.close()
-    other = Catalogue(str(tmp_path))
-    assert [dead.slot for dead in other.dead_members()] == [0]
-    ours.send("done")
-    os.waitpid(pid, 0)
-    other.close()
+    try:
+        ours.recv()
+        catalogue.close()
+        other = Catalogue(str(tmp_path))
+        assert [dead.slot for dead in other.dead_members()] == [0]
+        other.close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_a_write_that_fails_is_no_damage_and_changes_nothing(tmp_path: Path) -> None:
