@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Members: slots, what the dead leave, and namespaces."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,23 @@ def test_who_leaves_with_files_on_their_way_is_buried_later(tmp_path: Path) -> N
     assert (dead.granted_bytes, other.bury(dead.slot)) == (8192, 8192)
     other.close()
     leaving.close()
+
+
+def test_threads_of_one_process_take_turns(tmp_path: Path) -> None:
+    one = member(tmp_path)
+
+    def work(part: int) -> None:
+        for number in range(part * 1000, part * 1000 + 30):
+            store(one, stored(number))
+            if number % 3 == 0:
+                gone = names(one.evict(Limits(1, 1), NOW))
+                assert one.end_removal(gone, 0, MIB) == 0
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, part) for part in range(4)]:
+            done.result()
+    assert one.totals().num_objects == 4 * 20 and one.check() == []
+    one.close()
 
 
 def test_a_living_member_cannot_be_buried(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ VERSION = 1
 APPLICATION_ID = 0x48_4B_56_43  # "HKVC"
 _MAX_VALUE_BYTES = 1 << 20
 _CACHE_KIB = 4096
+_MOST_LOG_BYTES = 64 << 20
 
 _TABLES = (
     """CREATE TABLE meta (
@@ -84,6 +85,7 @@ _SETTINGS = (
     "PRAGMA cell_size_check = ON",
     "PRAGMA mmap_size = 0",  # a file that is cut short must be an error, not a signal
     "PRAGMA synchronous = OFF",
+    f"PRAGMA journal_size_limit = {_MOST_LOG_BYTES}",  # what a stopped reader made of the log is cut off again
     "PRAGMA secure_delete = OFF",
     "PRAGMA temp_store = MEMORY",
     f"PRAGMA cache_size = -{_CACHE_KIB}",
