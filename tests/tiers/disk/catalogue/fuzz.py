@@ -64,6 +64,17 @@ def make(root: Path) -> None:
     one.close()
 
 
+def with_log(root: Path) -> tuple[bytes, bytes]:
+    """The file and its write-ahead log, as a process that is killed leaves them."""
+    path = Path(path_of(str(root), 1))
+    one = member(root)
+    store(one, *(stored(number, (number - 100,)) for number in range(200, 300)))
+    one.touch([name(number) for number in range(300)], NOW + 5)
+    found = path.read_bytes(), path.with_name(f"{path.name}-wal").read_bytes()
+    one.close()
+    return found
+
+
 # Ways to change the file.
 
 
@@ -170,16 +181,21 @@ def run(scratch: Path, mutations: int, seed: int) -> Counter[str]:
     counts: Counter[str] = Counter()
     make(scratch / "whole")
     raw = Path(path_of(str(scratch / "whole"), 1)).read_bytes()
+    beside, log = with_log(scratch / "whole")
     for number in range(mutations):
         root = scratch / "root"
         (root / "members").mkdir(parents=True, mode=0o700)
         path = Path(path_of(str(root), 1))
-        changed = bytearray(raw)
-        if draw.random() < 0.5:
+        kind = draw.choice(("bytes", "bytes", "rows", "rows", "log"))
+        changed = bytearray(log if kind == "log" else raw)
+        if kind != "rows":
             draw.choice(BYTE_CHANGES)(changed, draw)
-            path.write_bytes(changed)
+        if kind == "log":
+            path.write_bytes(beside)
+            path.with_name(f"{path.name}-wal").write_bytes(changed)
         else:
             path.write_bytes(changed)
+        if kind == "rows":
             change_rows(path, draw)
         try:
             examine(root, counts)

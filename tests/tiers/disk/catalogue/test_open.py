@@ -180,11 +180,13 @@ def test_another_process_that_holds_it_is_named(tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=hold, args=(str(tmp_path), theirs))
     process.start()
-    pid = ours.recv()
-    with pytest.raises(Busy, match=f"process {pid}"):
-        catalogue.give_back(1)
-    ours.send("done")
-    process.join()
+    try:
+        pid = ours.recv()
+        with pytest.raises(Busy, match=f"process {pid}"):
+            catalogue.give_back(1)
+    finally:
+        process.kill()
+        process.join()
     catalogue.close()
 
 
