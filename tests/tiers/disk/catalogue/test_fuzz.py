@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.catalogue import fuzz
+from tests.tiers.disk.catalogue.objects import name
 from tests.tiers.disk.catalogue.test_open import change
 from vllm_overlay.tiers.disk.catalogue import Catalogue, connection
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
@@ -46,6 +47,21 @@ def test_check_finds_what_contradicts(tmp_path: Path, statement: str, sentence: 
     change(Path(path_of(str(tmp_path), 1)), statement)
     catalogue = Catalogue(str(tmp_path))
     assert any(sentence in each for each in catalogue.check()), catalogue.check()
+    catalogue.close()
+
+
+@pytest.mark.parametrize("parent", [150, 10, 9999])
+def test_parents_that_cannot_be_are_damage(tmp_path: Path, parent: int) -> None:
+    fuzz.make(tmp_path)
+    change(Path(path_of(str(tmp_path), 1)), f"UPDATE parent SET parent = {parent} WHERE child = 10")
+    catalogue = Catalogue(str(tmp_path))
+    for call in (
+        lambda: list(catalogue.load(fuzz.OURS)[1]),
+        lambda: catalogue.changes_since(0, fuzz.OURS),
+        lambda: catalogue.find([name(9)]),
+    ):
+        with pytest.raises(Damaged):
+            call()
     catalogue.close()
 
 

@@ -116,6 +116,8 @@ def test_who_has_the_old_one_open_is_told(tmp_path: Path) -> None:
         old.totals()
     new = member(tmp_path)
     assert new.generation == 2 and new.slot != old.slot
+    replace_damaged(str(tmp_path), old.generation)
+    assert new.totals().num_objects == 0, "who comes late replaces nothing"
     old.close()
     new.close()
 

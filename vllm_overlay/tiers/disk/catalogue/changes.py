@@ -2,7 +2,7 @@
 """What came and went, numbered, for processes that keep an index of their own. Old changes are trimmed."""
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -66,15 +66,15 @@ def read(db: sqlite3.Connection, seq: int, fingerprints: Iterable[str]) -> Chang
         raise FellBehind(f"the catalogue keeps changes {first} to {last}, not all after {seq}")
     end = min(last, seq + _READ_ROWS)
     namespaces = Namespaces(db)
-    part = _Part(db, seq, end, namespaces.ids_with_partners(fingerprints))
+    wanted = {number: namespaces.fingerprint_of(number) for number in namespaces.ids_with_partners(fingerprints)}
+    part = _Part(db, seq, end, wanted)
     rows, parents = part.read_objects(), part.read_parents()
     found: list[StoredObject | Name] = []
     for namespace, is_added, number, tag, key in part.read_changes():
-        fingerprint = namespaces.fingerprint_of(namespace)
         if not is_added:
-            found.append(Name(fingerprint, ObjectId(tag, key)))
+            found.append(Name(wanted[namespace], ObjectId(tag, key)))
         elif (row := rows.get(number)) is not None:  # else it has gone since, and a later change says so
-            found.append(row.stored(fingerprint, tuple(parents.get(number, ()))))
+            found.append(row.stored(wanted[namespace], tuple(parents.get(number, ()))))
     return Changes(found, end, end < last)
 
 
@@ -88,7 +88,7 @@ def _bounds(db: sqlite3.Connection) -> tuple[int, int]:
 class _Part:
     """Some changes in a row, as one transaction sees them. Few statements, because every member reads every change."""
 
-    def __init__(self, db: sqlite3.Connection, seq: int, end: int, wanted: set[int]) -> None:
+    def __init__(self, db: sqlite3.Connection, seq: int, end: int, wanted: Collection[int]) -> None:
         self._db = db
         marks = ", ".join("?" * len(wanted))
         self._where = f"change.seq > ? AND change.seq <= ? AND change.namespace IN ({marks})"

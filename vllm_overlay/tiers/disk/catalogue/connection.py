@@ -17,8 +17,6 @@ from vllm_overlay.tiers.disk.catalogue.errors import Busy, Superseded, Unavailab
 from vllm_overlay.tiers.disk.catalogue.holder import find_holder
 
 _POLL_S = 0.004
-_LATE_POLL_S = 0.001
-_LATE_S = 0.1
 _STEPS_A_CALL = 1_000_000
 DEFAULT_CALLS = 64
 LONG_CALLS = 8192
@@ -143,22 +141,21 @@ class Connection:
                 self._db.execute("ROLLBACK")
 
     def _patiently(self, attempt: Callable[[], None]) -> None:
-        """Try until the timeout, and who has waited long more often than others.
+        """Try until the timeout, all who wait equally often.
 
-        SQLite's own waits grow up to 0.1 s, so whoever came last is first. Shorter ones than ours keep a core busy when
-        there are thirty who wait.
+        SQLite's own pauses grow up to 0.1 s, so whoever came last is first. With much shorter ones than ours thirty who
+        wait keep a core busy, and who has the lock does not run.
         """
-        began = time.monotonic()
+        deadline = time.monotonic() + self._timeout_s
         while True:
             try:
                 return attempt()
             except sqlite3.Error as error:
                 if not is_busy(error):
                     raise
-                waited_s = time.monotonic() - began
-                if waited_s >= self._timeout_s:
+                if time.monotonic() >= deadline:
                     raise Busy(f"{self.path} is locked by {find_holder(self.path)}") from error
-            time.sleep(random.uniform(0.5, 1.5) * (_POLL_S if waited_s < _LATE_S else _LATE_POLL_S))
+            time.sleep(random.uniform(0.5, 1.5) * _POLL_S)
 
     def _is_too_long(self) -> bool:
         self._calls_left -= 1
