@@ -24,17 +24,25 @@ some_names = st.lists(st.sampled_from(ALL_NAMES), max_size=6)
 some_bytes = st.integers(0, 8 * UNIT)
 
 
+def chain(number: int, namespace: Namespace, num_bytes: int) -> list[StoredObject]:
+    """A chunk of a binary tree, after its ancestors."""
+    above = chain((number - 1) // 2, namespace, UNIT) if number else []
+    return [*above, stored(number, ((number - 1) // 2,) if number else (), namespace, num_bytes)]
+
+
 @st.composite
-def items(draw: st.DrawFn) -> StoredObject:
-    """A chunk of one of three trees, a snapshot over two chunks, or an object with other parents than before."""
-    number = draw(st.integers(0, 7))
-    num_bytes = draw(st.sampled_from((UNIT, 2 * UNIT)))
-    if draw(st.integers(0, 3)) == 0:
-        return stored(number % 4, (number, (number + 1) % 8), SNAPSHOTS, num_bytes, NOW, "s")
-    parents = ((number - 1) // 2,) if number else ()
-    if draw(st.integers(0, 15)) == 0:
-        parents = ()
-    return stored(number, parents, draw(st.sampled_from((CHUNKS, OTHERS, TEMPORARY))), num_bytes)
+def batches(draw: st.DrawFn) -> list[StoredObject]:
+    """Chunks with all or none of their ancestors, snapshots over two chunks, or one that depends on other objects."""
+    number, num_bytes = draw(st.integers(0, 7)), draw(st.sampled_from((UNIT, 2 * UNIT)))
+    namespace = draw(st.sampled_from((CHUNKS, OTHERS, TEMPORARY)))
+    kind = draw(st.sampled_from(("whole", "alone", "snapshot", "snapshot alone", "other parents")))
+    if kind == "other parents":
+        return [stored(number, (), namespace, num_bytes)]
+    if not kind.startswith("snapshot"):
+        return chain(number, namespace, num_bytes)[0 if kind == "whole" else -1 :]
+    parents = number, (number + 1) % 8
+    below = [item for parent in parents for item in chain(parent, CHUNKS, UNIT)]
+    return [*(below if kind == "snapshot" else []), stored(number % 4, parents, SNAPSHOTS, num_bytes, tag="s")]
 
 
 class Machine(RuleBasedStateMachine):
@@ -145,8 +153,9 @@ class Machine(RuleBasedStateMachine):
 
     # Objects.
 
-    @rule(data=st.data(), batch=st.lists(items(), min_size=1, max_size=10))
-    def commit(self, data: Any, batch: list[StoredObject]) -> None:
+    @rule(data=st.data(), parts=st.lists(batches(), min_size=1, max_size=4))
+    def commit(self, data: Any, parts: list[list[StoredObject]]) -> None:
+        batch = [item for part in parts for item in part]
         slot, catalogue = self.pick(data)
         catalogue.grant(20 * UNIT, 20 * UNIT, CAPACITY)
         self.twin.grant(slot, 20 * UNIT, 20 * UNIT, CAPACITY)

@@ -110,6 +110,15 @@ def test_calls_that_need_a_member_say_so(tmp_path: Path) -> None:
     catalogue.close()
 
 
+def test_a_namespace_is_kept_for_those_whose_partner_it_is(tmp_path: Path) -> None:
+    one, other = member(tmp_path), member(tmp_path, OTHERS)
+    store(one, stored(0, (), SNAPSHOTS, tag="s"))
+    one.leave()
+    one.close()
+    assert other.drop_empty_namespaces() == [] and other.check() == []
+    other.close()
+
+
 def test_a_namespace_without_objects_and_members_can_be_forgotten(tmp_path: Path) -> None:
     one, other = member(tmp_path, OTHERS), member(tmp_path)
     one.leave()
