@@ -33,10 +33,11 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What one process asks for."""
+    """What one process asks for. ``phase``, from 0 to 1, is when in each interval: they do not all ask at once."""
 
     rows_per_s: float
     seconds: float
+    phase: float
 
 
 @dataclass(slots=True)
@@ -121,7 +122,7 @@ def run_member(root: str, part: int, pace: Pace, parent: Connection) -> None:
     began = time.perf_counter()
     num_steps = int(pace.rows_per_s * pace.seconds / _BATCH)
     for number in range(num_steps):
-        due = began + (number + part / _MOST_PROCESSES) * _BATCH / pace.rows_per_s
+        due = began + (number + pace.phase) * _BATCH / pace.rows_per_s
         time.sleep(max(0.0, due - time.perf_counter()))
         if time.perf_counter() - began > pace.seconds:
             report.asked += (num_steps - number) * _BATCH  # it fell behind: what was due and not begun
@@ -144,8 +145,8 @@ class Outcome:
 def compete(root: str, num_processes: int, rows_per_s: float, seconds: float, kill: bool) -> Outcome:
     """Run the processes; when half the time is over kill the first one, if there is another."""
     watcher = fill(root, int(_CAPACITY * _FILLED) // _OBJECT_BYTES)
-    pace = Pace(rows_per_s / num_processes, seconds)
-    children = [start(root, part, pace) for part in range(num_processes)]
+    rate = rows_per_s / num_processes
+    children = [start(root, part, Pace(rate, seconds, part / num_processes)) for part in range(num_processes)]
     for _, ours in children:
         ours.recv()
     for _, ours in children:
@@ -254,6 +255,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
+        load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         root = os.path.join(scratch, "main")
         outcome = compete(root, arguments.processes, arguments.rows_per_s, arguments.seconds, kill=True)
         rows = list(rows_of(outcome))
@@ -266,6 +268,7 @@ def main() -> None:
         rows.append((f"bytes used of the capacity, {arguments.processes} processes", f"{outcome.used:.1%}"))
         written, read = time_load(os.path.join(scratch, "rows"), arguments.rows)
         rows.append((f"time to load {arguments.rows} rows (to write them)", f"{read:.2f} s ({written:.1f} s)"))
+        rows.append(("load average before all this", load))
         rows.append(("`check()` at the end", "; ".join(findings) or "finds nothing"))
     print(table(("", f"{arguments.processes} processes, {arguments.rows_per_s:g} rows/s"), rows))
 
