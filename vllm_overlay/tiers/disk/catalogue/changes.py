@@ -108,13 +108,15 @@ class _Part:
     def read_parents(self) -> dict[int, list[ObjectId]]:
         """The names of the parents of what was added, by its number. Raises Damaged."""
         rows = self._select(
-            "DISTINCT parent.child, parent.position, parent.parent, object.tag, object.key FROM change"
+            "parent.child, parent.position, parent.parent, object.tag, object.key FROM change"
             " CROSS JOIN parent ON parent.child = change.object LEFT JOIN object ON object.id = parent.parent",
-            "AND is_added = 1 ORDER BY parent.child, parent.position",
+            "AND is_added = 1 ORDER BY change.seq, parent.position",
         )
         found: dict[int, list[ObjectId]] = {}
         for child, position, parent, tag, key in read_all(tuple[Id, Position, Id, Tag, Key], rows):
             of_one = found.setdefault(child, [])
+            if position == 0:  # an object that was stored twice comes twice
+                of_one.clear()
             if position != len(of_one) or parent >= child:
                 raise Damaged(f"object {child} has {parent} as a parent")
             of_one.append(ObjectId(tag, key))
