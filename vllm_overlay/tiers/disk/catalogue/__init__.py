@@ -4,7 +4,7 @@
 The objects' files are the truth: a row is what we believe. A catalogue that is damaged or lost is rebuilt from them.
 """
 
-from vllm_overlay.tiers.disk.catalogue.catalogue import BATCH_ROWS, Catalogue, replace_damaged
+from vllm_overlay.tiers.disk.catalogue.catalogue import BATCH_ROWS, Catalogue
 from vllm_overlay.tiers.disk.catalogue.changes import Changes
 from vllm_overlay.tiers.disk.catalogue.commit import Commit, Refusal
 from vllm_overlay.tiers.disk.catalogue.errors import (
@@ -16,6 +16,7 @@ from vllm_overlay.tiers.disk.catalogue.errors import (
     Unavailable,
 )
 from vllm_overlay.tiers.disk.catalogue.eviction import Limits
+from vllm_overlay.tiers.disk.catalogue.generations import replace_damaged
 from vllm_overlay.tiers.disk.catalogue.grants import Grant
 from vllm_overlay.tiers.disk.catalogue.members import DeadMember
 from vllm_overlay.tiers.disk.catalogue.rows import Name, Namespace, RemovedObject, StoredObject

@@ -9,7 +9,6 @@ from vllm_overlay.tiers.disk.catalogue import (
     changes,
     check,
     commit,
-    generations,
     grants,
     lookup,
     members,
@@ -23,8 +22,9 @@ from vllm_overlay.tiers.disk.catalogue import (
 from vllm_overlay.tiers.disk.catalogue.changes import Changes
 from vllm_overlay.tiers.disk.catalogue.commit import Commit
 from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
-from vllm_overlay.tiers.disk.catalogue.errors import Damaged, translated
+from vllm_overlay.tiers.disk.catalogue.errors import Damaged
 from vllm_overlay.tiers.disk.catalogue.eviction import Choice, Limits
+from vllm_overlay.tiers.disk.catalogue.generations import DEFAULT_TIMEOUT_S
 from vllm_overlay.tiers.disk.catalogue.grants import Grant
 from vllm_overlay.tiers.disk.catalogue.load import Loader
 from vllm_overlay.tiers.disk.catalogue.members import DeadMember
@@ -44,7 +44,6 @@ from vllm_overlay.tiers.disk.catalogue.totals import Totals
 from vllm_overlay.tiers.disk.catalogue.usage import NamespaceUsage
 
 BATCH_ROWS = 256
-DEFAULT_TIMEOUT_S = 10.0
 _MOST_ROUNDS = 100
 _Item = TypeVar("_Item")
 
@@ -314,17 +313,6 @@ class Catalogue:
         while has_more:
             with self._connection.writing() as db:
                 has_more = recency.expire_scores(db, now, BATCH_ROWS)
-
-
-def replace_damaged(root: str, generation: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Begin a new catalogue after ``Damaged``, whose ``generation`` this takes, unless somebody has done so already.
-
-    Processes that have the old one open get Superseded at their next call. The new one must be rebuilt. It does not
-    know what they were granted, so its sums lack the files that they are writing now. Raises CatalogueError.
-    """
-    with translated(generation), generations.root_locked(root, timeout_s):
-        if generations.newest(root) <= generation:
-            generations.begin(root, generation + 1)
 
 
 def _batches(items: Iterable[_Item]) -> Iterator[Sequence[_Item]]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from vllm_overlay.common.file_lock import is_held, try_lock
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import schema
-from vllm_overlay.tiers.disk.catalogue.errors import Busy, CatalogueError, Damaged
+from vllm_overlay.tiers.disk.catalogue.errors import Busy, CatalogueError, Damaged, translated
 
 MEMBERS = "members"
 _LOCK = "catalogue.lock"
@@ -23,6 +23,7 @@ _NEW = "catalogue-new"
 _NAME = re.compile(r"catalogue-([1-9][0-9]{0,8})\.sqlite")
 _COMPANIONS = ("", "-wal", "-shm", "-journal")
 MAX_GENERATION = 999_999_999
+DEFAULT_TIMEOUT_S = 10.0
 _POLL_S = 0.005
 
 
@@ -85,6 +86,17 @@ def begin(root: str, generation: int) -> int:
     schema.create(temporary)
     os.rename(temporary, path_of(root, generation))
     return generation
+
+
+def replace_damaged(root: str, generation: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Begin a new catalogue after ``Damaged``, whose ``generation`` this takes, unless somebody has done so already.
+
+    Processes that have the old one open get Superseded at their next call. The new one must be rebuilt. It does not
+    know what they were granted, so its sums lack the files that they are writing now. Raises CatalogueError.
+    """
+    with translated(generation), root_locked(root, timeout_s):
+        if newest(root) <= generation:
+            begin(root, generation + 1)
 
 
 def check_file(path: str, generation: int) -> os.stat_result:
