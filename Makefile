@@ -40,6 +40,8 @@ test-avx2:
 test-crash: setup
 	$(BIN)/python -m tests.tiers.disk.crash --kills 500 --seed 1
 	$(BIN)/python -m tests.tiers.disk.fuzz --mutations 10000 --seed 1
+	$(BIN)/python -m tests.tiers.disk.catalogue.crash --kills 500 --seed 1
+	$(BIN)/python -m tests.tiers.disk.catalogue.fuzz --mutations 5000 --seed 1
 
 test-upstream: setup
 	$(BIN)/python devtools/upstream_tests.py $(if $(SOURCE),--source $(SOURCE))

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier's catalogue under paced processes that share one root, one of which is killed (docs/benchmarks.md)."""
+
+import argparse
+import hashlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TypeVar
+
+from bench.measure import table
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Namespace, StoredObject
+
+_CHUNKS = Namespace("a" * 64, "a" * 64)
+_OBJECT_BYTES = 1 << 20
+_BATCH = 16
+_PROMPT = 32
+_MOST_PROCESSES = 200
+_CAPACITY = 16 * 32 * 31 * _OBJECT_BYTES
+"""A 31st of a 32nd of it is a batch: a process among 31 may hold no more."""
+_FILLED = 0.9
+_JOIN_S = 30.0
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What one process asks for. ``phase``, from 0 to 1, is when in each interval: they do not all ask at once."""
+
+    rows_per_s: float
+    seconds: float
+    phase: float
+
+
+@dataclass(slots=True)
+class Report:
+    """What one process saw. Durations are of whole calls, in seconds, by operation."""
+
+    asked: int = 0
+    committed: int = 0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def time(self, operation: str, do: Callable[[], _Result]) -> _Result:
+        began = time.perf_counter()
+        try:
+            return do()
+        finally:
+            self.seconds.setdefault(operation, []).append(time.perf_counter() - began)
+
+    def all_seconds(self) -> list[float]:
+        return [seconds for of_one in self.seconds.values() for seconds in of_one]
+
+
+def prompts(part: int) -> Iterator[StoredObject]:
+    """Chains of ``_PROMPT`` chunks, parents first, for ever; no two parts have a name in common."""
+    parents: tuple[ObjectId, ...] = ()
+    number = 0
+    while True:
+        place = number % _PROMPT
+        object_id = ObjectId("f0", hashlib.sha256(b"%d %d" % (part, number)).digest())
+        planned = PlannedObject(object_id, parents if place else (), place * 64, place * 64 + 64, _OBJECT_BYTES - 4096)
+        yield StoredObject(_CHUNKS.fingerprint, planned, 1, _OBJECT_BYTES, number, int(time.time()))
+        parents = (object_id,)
+        number += 1
+
+
+class Member:
+    """Commits, touches, grants, evicts and follows the others, as a tier's thread would."""
+
+    def __init__(self, root: str, part: int, report: Report) -> None:
+        self._report = report
+        self._catalogue = Catalogue(root)
+        self._catalogue.join([_CHUNKS], int(time.time()))
+        self._seq, _ = self._catalogue.load([_CHUNKS.fingerprint])
+        self._items = prompts(part)
+        self._pending: list[StoredObject] = []
+        self._recent: list[Name] = []
+
+    def step(self, num_rows: int) -> None:
+        report, catalogue = self._report, self._catalogue
+        report.asked += num_rows
+        self._pending += [next(self._items) for _ in range(num_rows)]
+        batch, now = self._pending[: 4 * _BATCH], int(time.time())
+        num_bytes = len(batch) * _OBJECT_BYTES
+        grant = report.time("grant", lambda: catalogue.grant(num_bytes, _OBJECT_BYTES, _CAPACITY))
+        if grant.short_bytes:
+            limits = Limits(grant.short_bytes, 64)
+            gone = [item.name for item in report.time("evict", lambda: catalogue.evict(limits, now))]
+            report.time("end_removal", lambda: catalogue.end_removal(gone, grant.short_bytes, _CAPACITY))
+        refused = report.time("commit", lambda: catalogue.commit(batch)).refused
+        self._keep([item for item, _ in refused], batch)
+        report.time("touch", lambda: catalogue.touch(self._recent, now))
+        changes = report.time("changes_since", lambda: catalogue.changes_since(self._seq, [_CHUNKS.fingerprint]))
+        self._seq = changes.seq
+
+    def _keep(self, refused: list[StoredObject], batch: list[StoredObject]) -> None:
+        """What had no room is tried again. A chunk whose parent was evicted meanwhile is not: its prompt is over."""
+        again = {item.name for item in refused}
+        self._report.committed += len(batch) - len(again)
+        self._pending = refused + self._pending[len(batch) :]
+        self._recent = [item.name for item in batch if item.name not in again][-4 * _BATCH :]
+
+    def close(self) -> None:
+        self._catalogue.leave()
+        self._catalogue.close()
+
+
+def run_member(root: str, part: int, pace: Pace, parent: Connection) -> None:
+    """One process: a batch each time that one is due."""
+    report = Report()
+    member = Member(root, part, report)
+    parent.send("ready")
+    parent.recv()
+    began = time.perf_counter()
+    num_steps = int(pace.rows_per_s * pace.seconds / _BATCH)
+    for number in range(num_steps):
+        due = began + (number + pace.phase) * _BATCH / pace.rows_per_s
+        time.sleep(max(0.0, due - time.perf_counter()))
+        if time.perf_counter() - began > pace.seconds:
+            report.asked += (num_steps - number) * _BATCH  # it fell behind: what was due and not begun
+            break
+        member.step(_BATCH)
+    member.close()
+    parent.send(report)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What all processes of one root did. ``most_bytes`` is the most that objects and grants were."""
+
+    reports: list[Report]
+    used: float
+    most_bytes: int
+    findings: list[str]
+
+
+def compete(root: str, num_processes: int, rows_per_s: float, seconds: float, kill: bool) -> Outcome:
+    """Run the processes; when half the time is over kill the first one, if there is another."""
+    watcher = fill(root, int(_CAPACITY * _FILLED) // _OBJECT_BYTES)
+    rate = rows_per_s / num_processes
+    children = [start(root, part, Pace(rate, seconds, part / num_processes)) for part in range(num_processes)]
+    for _, ours in children:
+        ours.recv()
+    for _, ours in children:
+        ours.send("go")
+    most_bytes = watch(watcher, seconds / 2)
+    if kill:
+        children[0][0].kill()
+        children[0][0].join()
+    most_bytes = max(most_bytes, watch(watcher, seconds / 2))
+    reports = collect(children[1:] if kill else children)
+    used = watcher.totals().object_bytes / _CAPACITY
+    for dead in watcher.dead_members():
+        watcher.bury(dead.slot)
+    findings = watcher.check()
+    watcher.close()
+    return Outcome(reports, used, most_bytes, findings)
+
+
+def start(root: str, part: int, pace: Pace) -> tuple[BaseProcess, Connection]:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run_member, args=(root, part, pace, theirs))
+    process.start()
+    return process, ours
+
+
+def collect(children: Iterable[tuple[BaseProcess, Connection]]) -> list[Report]:
+    reports = []
+    for process, ours in children:
+        if not wait([ours], _JOIN_S):
+            raise RuntimeError(f"process {process.pid} has not ended")
+        reports.append(ours.recv())
+        process.join()
+    return reports
+
+
+def fill(root: str, num_objects: int) -> Catalogue:
+    """A complete catalogue with so many objects, and no member."""
+    catalogue = Catalogue(root)
+    catalogue.join([_CHUNKS], int(time.time()))
+    catalogue.begin_rebuild()
+    items = prompts(_MOST_PROCESSES + 1)
+    catalogue.adopt(next(items) for _ in range(num_objects))
+    catalogue.end_rebuild()
+    catalogue.leave()
+    return catalogue
+
+
+def watch(catalogue: Catalogue, seconds: float) -> int:
+    """The most bytes that objects, grants and removals were together."""
+    most_bytes = 0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        most_bytes = max(most_bytes, catalogue.totals().num_bytes)
+        time.sleep(0.05)
+    return most_bytes
+
+
+def time_load(root: str, num_rows: int, rounds: int = 3) -> tuple[float, float]:
+    """Seconds to write so many rows, and the median of those to read them."""
+    began = time.perf_counter()
+    fill(root, num_rows).close()
+    written = time.perf_counter() - began
+    seconds = []
+    for _ in range(rounds):
+        catalogue = Catalogue(root)
+        began = time.perf_counter()
+        found = sum(len(part) for part in catalogue.load([_CHUNKS.fingerprint])[1])
+        seconds.append(time.perf_counter() - began)
+        catalogue.close()
+        if found != num_rows:
+            raise RuntimeError(f"{found} of {num_rows} rows were read")
+    return written, statistics.median(seconds)
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+def rows_of(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    """What the processes waited, got and left."""
+    seconds = [report.all_seconds() for report in outcome.reports]
+    yield "transactions", str(sum(map(len, seconds)))
+    yield "longest wait of any transaction", _ms(max(map(max, seconds)))
+    yield "p99 wait of the worst process", _ms(max(percentile(of_one, 0.99) for of_one in seconds))
+    yield "median of all", _ms(statistics.median(each for of_one in seconds for each in of_one))
+    for operation in sorted({each for report in outcome.reports for each in report.seconds}):
+        values = [each for report in outcome.reports for each in report.seconds.get(operation, ())]
+        yield f"`{operation}`: median, p99", f"{_ms(statistics.median(values))}, {_ms(percentile(values, 0.99))}"
+    shares = [report.committed / report.asked for report in outcome.reports]
+    yield "least-served process's share of what it asked", f"{min(shares):.1%}"
+    yield "most bytes of objects, grants and removals, of the capacity", f"{outcome.most_bytes / _CAPACITY:.1%}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.2f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=31, help="2 to 200; default: %(default)s")
+    parser.add_argument("--rows-per-s", type=float, default=2000.0, help="of all together; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=20.0, help="default: %(default)s; a quarter with 1 and 8")
+    parser.add_argument("--rows", type=int, default=100_000, help="to load; default: %(default)s")
+    parser.add_argument("--directory", type=Path, default=Path(".benchmarks"), help="default: %(default)s")
+    arguments = parser.parse_args()
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
+        load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        root = os.path.join(scratch, "main")
+        outcome = compete(root, arguments.processes, arguments.rows_per_s, arguments.seconds, kill=True)
+        rows = list(rows_of(outcome))
+        findings = outcome.findings
+        for number in (1, 8):
+            root = os.path.join(scratch, str(number))
+            few = compete(root, number, arguments.rows_per_s, arguments.seconds / 4, kill=False)
+            rows.append((f"bytes used of the capacity, {number} processes", f"{few.used:.1%}"))
+            findings += few.findings
+        rows.append((f"bytes used of the capacity, {arguments.processes} processes", f"{outcome.used:.1%}"))
+        written, read = time_load(os.path.join(scratch, "rows"), arguments.rows)
+        rows.append((f"time to load {arguments.rows} rows (to write them)", f"{read:.2f} s ({written:.1f} s)"))
+        rows.append(("load average before all this", load))
+        rows.append(("`check()` at the end", "; ".join(findings) or "finds nothing"))
+    print(table(("", f"{arguments.processes} processes, {arguments.rows_per_s:g} rows/s"), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One open catalogue: bounded waits, one transaction at a time, and no connection that crosses a fork."""
+
+import contextlib
+import os
+import random
+import sqlite3
+import threading
+import time
+import urllib.parse
+import weakref
+from collections.abc import Callable, Iterator
+
+from vllm_overlay.common.file_lock import lock
+from vllm_overlay.tiers.disk.catalogue import generations, schema
+from vllm_overlay.tiers.disk.catalogue.errors import Busy, Superseded, Unavailable, is_busy, translated
+from vllm_overlay.tiers.disk.catalogue.holder import find_holder
+
+_POLL_S = 0.004
+_STEPS_A_CALL = 1_000_000
+DEFAULT_CALLS = 64
+LONG_CALLS = 8192
+"""How many million steps of SQLite one transaction may take: a forged tree must not keep us for ever."""
+_open: "weakref.WeakSet[Connection]" = weakref.WeakSet()
+_abandoned: list[object] = []
+"""Connections of the parent process. Closing one here would be a second process's word about the parent's locks."""
+
+
+class Connection:
+    """Threads of one process may share it; they take turns. Every transaction may wait ``timeout_s``."""
+
+    def __init__(self, root: str, timeout_s: float) -> None:
+        """Open the newest generation, or begin the first one. Raises CatalogueError, ConfigError."""
+        self.root = root
+        self._timeout_s = timeout_s
+        self._pid = os.getpid()
+        self._turn = threading.Lock()
+        self._calls_left = DEFAULT_CALLS
+        with translated(0):
+            self._take_newest(root, timeout_s)
+        try:
+            self._db = self._connect()
+        except BaseException:
+            os.close(self._users_fd)
+            raise
+        _open.add(self)
+
+    def _take_newest(self, root: str, timeout_s: float) -> None:
+        generations.prepare_root(root)
+        with generations.root_locked(root, timeout_s):
+            self.generation = generations.ensure(root)
+            self.path = generations.path_of(root, self.generation)
+            self._next_path = generations.path_of(root, self.generation + 1)
+            self._file = generations.check_file(self.path, self.generation)
+            self._users_fd = lock(generations.users_path(root, self.generation), shared=True)
+
+    def _connect(self) -> sqlite3.Connection:
+        uri = f"file:{urllib.parse.quote(os.path.abspath(self.path))}?mode=rw"
+        with translated(self.generation):
+            db = sqlite3.connect(uri, timeout=0, isolation_level=None, check_same_thread=False, uri=True)
+            try:
+                db.set_progress_handler(self._is_too_long, _STEPS_A_CALL)
+                schema.configure(db)
+                self._patiently(lambda: schema.verify(db))
+            except BaseException:
+                db.close()
+                raise
+            return db
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that others see as a whole or not at all. Raises CatalogueError."""
+        with self._transaction("BEGIN IMMEDIATE", DEFAULT_CALLS) as db:
+            yield db
+
+    @contextlib.contextmanager
+    def reading(self, num_calls: int = DEFAULT_CALLS) -> Iterator[sqlite3.Connection]:
+        """One state of the file, whoever writes meanwhile. Raises CatalogueError."""
+        with self._transaction("BEGIN", num_calls) as db:
+            yield db
+
+    def close(self) -> None:
+        """Nobody may use it afterwards. In a child process it leaves the parent's connection alone."""
+        if os.getpid() == self._pid:
+            _open.discard(self)
+            with self._turn:
+                self._db.close()
+            if self._users_fd >= 0:
+                os.close(self._users_fd)
+                self._users_fd = -1
+
+    def leave_to_parent(self) -> None:
+        """Called in a child after a fork."""
+        _abandoned.append(self._db)
+        if self._users_fd >= 0:
+            os.close(self._users_fd)
+            self._users_fd = -1
+
+    @contextlib.contextmanager
+    def _transaction(self, begin: str, num_calls: int) -> Iterator[sqlite3.Connection]:
+        if os.getpid() != self._pid:
+            raise ValueError("a catalogue must be opened in the process that uses it")
+        if not self._turn.acquire(timeout=self._timeout_s):
+            raise Busy("another thread of this process has the catalogue")
+        try:
+            with translated(self.generation):
+                self._check_file()
+                self._calls_left = num_calls
+                self._patiently(lambda: self._begin(begin))
+                try:
+                    yield self._db
+                    self._db.execute("COMMIT")
+                finally:
+                    self._roll_back()
+        finally:
+            self._turn.release()
+
+    def _check_file(self) -> None:
+        try:
+            found = os.lstat(self.path)
+        except FileNotFoundError:
+            raise Superseded(f"{self.path} was removed") from None
+        except OSError as error:
+            raise Unavailable(str(error)) from error
+        if not os.path.samestat(found, self._file):
+            raise Superseded(f"{self.path} is another file now")
+        if os.path.lexists(self._next_path):
+            raise Superseded(f"{self._next_path} took its place")
+
+    def _begin(self, begin: str) -> None:
+        self._db.execute(begin)
+        try:
+            self._db.execute("SELECT 1 FROM meta").fetchone()  # only now a reader has its state
+        except sqlite3.Error:
+            self._roll_back()
+            raise
+
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+
+    def _patiently(self, attempt: Callable[[], None]) -> None:
+        """Try until the timeout, all who wait equally often.
+
+        SQLite's own pauses grow up to 0.1 s, so whoever came last is first. With much shorter ones than ours thirty who
+        wait keep a core busy, and who has the lock does not run.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return attempt()
+            except sqlite3.Error as error:
+                if not is_busy(error):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise Busy(f"{self.path} is locked by {find_holder(self.path)}") from error
+            time.sleep(random.uniform(0.5, 1.5) * _POLL_S)
+
+    def _is_too_long(self) -> bool:
+        self._calls_left -= 1
+        return self._calls_left < 0
+
+
+def _leave_connections_to_parent() -> None:
+    for connection in list(_open):
+        connection.leave_to_parent()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_leave_connections_to_parent)
