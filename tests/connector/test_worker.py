@@ -223,7 +223,7 @@ def test_a_load_with_a_bad_object_waits_for_its_other_copies(made: Made) -> None
 
 def test_an_object_that_could_not_be_read_is_reported_as_such_once_and_not_as_bad(made: Made) -> None:
     made.load("p#1", [7, 8])
-    made.tier.arrive("p#1", 1, b"", reason=Reason.IO_ERROR)
+    made.tier.arrive("p#1", 1, b"", reason=Reason.IO_ERROR, is_unreadable=True)
     made.worker.advance()
     metadata = made.worker.take_metadata()
     assert metadata is not None

@@ -140,7 +140,7 @@ class OffloadWorker:
             if result.buffer is None:
                 if result.is_bad:
                     self._bad_objects.add(result.object_id)
-                elif result.reason is Reason.IO_ERROR:
+                elif result.is_unreadable:
                     self._unreadable_objects.add(result.object_id)
                 self._fail_load(load, result.reason or Reason.ERROR)
             else:

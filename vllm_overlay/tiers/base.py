@@ -129,7 +129,7 @@ class TierManager(ABC):
         """
 
     def suspend(self, object_id: ObjectId) -> None:  # noqa: B027
-        """An object could not be read, and nobody knows that it is wrong (reason ``io_error``).
+        """An object could not be read, and nobody knows that it is wrong.
 
         Stop finding it for a while, so that its load is not promised again at once. It may be stored again meanwhile.
         """
@@ -163,9 +163,8 @@ class FetchResult:
 
     ``position`` is its place in the tickets given to ``begin_load``. On success ``buffer`` holds the object until
     ``end_fetch``. On failure ``buffer`` is None, and ``is_bad`` says whether the object itself must be dropped (a fault
-    of this process, e.g. no staging in time, is not the object's). An object that fails with ``io_error`` and is not
-    known to be bad is suspended. A load whose size exceeds the staging memory arrives
-    in pieces: later objects wait until earlier ones are ended.
+    of this process, e.g. no staging in time, is not the object's). ``is_unreadable`` says that it is to be suspended. A
+    load whose size exceeds the staging memory arrives in pieces: later objects wait until earlier ones are ended.
     """
 
     load_id: str
@@ -176,6 +175,7 @@ class FetchResult:
     buffer: HostBuffer | None
     reason: Reason | None = None
     is_bad: bool = False
+    is_unreadable: bool = False
 
 
 class TierWorker(ABC):

@@ -3,11 +3,12 @@
 
 import errno
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.tiers.disk.devices import UnreadableFile
+from tests.tiers.disk.devices import FailingDevice, UnreadableFile
 from tests.tiers.disk.files import bytes_of_objects, ledger_of, object_files, on_disk
 from tests.tiers.disk.objects import OBJECT, chain, key
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, NUM_TOKENS, PLANNER, objects_of
@@ -39,7 +40,7 @@ def load(made: TierPair, objects: list[PlannedObject]) -> list[str]:
     for result in results:
         if result.is_bad:
             made.tier.drop(result.object_id)
-        elif result.reason == "io_error":
+        elif result.is_unreadable:
             made.tier.suspend(result.object_id)
     made.tier.release([planned.object_id for planned in objects])
     made.tier.index.check_integrity()
@@ -259,3 +260,23 @@ def test_what_was_not_read_at_start_gives_way_when_room_is_needed(tmp_path):
         assert made.tier.usage().used_bytes > capacity // 4
         assert bytes_of_objects(made.root) <= capacity
         assert before.path(objects[0]).exists()  # most of what builds on it is there still
+
+
+@pytest.mark.parametrize(
+    ("number", "is_unreadable"), [(errno.EIO, True), (errno.ESTALE, True), (errno.EMFILE, False), (errno.ENOMEM, False)]
+)
+def test_what_this_process_lacks_says_nothing_of_the_object(tmp_path: Path, number: int, is_unreadable: bool) -> None:
+    device = FailingDevice()
+    with tier_pair(tmp_path / "root", device=device) as made:
+        made.store(chain("p", 1))
+        device.faults["open"] = number
+        found = [(one.reason, one.is_bad, one.is_unreadable) for one in made.fetch(chain("p", 1)[:1])]
+        assert found == [("io_error", False, is_unreadable)]
+
+
+def test_an_object_that_others_may_have_written_is_unreadable(tmp_path: Path) -> None:
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+        made.path(chain("p", 1)[0]).chmod(0o666)
+        found = [(one.reason, one.is_bad, one.is_unreadable) for one in made.fetch(chain("p", 1)[:1])]
+        assert found == [("owner", False, True)]

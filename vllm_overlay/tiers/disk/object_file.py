@@ -34,6 +34,10 @@ _T = TypeVar("_T")
 _own = threading.local()
 
 
+_OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What this process lacks: it says nothing of the file, which may be read again at once."""
+
+
 def _page() -> memoryview:
     """An aligned header page, this thread's own: what it held before means nothing."""
     if not hasattr(_own, "page"):
@@ -46,13 +50,14 @@ class BadObject(Exception):
     """The object cannot be loaded. ``reason`` is a metric label.
 
     ``is_bad`` says whether its file is gone, or was read and is not what it should be. A file that could not be read is
-    not bad: nothing is known of it.
+    not bad: nothing is known of it. ``is_unreadable``: the next read would probably fail too.
     """
 
-    def __init__(self, reason: Reason, is_bad: bool = True) -> None:
+    def __init__(self, reason: Reason, is_bad: bool = True, is_unreadable: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.is_bad = is_bad
+        self.is_unreadable = is_unreadable
 
 
 def _views(buffer: HostBuffer) -> list[memoryview]:
@@ -159,7 +164,7 @@ def _open_checked(device: Device, path: str, flags: int, is_anybodys: bool = Fal
         if not stat.S_ISREG(found.st_mode):
             raise BadObject(Reason.HEADER)
         if not is_anybodys and why_not_ours(found, _root_of(path)):
-            raise BadObject(Reason.OWNER, is_bad=False)
+            raise BadObject(Reason.OWNER, is_bad=False, is_unreadable=True)
     except BaseException:
         device.close(fd)
         raise
@@ -184,7 +189,8 @@ def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lamb
             return read()
         except OSError as error:
             if attempt == READ_ATTEMPTS or not is_wanted():
-                raise BadObject(Reason.IO_ERROR, is_bad=False) from error
+                is_unreadable = error.errno not in _OWN_TROUBLE
+                raise BadObject(Reason.IO_ERROR, is_bad=False, is_unreadable=is_unreadable) from error
     raise AssertionError
 
 

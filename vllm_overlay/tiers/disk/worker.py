@@ -264,7 +264,7 @@ class DiskTierWorker(TierWorker):
                 self._staging.end_load(buffer)
                 fetch.buffer = None
             if fetch.is_wanted and failure is not None:
-                self._fail(fetch, failure.reason, failure.is_bad)
+                self._fail(fetch, failure.reason, failure.is_bad, failure.is_unreadable)
             elif fetch.is_wanted:
                 self._fetched.append(self._result(fetch))
             self._start_waiting()
@@ -312,16 +312,24 @@ class DiskTierWorker(TierWorker):
         except OSError as error:
             _log.warning("remove", "disk tier: a bad object stays: %s", error)
 
-    def _fail(self, fetch: _Fetch, reason: Reason, is_bad: bool = False) -> None:
+    def _fail(self, fetch: _Fetch, reason: Reason, is_bad: bool = False, is_unreadable: bool = False) -> None:
         """With the lock held; the fetch has no buffer (any more)."""
-        self._fetched.append(self._result(fetch, reason, is_bad))
+        self._fetched.append(self._result(fetch, reason, is_bad, is_unreadable))
         self._unlist(fetch)
 
-    def _result(self, fetch: _Fetch, reason: Reason | None = None, is_bad: bool = False) -> FetchResult:
-        seconds = time.monotonic() - fetch.started
-        ticket = fetch.ticket
+    def _result(
+        self, fetch: _Fetch, reason: Reason | None = None, is_bad: bool = False, is_unreadable: bool = False
+    ) -> FetchResult:
         return FetchResult(
-            fetch.load_id, fetch.position, ticket.object_id, ticket.num_bytes, seconds, fetch.buffer, reason, is_bad
+            load_id=fetch.load_id,
+            position=fetch.position,
+            object_id=fetch.ticket.object_id,
+            num_bytes=fetch.ticket.num_bytes,
+            seconds=time.monotonic() - fetch.started,
+            buffer=fetch.buffer,
+            reason=reason,
+            is_bad=is_bad,
+            is_unreadable=is_unreadable,
         )
 
     # Both.
