@@ -64,7 +64,7 @@ def directory(path: Path) -> None:
     ("change", "words"),
     [
         (lambda path: path.chmod(0o666), "mode 0666"),
-        (lambda path: path.chmod(0o640), "mode 0640"),
+        (lambda path: path.chmod(0o620), "mode 0620"),
         (lambda path: path.parent.chmod(0o770), "mode 0770"),
         (lambda path: path.parent.chmod(0o707), "mode 0707"),
         (link, "link"),
@@ -72,7 +72,7 @@ def directory(path: Path) -> None:
         (directory, "no regular file"),
         (lambda path: path.write_bytes(b" " * (MAX_BYTES + 1)), f"more than {MAX_BYTES} bytes"),
     ],
-    ids=["0666", "0640", "group", "others", "link", "fifo", "directory", "large"],
+    ids=["0666", "0620", "group", "others", "link", "fifo", "directory", "large"],
 )
 def test_a_cache_that_others_may_have_written_is_not_believed(
     path: Path, change: Callable[[Path], None], words: str, caplog: pytest.LogCaptureFixture

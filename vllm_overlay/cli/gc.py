@@ -13,7 +13,7 @@ from vllm_overlay.config import parse_bytes
 from vllm_overlay.tiers.disk.checksum import integrity_of
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.gc import collect
-from vllm_overlay.tiers.disk.marker import write_marker
+from vllm_overlay.tiers.disk.marker import mark_old_root
 from vllm_overlay.tiers.disk.recognition import RootKind, require_root
 
 
@@ -32,7 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
     integrity = integrity_of(arguments.integrity_key_file)
     kind = require_root(arguments.root)
     if kind is not RootKind.MARKED and not arguments.dry_run:
-        write_marker(Device(), arguments.root)
+        mark_old_root(Device(), arguments.root)
     done = collect(
         os.path.abspath(arguments.root), max_bytes, arguments.dry_run, progress("removing"), integrity=integrity
     )

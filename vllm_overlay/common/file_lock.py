@@ -15,7 +15,9 @@ LOCK_WAIT_S = 30.0
 """Whoever holds a lock for longer is stopped, or waits for a disk that hangs."""
 LONG_WAIT_S = 3600.0
 """The same where the holder reads a model's weights."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.002
+TURN_S = 0.003
+"""Whoever locks again and again lets go for so long in between: then a waiter asks in time."""
 _SAID_AFTER_S = 5.0
 _FILE_MODE = 0o600
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -56,7 +58,7 @@ def wait_for_lock(fd: int, path: str, shared: bool = False, deadline: float | No
             now = time.monotonic()
             if now >= deadline:
                 raise TimeoutError(
-                    errno.ETIMEDOUT, f"locked for {now - started:.1f} s by {holder_of(fd)}: continue or end it", path
+                    errno.ETIMEDOUT, f"locked for {now - started:.1f} s by {holder_of(fd)}", path
                 ) from None
             if not is_said and now - started > _SAID_AFTER_S:
                 is_said = True
@@ -80,7 +82,7 @@ def holder_of(fd: int) -> str:
 def _name_of(pid: int) -> str:
     try:
         name, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").partition("(")[2].rpartition(")")
-        return f"process {pid} ({name}{', stopped' if rest.split()[0] in 'Tt' else ''})"
+        return f"process {pid} ({name}{', which is stopped: continue or end it' if rest.split()[0] in 'Tt' else ''})"
     except (OSError, IndexError):
         return f"process {pid}"
 

@@ -138,8 +138,8 @@ class DigestCache:
             return
         if found.st_uid != os.geteuid():
             raise _NotBelievedError(f"belongs to user {found.st_uid}")
-        if stat.S_IMODE(found.st_mode) != 0o600:
-            raise _NotBelievedError(f"has mode {stat.S_IMODE(found.st_mode):04o} instead of 0600")
+        if found.st_mode & 0o022:
+            raise _NotBelievedError(f"has mode {stat.S_IMODE(found.st_mode):04o}, so others can write it")
 
     def _is_ours(self, entry: _Entry) -> bool:
         return not self._key or hmac.compare_digest(entry.seal, self._seal_of(entry.file, entry.digest))

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -18,9 +17,10 @@ from vllm_overlay.tiers.disk.listing import WholeObject, leaves_first
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
 from vllm_overlay.tiers.disk.root import in_use_path
-from vllm_overlay.tiers.disk.scan import FAN_OUT, namespaces_under
+from vllm_overlay.tiers.disk.scan import FAN_OUT, namespaces_under, scan_objects
 
 SCAN_PAUSE_S = 5.0
+_BATCH_OBJECTS = 64
 _ORDER_S = 30.0
 """For so long no object of a scan is thought to have got children."""
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class _Order:
         self._leaves: Iterator[WholeObject] = iter(())
         self._of: frozenset[str] = frozenset()
         self._scanned = -math.inf
+        self._is_new = False
         self.was_useful = False
         """Whether something of the last scan was removed."""
 
@@ -47,12 +48,14 @@ class _Order:
         if age < _ORDER_S:
             yield from self._rest(wanted)
         if self.was_useful or wanted != self._of or age > SCAN_PAUSE_S:
-            self._of, self._scanned, self.was_useful = wanted, time.monotonic(), False
+            self._of, self._scanned, self.was_useful, self._is_new = wanted, time.monotonic(), False, True
             self._leaves = self._scan(sorted(wanted))
             yield from self._rest(wanted)
 
     def _rest(self, wanted: frozenset[str]) -> Iterator[WholeObject]:
         while (leaf := next(self._leaves, None)) is not None:
+            if self._is_new:  # the scan has just read all headers, and may have taken long
+                self._scanned, self._is_new = time.monotonic(), False
             if leaf.fingerprint in wanted:
                 yield leaf
 
@@ -94,8 +97,11 @@ class ForeignEviction:
         """
         others = {each: manifest_or_empty(os.path.join(self._root, each)) for each in self._others()}
         abandoned = [each for each, manifest in others.items() if manifest.is_of_one_process]
-        self._remove_idle(self._abandoned, abandoned, sys.maxsize)
-        unnamed = [each for each in others if not os.path.lexists(os.path.join(self._root, each, DESCRIPTION))]
+        with self._locked_if_idle(abandoned) as idle:
+            self._ledger.remove_files([file.path for each in idle for file in scan_objects(self._root, each)])
+            for fingerprint in idle:
+                self._remove_directory(fingerprint)
+        unnamed = [each for each in self._others() if not os.path.lexists(os.path.join(self._root, each, DESCRIPTION))]
         with self._locked_if_idle(unnamed) as idle:
             for fingerprint in idle:
                 self._remove_directory(fingerprint)
@@ -135,10 +141,9 @@ class ForeignEviction:
         may_go: Callable[[ObjectId], bool] = lambda object_id: True,
     ) -> int:
         removed = 0
-        leaves = order.take(fingerprints)
-        while removed < num_bytes and (leaf := next(leaves, None)) is not None:
-            if may_go(leaf.object_id):
-                removed += self._ledger.remove_files([file.path for file in leaf.files])
+        leaves = (leaf for leaf in order.take(fingerprints) if may_go(leaf.object_id))
+        while removed < num_bytes and (batch := _take(leaves, num_bytes - removed)):
+            removed += self._ledger.remove_files([file.path for leaf in batch for file in leaf.files])
         if removed:
             order.was_useful = True
             logger.info("disk tier: removed %d bytes of others under %s", removed, self._root)
@@ -155,3 +160,12 @@ class ForeignEviction:
                 remove_quietly(self._device, os.path.join(top, DESCRIPTION))
                 remove_quietly(self._device, in_use_path(self._root, fingerprint))
                 os.rmdir(top)
+
+
+def _take(leaves: Iterator[WholeObject], num_bytes: int) -> list[WholeObject]:
+    """The next ones of ``num_bytes`` together, but not more than a few: each batch takes the ledger's lock once."""
+    batch: list[WholeObject] = []
+    while num_bytes > 0 and len(batch) < _BATCH_OBJECTS and (leaf := next(leaves, None)) is not None:
+        batch.append(leaf)
+        num_bytes -= sum(file.num_bytes for file in leaf.files)
+    return batch

@@ -23,7 +23,7 @@ from vllm_overlay.tiers.disk.format import ObjectHeader
 from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger, LedgerState
 from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty, read_manifest
-from vllm_overlay.tiers.disk.marker import MARKER, write_marker
+from vllm_overlay.tiers.disk.marker import MARKER, mark_old_root
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, IN_USE, parse_file_name
 from vllm_overlay.tiers.disk.object_file import BadObject, verify_file
 from vllm_overlay.tiers.disk.recognition import LEASES, LEDGER, WEIGHT_FILES, RootKind, require_root
@@ -274,7 +274,7 @@ class Check:
             return
 
         def marked() -> bool:
-            write_marker(self._device, self._root)
+            mark_old_root(self._device, self._root)
             return True
 
         if os.path.lexists(os.path.join(self._root, MARKER)):

@@ -12,10 +12,12 @@ import logging
 import os
 import stat
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from vllm_overlay.common.file_lock import lock, try_lock, wait_for_lock
+from vllm_overlay.common import file_lock
+from vllm_overlay.common.file_lock import TURN_S, lock, try_lock, wait_for_lock
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.checksum import XXH3
 from vllm_overlay.tiers.disk.device import Device, make_directory
@@ -30,6 +32,8 @@ NUM_SLOTS = 256
 _STATE = struct.Struct(f"<8sq{NUM_SLOTS}Q")
 _CHECKSUM_BYTES = 16
 _FILES_A_LOCK = 64
+COUNT_WAIT_S = 300.0
+"""For so long another process may count the files of a large root, with the lock held."""
 
 
 @dataclass(slots=True)
@@ -77,7 +81,7 @@ class Ledger:
     def check(self) -> None:
         """Lock once. Called at start; raises ConfigError where the file system has no locks."""
         try:
-            with self.locked():
+            with self.locked(file_lock.LOCK_WAIT_S):
                 pass
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
@@ -88,13 +92,13 @@ class Ledger:
             logger.warning("disk tier: %s cannot be written now: %s", self._path, error)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[LedgerState]:
+    def locked(self, timeout_s: float = COUNT_WAIT_S) -> Iterator[LedgerState]:
         """The state, written back when it has changed, even when the body raises: what was done was done.
 
         Makes no ledger, and writes over none, in a directory without a marker.
         """
         require_marker(self._directory)
-        fd = lock(self._path)
+        fd = lock(self._path, timeout_s=timeout_s)
         try:
             before = os.pread(fd, _STATE.size + _CHECKSUM_BYTES, 0)
             state = LedgerState.decode(before)
@@ -225,7 +229,9 @@ class Ledger:
         removed = 0
         for start in range(0, len(paths), _FILES_A_LOCK):
             with self.locked() as state:
+                locked = time.monotonic()
                 removed += sum(self._unlink(state, path) for path in paths[start : start + _FILES_A_LOCK])
+            time.sleep(min(TURN_S, time.monotonic() - locked))  # who waits asks every 2 ms at most
         return removed
 
     def _unlink(self, state: LedgerState, path: str) -> int:

@@ -161,7 +161,7 @@ class DiskTierManager(TierManager):
     # Lookups.
 
     def hits(self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int) -> HitSource:
-        suspended = self._suspended.names()
+        suspended = {object_id for object_id in self._suspended.names() if object_id.key in set(keys)}
         return ReadableHits(self.index, suspended, geometry, keys) if suspended else self.index
 
     def has_or_awaits(self, object_id: ObjectId) -> bool:

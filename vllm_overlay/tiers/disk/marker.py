@@ -109,6 +109,20 @@ def write_marker(device: Device, root: str) -> None:
         os.close(fd)
 
 
+def mark_old_root(device: Device, root: str) -> None:
+    """As ``write_marker``, of a root that a version without markers has made. Raises OSError.
+
+    On a full disk the marker stays empty, which takes no block. Then eviction can make room, and the next start writes
+    it.
+    """
+    try:
+        write_marker(device, root)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        device.close(device.open(os.path.join(root, MARKER), os.O_WRONLY | os.O_CREAT))
+
+
 def _sync(fd: int) -> None:
     """Where the file system cannot, a power cut may cost the marker."""
     with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ from vllm_overlay.tiers.disk.format import (
     padded_bytes,
 )
 from vllm_overlay.tiers.disk.marker import require_marker
-from vllm_overlay.tiers.disk.ownership import why_not_ours
+from vllm_overlay.tiers.disk.ownership import OTHERS_MAY_WRITE, shut_bits, why_not_ours
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
 _PIECE_BYTES = 1 << 20
@@ -146,7 +146,9 @@ def _root_of(path: str) -> str:
     return os.path.dirname(os.path.dirname(os.path.dirname(path)))
 
 
-def _open_checked(device: Device, path: str, flags: int, is_anybodys: bool = False) -> tuple[int, int]:
+def _open_checked(
+    device: Device, path: str, flags: int, shut: int = OTHERS_MAY_WRITE, is_anybodys: bool = False
+) -> tuple[int, int]:
     """The descriptor and size of a regular file. O_NONBLOCK: a pipe in its place must not hold the thread.
 
     One that others may have written is a miss, and theirs to remove, unless ``is_anybodys`` says that it may be.
@@ -163,7 +165,7 @@ def _open_checked(device: Device, path: str, flags: int, is_anybodys: bool = Fal
         found = device.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise BadObject(Reason.HEADER)
-        if not is_anybodys and why_not_ours(found, _root_of(path)):
+        if not is_anybodys and why_not_ours(found, _root_of(path), shut):
             raise BadObject(Reason.OWNER, is_bad=False, is_unreadable=True)
     except BaseException:
         device.close(fd)
@@ -198,16 +200,16 @@ def read_header(device: Device, path: str, integrity: Integrity = XXH3) -> Objec
     """The verified header of a file of the size it says. Called by the threads of recovery and of lookups; raises
     BadObject."""
     page = _page()
-    size = _read_patiently(lambda: _read_page(device, path, page))
+    size = _read_patiently(lambda: _read_page(device, path, page, shut_bits(bool(integrity.key))))
     header = _decode(page, integrity)
     if size != file_bytes(header.payload_bytes):
         raise BadObject(Reason.SIZE)
     return header
 
 
-def _read_page(device: Device, path: str, page: memoryview) -> int:
+def _read_page(device: Device, path: str, page: memoryview, shut: int) -> int:
     """Read the first page of a file; returns the file's size."""
-    fd, size = _open_checked(device, path, 0)
+    fd, size = _open_checked(device, path, 0, shut)
     try:
         if size < HEADER_BYTES:
             raise BadObject(Reason.SIZE)
@@ -242,7 +244,8 @@ def read_object(
     page = _page()
     flags = os.O_DIRECT if direct else 0
     num_bytes = file_bytes(identity.payload_bytes)
-    _read_patiently(lambda: _read_whole(device, path, flags, num_bytes, [page, *segments]), is_wanted)
+    shut = shut_bits(bool(integrity.key))
+    _read_patiently(lambda: _read_whole(device, path, flags, num_bytes, [page, *segments], shut), is_wanted)
     header = _decode(page, integrity)
     if header.identity != identity:
         raise BadObject(Reason.HEADER)
@@ -250,9 +253,9 @@ def read_object(
         raise BadObject(Reason.CHECKSUM)
 
 
-def _read_whole(device: Device, path: str, flags: int, num_bytes: int, segments: list[memoryview]) -> None:
+def _read_whole(device: Device, path: str, flags: int, num_bytes: int, segments: list[memoryview], shut: int) -> None:
     """Fill the segments with a file of just ``num_bytes``."""
-    fd, size = _open_checked(device, path, flags)
+    fd, size = _open_checked(device, path, flags, shut)
     try:
         if size != num_bytes:
             raise BadObject(Reason.SIZE)

@@ -18,7 +18,7 @@ LEDGER_MAGIC = b"HKVLEDG%d" % versions.LEDGER
 WEIGHT_FILES = frozenset({"weights.json", "weights.lock"})
 HOST_ROOT = re.compile(r"host-[0-9a-f]{16}")
 _OWN_LOCK = re.compile(rf"[0-9a-f]{{64}}\.{IN_USE}")
-_MOUNT_POINT = "lost+found"
+_OF_MOUNTS = frozenset({"lost+found", ".snapshot"})
 _SHOWN = 3
 _SHOWN_CHARACTERS = 40
 
@@ -72,7 +72,7 @@ def _is_empty(states: dict[str, os.stat_result]) -> bool:
 
 
 def _is_of_no_root(name: str, state: os.stat_result, has_weights_lock: bool) -> bool:
-    if name == _MOUNT_POINT:
+    if name in _OF_MOUNTS:
         return stat.S_ISDIR(state.st_mode)
     is_void = name in (MARKER, "weights.lock") and not state.st_size
     return stat.S_ISREG(state.st_mode) and (
@@ -115,7 +115,7 @@ def _has_words(root: str, states: dict[str, os.stat_result]) -> bool:
 
 def _is_own_name(name: str, state: os.stat_result) -> bool:
     if stat.S_ISDIR(state.st_mode):
-        return name in (LEASES, _MOUNT_POINT) or bool(FINGERPRINT.fullmatch(name) or HOST_ROOT.fullmatch(name))
+        return name in {LEASES, *_OF_MOUNTS} or bool(FINGERPRINT.fullmatch(name) or HOST_ROOT.fullmatch(name))
     if not stat.S_ISREG(state.st_mode):
         return False
     return name in WEIGHT_FILES | {LEDGER, MARKER} or is_temporary(name) or _OWN_LOCK.fullmatch(name) is not None

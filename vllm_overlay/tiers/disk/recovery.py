@@ -128,6 +128,7 @@ class Recovery:
             if self._is_closing:
                 return
             self._found.extend(item.planned for item in reachable)
+            self._is_scanning = False
         num_bytes = sum(file.num_bytes for item in reachable for file in item.files)
         seconds = time.time() - self._started
         logger.info(

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.device import Device, make_directory, remove_quietly, temporary_name
-from vllm_overlay.tiers.disk.marker import NotARootError, write_marker
+from vllm_overlay.tiers.disk.marker import NotARootError, mark_old_root, write_marker
 from vllm_overlay.tiers.disk.namespace import IN_USE
 from vllm_overlay.tiers.disk.ownership import EVERYONE_MAY_WRITE, shut_bits
 from vllm_overlay.tiers.disk.recognition import HOST_ROOT, RootKind, recognise
@@ -59,6 +59,8 @@ def open_root(device: Device, root: str, has_key: bool = False) -> None:
     try:
         if kind is RootKind.MARKED:
             _try_to_write(device, root)
+        elif kind is RootKind.UNMARKED:
+            mark_old_root(device, root)
         else:
             write_marker(device, root)
     except OSError as error:
@@ -94,8 +96,8 @@ def _check_mode(root: str, mode: int, has_key: bool) -> None:
         raise ConfigError(f"root={root!r} is writable by everyone: set its mode to 0700")
     if mode & shut_bits(has_key):
         raise ConfigError(
-            f"root={root!r} has mode {stat.S_IMODE(mode):04o}, so its group may write it: set its mode to 0700, or set "
-            "integrity_key_file"
+            f"root={root!r} has mode {stat.S_IMODE(mode):04o}, so its group may write it: set "
+            "integrity_key_file, or set its mode to 0700 (and on a root in use run `vllm-overlay fsck --repair`)"
         )
 
 

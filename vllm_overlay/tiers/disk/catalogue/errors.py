@@ -15,8 +15,8 @@ class CatalogueError(Exception):
 class Damaged(CatalogueError):
     """The file cannot be believed. Give ``generation`` to ``replace_damaged`` and rebuild from the objects' files."""
 
-    def __init__(self, reason: str, generation: int = 0) -> None:
-        super().__init__(reason)
+    def __init__(self, why: str, generation: int = 0) -> None:
+        super().__init__(why)
         self.generation = generation
 
 
