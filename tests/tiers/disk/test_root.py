@@ -275,7 +275,7 @@ def test_a_root_that_its_group_may_write_needs_a_key(tmp_path, key_file, start):
     root = tmp_path / "root"
     start(root)
     root.chmod(0o2770)
-    with pytest.raises(ConfigError, match=r"root=.* mode 2770.*set its mode to 0700, or set integrity_key_file"):
+    with pytest.raises(ConfigError, match=r"root=.* mode 2770.*set integrity_key_file, or set its mode to 0700"):
         start(root)
     start(root, integrity_key_file=str(key_file))
     assert stat.S_IMODE(root.stat().st_mode) == 0o2770
