@@ -5,6 +5,9 @@ import errno
 import logging
 import os
 import socket
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -294,3 +297,25 @@ def test_no_ledger_is_made_where_no_marker_is_and_none_is_written_over(tmp_path)
     with pytest.raises(FileNotFoundError):
         ledger.reconcile(lambda: 0)
     assert (tmp_path / "ledger").read_text() == "2026-01-01 * opening balances"
+
+
+class SlowDisk(Device):
+    """A millisecond a removal."""
+
+    def unlink(self, path: str) -> None:
+        time.sleep(0.001)
+        super().unlink(path)
+
+
+def test_others_get_their_turn_while_many_files_are_removed(ledger, tmp_path):
+    paths = [str(tmp_path / f"file-{number}") for number in range(20 * 64)]
+    for path in paths:
+        Path(path).touch()
+    removing = threading.Thread(target=Ledger(str(tmp_path), SlowDisk()).remove_files, args=(paths,))
+    removing.start()
+    num_turns = 0
+    while removing.is_alive():
+        with ledger.locked():
+            num_turns += 1
+        time.sleep(0.002)
+    assert num_turns > 10

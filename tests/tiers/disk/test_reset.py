@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tests.tiers.disk.files import object_files, on_disk
+from tests.tiers.disk.files import ledger_of, object_files, on_disk
 from tests.tiers.disk.inside import is_removing, is_scanning, reset_name
 from tests.tiers.disk.objects import OBJECT, bytes_of, chain, content, fill
 from tests.tiers.disk.processes import kill, start
@@ -235,3 +235,12 @@ def test_what_recovery_finds_of_before_is_not_taken(tmp_path, is_under_way):
     assert len(tier.index) == 0
     assert len(object_files(made.root)) == 4
     tier.close()
+
+
+def test_a_clean_end_after_a_reset_gives_the_lease_back(tmp_path, caplog):
+    with tier_pair(tmp_path / "root") as made:
+        made.tier.clear()
+        until(lambda: is_serving_another(made))
+        store_after_reset(made, chain("p", 1)[0])
+    assert ledger_of(tmp_path / "root") == (0, 0)
+    assert not any("cannot make room" in message for message in caplog.messages)

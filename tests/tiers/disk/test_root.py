@@ -22,6 +22,7 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.marker import MARKER, encode_marker
+from vllm_overlay.tiers.disk.root import open_root
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 
 
@@ -392,3 +393,30 @@ def test_strangers_files_do_not_count(tmp_path):
     with tier_pair(root) as made:
         made.recovered()
         until(lambda: ledger_of(root)[0] == 2 * on_disk())
+
+
+def test_an_old_root_on_a_full_disk_is_served_and_marked_later(old_root):
+    root, objects = old_root, chain("p", 2)
+    full = FailingDevice(pwritev=errno.ENOSPC)
+    open_root(full, str(root))
+    assert (root / MARKER).stat().st_size == 0
+    with tier_pair(root, device=full) as made:
+        made.recovered()
+        assert all(made.coverage(objects))
+        made.tier.drop(objects[-1].object_id)
+        until(lambda: not made.path(objects[-1]).exists(), "a removal, which makes room")
+    open_root(Device(), str(root))
+    assert (root / MARKER).read_bytes() == encode_marker()
+
+
+def test_with_a_key_files_that_their_group_may_write_are_verified_by_it(tmp_path, key_file):
+    """As on a volume whose group and modes Kubernetes sets at each mount."""
+    root = tmp_path / "root"
+    with tier_pair(root, integrity_key_file=str(key_file)) as made:
+        made.store(chain("p", 2))
+    for path in (root, *root.rglob("*")):
+        path.chmod(path.stat().st_mode | (0o2070 if path.is_dir() else 0o060))
+    with tier_pair(root, integrity_key_file=str(key_file)) as again:
+        again.recovered()
+        assert again.coverage(chain("p", 2)) == [True] * 3
+        assert again.reasons(chain("p", 2)) == [""] * 3
