@@ -75,7 +75,7 @@ class ForeignEviction:
         def scan(fingerprints: list[str]) -> Iterator[WholeObject]:
             return leaves_first(root, fingerprints, device, integrity)
 
-        self._abandoned, self._idle, self._used, self._shared = (_Order(scan) for _ in range(4))
+        self._idle, self._used, self._shared = (_Order(scan) for _ in range(3))
         self.own: tuple[str, ...] = ()
         """The fingerprints that this process serves."""
 
@@ -87,7 +87,12 @@ class ForeignEviction:
 
         Leaves go first, the oldest of them before others: what is left can be reached.
         """
-        return self._remove_idle(self._idle, self._others(), num_bytes)
+        with self._locked_if_idle(self._others()) as idle:
+            removed = self._remove(self._idle, idle, num_bytes)
+            if removed < num_bytes:
+                for fingerprint in idle:
+                    self._remove_directory(fingerprint)
+        return removed
 
     def remove_abandoned_namespaces(self) -> None:
         """Remove idle namespaces that say of themselves that a reset began them: nobody will serve them again.
@@ -105,14 +110,6 @@ class ForeignEviction:
         with self._locked_if_idle(unnamed) as idle:
             for fingerprint in idle:
                 self._remove_directory(fingerprint)
-
-    def _remove_idle(self, order: _Order, fingerprints: Iterable[str], num_bytes: int) -> int:
-        with self._locked_if_idle(fingerprints) as idle:
-            removed = self._remove(order, idle, num_bytes)
-            if removed < num_bytes:
-                for fingerprint in idle:
-                    self._remove_directory(fingerprint)
-        return removed
 
     @contextlib.contextmanager
     def _locked_if_idle(self, fingerprints: Iterable[str]) -> Iterator[list[str]]:
