@@ -161,7 +161,10 @@ class DiskTierManager(TierManager):
     # Lookups.
 
     def hits(self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int) -> HitSource:
-        suspended = {object_id for object_id in self._suspended.names() if object_id.key in set(keys)}
+        if not (unreadable := self._suspended.names()):
+            return self.index
+        asked = set(keys)
+        suspended = {object_id for object_id in unreadable if object_id.key in asked}
         return ReadableHits(self.index, suspended, geometry, keys) if suspended else self.index
 
     def has_or_awaits(self, object_id: ObjectId) -> bool:
