@@ -212,7 +212,7 @@ def test_spares_take_no_room_twice(tmp_path):
         device.free = (1 << 30) + still_to_come
         asked = device.num_asked
         until(lambda: device.num_asked > asked + 2)
-        assert made.recycled() == spares
+        assert set(spares) <= set(made.recycled())  # the last eviction may have left some more
 
 
 def test_nothing_is_written_over_that_is_loaded(tmp_path):
