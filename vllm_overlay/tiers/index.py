@@ -13,7 +13,7 @@ stands for two sets of bytes.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
@@ -77,6 +77,10 @@ class PrefixIndex:
         """Whether the object is visible or on its way."""
         entry = self._entries.get(object_id)
         return entry is not None and entry.state is not EntryState.DROPPED
+
+    def visible(self) -> Iterator[ObjectId]:
+        """The names of all visible objects. Nothing may change meanwhile."""
+        return (object_id for object_id, entry in self._entries.items() if entry.state is EntryState.COMMITTED)
 
     def may_reserve(self, planned: PlannedObject) -> bool:
         """Whether ``reserve`` would take the object if there is room: it is new and its parents are here or coming."""

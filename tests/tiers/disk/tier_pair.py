@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.tiers.disk.inside import spare_files
 from tests.tiers.disk.objects import OBJECT, UNIT, bytes_of, chain, content, fill
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import PlannedObject
@@ -121,10 +120,6 @@ class TierPair:
 
         until(poll, "a load's results")
         return [results[place] for place in range(len(objects))]
-
-    def recycled(self) -> list[Path]:
-        """Files that wait to be written over."""
-        return spare_files(self.tier)
 
     def reasons(self, objects: list[PlannedObject], rank: int = 0) -> list[str]:
         return [result.reason or "" for result in self.fetch(objects, rank)]

@@ -1,60 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects as the headers of their files describe them, in the order in which they may be taken in or removed."""
+"""Objects as the headers of their files describe them, each after what it depends on."""
 
-import contextlib
-import heapq
-import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.format import Identity
-from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
-from vllm_overlay.tiers.disk.object_file import BadObject, read_header
-from vllm_overlay.tiers.disk.scan import FoundFile, scan_namespace
-
-
-def read_planned(
-    device: Device,
-    root: str,
-    namespace: DiskNamespace,
-    world_size: int,
-    object_id: ObjectId,
-    integrity: Integrity = XXH3,
-) -> PlannedObject:
-    """What the headers of an object say. Raises BadObject unless every rank has a sound file and all say the same."""
-    fingerprint = bytes.fromhex(namespace.fingerprint_of(object_id.tag))
-    found: PlannedObject | None = None
-    for rank in range(world_size):
-        header = read_header(device, namespace.path_of(root, object_id, rank), integrity)
-        if header.identity != Identity(fingerprint, object_id, rank, world_size, header.payload_bytes):
-            raise BadObject(Reason.HEADER)
-        planned = header.planned
-        if found not in (None, planned):
-            raise BadObject(Reason.HEADER)
-        found = planned
-    assert found is not None
-    return found
+from vllm_overlay.tiers.disk.format import ObjectHeader
+from vllm_overlay.tiers.disk.namespace import parse_file_name
+from vllm_overlay.tiers.disk.object_file import BadObject, HeaderReader
+from vllm_overlay.tiers.disk.scan import FoundFile, scan_directory
 
 
 class FoundObject(msgspec.Struct, frozen=True, gc=False):
-    """An object whose ranks' files all say the same. ``mtime`` is the youngest file's."""
+    """An object whose ranks' files all say the same; ``files`` has one a rank. ``mtime`` is the youngest file's."""
 
     planned: PlannedObject
     mtime: float
     files: tuple[FoundFile, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
 
-def parents_first(found: Iterable[FoundObject]) -> tuple[list[FoundObject], list[FoundObject]]:
-    """The objects that can be reached, each after its parents and else the oldest first; and those that cannot."""
+
+@dataclass(slots=True)
+class Listing:
+    """What some directories of one namespace hold: whole objects, files of which no object can be made, and how many
+    objects could not be read now, though nothing is known to be wrong with them."""
+
+    objects: list[FoundObject] = field(default_factory=list)
+    useless: list[FoundFile] = field(default_factory=list)
+    num_unread: int = 0
+
+    def add(self, other: "Listing") -> None:
+        self.objects.extend(other.objects)
+        self.useless.extend(other.useless)
+        self.num_unread += other.num_unread
+
+
+def sort_files(directory: str, useless: list[FoundFile]) -> dict[ObjectId, dict[int, FoundFile]]:
+    """The files of one ``<aa>`` by object and rank. Those that have an object's name in another's place are useless.
+
+    Raises OSError when the directory cannot be listed now.
+    """
+    by_object: dict[ObjectId, dict[int, FoundFile]] = {}
+    for file in scan_directory(directory, is_strict=True):
+        if (parsed := parse_file_name(file.name)) is None:
+            continue
+        object_id, rank = parsed
+        if object_id.key[:1].hex() == os.path.basename(directory):
+            by_object.setdefault(object_id, {})[rank] = file
+        else:
+            useless.append(file)
+    return by_object
+
+
+def read_found(
+    device: Device, fingerprint: str, object_id: ObjectId, files: dict[int, FoundFile], readers: Sequence[HeaderReader]
+) -> FoundObject:
+    """What the headers of an object say, by the first of ``readers`` that can read them.
+
+    Raises BadObject unless every rank has a sound file and all say the same.
+    """
+    headers = {rank: _read_header(device, file.path, readers) for rank, file in files.items()}
+    any_header = next(iter(headers.values()))
+    if len(files) != any_header.world_size:
+        raise BadObject(Reason.MISSING)
+    for rank, header in headers.items():
+        said = (header.fingerprint.hex(), header.object_id, header.rank, header.world_size, header.planned)
+        if said != (fingerprint, object_id, rank, any_header.world_size, any_header.planned):
+            raise BadObject(Reason.HEADER)
+    ordered = tuple(files[rank] for rank in sorted(files))
+    return FoundObject(any_header.planned, max(file.mtime for file in ordered), ordered)
+
+
+def _read_header(device: Device, path: str, readers: Sequence[HeaderReader]) -> ObjectHeader:
+    for reader in readers[:-1]:
+        try:
+            return reader(device, path)
+        except BadObject as bad:
+            if bad.reason is not Reason.HEADER:
+                raise
+    return readers[-1](device, path)
+
+
+def parents_first(
+    found: Iterable[FoundObject], known: Collection[ObjectId] = ()
+) -> tuple[list[FoundObject], list[FoundObject]]:
+    """The objects that can be reached, each after its parents and else the oldest first; and those that cannot.
+
+    ``known`` are parents that are there beside them.
+    """
     by_id = {item.planned.object_id: item for item in found}
-    is_reachable: dict[ObjectId, bool] = {}
+    is_reachable: dict[ObjectId, bool] = dict.fromkeys(known, True)
     opened: set[ObjectId] = set()
     order: list[FoundObject] = []
     for first in sorted(by_id.values(), key=lambda item: item.mtime):
@@ -74,59 +117,3 @@ def parents_first(found: Iterable[FoundObject]) -> tuple[list[FoundObject], list
         [item for item in order if is_reachable[item.planned.object_id]],
         [item for item in order if not is_reachable[item.planned.object_id]],
     )
-
-
-@dataclass(slots=True)
-class WholeObject:
-    """All ranks' files of one object."""
-
-    fingerprint: str
-    object_id: ObjectId
-    files: list[FoundFile] = field(default_factory=list)
-    parents: set[ObjectId] = field(default_factory=set)
-    num_children: int = 0
-    is_removed: bool = False
-
-    @property
-    def mtime(self) -> float:
-        return max(file.mtime for file in self.files)
-
-
-def leaves_first(root: str, fingerprints: list[str], device: Device, integrity: Integrity) -> Iterator[WholeObject]:
-    """Every object of these namespaces, none before what depends on it; among those that may go, the oldest first.
-
-    Equal names in several namespaces count as one parent: a snapshot's lies in another directory than itself.
-    """
-    objects: dict[tuple[str, ObjectId], WholeObject] = {}
-    for fingerprint in fingerprints:
-        for file in scan_namespace(root, fingerprint):
-            if (parsed := parse_file_name(file.name)) is not None:
-                item = objects.setdefault((fingerprint, parsed[0]), WholeObject(fingerprint, parsed[0]))
-                item.files.append(file)
-                item.parents.update(_parents(device, file.path, integrity))
-    by_name: defaultdict[ObjectId, list[WholeObject]] = defaultdict(list)
-    for (_, object_id), item in objects.items():
-        by_name[object_id].append(item)
-    for item in objects.values():
-        for parent in (parent for object_id in item.parents for parent in by_name[object_id]):
-            parent.num_children += 1
-    order = itertools.count()
-    leaves = [(item.mtime, next(order), item) for item in objects.values() if not item.num_children]
-    heapq.heapify(leaves)
-    while leaves:
-        _, _, item = heapq.heappop(leaves)
-        item.is_removed = True
-        yield item
-        for parent in (parent for object_id in item.parents for parent in by_name[object_id]):
-            parent.num_children -= 1
-            if not parent.num_children:
-                heapq.heappush(leaves, (parent.mtime, next(order), parent))
-    yield from (item for item in objects.values() if not item.is_removed)  # forged files that form a ring
-
-
-def _parents(device: Device, path: str, integrity: Integrity) -> tuple[ObjectId, ...]:
-    """What the header says, with the key's checksum or the plain one; nothing when neither verifies."""
-    for candidate in dict.fromkeys((integrity, XXH3)):
-        with contextlib.suppress(BadObject):
-            return read_header(device, path, candidate).parents
-    return ()

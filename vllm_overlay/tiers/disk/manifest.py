@@ -5,12 +5,17 @@ import json
 import logging
 import os
 import stat
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_overlay.tiers.disk.device import Device, remove_quietly, temporary_name, write_all
+from vllm_overlay.common.backoff import Backoff
+from vllm_overlay.tiers.disk.device import Device, make_directory, remove_quietly, temporary_name, write_all
+from vllm_overlay.tiers.disk.marker import require_marker
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, INTEGRITY, RESET, DiskNamespace
 
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
 _MAX_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
@@ -88,3 +93,43 @@ def write_manifest(device: Device, directory: str, namespace: DiskNamespace, fin
         logger.warning("disk tier: %s has no namespace.json: %s", directory, error)
         return False
     return True
+
+
+class Manifests:
+    """Writes ``namespace.json`` of what is served: once, and again where it is missing. Called in one thread."""
+
+    def __init__(self, root: str, device: Device) -> None:
+        self._root = root
+        self._device = device
+        self._described: set[str] = set()
+        self._pauses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+
+    def describe(self, namespace: DiskNamespace, is_last: bool = False) -> None:
+        """Called at each turn. After a failure it pauses, but not when ``is_last``. Nobody who serves waits for it."""
+        if not (is_last or self._pauses.may_try(time.monotonic())):
+            return
+        written = [self._write(namespace, each) for each in self._undescribed(namespace)]
+        if written:
+            (self._pauses.succeeded if all(written) else self._pauses.failed)(time.monotonic())
+
+    def _undescribed(self, namespace: DiskNamespace) -> list[str]:
+        """The fingerprints of which this process has not said what they are, or whose file is gone."""
+        return [
+            fingerprint
+            for fingerprint in namespace.fingerprints
+            if fingerprint not in self._described
+            or not os.path.lexists(os.path.join(self._root, fingerprint, DESCRIPTION))
+        ]
+
+    def _write(self, namespace: DiskNamespace, fingerprint: str) -> bool:
+        directory = os.path.join(self._root, fingerprint)
+        try:
+            require_marker(self._root)
+            make_directory(self._device, directory)
+        except OSError as error:
+            logger.warning("disk tier: %s cannot be made: %s", directory, error)
+            is_written = False
+        else:
+            is_written = write_manifest(self._device, directory, namespace, fingerprint)
+        (self._described.add if is_written else self._described.discard)(fingerprint)
+        return is_written

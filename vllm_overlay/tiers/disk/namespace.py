@@ -38,6 +38,15 @@ def parse_file_name(name: str) -> tuple[ObjectId, int] | None:
     return (ObjectId(match[2], bytes.fromhex(match[1])), int(match[3])) if match else None
 
 
+def object_path(root: str, fingerprint: str, object_id: ObjectId, rank: int) -> str:
+    """The file of one rank of one object in some namespace; raises ValueError when the name could not be read back."""
+    check_object_id(object_id)
+    if not 0 <= rank < MAX_RANKS:
+        raise ValueError(f"rank {rank} is not below {MAX_RANKS}")
+    key = object_id.key.hex()
+    return os.path.join(root, fingerprint, key[:2], f"{key}.{object_id.tag}.r{rank}")
+
+
 @dataclass(frozen=True, slots=True)
 class DiskNamespace:
     """The two fingerprints, 64 hex digits each, that name one engine's objects, and what they mean in words.
@@ -73,9 +82,4 @@ class DiskNamespace:
 
     def path_of(self, root: str, object_id: ObjectId, rank: int) -> str:
         """The file of one rank of one object; raises ValueError when the name could not be read back."""
-        check_object_id(object_id)
-        if not 0 <= rank < MAX_RANKS:
-            raise ValueError(f"rank {rank} is not below {MAX_RANKS}")
-        key = object_id.key.hex()
-        name = f"{key}.{object_id.tag}.r{rank}"
-        return os.path.join(root, self.fingerprint_of(object_id.tag), key[:2], name)
+        return object_path(root, self.fingerprint_of(object_id.tag), object_id, rank)

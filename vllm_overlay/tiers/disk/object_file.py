@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
-from vllm_overlay.tiers.disk.device import Device, make_directory, read_all, remove_quietly, write_all
+from vllm_overlay.tiers.disk.device import Device, make_directory, read_all, write_all
 from vllm_overlay.tiers.disk.format import (
     HEADER_BYTES,
     FormatError,
@@ -91,9 +91,8 @@ def write_object(
     buffer: HostBuffer,
     direct: bool,
     integrity: Integrity = XXH3,
-    is_recycled: bool = False,
 ) -> None:
-    """Write the object to ``path``, a temporary: over a recycled file of its size, else to a new file.
+    """Write the object to ``path``, a new temporary.
 
     Called by a write thread. Creates directories as needed. Raises OSError; removing what was written is the caller's.
     """
@@ -101,30 +100,11 @@ def write_object(
     padding[:] = 0
     page = _page()
     page[:] = header.encode(integrity)
-    flags = os.O_DIRECT if direct else 0
-    fd = _open_recycled(device, path, flags, file_bytes(header.payload_bytes)) if is_recycled else None
-    if fd is None:
-        fd = _create(device, path, flags)
+    fd = _create(device, path, os.O_DIRECT if direct else 0)
     try:
         write_all(device, fd, [page, *segments])
     finally:
         device.close(fd)
-
-
-def _open_recycled(device: Device, path: str, flags: int, num_bytes: int) -> int | None:
-    """The descriptor of a file that can be written over from end to end; None, and no such file, when it cannot."""
-    fd = None
-    try:
-        fd = device.open(path, os.O_WRONLY | os.O_NONBLOCK | flags)
-        found = device.fstat(fd)
-        if found.st_size == num_bytes and found.st_nlink == 1:  # so it is no pipe or device
-            return fd
-    except OSError:  # a new file will do, or say what is wrong with the disk
-        pass
-    if fd is not None:
-        device.close(fd)
-    remove_quietly(device, path)
-    return None
 
 
 def _create(device: Device, path: str, flags: int) -> int:
@@ -132,11 +112,11 @@ def _create(device: Device, path: str, flags: int) -> int:
     try:
         return device.open(path, flags)
     except FileNotFoundError:
-        make_object_directory(device, path)
+        _make_object_directory(device, path)
         return device.open(path, flags)
 
 
-def make_object_directory(device: Device, path: str) -> None:
+def _make_object_directory(device: Device, path: str) -> None:
     """Make the directory of the file ``<root>/<fingerprint>/<aa>/<name>``. Raises OSError where the root is gone."""
     require_marker(_root_of(path))
     make_directory(device, os.path.dirname(path))
@@ -205,6 +185,15 @@ def read_header(device: Device, path: str, integrity: Integrity = XXH3) -> Objec
     if size != file_bytes(header.payload_bytes):
         raise BadObject(Reason.SIZE)
     return header
+
+
+HeaderReader = Callable[[Device, str], ObjectHeader]
+"""Reads the header of a file; raises BadObject."""
+
+
+def header_reader(integrity: Integrity) -> HeaderReader:
+    """``read_header`` of that integrity."""
+    return lambda device, path: read_header(device, path, integrity)
 
 
 def _read_page(device: Device, path: str, page: memoryview, shut: int) -> int:

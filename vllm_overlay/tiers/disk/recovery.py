@@ -1,149 +1,208 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scan at start: which objects of a namespace are whole and can be reached."""
+"""The thread that looks after what no living process does: a lost catalogue, dead processes, abandoned namespaces."""
 
+import contextlib
 import logging
 import os
-import queue
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
-from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Damaged, DeadMember, Namespace
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.listing import FoundObject, parents_first, read_planned
-from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
-from vllm_overlay.tiers.disk.object_file import BadObject
-from vllm_overlay.tiers.disk.ownership import shut_bits, why_not_ours
-from vllm_overlay.tiers.disk.reclaimer import Reclaimer
+from vllm_overlay.tiers.disk.device import Device, remove_quietly
+from vllm_overlay.tiers.disk.header_scan import HeaderScan
+from vllm_overlay.tiers.disk.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
+from vllm_overlay.tiers.disk.object_file import HeaderReader, header_reader
+from vllm_overlay.tiers.disk.orphans import Orphans
+from vllm_overlay.tiers.disk.ownership import shut_bits
+from vllm_overlay.tiers.disk.rebuild import Rebuild
+from vllm_overlay.tiers.disk.remover import Remover
+from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.scan import (
+    FAN_OUT,
     ORPHAN_AGE_S,
-    FoundFile,
-    fan_out_directories,
-    scan_directory,
+    namespaces_under,
+    sweep_temporaries,
     was_written_before,
 )
-from vllm_overlay.tiers.disk.thread_pool import ThreadPool
-from vllm_overlay.tiers.disk.usage import measure_usage
 
-_PROGRESS_S = 10.0
-_READ_THREADS = 4
+PAUSE_S = 10.0
+DEATH_SETTLES_S = 3.0
+"""The workers of a killed engine may go on writing for so long."""
 _CLOCK_TICK_S = 0.05
+_RETRY_S = 0.2
 _SHOWN_OTHERS = 5
 logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
 
 
-@dataclass(slots=True)
-class _Part:
-    """What some directories hold: whole objects, files of which no object can be made, and objects that could not be
-    read now, though nothing is known to be wrong with them."""
-
-    objects: list[FoundObject] = field(default_factory=list)
-    useless: list[FoundFile] = field(default_factory=list)
-    num_unread: int = 0
-
-    def add(self, other: "_Part") -> None:
-        self.objects.extend(other.objects)
-        self.useless.extend(other.useless)
-        self.num_unread += other.num_unread
-
-
 class Recovery:
-    """Scans in a thread of its own while the tier already serves; the scheduler takes what it found in slices.
-
-    Files that no object needs are handed to the reclaimer, but not those that may be on their way: files younger than
-    this scan, and those younger than an hour while other processes use the root. Where an object could not be read,
-    it and what builds on it stay: lookups find them once it can be, and so does the next start.
-    """
+    """One an open catalogue, with one thread. It never keeps the bookkeeper waiting for longer than a transaction."""
 
     def __init__(
         self,
+        catalogue: Catalogue,
         root: str,
-        namespace: DiskNamespace,
-        world_size: int,
-        reclaimer: Reclaimer,
+        served: Sequence[Namespace],
+        room: Room,
         device: Device,
-        integrity: Integrity = XXH3,
+        integrity: Integrity,
     ) -> None:
+        self._catalogue = catalogue
         self._root = root
-        self._namespace = namespace
-        self._world_size = world_size
-        self._reclaimer = reclaimer
+        self._own = {namespace.fingerprint: namespace for namespace in served}
         self._device = device
-        self._integrity = integrity
+        self._remover = Remover(catalogue, root, device)
+        self._scan = HeaderScan(root, device, shut_bits(bool(integrity.key)), self._is_closing)
+        self._orphans = Orphans(catalogue, root, self._scan, device, room, self._is_closing)
+        self._own_readers = [header_reader(integrity)]
+        self._readers = [header_reader(each) for each in dict.fromkeys((integrity, XXH3))]
         self._started = time.time()
-        self._lock = threading.Lock()
-        self._found: deque[PlannedObject] = deque()
-        self._is_scanning = True
-        self._is_closing = False
+        self._deaths: dict[int, float] = {}
+        self._closing = threading.Event()
+        self.damage: Damaged | None = None
+        """What is wrong with the catalogue. Nothing more is done then."""
         self._thread = threading.Thread(target=self._run, name="disk-recovery", daemon=True)
         self._thread.start()
 
-    # From the scheduler's thread.
-
-    @property
-    def is_done(self) -> bool:
-        """Whether everything found has been taken."""
-        return not self._is_scanning and not self._found
-
-    def take(self, count: int) -> list[PlannedObject]:
-        """At most ``count`` found objects, each after its parents."""
-        return [self._found.popleft() for _ in range(min(count, len(self._found)))]
-
     def stop(self) -> None:
-        """What was found and not taken is of no use any more, nor what is found from now on. Never waits."""
-        with self._lock:
-            self._is_closing = True
-            self._found.clear()
+        """Never waits."""
+        self._closing.set()
 
     def close(self, timeout_s: float) -> None:
-        """End the scan."""
         self.stop()
         self._thread.join(timeout_s)
 
-    # In the recovery thread.
+    def _is_closing(self) -> bool:
+        return self._closing.is_set()
 
     def _run(self) -> None:
+        todo = [self._rebuild, self._look_around]
+        while not self._is_closing():
+            step = todo[0] if todo else self._look_after_dead
+            is_done = self._try(step)
+            if is_done and todo:
+                todo.pop(0)
+            elif not is_done or self._deaths:
+                self._closing.wait(_RETRY_S)
+            else:
+                self._closing.wait(PAUSE_S)
+
+    def _try(self, step: Callable[[], bool]) -> bool:
         try:
-            self._recover()
+            return step()
         except SHUTDOWN:
             raise
+        except Damaged as error:
+            self.damage = error
+            self._closing.wait()
+        except (CatalogueError, OSError) as error:
+            if not self._is_closing():
+                _log.warning("recovery", "disk tier: recovery of %s has to wait: %s", self._root, error)
         except BaseException as error:
-            logger.warning("disk tier: recovery of %s stopped: %r", self._root, error)
-        finally:
-            self._is_scanning = False
+            if not self._is_closing():
+                _log.warning("recovery", "disk tier: recovery of %s failed: %r", self._root, error)
+        return False
 
-    def _recover(self) -> None:
-        found = self._scan()
-        reachable, unreachable = parents_first(found.objects)
-        useless = found.useless
-        if not found.num_unread:
-            useless += [file for item in unreachable for file in item.files]
-        with self._lock:
-            if self._is_closing:
-                return
-            self._found.extend(item.planned for item in reachable)
-            self._is_scanning = False
-        num_bytes = sum(file.num_bytes for item in reachable for file in item.files)
-        seconds = time.time() - self._started
-        logger.info(
-            "disk tier: recovered %d objects (%d bytes) under %s in %.1f s; %d files belong to none",
-            len(reachable), num_bytes, self._root, seconds, len(useless),
-        )  # fmt: skip
+    # Steps. Each says whether it is done.
+
+    def _rebuild(self) -> bool:
+        if self._catalogue.totals().is_complete:
+            return True
+        if not self._catalogue.begin_rebuild():
+            return False  # another process does it
+        useless = Rebuild(self._catalogue, self._root, self._scan, self._own).run(self._own_readers, self._readers)
+        if self._is_closing():
+            return False
+        self._catalogue.end_rebuild()
+        before = self._useless_before()
+        for file in useless:
+            if was_written_before(file, before):
+                remove_quietly(self._device, file.path)
+        return True
+
+    def _look_around(self) -> bool:
+        """Once: everything under the root."""
+        sweep_temporaries(self._root, self._device)
         self._tell_of_others()
-        self._discard(useless)
+        unknown = set(namespaces_under(self._root)).difference(usage.fingerprint for usage in self._catalogue.usage())
+        self._catalogue.tell_of((self._namespace_of(fingerprint) for fingerprint in unknown), int(time.time()))
+        for fingerprint in namespaces_under(self._root):
+            if self._is_closing():
+                return False
+            self._look_after(fingerprint)
+        self._remove_abandoned()
+        return self._look_after_dead()
+
+    def _look_after_dead(self) -> bool:
+        """Adopt or remove what ended processes left, and forget them."""
+        dead = self._catalogue.dead_members()
+        now = time.monotonic()
+        self._deaths = {member.slot: self._deaths.get(member.slot, now) for member in dead}
+        for member in dead:
+            if now - self._deaths[member.slot] >= DEATH_SETTLES_S and not self._is_closing():
+                self._bury(member)
+        if dead:
+            self._remove_abandoned()
+        return True
+
+    def _bury(self, member: DeadMember) -> None:
+        for removal in member.removals:
+            if not self._remover.unlink_all(self._remover.paths_of(removal.name, removal.world_size)):
+                return
+        if all([self._look_after(fingerprint) for fingerprint in member.fingerprints]):
+            self._catalogue.bury(member.slot)
+
+    def _look_after(self, fingerprint: str) -> bool:
+        readers: Sequence[HeaderReader] = self._own_readers if fingerprint in self._own else self._readers
+        return self._orphans.look_after(fingerprint, readers, self._useless_before())
+
+    def _namespace_of(self, fingerprint: str) -> Namespace:
+        """One that somebody put here while no process looked."""
+        manifest = manifest_or_empty(os.path.join(self._root, fingerprint))
+        return Namespace(fingerprint, manifest.attention or fingerprint, is_temporary=manifest.is_of_one_process)
+
+    def _useless_before(self) -> float:
+        """What was written later may be on its way."""
+        is_alone = self._catalogue.count_living() == 1
+        return self._started - _CLOCK_TICK_S if is_alone else time.time() - ORPHAN_AGE_S
+
+    def _remove_abandoned(self) -> None:
+        """What a reset began goes when its process is gone: nobody will serve it again. So do empty namespaces."""
+        for usage in self._catalogue.usage():
+            if usage.is_temporary and not usage.is_served and usage.num_objects:
+                _, slices = self._catalogue.load([usage.fingerprint])
+                names = [item.name for found in slices for item in found if item.fingerprint == usage.fingerprint]
+                self._remover.remove(names)
+        self._catalogue.drop_empty_namespaces()
+        known = {usage.fingerprint for usage in self._catalogue.usage()}
+        for fingerprint in namespaces_under(self._root):
+            if fingerprint not in known:
+                self._remove_directory(fingerprint)
+
+    def _remove_directory(self, fingerprint: str) -> None:
+        """Stays when it holds a file of an object, or somebody's."""
+        top = os.path.join(self._root, fingerprint)
+        with contextlib.suppress(OSError):
+            for name in filter(FAN_OUT.fullmatch, os.listdir(top)):
+                with contextlib.suppress(OSError):
+                    os.rmdir(os.path.join(top, name))
+            if set(os.listdir(top)) <= {DESCRIPTION, IN_USE}:
+                for name in (DESCRIPTION, IN_USE):
+                    remove_quietly(self._device, os.path.join(top, name))
+                os.rmdir(top)
 
     def _tell_of_others(self) -> None:
         """Whoever opens a root learns what else takes its room."""
-        others = measure_usage(self._root, but=self._namespace.fingerprints)
-        if others and not self._is_closing:
+        others = [usage for usage in self._catalogue.usage() if usage.fingerprint not in self._own and usage.num_bytes]
+        if others and not self._is_closing():
             shown = ", ".join(
-                f"{item.num_bytes} bytes of model {item.model or '?'!r} ({'served' if item.is_in_use else 'idle'})"
+                f"{item.num_bytes} bytes of model {self._model_of(item.fingerprint)!r} "
+                f"({'served' if item.is_served else 'idle'})"
                 for item in others[:_SHOWN_OTHERS]
             )
             logger.info(
@@ -152,98 +211,5 @@ class Recovery:
                 ", ..." if len(others) > _SHOWN_OTHERS else "",
             )  # fmt: skip
 
-    def _discard(self, files: list[FoundFile]) -> None:
-        if files and not self._is_closing:
-            youngest = self._started - (_CLOCK_TICK_S if self._reclaimer.is_alone() else ORPHAN_AGE_S)
-            self._reclaimer.remove_paths([file.path for file in files if was_written_before(file, youngest)])
-
-    def _scan(self) -> _Part:
-        """Whole objects, and the files of those that are not: several threads, each with a directory at a time."""
-        directories = [
-            directory
-            for fingerprint in self._namespace.fingerprints
-            for directory in fan_out_directories(self._root, fingerprint, is_strict=True)
-        ]
-        ours = [directory for directory in directories if self._is_ours(directory)]
-        parts: queue.SimpleQueue[_Part | BaseException] = queue.SimpleQueue()
-        pool = ThreadPool("disk-recovery-read", _READ_THREADS)
-        for directory in ours:
-            pool.submit(partial(self._scan_directory, directory, parts))
-        all_parts = _Part(num_unread=len(directories) - len(ours))
-        logged = time.monotonic()
-        try:
-            for number in range(1, 1 + len(ours)):
-                part = parts.get()
-                if isinstance(part, BaseException):
-                    raise part
-                all_parts.add(part)
-                if time.monotonic() - logged > _PROGRESS_S and not self._is_closing:
-                    logged = time.monotonic()
-                    logger.info(
-                        "disk tier: recovering, %d objects in %d of %d directories so far",
-                        len(all_parts.objects), number, len(ours),
-                    )  # fmt: skip
-        finally:
-            pool.stop(0.0)
-        return all_parts
-
-    def _is_ours(self, directory: str) -> bool:
-        """Whether others could have put files into this directory of a namespace: then all in it is left alone."""
-        shut = shut_bits(has_key=bool(self._integrity.key))
-        for path in (os.path.dirname(directory), directory):
-            try:
-                why = why_not_ours(os.lstat(path), self._root, shut)
-            except OSError as error:
-                why = f"cannot be looked at ({error.strerror})"
-            if why:
-                _log.warning("owner", "disk tier: not recovered: %s %s: set its mode to 0700", path, why)
-                return False
-        return True
-
-    # In the threads that read.
-
-    def _scan_directory(self, directory: str, parts: "queue.SimpleQueue[_Part | BaseException]") -> None:
-        """Puts one part, or what went wrong: either is waited for."""
-        part = _Part()
-        try:
-            for object_id, files in self._sort_files(directory, part).items():
-                if self._is_closing:
-                    break
-                self._read(object_id, files, part)
-        except OSError as error:
-            _log.warning("list", "disk tier: not recovered: %s", error)
-            part.num_unread += 1
-            parts.put(part)
-        except SHUTDOWN:
-            raise
-        except BaseException as error:
-            parts.put(error)
-        else:
-            parts.put(part)
-
-    def _sort_files(self, directory: str, part: _Part) -> dict[ObjectId, list[FoundFile]]:
-        """The files in their places, by object; those that have an object's name in another place are useless."""
-        by_object: dict[ObjectId, list[FoundFile]] = {}
-        for file in scan_directory(directory, is_strict=True):
-            if (parsed := parse_file_name(file.name)) is None:
-                continue
-            object_id, rank = parsed
-            if rank < self._world_size and file.path == self._namespace.path_of(self._root, object_id, rank):
-                by_object.setdefault(object_id, []).append(file)
-            else:
-                part.useless.append(file)
-        return by_object
-
-    def _read(self, object_id: ObjectId, files: list[FoundFile], part: _Part) -> None:
-        try:
-            planned = read_planned(
-                self._device, self._root, self._namespace, self._world_size, object_id, self._integrity
-            )
-        except BadObject as bad:
-            _log.warning(bad.reason, "disk tier: not recovered (%s): %s", bad.reason, files[0].path)
-            if bad.is_bad:
-                part.useless.extend(files)
-            else:
-                part.num_unread += 1
-        else:
-            part.objects.append(FoundObject(planned, max(file.mtime for file in files), tuple(files)))
+    def _model_of(self, fingerprint: str) -> str:
+        return manifest_or_empty(os.path.join(self._root, fingerprint)).model or "?"

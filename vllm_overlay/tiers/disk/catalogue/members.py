@@ -99,6 +99,12 @@ def is_alive(root: str, slot: int) -> bool:
     return False
 
 
+def count_living(root: str) -> int:
+    """How many slots somebody holds, whatever catalogue it has open. Raises OSError."""
+    names = os.listdir(os.path.join(root, MEMBERS))
+    return sum(is_alive(root, int(name)) for name in names if name.isdecimal() and int(name) < NUM_SLOTS)
+
+
 def read_members(db: sqlite3.Connection) -> list[MemberRow]:
     """All rows, of the living and the dead."""
     return read_all(MemberRow, db.execute(f"SELECT slot, pid, granted FROM member LIMIT {NUM_SLOTS + 1}"))
@@ -162,12 +168,6 @@ def find_dead(db: sqlite3.Connection, root: str) -> list[DeadMember]:
         for row in read_members(db)
         if not is_alive(root, row.slot)
     ]
-
-
-def check_dead(db: sqlite3.Connection, root: str, slot: int) -> None:
-    """Raise ValueError unless this slot is a dead member's."""
-    if slot not in dead_slots(db, root):
-        raise ValueError(f"slot {slot} is no dead member's")
 
 
 def bury(db: sqlite3.Connection, root: str, slot: int) -> int:

@@ -78,6 +78,13 @@ class Namespaces:
         return row
 
 
+def add(db: sqlite3.Connection, found: Iterable[Namespace], now: int) -> None:
+    """Make rows of namespaces, as if each had been served at ``now``."""
+    namespaces = Namespaces(db)
+    for namespace in found:
+        namespaces.serve(namespace, now)
+
+
 def drop_empty(db: sqlite3.Connection, keep: set[int]) -> list[str]:
     """Forget namespaces with no object and no file to unlink, but for ``keep`` and their partners."""
     namespaces = Namespaces(db)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps room ahead of the stores: asks the catalogue for it, and evicts where there is too little."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Limits, Name, Unavailable, limit_bytes
+from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.remover import Remover
+from vllm_overlay.tiers.disk.room import Room
+from vllm_overlay.tiers.disk.updates import ServedNamespace
+
+_FULL_BYTES = 1 << 20
+"""With less free space SQLite may not be able to write."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """In bytes. ``largest_bytes`` is the most that an object may take, in all ranks' files together."""
+
+    capacity_bytes: int
+    min_free_bytes: int
+    largest_bytes: int
+
+
+class Evictor:
+    """Called in the bookkeeper's thread. Raises CatalogueError and OSError."""
+
+    def __init__(
+        self, catalogue: Catalogue, remover: Remover, room: Room, quota: Quota, root: str, device: Device
+    ) -> None:
+        self._catalogue = catalogue
+        self._remover = remover
+        self._room = room
+        self._quota = quota
+        self._root = root
+        self._device = device
+        self._unrecorded: list[Name] = []
+
+    def make_room(self, served: ServedNamespace) -> tuple[int, bool]:
+        """Bring the room to what this process may hold once half of it is gone.
+
+        Returns how many objects were evicted, at most one batch, and whether to call again.
+        """
+        self._record()
+        capacity = self._usable_bytes()
+        at_least = self._room.largest_bytes or self._quota.largest_bytes
+        target = limit_bytes(self._catalogue.totals(), capacity, at_least)
+        if self._room.available * 2 >= target and self._room.available >= at_least:
+            return 0, False
+        grant = self._catalogue.grant(max(0, target - self._room.available), at_least, capacity)
+        self._room.grow(grant.num_bytes)
+        if grant.surplus_bytes and (returned := self._room.take_back(grant.surplus_bytes)):
+            self._catalogue.give_back(returned)
+        return self._evict(served, grant.short_bytes, capacity) if grant.short_bytes else (0, False)
+
+    def _usable_bytes(self) -> int:
+        """What all objects together may take: a file system smaller than the capacity is the limit."""
+        free_bytes = self._device.free_bytes(self._root) - self._quota.min_free_bytes
+        totals = self._catalogue.totals()
+        return max(0, min(self._quota.capacity_bytes, totals.object_bytes + totals.removing_bytes + free_bytes))
+
+    def _evict(self, served: ServedNamespace, short_bytes: int, capacity: int) -> tuple[int, bool]:
+        own = served.namespace
+        held = served.holds.held()
+        pinned = frozenset(Name(own.fingerprint_of(each.tag), each) for each in held)
+        limits = Limits(short_bytes, BATCH_ROWS, pinned)
+        claimed: set[Name] = set()
+
+        def may_go(names: list[Name]) -> set[Name]:
+            ours = {name.object_id: name for name in names if name.fingerprint == own.fingerprint_of(name.object_id.tag)}
+            free = {ours[object_id] for object_id in served.holds.claim(ours)}
+            claimed.update(free)
+            return free.union(name for name in names if ours.get(name.object_id) != name)
+
+        try:
+            removed = self._catalogue.evict(limits, int(time.time()), may_go)
+        except Unavailable:
+            served.holds.unclaim(name.object_id for name in claimed)
+            if self._device.free_bytes(self._root) >= _FULL_BYTES:
+                raise
+            return self._unlink_unrecorded(limits, may_go)
+        except BaseException:
+            served.holds.unclaim(name.object_id for name in claimed)
+            raise
+        served.holds.unclaim(name.object_id for name in claimed.difference(item.name for item in removed))
+        kept = self._remover.finish(removed, short_bytes, capacity)
+        self._room.grow(kept)
+        return len(removed), bool(removed) and kept < short_bytes
+
+    def _unlink_unrecorded(self, limits: Limits, may_go: Callable[[list[Name]], set[Name]]) -> tuple[int, bool]:
+        """The disk is so full that the catalogue cannot be written: files go first, and their rows when it can."""
+        victims = self._catalogue.choose_victims(limits, int(time.time()))
+        may = may_go([item.name for item in victims])
+        chosen = [item for item in victims if item.name in may]
+        for item in chosen:
+            self._remover.unlink_all(self._remover.paths_of(item.name, item.world_size))
+        self._unrecorded += [item.name for item in chosen]
+        logger.warning("disk tier: %s is full: %d objects removed for the catalogue to work", self._root, len(chosen))
+        return len(chosen), bool(chosen)
+
+    def _record(self) -> None:
+        if self._unrecorded:
+            self._remover.remove(self._unrecorded)
+            self._unrecorded = []

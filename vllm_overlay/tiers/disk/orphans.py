@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of objects that the catalogue does not know, as a killed process leaves them: adopted, or removed."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, Refusal, StoredObject
+from vllm_overlay.tiers.disk.device import Device, is_temporary, remove_quietly
+from vllm_overlay.tiers.disk.header_scan import HeaderScan
+from vllm_overlay.tiers.disk.listing import Listing, sort_files
+from vllm_overlay.tiers.disk.object_file import HeaderReader
+from vllm_overlay.tiers.disk.rebuild import as_stored
+from vllm_overlay.tiers.disk.room import Room
+from vllm_overlay.tiers.disk.scan import (
+    fan_out_directories,
+    is_orphan,
+    scan_directory,
+    was_written_before,
+)
+
+
+_OF_NO_USE = frozenset({Refusal.PARENT, Refusal.OTHER_PARENTS})
+_ROOM_S = 10.0
+"""An object waits for so long for the room that it takes in the catalogue."""
+_POLL_S = 0.05
+
+
+class Orphans:
+    """Called in the recovery thread. What is adopted takes its bytes from this process's room."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        root: str,
+        scan: HeaderScan,
+        device: Device,
+        room: Room,
+        is_closing: Callable[[], bool],
+    ) -> None:
+        self._catalogue = catalogue
+        self._root = root
+        self._scan = scan
+        self._device = device
+        self._room = room
+        self._is_closing = is_closing
+
+    def look_after(self, fingerprint: str, readers: Sequence[HeaderReader], written_before: float) -> bool:
+        """Adopt whole objects of a namespace, and remove what is older than ``written_before`` and of no use.
+
+        Returns whether nothing is left that only time will tell. Raises CatalogueError, OSError.
+        """
+        listing = Listing()
+        for directory in fan_out_directories(self._root, fingerprint, is_strict=True):
+            self._sweep(directory)
+            if self._scan.is_ours(directory):
+                self._find(fingerprint, directory, readers, listing)
+        is_clean = not listing.num_unread
+        for item in sorted(listing.objects, key=lambda item: (item.planned.object_id.is_snapshot, item.planned.end_tokens)):
+            (stored,) = as_stored(fingerprint, [item])
+            refusal = self._adopt(stored)
+            if refusal in _OF_NO_USE:
+                listing.useless.extend(item.files)
+            elif refusal is not None:
+                is_clean = False
+        for file in listing.useless:
+            if was_written_before(file, written_before):
+                remove_quietly(self._device, file.path)
+            else:
+                is_clean = False
+        return is_clean
+
+    def _adopt(self, item: StoredObject) -> Refusal | None:
+        deadline = time.monotonic() + _ROOM_S
+        while not self._room.reserve(item.num_bytes):
+            if self._is_closing() or time.monotonic() > deadline:
+                return Refusal.NO_GRANT
+            time.sleep(_POLL_S)
+        try:
+            refused = self._catalogue.commit([item]).refused
+        except BaseException:
+            self._room.release(item.num_bytes)
+            raise
+        if refused:
+            self._room.release(item.num_bytes)
+            return refused[0][1]
+        self._room.commit(item.num_bytes)
+        return None
+
+    def _sweep(self, directory: str) -> None:
+        for file in scan_directory(directory):
+            if is_temporary(file.name) and is_orphan(file):
+                remove_quietly(self._device, file.path)
+
+    def _find(self, fingerprint: str, directory: str, readers: Sequence[HeaderReader], listing: Listing) -> None:
+        by_object = sort_files(directory, listing.useless)
+        names = [Name(fingerprint, object_id) for object_id in by_object]
+        for start in range(0, len(names), BATCH_ROWS):
+            batch = names[start : start + BATCH_ROWS]
+            known = {item.name for item in self._catalogue.find(batch)}
+            for name in batch:
+                if name not in known:
+                    self._scan.read(fingerprint, name.object_id, by_object[name.object_id], readers, listing)
