@@ -45,26 +45,26 @@ def encode_marker() -> bytes:
     )
 
 
-def has_valid_marker(root: str) -> bool:
-    """Whether ``root`` is marked in a format that this version knows.
+def marked_version(root: str) -> int:
+    """The format in which ``root`` says that it is; 0 when it says nothing.
 
     A marker that others may have written counts as none, and so does a damaged one. Raises NotARootError for a later
-    format, and OSError when nobody can say.
+    format than this version's, and OSError when nobody can say.
     """
     raw = _read(root)
     if raw is None:
-        return False
+        return 0
     try:
         words = msgspec.json.decode(raw, type=_Words)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
+        return 0
     if words.version > versions.DISK_ROOT:
         raise NotARootError(
             root,
             f"was made by vllm-overlay {words.written_by} in format {words.version}, and {versions.PACKAGE} knows only "
             f"format {versions.DISK_ROOT}: use that version or a later one, or choose an empty directory",
         )
-    return True
+    return words.version
 
 
 def _read(root: str) -> bytes | None:
@@ -130,7 +130,7 @@ def _sync(fd: int) -> None:
 
 
 def is_marked(root: str) -> bool:
-    """Whether anything has the marker's name: ``has_valid_marker`` was asked when the root was opened.
+    """Whether anything has the marker's name: ``marked_version`` was asked when the root was opened.
 
     Raises OSError when nobody can say.
     """

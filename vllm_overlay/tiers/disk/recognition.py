@@ -7,14 +7,16 @@ import stat
 from enum import Enum, auto
 
 from vllm_overlay import versions
+from vllm_overlay.tiers.disk.catalogue.generations import MEMBERS, is_catalogue_name
 from vllm_overlay.tiers.disk.device import is_temporary
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.marker import MARKER, NotARootError, has_valid_marker
+from vllm_overlay.tiers.disk.marker import MARKER, NotARootError, marked_version
 from vllm_overlay.tiers.disk.namespace import FINGERPRINT, IN_USE
 
 LEDGER = "ledger"
 LEASES = "leases"
-LEDGER_MAGIC = b"HKVLEDG%d" % versions.LEDGER
+LEDGER_MAGIC = b"HKVLEDG1"
+"""What versions before 0.3.0 counted bytes in begins so."""
 WEIGHT_FILES = frozenset({"weights.json", "weights.lock"})
 HOST_ROOT = re.compile(r"host-[0-9a-f]{16}")
 _OWN_LOCK = re.compile(rf"[0-9a-f]{{64}}\.{IN_USE}")
@@ -27,7 +29,7 @@ class RootKind(Enum):
     """What a directory that may be used as a root is."""
 
     MARKED = auto()
-    UNMARKED = auto()
+    OLD = auto()
     """A root that an earlier version made, or one whose marker is damaged."""
     EMPTY = auto()
     """Nothing but what a mount makes, or a start that was killed before it made a marker."""
@@ -35,15 +37,15 @@ class RootKind(Enum):
 
 def recognise(root: str) -> RootKind:
     """Changes nothing. Called at start and by tools. Raises NotARootError, and OSError when ``root`` cannot be read."""
-    if has_valid_marker(root):
-        return RootKind.MARKED
+    if (version := marked_version(root)) > 0:
+        return RootKind.MARKED if version == versions.DISK_ROOT else RootKind.OLD
     names = sorted(os.listdir(root))
     states = {name: state for name in names if (state := _lstat_or_none(os.path.join(root, name))) is not None}
     if _is_empty(states):
         return RootKind.EMPTY
-    if _is_unmarked_root(root, states):
-        return RootKind.UNMARKED
-    if has_valid_marker(root):  # another process has just made it: it does so before it makes anything else
+    if _is_old_root(root, states):
+        return RootKind.OLD
+    if marked_version(root) == versions.DISK_ROOT:  # another process has just made it: it does so before it makes anything else
         return RootKind.MARKED
     raise NotARootError(
         root,
@@ -80,7 +82,7 @@ def _is_of_no_root(name: str, state: os.stat_result, has_weights_lock: bool) -> 
     )
 
 
-def _is_unmarked_root(root: str, states: dict[str, os.stat_result]) -> bool:
+def _is_old_root(root: str, states: dict[str, os.stat_result]) -> bool:
     """Its ledger and a namespace's words say so, or one of them where no name is a stranger's."""
     has_ledger, has_words = _has_ledger(root), _has_words(root, states)
     if has_ledger and has_words:
@@ -115,10 +117,11 @@ def _has_words(root: str, states: dict[str, os.stat_result]) -> bool:
 
 def _is_own_name(name: str, state: os.stat_result) -> bool:
     if stat.S_ISDIR(state.st_mode):
-        return name in {LEASES, *_OF_MOUNTS} or bool(FINGERPRINT.fullmatch(name) or HOST_ROOT.fullmatch(name))
+        return name in {LEASES, LEDGER, MEMBERS, *_OF_MOUNTS} or bool(FINGERPRINT.fullmatch(name) or HOST_ROOT.fullmatch(name))
     if not stat.S_ISREG(state.st_mode):
         return False
-    return name in WEIGHT_FILES | {LEDGER, MARKER} or is_temporary(name) or _OWN_LOCK.fullmatch(name) is not None
+    is_known = name in WEIGHT_FILES | {LEDGER, MARKER} or is_temporary(name) or is_catalogue_name(name)
+    return is_known or _OWN_LOCK.fullmatch(name) is not None
 
 
 def _some_of(names: list[str]) -> str:

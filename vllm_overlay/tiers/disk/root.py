@@ -15,7 +15,7 @@ from blake3 import blake3
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.device import Device, make_directory, remove_quietly, temporary_name
 from vllm_overlay.tiers.disk.marker import NotARootError, mark_old_root, write_marker
-from vllm_overlay.tiers.disk.namespace import IN_USE
+from vllm_overlay.tiers.disk.old_root import take_over
 from vllm_overlay.tiers.disk.ownership import EVERYONE_MAY_WRITE, shut_bits
 from vllm_overlay.tiers.disk.recognition import HOST_ROOT, RootKind, recognise
 
@@ -57,12 +57,13 @@ def open_root(device: Device, root: str, has_key: bool = False) -> None:
     kind = _check_directory(device, root)
     _check_mode(root, os.stat(root).st_mode, has_key)
     try:
-        if kind is RootKind.MARKED:
-            _try_to_write(device, root)
-        elif kind is RootKind.UNMARKED:
-            mark_old_root(device, root)
-        else:
+        if kind is RootKind.EMPTY:
             write_marker(device, root)
+        take_over(device, root)
+        if kind is RootKind.OLD:
+            mark_old_root(device, root)
+        elif kind is RootKind.MARKED:
+            _try_to_write(device, root)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise ConfigError(f"root={root!r} is not writable: set it to a directory of mode 0700 that is") from error
@@ -110,17 +111,11 @@ def _try_to_write(device: Device, root: str) -> None:
 
 
 def lock_directory(root: str) -> str:
-    """Where the ledger and the leases of ``root`` lie: there, but for a host's sub-root on this host's own disk."""
+    """Where the catalogue of ``root`` lies: there, but for a host's sub-root on this host's own disk."""
     if not HOST_ROOT.fullmatch(os.path.basename(root)):
         return root
     name = blake3(os.path.realpath(root).encode()).hexdigest(8)
     return os.path.join(tempfile.gettempdir(), f"vllm-overlay-locks-{os.geteuid()}-{name}")
-
-
-def in_use_path(root: str, fingerprint: str) -> str:
-    """The file that every process which serves the namespace keeps locked."""
-    locks = lock_directory(root)
-    return os.path.join(root, fingerprint, IN_USE) if locks == root else os.path.join(locks, f"{fingerprint}.{IN_USE}")
 
 
 def _takes_locks(device: Device, root: str) -> bool:

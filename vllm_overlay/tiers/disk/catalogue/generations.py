@@ -21,6 +21,7 @@ MEMBERS = "members"
 _LOCK = "catalogue.lock"
 _NEW = "catalogue-new"
 _NAME = re.compile(r"catalogue-([1-9][0-9]{0,8})\.sqlite")
+_FILE = re.compile(r"catalogue-[1-9][0-9]{0,8}\.(?:sqlite(?:-wal|-shm|-journal)?|users)")
 _COMPANIONS = ("", "-wal", "-shm", "-journal")
 MAX_GENERATION = 999_999_999
 DEFAULT_TIMEOUT_S = 10.0
@@ -35,6 +36,11 @@ def path_of(root: str, generation: int) -> str:
 def users_path(root: str, generation: int) -> str:
     """The file on which everybody who has this generation open keeps a shared lock."""
     return os.path.join(root, f"catalogue-{generation}.users")
+
+
+def is_catalogue_name(name: str) -> bool:
+    """Whether this package gives that name to a file of a root."""
+    return name in (_LOCK, *(_NEW + companion for companion in _COMPANIONS)) or _FILE.fullmatch(name) is not None
 
 
 def newest(root: str) -> int:

@@ -6,9 +6,10 @@ import os
 import secrets
 import sqlite3
 
+from vllm_overlay import versions
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
 
-VERSION = 1
+VERSION = versions.CATALOGUE
 APPLICATION_ID = 0x48_4B_56_43  # "HKVC"
 _MAX_VALUE_BYTES = 1 << 20
 _CACHE_KIB = 4096
