@@ -12,6 +12,7 @@ from functools import partial
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.abandoned import remove_abandoned
 from vllm_overlay.tiers.disk.catalogue import (
     Catalogue,
     CatalogueError,
@@ -29,7 +30,7 @@ from vllm_overlay.tiers.disk.evictor import Evictor, Quota
 from vllm_overlay.tiers.disk.follower import Follower
 from vllm_overlay.tiers.disk.manifest import Manifests
 from vllm_overlay.tiers.disk.marker import require_marker
-from vllm_overlay.tiers.disk.namespace import RESET, DiskNamespace
+from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.recovery import Recovery
 from vllm_overlay.tiers.disk.remover import Remover
 from vllm_overlay.tiers.disk.room import Room
@@ -222,6 +223,7 @@ class Bookkeeper:
             self._session.catalogue.serve(_namespaces_of(served.namespace), int(time.time()))
             self._session.served = served
             self._session.follower = Follower(self._session.catalogue, served, self._world_size)
+            self._session.recovery.look_for_abandoned()
         return self._session
 
     def _begin_session(self, served: ServedNamespace) -> _Session:
@@ -256,12 +258,14 @@ class Bookkeeper:
         """A last turn, without new room."""
         if (session := self._session) is None:
             return
-        session.recovery.stop()
+        session.recovery.close(0.0)
         self._work_off(session)
         self._manifests.describe(session.served.namespace, is_last=True)
+        session.catalogue.serve([], int(time.time()))
+        if session.served.namespace.is_temporary:
+            remove_abandoned(session.catalogue, session.remover, self._root, self._device)
         session.catalogue.leave(max(0, self._room.in_flight))
 
 
 def _namespaces_of(namespace: DiskNamespace) -> list[Namespace]:
-    is_temporary = bool(namespace.description.get(RESET))
-    return [Namespace(each, namespace.attention, is_temporary) for each in namespace.fingerprints]
+    return [Namespace(each, namespace.attention, namespace.is_temporary) for each in namespace.fingerprints]

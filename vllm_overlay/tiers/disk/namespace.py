@@ -68,6 +68,11 @@ class DiskNamespace:
         """The names of this engine's directories under the root."""
         return tuple(dict.fromkeys((self.attention, self.snapshot)))
 
+    @property
+    def is_temporary(self) -> bool:
+        """Whether a reset began it: when its process is gone, nobody finds it again."""
+        return bool(self.description.get(RESET))
+
     def since(self, reset: str) -> "DiskNamespace":
         """The namespace of this engine since that reset: of weights that no file may say, so of this process alone."""
         if not reset:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that looks after what no living process does: a lost catalogue, dead processes, abandoned namespaces."""
 
-import contextlib
 import logging
 import os
 import threading
@@ -10,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
+from vllm_overlay.tiers.disk.abandoned import remove_abandoned
 from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Damaged, DeadMember, Namespace
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.device import Device, remove_quietly
 from vllm_overlay.tiers.disk.header_scan import HeaderScan
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
 from vllm_overlay.tiers.disk.object_file import HeaderReader, header_reader
 from vllm_overlay.tiers.disk.orphans import Orphans
 from vllm_overlay.tiers.disk.ownership import shut_bits
@@ -23,7 +22,6 @@ from vllm_overlay.tiers.disk.rebuild import Rebuild
 from vllm_overlay.tiers.disk.remover import Remover
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.scan import (
-    FAN_OUT,
     ORPHAN_AGE_S,
     namespaces_under,
     sweep_temporaries,
@@ -63,22 +61,27 @@ class Recovery:
         self._readers = [header_reader(each) for each in dict.fromkeys((integrity, XXH3))]
         self._started = time.time()
         self._deaths: dict[int, float] = {}
-        self._closing = threading.Event()
+        self._must_remove_abandoned = False
+        self._closing = False
+        self._woken = threading.Event()
         self.damage: Damaged | None = None
         """What is wrong with the catalogue. Nothing more is done then."""
         self._thread = threading.Thread(target=self._run, name="disk-recovery", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Never waits."""
-        self._closing.set()
+    def look_for_abandoned(self) -> None:
+        """A namespace is not served any more. Never waits."""
+        self._must_remove_abandoned = True
+        self._woken.set()
 
     def close(self, timeout_s: float) -> None:
-        self.stop()
+        """End the thread, and wait for that no longer than ``timeout_s``."""
+        self._closing = True
+        self._woken.set()
         self._thread.join(timeout_s)
 
     def _is_closing(self) -> bool:
-        return self._closing.is_set()
+        return self._closing
 
     def _run(self) -> None:
         todo = [self._rebuild, self._look_around]
@@ -87,10 +90,9 @@ class Recovery:
             is_done = self._try(step)
             if is_done and todo:
                 todo.pop(0)
-            elif not is_done or self._deaths:
-                self._closing.wait(_RETRY_S)
             else:
-                self._closing.wait(PAUSE_S)
+                self._woken.wait(_RETRY_S if self._deaths or not is_done else PAUSE_S)
+                self._woken.clear()
 
     def _try(self, step: Callable[[], bool]) -> bool:
         try:
@@ -99,7 +101,7 @@ class Recovery:
             raise
         except Damaged as error:
             self.damage = error
-            self._closing.wait()
+            self._closing = True
         except (CatalogueError, OSError) as error:
             if not self._is_closing():
                 _log.warning("recovery", "disk tier: recovery of %s has to wait: %s", self._root, error)
@@ -135,7 +137,7 @@ class Recovery:
             if self._is_closing():
                 return False
             self._look_after(fingerprint)
-        self._remove_abandoned()
+        self._must_remove_abandoned = True
         return self._look_after_dead()
 
     def _look_after_dead(self) -> bool:
@@ -146,8 +148,9 @@ class Recovery:
         for member in dead:
             if now - self._deaths[member.slot] >= DEATH_SETTLES_S and not self._is_closing():
                 self._bury(member)
-        if dead:
-            self._remove_abandoned()
+        if dead or self._must_remove_abandoned:
+            self._must_remove_abandoned = False
+            remove_abandoned(self._catalogue, self._remover, self._root, self._device)
         return True
 
     def _bury(self, member: DeadMember) -> None:
@@ -170,31 +173,6 @@ class Recovery:
         """What was written later may be on its way."""
         is_alone = self._catalogue.count_living() == 1
         return self._started - _CLOCK_TICK_S if is_alone else time.time() - ORPHAN_AGE_S
-
-    def _remove_abandoned(self) -> None:
-        """What a reset began goes when its process is gone: nobody will serve it again. So do empty namespaces."""
-        for usage in self._catalogue.usage():
-            if usage.is_temporary and not usage.is_served and usage.num_objects:
-                _, slices = self._catalogue.load([usage.fingerprint])
-                names = [item.name for found in slices for item in found if item.fingerprint == usage.fingerprint]
-                self._remover.remove(names)
-        self._catalogue.drop_empty_namespaces()
-        known = {usage.fingerprint for usage in self._catalogue.usage()}
-        for fingerprint in namespaces_under(self._root):
-            if fingerprint not in known:
-                self._remove_directory(fingerprint)
-
-    def _remove_directory(self, fingerprint: str) -> None:
-        """Stays when it holds a file of an object, or somebody's."""
-        top = os.path.join(self._root, fingerprint)
-        with contextlib.suppress(OSError):
-            for name in filter(FAN_OUT.fullmatch, os.listdir(top)):
-                with contextlib.suppress(OSError):
-                    os.rmdir(os.path.join(top, name))
-            if set(os.listdir(top)) <= {DESCRIPTION, IN_USE}:
-                for name in (DESCRIPTION, IN_USE):
-                    remove_quietly(self._device, os.path.join(top, name))
-                os.rmdir(top)
 
     def _tell_of_others(self) -> None:
         """Whoever opens a root learns what else takes its room."""

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Namespaces that nobody will serve again: what a reset began goes when its process is gone, and so do empty ones."""
+
+import contextlib
+import os
+
+from vllm_overlay.tiers.disk.catalogue import Catalogue
+from vllm_overlay.tiers.disk.device import Device, remove_quietly
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
+from vllm_overlay.tiers.disk.remover import Remover
+from vllm_overlay.tiers.disk.scan import FAN_OUT, namespaces_under
+
+
+def remove_abandoned(catalogue: Catalogue, remover: Remover, root: str, device: Device) -> None:
+    """Raises CatalogueError. What could not be removed is found by the next call, of whatever process."""
+    for usage in catalogue.usage():
+        if usage.is_temporary and not usage.is_served and usage.num_objects:
+            _, slices = catalogue.load([usage.fingerprint])
+            remover.remove([item.name for found in slices for item in found if item.fingerprint == usage.fingerprint])
+    catalogue.drop_empty_namespaces()
+    known = {usage.fingerprint for usage in catalogue.usage()}
+    for fingerprint in namespaces_under(root):
+        if fingerprint not in known:
+            _remove_directory(os.path.join(root, fingerprint), device)
+
+
+def _remove_directory(top: str, device: Device) -> None:
+    """It stays when it holds a file of an object, or somebody's."""
+    with contextlib.suppress(OSError):
+        for name in filter(FAN_OUT.fullmatch, os.listdir(top)):
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.join(top, name))
+        if set(os.listdir(top)) <= {DESCRIPTION, IN_USE}:
+            for name in (DESCRIPTION, IN_USE):
+                remove_quietly(device, os.path.join(top, name))
+            os.rmdir(top)
