@@ -162,7 +162,8 @@ class Recovery:
 
     def _look_after(self, fingerprint: str) -> bool:
         readers: Sequence[HeaderReader] = self._own_readers if fingerprint in self._own else self._readers
-        return self._orphans.look_after(fingerprint, readers, self._useless_before())
+        own = self._own.get(fingerprint) or self._namespace_of(fingerprint)
+        return self._orphans.look_after(fingerprint, own.partner, readers, self._useless_before())
 
     def _namespace_of(self, fingerprint: str) -> Namespace:
         """One that somebody put here while no process looked."""
