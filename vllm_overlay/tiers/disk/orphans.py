@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, Refusal, StoredObject
 from vllm_overlay.tiers.disk.device import Device, is_temporary, remove_quietly
 from vllm_overlay.tiers.disk.header_scan import HeaderScan
-from vllm_overlay.tiers.disk.listing import FoundObject, Listing, sort_files
+from vllm_overlay.tiers.disk.listing import FoundObject, Listing, parents_first, sort_files
 from vllm_overlay.tiers.disk.namespace import object_path
 from vllm_overlay.tiers.disk.object_file import HeaderReader
 from vllm_overlay.tiers.disk.rebuild import as_stored
@@ -60,7 +60,7 @@ class Orphans:
             if self._scan.is_ours(directory):
                 self._find(fingerprint, directory, readers, listing)
         is_clean = not listing.num_unread
-        for item in sorted(listing.objects, key=lambda item: (item.planned.object_id.is_snapshot, item.planned.end_tokens)):
+        for item in self._in_order(listing):
             (stored,) = as_stored(fingerprint, [item])
             refusal = self._adopt(stored)
             if refusal is Refusal.OTHER_PARENTS or (
@@ -92,6 +92,14 @@ class Orphans:
             return refused[0][1]
         self._room.commit(item.num_bytes)
         return None
+
+    def _in_order(self, listing: Listing) -> list[FoundObject]:
+        """Each after its parents, wherever else those may be."""
+        found = {item.planned.object_id for item in listing.objects}
+        elsewhere = {parent for item in listing.objects for parent in item.planned.parents if parent not in found}
+        order, circular = parents_first(listing.objects, elsewhere)
+        listing.useless.extend(file for item in circular for file in item.files)
+        return order
 
     def _has_parents(self, partner: str, item: FoundObject, useless: Sequence[FoundFile]) -> bool:
         """Whether all parents have files that are of use, or may be when they can be read."""

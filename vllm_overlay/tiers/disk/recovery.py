@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
@@ -133,7 +133,7 @@ class Recovery:
         self._tell_of_others()
         unknown = set(namespaces_under(self._root)).difference(usage.fingerprint for usage in self._catalogue.usage())
         self._catalogue.tell_of((self._namespace_of(fingerprint) for fingerprint in unknown), int(time.time()))
-        for fingerprint in namespaces_under(self._root):
+        for fingerprint in self._in_order(namespaces_under(self._root)):
             if self._is_closing():
                 return False
             self._look_after(fingerprint)
@@ -157,13 +157,19 @@ class Recovery:
         for removal in member.removals:
             if not self._remover.unlink_all(self._remover.paths_of(removal.name, removal.world_size)):
                 return
-        if all([self._look_after(fingerprint) for fingerprint in member.fingerprints]):
+        if all([self._look_after(fingerprint) for fingerprint in self._in_order(member.fingerprints)]):
             self._catalogue.bury(member.slot)
 
     def _look_after(self, fingerprint: str) -> bool:
         readers: Sequence[HeaderReader] = self._own_readers if fingerprint in self._own else self._readers
-        own = self._own.get(fingerprint) or self._namespace_of(fingerprint)
-        return self._orphans.look_after(fingerprint, own.partner, readers, self._useless_before())
+        return self._orphans.look_after(fingerprint, self._partner_of(fingerprint), readers, self._useless_before())
+
+    def _in_order(self, fingerprints: Iterable[str]) -> list[str]:
+        """Those first in which the parents of others' objects lie."""
+        return sorted(fingerprints, key=lambda fingerprint: self._partner_of(fingerprint) != fingerprint)
+
+    def _partner_of(self, fingerprint: str) -> str:
+        return (self._own.get(fingerprint) or self._namespace_of(fingerprint)).partner
 
     def _namespace_of(self, fingerprint: str) -> Namespace:
         """One that somebody put here while no process looked."""
