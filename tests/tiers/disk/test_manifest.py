@@ -12,7 +12,7 @@ from tests.tiers.disk.inside import is_member
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.tiers.disk import membership
+from vllm_overlay.tiers.disk import manifest
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.namespace import DESCRIPTION
 from vllm_overlay.tiers.disk.root import open_root
@@ -47,7 +47,7 @@ def remove_manifests(root):
 def clock(monkeypatch):
     """That of the attempts to write the file."""
     now = [1000.0]
-    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(manifest, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -85,7 +85,7 @@ def test_a_manifest_that_could_not_be_written_is_tried_again_after_ever_longer_p
     device = NoManifest()
     with tier_pair(tmp_path / "root", device=device) as made:
         until(lambda: device.num_failures == 2)
-        made.store(chain("p", 3))  # the reclaimer works meanwhile
+        made.store(chain("p", 3))  # the bookkeeper works meanwhile
         assert device.num_failures == 2
         for pause, failures in ((1.0, 4), (2.0, 6), (4.0, 8)):
             clock[0] += pause
@@ -93,7 +93,7 @@ def test_a_manifest_that_could_not_be_written_is_tried_again_after_ever_longer_p
         device.fails = False
         made.store(chain("q", 3))
         assert manifests(made.root) == [False, False]
-        clock[0] += membership.LONGEST_PAUSE_S
+        clock[0] += manifest.LONGEST_PAUSE_S
         until(lambda: all(manifests(made.root)))
 
 

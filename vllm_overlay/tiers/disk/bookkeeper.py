@@ -29,7 +29,7 @@ from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.evictor import Evictor, Quota
 from vllm_overlay.tiers.disk.follower import Follower
 from vllm_overlay.tiers.disk.manifest import Manifests
-from vllm_overlay.tiers.disk.marker import require_marker
+from vllm_overlay.tiers.disk.marker import is_marked, require_marker
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.recovery import Recovery
 from vllm_overlay.tiers.disk.remover import Remover
@@ -207,6 +207,8 @@ class Bookkeeper:
         has_more = session.follower.follow()
         if is_short or has_more:
             self._wake()
+        if not is_marked(self._root):  # while it is not, no store can make a directory
+            open_with_locks(self._device, self._root, bool(self._integrity.key))
         self._manifests.describe(session.served.namespace)
 
     def _work_off(self, session: _Session) -> None:

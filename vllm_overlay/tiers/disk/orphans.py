@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of objects that the catalogue does not know, as a killed process leaves them: adopted, or removed."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,11 +9,13 @@ from dataclasses import dataclass
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, Refusal, StoredObject
 from vllm_overlay.tiers.disk.device import Device, is_temporary, remove_quietly
 from vllm_overlay.tiers.disk.header_scan import HeaderScan
-from vllm_overlay.tiers.disk.listing import Listing, sort_files
+from vllm_overlay.tiers.disk.listing import FoundObject, Listing, parents_first, sort_files
+from vllm_overlay.tiers.disk.namespace import object_path
 from vllm_overlay.tiers.disk.object_file import HeaderReader
 from vllm_overlay.tiers.disk.rebuild import as_stored
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.scan import (
+    FoundFile,
     fan_out_directories,
     is_orphan,
     scan_directory,
@@ -20,7 +23,6 @@ from vllm_overlay.tiers.disk.scan import (
 )
 
 
-_OF_NO_USE = frozenset({Refusal.PARENT, Refusal.OTHER_PARENTS})
 _ROOM_S = 10.0
 """An object waits for so long for the room that it takes in the catalogue."""
 _POLL_S = 0.05
@@ -54,10 +56,11 @@ class Orphans:
         self._room = room
         self._is_closing = is_closing
 
-    def look_after(self, fingerprint: str, readers: Sequence[HeaderReader], age: Age) -> bool:
+    def look_after(self, fingerprint: str, partner: str, readers: Sequence[HeaderReader], age: Age) -> bool:
         """Adopt whole objects of a namespace, and remove what is of no use and not on its way.
 
-        Returns whether nothing is left that only time will tell. Raises CatalogueError, OSError.
+        ``partner`` is the namespace in which the objects' parents lie. What builds on a file that cannot be read now
+        is of use once it can. Returns whether nothing is left that only time will tell. Raises CatalogueError, OSError.
         """
         listing = Listing()
         for directory in fan_out_directories(self._root, fingerprint, is_strict=True):
@@ -65,10 +68,12 @@ class Orphans:
             if self._scan.is_ours(directory):
                 self._find(fingerprint, directory, readers, listing)
         is_clean = not listing.num_unread
-        for item in sorted(listing.objects, key=lambda item: (item.planned.object_id.is_snapshot, item.planned.end_tokens)):
+        for item in self._in_order(listing):
             (stored,) = as_stored(fingerprint, [item])
             refusal = self._adopt(stored)
-            if refusal in _OF_NO_USE:
+            if refusal is Refusal.OTHER_PARENTS or (
+                refusal is Refusal.PARENT and not self._has_parents(partner, item, listing.useless)
+            ):
                 listing.useless.extend(item.files)
             elif refusal is not None:
                 is_clean = False
@@ -95,6 +100,20 @@ class Orphans:
             return refused[0][1]
         self._room.commit(item.num_bytes)
         return None
+
+    def _in_order(self, listing: Listing) -> list[FoundObject]:
+        """Each after its parents, wherever else those may be."""
+        found = {item.planned.object_id for item in listing.objects}
+        elsewhere = {parent for item in listing.objects for parent in item.planned.parents if parent not in found}
+        order, circular = parents_first(listing.objects, elsewhere)
+        listing.useless.extend(file for item in circular for file in item.files)
+        return order
+
+    def _has_parents(self, partner: str, item: FoundObject, useless: Sequence[FoundFile]) -> bool:
+        """Whether all parents have files that are of use, or may be when they can be read."""
+        gone = {file.path for file in useless}
+        paths = [object_path(self._root, partner, parent, 0) for parent in item.planned.parents]
+        return all(path not in gone and os.path.lexists(path) for path in paths)
 
     def _sweep(self, directory: str, age: Age) -> None:
         for file in scan_directory(directory):

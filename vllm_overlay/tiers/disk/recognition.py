@@ -7,7 +7,7 @@ import stat
 from enum import Enum, auto
 
 from vllm_overlay import versions
-from vllm_overlay.tiers.disk.catalogue.generations import MEMBERS, is_catalogue_name
+from vllm_overlay.tiers.disk.catalogue.generations import MEMBERS, is_catalogue, is_catalogue_name
 from vllm_overlay.tiers.disk.device import is_temporary
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.marker import MARKER, NotARootError, marked_version
@@ -84,7 +84,7 @@ def _is_of_no_root(name: str, state: os.stat_result, has_weights_lock: bool) -> 
 
 def _is_old_root(root: str, states: dict[str, os.stat_result]) -> bool:
     """Its ledger and a namespace's words say so, or one of them where no name is a stranger's."""
-    has_ledger, has_words = _has_ledger(root), _has_words(root, states)
+    has_ledger, has_words = _has_ledger(root) or _has_catalogue(states), _has_words(root, states)
     if has_ledger and has_words:
         return True
     return (has_ledger or has_words) and all(_is_own_name(name, state) for name, state in states.items())
@@ -95,8 +95,16 @@ def _has_ledger(root: str) -> bool:
         fd = os.open(os.path.join(root, LEDGER), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
-    with open(fd, "rb") as file:
-        return stat.S_ISREG(os.fstat(fd).st_mode) and file.read(len(LEDGER_MAGIC)) == LEDGER_MAGIC
+    try:  # since 0.3.0 it is a directory
+        return stat.S_ISREG(os.fstat(fd).st_mode) and os.read(fd, len(LEDGER_MAGIC)) == LEDGER_MAGIC
+    finally:
+        os.close(fd)
+
+
+def _has_catalogue(states: dict[str, os.stat_result]) -> bool:
+    """By names alone: to open and close a catalogue would drop the locks that this process may have on it."""
+    has_directories = all(name in states and stat.S_ISDIR(states[name].st_mode) for name in (LEDGER, MEMBERS))
+    return has_directories and any(is_catalogue(name) and stat.S_ISREG(states[name].st_mode) for name in states)
 
 
 def _has_words(root: str, states: dict[str, os.stat_result]) -> bool:

@@ -165,7 +165,8 @@ class Recovery:
             if self._is_closing():
                 return False
             readers: Sequence[HeaderReader] = self._own_readers if fingerprint in self._own else self._readers
-            is_clean &= self._orphans.look_after(fingerprint, readers, self._age())
+            partner = partners.get(fingerprint, fingerprint)
+            is_clean &= self._orphans.look_after(fingerprint, partner, readers, self._age())
         return is_clean
 
     def _namespace_of(self, fingerprint: str) -> Namespace:

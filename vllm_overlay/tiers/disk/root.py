@@ -39,6 +39,11 @@ def choose_root(device: Device, root: str, has_key: bool = False) -> str:
         root, own, lock_directory(own),
     )  # fmt: skip
     open_with_locks(device, own, has_key)
+    if not _takes_locks(device, locks := lock_directory(own)):
+        raise ConfigError(
+            f"root={root!r} takes no file locks, nor does {locks!r}: set root, or TMPDIR, to a directory of a local "
+            "file system"
+        )
     return own
 
 
