@@ -20,7 +20,7 @@ from tests.tiers.entries import entries_of
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.fsck import Check
+from vllm_overlay.tiers.disk.maintenance.fsck import Check
 from vllm_overlay.tiers.disk.ledger import Ledger
 
 RANKS = 2

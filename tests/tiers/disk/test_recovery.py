@@ -29,7 +29,7 @@ from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.device import Device, temporary_name
 from vllm_overlay.tiers.disk.format import MAX_PAYLOAD_BYTES, FormatError, ObjectHeader
-from vllm_overlay.tiers.disk.gc import collect
+from vllm_overlay.tiers.disk.maintenance.gc import collect
 from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
 
 

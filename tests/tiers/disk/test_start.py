@@ -20,12 +20,12 @@ from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.gc import collect
+from vllm_overlay.tiers.disk.maintenance.gc import collect
 from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.marker import MARKER, encode_marker
 from vllm_overlay.tiers.disk.root import lock_directory, open_root
-from vllm_overlay.tiers.disk.usage import measure_usage
+from vllm_overlay.tiers.disk.maintenance.usage import measure_usage
 
 
 def open_tier(root, **changes):
