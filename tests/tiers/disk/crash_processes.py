@@ -12,15 +12,15 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from tests.tiers.disk.files import bytes_of_objects, bytes_under, counted, on_disk, temporaries
+from tests.tiers.disk.files import bytes_under, counted, on_disk, temporaries
 from tests.tiers.disk.objects import OBJECT, chain, content, fill
 from tests.tiers.disk.tier_pair import TierPair
 from tests.tiers.disk.waiting import until
 from tests.tiers.entries import entries_of
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.tiers.disk import bookkeeper, recovery
 from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk import recovery
 from vllm_overlay.tiers.disk.maintenance.fsck import Check
 
 RANKS = 2
@@ -228,10 +228,11 @@ def examine(root: Path, answer: Connection, diary: Path) -> None:
     tally.over_limit = int(tally.most_bytes > CAPACITY)
     time.sleep(0.1)  # recovery leaves files of its own clock tick to the next one
     recovery.DEATH_SETTLES_S = 0.0
+    bookkeeper.TICK_S = 0.05
     try:
         made = TierPair(root, RANKS, capacity_bytes=CAPACITY, **THREADS).recovered()
         until(lambda: temporaries(root) == [])
-        until(lambda: made.tier.advance() or counted(root)[0] == bytes_of_objects(root))
+        until(lambda: made.tier.advance() or counted(root)[0] == bytes_under(root))
         made.settled()
     except AssertionError:
         tally.leftovers = 1
