@@ -19,9 +19,10 @@ def test_opening_a_root_tells_what_else_lives_there(tmp_path, caplog):
     assert not any("other namespaces" in message for message in caplog.messages)
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
-        (said,) = [message for message in caplog.messages if "other namespaces" in message]
-    assert f"2 other namespaces of {3 * on_disk()} bytes" in said
-    assert f"{2 * on_disk()} bytes of model 'another' (idle)" in said
+        said: list[str] = []
+        until(lambda: said.extend(message for message in caplog.messages if "other namespaces" in message) or said)
+    assert f"2 other namespaces of {3 * on_disk()} bytes" in said[0]
+    assert f"{2 * on_disk()} bytes of model 'another' (idle)" in said[0]
 
 
 def test_of_a_namespace_that_nobody_serves_leaves_go_first(tmp_path):
