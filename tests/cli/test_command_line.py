@@ -15,7 +15,7 @@ from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from vllm_overlay import cli
 from vllm_overlay.cli import command_line
 from vllm_overlay.cli.command import SOUND, Command
-from vllm_overlay.tiers.disk import fsck
+from vllm_overlay.tiers.disk.maintenance import fsck
 
 
 @pytest.mark.parametrize("command", [["stats"], ["fsck"], ["fsck", "--repair"], ["gc", "--max-bytes", "0"]])

@@ -15,10 +15,9 @@ from tests.tiers.disk.files import bytes_under, object_files, on_disk
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
 from vllm_overlay import cli
-from vllm_overlay.tiers.disk import fsck
 from vllm_overlay.tiers.disk.checksum import integrity_of
 from vllm_overlay.tiers.disk.device import Device, temporary_name
-from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.maintenance import fsck
 
 
 def test_a_sound_root_has_status_0_and_is_not_touched(root, capsys):

@@ -8,7 +8,6 @@ from tests.tiers.disk.files import bytes_under, object_files, on_disk
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import tier_pair
 from vllm_overlay import cli
-from vllm_overlay.tiers.disk import gc, listing
 
 
 def test_gc_removes_the_oldest_leaves_first_and_stops_at_the_limit(root, capsys):

@@ -204,7 +204,7 @@ def test_a_root_that_goes_while_it_is_served_costs_a_recomputation(
 
 
 def test_after_all_that_no_hook_has_failed_and_the_root_is_sound(engine: Engine, root: Path) -> None:
-    from vllm_overlay.tiers.disk.fsck import Check
+    from vllm_overlay.tiers.disk.maintenance.fsck import Check
 
     engine.wait_for_stores()
     assert counted(engine, "hook_errors") == 0

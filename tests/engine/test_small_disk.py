@@ -11,7 +11,7 @@ from tests.engine.client import Engine, Output, disk_child, multi, prompt
 from tests.engine.disk_alone import LENGTH, MAX_TOKENS, counted, stored, works
 from tests.engine.states import FLOAT32
 from tests.mounts import SmallDisk, on_small_disk, why_not
-from vllm_overlay.tiers.disk.fsck import Check
+from vllm_overlay.tiers.disk.maintenance.fsck import Check
 
 pytestmark = [
     pytest.mark.engine,

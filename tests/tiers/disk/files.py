@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.objects import OBJECT
-from vllm_overlay.tiers.disk.catalogue import Catalogue
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged
+from vllm_overlay.tiers.disk.catalogue.generations import newest
 from vllm_overlay.tiers.disk.format import file_bytes
 
 
@@ -60,12 +61,15 @@ def on_disk(num_bytes: int = OBJECT) -> int:
 
 
 def counted(root: Path) -> tuple[int, int]:
-    """(bytes of objects and of files about to be unlinked, bytes granted) as the catalogue has them."""
-    catalogue = Catalogue(str(root))
+    """(bytes of objects and of files about to be unlinked, bytes granted) as the catalogue has them; (-1, -1) while it
+    is not there or damaged."""
+    if not newest(str(root)):
+        return -1, -1
     try:
-        totals = catalogue.totals()
-    finally:
-        catalogue.close()
+        with contextlib.closing(Catalogue(str(root))) as catalogue:
+            totals = catalogue.totals()
+    except Damaged:
+        return -1, -1
     return totals.object_bytes + totals.removing_bytes, totals.granted_bytes
 
 

@@ -51,9 +51,14 @@ def begin_closing(tier: DiskTierManager) -> None:
     tier._bookkeeper._is_closing = True
 
 
-def is_idle(tier: DiskTierManager) -> bool:
-    """Whether the bookkeeper has done all that it was asked, and the scheduler has taken in all that it was told."""
-    return not tier._bookkeeper._steps and not tier._served.updates and not tier._bookkeeper._is_woken
+def num_turns(tier: DiskTierManager) -> int:
+    """How often the bookkeeper has done all that there was to do."""
+    return tier._bookkeeper._num_turns
+
+
+def has_news(tier: DiskTierManager) -> bool:
+    """Whether the bookkeeper has something to do, or the scheduler something to take in."""
+    return bool(tier._bookkeeper._steps or tier._served.updates or tier._bookkeeper._is_woken)
 
 
 # The byte half.

@@ -10,7 +10,7 @@ from vllm_overlay.tiers.disk.namespace import RESET
 
 
 def is_serving_another(made: TierPair) -> bool:
-    """Whether the reclaimer has arrived in the namespace of the last reset."""
+    """Whether the bookkeeper has arrived in the namespace of the last reset."""
     namespace = served_namespace(made.tier)
     if namespace is None or namespace.description.get(RESET) != reset_name(made.tier):
         return False

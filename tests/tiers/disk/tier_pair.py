@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.tiers.disk.inside import has_news, num_turns
 from tests.tiers.disk.objects import OBJECT, UNIT, bytes_of, chain, content, fill
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import PlannedObject
@@ -61,6 +62,12 @@ class TierPair:
     def recovered(self) -> "TierPair":
         until(lambda: self.tier.advance() or not self.tier.is_recovering, "recovery")
         self.tier.index.check_integrity()
+        return self
+
+    def settled(self) -> "TierPair":
+        """Nothing is under way any more, neither here nor in what the catalogue has been told."""
+        done = num_turns(self.tier)
+        until(lambda: self.tier.advance() or (num_turns(self.tier) > done + 1 and not has_news(self.tier)), "an end")
         return self
 
     def try_store(self, planned: PlannedObject) -> str:

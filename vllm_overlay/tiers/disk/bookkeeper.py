@@ -38,7 +38,9 @@ from vllm_overlay.tiers.disk.root import lock_directory, open_with_locks
 from vllm_overlay.tiers.disk.updates import ServedNamespace
 from vllm_overlay.tiers.index import PrefixIndex
 
-TICK_S = 1.0
+TICK_S = 0.5
+_FIRST_TICKS_S = 0.05
+"""A pause until all objects are known."""
 _GATHER_S = 0.02
 """So long the thread waits for more to do, once it was woken: one transaction takes many objects."""
 _JOIN_S = 1.0
@@ -66,7 +68,7 @@ class _Session:
 class Bookkeeper:
     """One a DiskTierManager. Public methods are called from the scheduler's thread and never wait for the disk.
 
-    Whatever goes wrong is logged and tried again a second later. Meanwhile there is no new room, and what was found
+    Whatever goes wrong is logged and tried again soon. Meanwhile there is no new room, and what was found
     can be loaded.
     """
 
@@ -95,6 +97,7 @@ class Bookkeeper:
         self._changed = threading.Condition()
         self._is_woken = False
         self._is_closing = False
+        self._num_turns = 0
         self.num_evicted = 0
         """Objects that this process has evicted, of whatever namespace."""
         self._thread = threading.Thread(target=self._run, name="disk-bookkeeper", daemon=True)
@@ -160,8 +163,10 @@ class Bookkeeper:
     def _run(self) -> None:
         while not self._is_closing:
             self._try(self._turn)
+            self._num_turns += 1
             with self._changed:
-                self._changed.wait_for(lambda: self._is_woken or self._is_closing, TICK_S)
+                tick = TICK_S if self._served.is_complete else _FIRST_TICKS_S
+                self._changed.wait_for(lambda: self._is_woken or self._is_closing, tick)
                 self._changed.wait_for(lambda: self._is_closing, _GATHER_S)
                 self._is_woken = False
         self._try(self._finish)

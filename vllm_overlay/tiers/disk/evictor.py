@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Limits, Name, Unavailable, limit_bytes
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Limits, Name, Totals, Unavailable, limit_bytes
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.remover import Remover
 from vllm_overlay.tiers.disk.room import Room
@@ -46,21 +46,26 @@ class Evictor:
         Returns how many objects were evicted, at most one batch, and whether to call again.
         """
         self._record()
-        capacity = self._usable_bytes()
+        totals = self._catalogue.totals()
+        capacity = self._usable_bytes(totals)
+        self._give_back(totals.num_bytes - capacity)
         at_least = self._room.largest_bytes or self._quota.largest_bytes
-        target = limit_bytes(self._catalogue.totals(), capacity, at_least)
+        target = limit_bytes(totals, capacity, at_least)
         if self._room.available * 2 >= target and self._room.available >= at_least:
             return 0, False
         grant = self._catalogue.grant(max(0, target - self._room.available), at_least, capacity)
         self._room.grow(grant.num_bytes)
-        if grant.surplus_bytes and (returned := self._room.take_back(grant.surplus_bytes)):
-            self._catalogue.give_back(returned)
+        self._give_back(grant.surplus_bytes)
         return self._evict(served, grant.short_bytes, capacity) if grant.short_bytes else (0, False)
 
-    def _usable_bytes(self) -> int:
+    def _give_back(self, num_bytes: int) -> None:
+        """As far as no store has taken it."""
+        if num_bytes > 0 and (returned := self._room.take_back(num_bytes)):
+            self._catalogue.give_back(returned)
+
+    def _usable_bytes(self, totals: Totals) -> int:
         """What all objects together may take: a file system smaller than the capacity is the limit."""
         free_bytes = self._device.free_bytes(self._root) - self._quota.min_free_bytes
-        totals = self._catalogue.totals()
         return max(0, min(self._quota.capacity_bytes, totals.object_bytes + totals.removing_bytes + free_bytes))
 
     def _evict(self, served: ServedNamespace, short_bytes: int, capacity: int) -> tuple[int, bool]:

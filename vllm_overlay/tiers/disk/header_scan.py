@@ -80,7 +80,9 @@ class HeaderScan:
     ) -> None:  # fmt: skip
         """Add the object of these files to ``listing``."""
         try:
-            listing.objects.append(read_found(self._device, fingerprint, object_id, files, readers))
+            found = read_found(self._device, fingerprint, object_id, files, readers)
+            listing.objects.append(found)
+            listing.useless.extend(file for rank, file in files.items() if rank >= len(found.files))
         except BadObject as bad:
             _log.warning(bad.reason, "disk tier: not recovered (%s): %s", bad.reason, next(iter(files.values())).path)
             if bad.is_bad:

@@ -65,18 +65,21 @@ def read_found(
 ) -> FoundObject:
     """What the headers of an object say, by the first of ``readers`` that can read them.
 
-    Raises BadObject unless every rank has a sound file and all say the same.
+    ``files`` are by rank; those of ranks that there are not are passed over. Raises BadObject unless every rank has a
+    sound file and all say the same.
     """
-    headers = {rank: _read_header(device, file.path, readers) for rank, file in files.items()}
-    any_header = next(iter(headers.values()))
-    if len(files) != any_header.world_size:
+    first = min(files)
+    headers = {first: _read_header(device, files[first].path, readers)}
+    ranks = range(headers[first].world_size)
+    if not files.keys() >= set(ranks[: 1 + len(files)]):
         raise BadObject(Reason.MISSING)
+    headers |= {rank: _read_header(device, files[rank].path, readers) for rank in ranks if rank != first}
     for rank, header in headers.items():
         said = (header.fingerprint.hex(), header.object_id, header.rank, header.world_size, header.planned)
-        if said != (fingerprint, object_id, rank, any_header.world_size, any_header.planned):
+        if said != (fingerprint, object_id, rank, len(ranks), headers[first].planned):
             raise BadObject(Reason.HEADER)
-    ordered = tuple(files[rank] for rank in sorted(files))
-    return FoundObject(any_header.planned, max(file.mtime for file in ordered), ordered)
+    ordered = tuple(files[rank] for rank in ranks)
+    return FoundObject(headers[first].planned, max(file.mtime for file in ordered), ordered)
 
 
 def _read_header(device: Device, path: str, readers: Sequence[HeaderReader]) -> ObjectHeader:

@@ -4,6 +4,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, Refusal, StoredObject
 from vllm_overlay.tiers.disk.device import Device, is_temporary, remove_quietly
@@ -27,6 +28,15 @@ _ROOM_S = 10.0
 _POLL_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class Age:
+    """What is younger than ``written_before``, in seconds since the epoch, may be on its way. ``is_alone``: no other
+    process uses the root."""
+
+    written_before: float
+    is_alone: bool
+
+
 class Orphans:
     """Called in the recovery thread. What is adopted takes its bytes from this process's room."""
 
@@ -46,17 +56,15 @@ class Orphans:
         self._room = room
         self._is_closing = is_closing
 
-    def look_after(
-        self, fingerprint: str, partner: str, readers: Sequence[HeaderReader], written_before: float
-    ) -> bool:
-        """Adopt whole objects of a namespace, and remove what is older than ``written_before`` and of no use.
+    def look_after(self, fingerprint: str, partner: str, readers: Sequence[HeaderReader], age: Age) -> bool:
+        """Adopt whole objects of a namespace, and remove what is of no use and not on its way.
 
         ``partner`` is the namespace in which the objects' parents lie. What builds on a file that cannot be read now
         is of use once it can. Returns whether nothing is left that only time will tell. Raises CatalogueError, OSError.
         """
         listing = Listing()
         for directory in fan_out_directories(self._root, fingerprint, is_strict=True):
-            self._sweep(directory)
+            self._sweep(directory, age)
             if self._scan.is_ours(directory):
                 self._find(fingerprint, directory, readers, listing)
         is_clean = not listing.num_unread
@@ -70,7 +78,7 @@ class Orphans:
             elif refusal is not None:
                 is_clean = False
         for file in listing.useless:
-            if was_written_before(file, written_before):
+            if was_written_before(file, age.written_before):
                 remove_quietly(self._device, file.path)
             else:
                 is_clean = False
@@ -107,9 +115,9 @@ class Orphans:
         paths = [object_path(self._root, partner, parent, 0) for parent in item.planned.parents]
         return all(path not in gone and os.path.lexists(path) for path in paths)
 
-    def _sweep(self, directory: str) -> None:
+    def _sweep(self, directory: str, age: Age) -> None:
         for file in scan_directory(directory):
-            if is_temporary(file.name) and is_orphan(file):
+            if is_temporary(file.name) and is_orphan(file, age.is_alone):
                 remove_quietly(self._device, file.path)
 
     def _find(self, fingerprint: str, directory: str, readers: Sequence[HeaderReader], listing: Listing) -> None:
@@ -117,7 +125,10 @@ class Orphans:
         names = [Name(fingerprint, object_id) for object_id in by_object]
         for start in range(0, len(names), BATCH_ROWS):
             batch = names[start : start + BATCH_ROWS]
-            known = {item.name for item in self._catalogue.find(batch)}
+            num_ranks = {item.name: item.world_size for item in self._catalogue.find(batch)}
             for name in batch:
-                if name not in known:
-                    self._scan.read(fingerprint, name.object_id, by_object[name.object_id], readers, listing)
+                files = by_object[name.object_id]
+                if (known := num_ranks.get(name)) is None:
+                    self._scan.read(fingerprint, name.object_id, files, readers, listing)
+                else:
+                    listing.useless.extend(file for rank, file in files.items() if rank >= known)

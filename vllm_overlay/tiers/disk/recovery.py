@@ -16,7 +16,7 @@ from vllm_overlay.tiers.disk.device import Device, remove_quietly
 from vllm_overlay.tiers.disk.header_scan import HeaderScan
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.object_file import HeaderReader, header_reader
-from vllm_overlay.tiers.disk.orphans import Orphans
+from vllm_overlay.tiers.disk.orphans import Age, Orphans
 from vllm_overlay.tiers.disk.ownership import shut_bits
 from vllm_overlay.tiers.disk.rebuild import Rebuild
 from vllm_overlay.tiers.disk.remover import Remover
@@ -107,7 +107,7 @@ class Recovery:
                 _log.warning("recovery", "disk tier: recovery of %s has to wait: %s", self._root, error)
         except BaseException as error:
             if not self._is_closing():
-                _log.warning("recovery", "disk tier: recovery of %s failed: %r", self._root, error)
+                _log.warning("defect", "disk tier: recovery of %s failed: %r", self._root, error)
         return False
 
     # Steps. Each says whether it is done.
@@ -121,9 +121,9 @@ class Recovery:
         if self._is_closing():
             return False
         self._catalogue.end_rebuild()
-        before = self._useless_before()
+        age = self._age()
         for file in useless:
-            if was_written_before(file, before):
+            if was_written_before(file, age.written_before):
                 remove_quietly(self._device, file.path)
         return True
 
@@ -133,10 +133,7 @@ class Recovery:
         self._tell_of_others()
         unknown = set(namespaces_under(self._root)).difference(usage.fingerprint for usage in self._catalogue.usage())
         self._catalogue.tell_of((self._namespace_of(fingerprint) for fingerprint in unknown), int(time.time()))
-        for fingerprint in self._in_order(namespaces_under(self._root)):
-            if self._is_closing():
-                return False
-            self._look_after(fingerprint)
+        self._look_after(namespaces_under(self._root))
         self._must_remove_abandoned = True
         return self._look_after_dead()
 
@@ -157,29 +154,29 @@ class Recovery:
         for removal in member.removals:
             if not self._remover.unlink_all(self._remover.paths_of(removal.name, removal.world_size)):
                 return
-        if all([self._look_after(fingerprint) for fingerprint in self._in_order(member.fingerprints)]):
+        if self._look_after(member.fingerprints):
             self._catalogue.bury(member.slot)
 
-    def _look_after(self, fingerprint: str) -> bool:
-        readers: Sequence[HeaderReader] = self._own_readers if fingerprint in self._own else self._readers
-        return self._orphans.look_after(fingerprint, self._partner_of(fingerprint), readers, self._useless_before())
-
-    def _in_order(self, fingerprints: Iterable[str]) -> list[str]:
-        """Those first in which the parents of others' objects lie."""
-        return sorted(fingerprints, key=lambda fingerprint: self._partner_of(fingerprint) != fingerprint)
-
-    def _partner_of(self, fingerprint: str) -> str:
-        return (self._own.get(fingerprint) or self._namespace_of(fingerprint)).partner
+    def _look_after(self, fingerprints: Iterable[str]) -> bool:
+        """Those in which parents lie come first. Returns whether nothing is left that only time will tell."""
+        partners = {usage.fingerprint: usage.partner for usage in self._catalogue.usage()}
+        is_clean = True
+        for fingerprint in sorted(fingerprints, key=lambda fingerprint: partners.get(fingerprint) != fingerprint):
+            if self._is_closing():
+                return False
+            readers: Sequence[HeaderReader] = self._own_readers if fingerprint in self._own else self._readers
+            partner = partners.get(fingerprint, fingerprint)
+            is_clean &= self._orphans.look_after(fingerprint, partner, readers, self._age())
+        return is_clean
 
     def _namespace_of(self, fingerprint: str) -> Namespace:
         """One that somebody put here while no process looked."""
         manifest = manifest_or_empty(os.path.join(self._root, fingerprint))
         return Namespace(fingerprint, manifest.attention or fingerprint, is_temporary=manifest.is_of_one_process)
 
-    def _useless_before(self) -> float:
-        """What was written later may be on its way."""
+    def _age(self) -> Age:
         is_alone = self._catalogue.count_living() == 1
-        return self._started - _CLOCK_TICK_S if is_alone else time.time() - ORPHAN_AGE_S
+        return Age(self._started - _CLOCK_TICK_S if is_alone else time.time() - ORPHAN_AGE_S, is_alone)
 
     def _tell_of_others(self) -> None:
         """Whoever opens a root learns what else takes its room."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from vllm_overlay.common.file_lock import lock
 from vllm_overlay.tiers.disk.catalogue import generations, schema
-from vllm_overlay.tiers.disk.catalogue.errors import Busy, Superseded, Unavailable, is_busy, translated
+from vllm_overlay.tiers.disk.catalogue.errors import Busy, Damaged, Superseded, Unavailable, is_busy, translated
 from vllm_overlay.tiers.disk.catalogue.holder import find_holder
 
 _POLL_S = 0.004
@@ -36,6 +36,7 @@ class Connection:
         self._pid = os.getpid()
         self._turn = threading.Lock()
         self._calls_left = DEFAULT_CALLS
+        self._num_bytes = 0
         with translated(0):
             self._take_newest(root, timeout_s)
         try:
@@ -124,6 +125,9 @@ class Connection:
             raise Unavailable(str(error)) from error
         if not os.path.samestat(found, self._file):
             raise Superseded(f"{self.path} is another file now")
+        if found.st_size < self._num_bytes:  # SQLite may go on for long with what it has in memory
+            raise Damaged("it was cut short", self.generation)
+        self._num_bytes = found.st_size
         if os.path.lexists(self._next_path):
             raise Superseded(f"{self._next_path} took its place")
 

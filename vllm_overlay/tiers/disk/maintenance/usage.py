@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What lies under a root, by namespace, without opening any object."""
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_overlay.common.file_lock import is_held
+from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.objects import ObjectId, ObjectKind
+from vllm_overlay.tiers.disk.catalogue import CatalogueError
+from vllm_overlay.tiers.disk.catalogue import NamespaceUsage as KnownUsage
 from vllm_overlay.tiers.disk.checksum import XXH3
 from vllm_overlay.tiers.disk.device import is_temporary
+from vllm_overlay.tiers.disk.maintenance.catalogue_access import open_existing, without_interruption
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.namespace import parse_file_name
 from vllm_overlay.tiers.disk.ownership import EVERYONE_MAY_WRITE, OTHERS_MAY_WRITE
-from vllm_overlay.tiers.disk.root import in_use_path
 from vllm_overlay.tiers.disk.scan import FoundFile, namespaces_under, scan_namespace
 
 _LARGEST = 5
@@ -24,12 +26,14 @@ _LARGEST = 5
 class NamespaceUsage:
     """``kinds`` has for each kind of object [objects, files, bytes]; an object has a file a rank.
 
-    ``oldest`` and ``newest`` are seconds since the epoch, None when there is no object. ``largest`` names files and
-    bytes. ``other_bytes`` are of files with no object's name: temporaries, or somebody's.
+    ``oldest`` and ``newest`` are the times of files, ``oldest_use`` and ``newest_use`` those of the last uses of
+    objects; seconds since the epoch, None when there is no object. The catalogue says when objects were used and who
+    serves the namespace: where it cannot be asked these are None. ``largest`` names files and bytes. ``other_bytes``
+    are of files with no object's name: temporaries, or somebody's.
     """
 
     fingerprint: str
-    is_in_use: bool
+    is_in_use: bool | None
     model: str
     integrity: str
     description: dict[str, Any]
@@ -39,14 +43,16 @@ class NamespaceUsage:
     other_bytes: int = 0
     oldest: float | None = None
     newest: float | None = None
+    oldest_use: int | None = None
+    newest_use: int | None = None
     largest: list[tuple[str, int]] = field(default_factory=list)
 
 
-def measure_usage(root: str, but: Collection[str] = ()) -> list[NamespaceUsage]:
-    """One summary a namespace, the largest first, ``but`` for these fingerprints. Raises OSError when the root cannot
-    be read."""
+def measure_usage(root: str) -> list[NamespaceUsage]:
+    """One summary a namespace, the largest first. Raises OSError when the root cannot be read."""
     os.listdir(root)
-    summaries = [_summarize(root, fingerprint) for fingerprint in namespaces_under(root) if fingerprint not in but]
+    summaries = [_summarize(root, fingerprint) for fingerprint in namespaces_under(root)]
+    _ask_catalogue(root, summaries)
     return sorted(summaries, key=lambda summary: -summary.num_bytes)
 
 
@@ -73,8 +79,7 @@ def tag_name(tag: str) -> str:
 def _summarize(root: str, fingerprint: str) -> NamespaceUsage:
     top = os.path.join(root, fingerprint)
     words = manifest_or_empty(top)
-    is_in_use = is_held(in_use_path(root, fingerprint))
-    summary = NamespaceUsage(fingerprint, is_in_use, words.model, words.integrity, words.description)
+    summary = NamespaceUsage(fingerprint, None, words.model, words.integrity, words.description)
     objects: set[ObjectId] = set()
     files: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -98,3 +103,27 @@ def _summarize(root: str, fingerprint: str) -> NamespaceUsage:
     largest = sorted(found, key=lambda file: (-file.num_bytes, file.name))[:_LARGEST]
     summary.largest = [(os.path.relpath(file.path, root), file.num_bytes) for file in largest]
     return summary
+
+
+def _ask_catalogue(root: str, summaries: list[NamespaceUsage]) -> None:
+    known = _known_usages(root)
+    if known is None:
+        return
+    for summary in summaries:
+        usage = known.get(summary.fingerprint)
+        summary.is_in_use = usage is not None and usage.is_served
+        if usage is not None:
+            summary.oldest_use, summary.newest_use = usage.oldest_use, usage.newest_use
+
+
+def _known_usages(root: str) -> dict[str, KnownUsage] | None:
+    """None where there is no catalogue, or none that can be asked: another user's, a damaged one."""
+    try:
+        with contextlib.ExitStack() as stack:
+            opened = open_existing(root)
+            if opened is None:
+                return None
+            stack.enter_context(contextlib.closing(opened))
+            return {usage.fingerprint: usage for usage in without_interruption(opened.usage)}
+    except (CatalogueError, ConfigError):
+        return None
