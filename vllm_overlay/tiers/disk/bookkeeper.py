@@ -201,6 +201,7 @@ class Bookkeeper:
         session = self._open_session()
         if (damage := session.recovery.damage) is not None:
             raise damage
+        session.catalogue.check_membership()
         self._work_off(session)
         num_evicted, is_short = session.evictor.make_room(session.served)
         self.num_evicted += num_evicted

@@ -22,7 +22,7 @@ from vllm_overlay.tiers.disk.catalogue import (
 from vllm_overlay.tiers.disk.catalogue.changes import Changes
 from vllm_overlay.tiers.disk.catalogue.commit import Commit
 from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
-from vllm_overlay.tiers.disk.catalogue.errors import Damaged, translated
+from vllm_overlay.tiers.disk.catalogue.errors import Damaged, Superseded, translated
 from vllm_overlay.tiers.disk.catalogue.eviction import Choice, Limits
 from vllm_overlay.tiers.disk.catalogue.generations import DEFAULT_TIMEOUT_S
 from vllm_overlay.tiers.disk.catalogue.grants import Grant
@@ -102,6 +102,12 @@ class Catalogue:
                 raise
         self._member = member
         return member.slot
+
+    def check_membership(self) -> None:
+        """Raises Superseded when somebody has removed what others know this member by. Call it now and then."""
+        with translated(self.generation):
+            if self._member is not None and not self._member.is_in_place(self._root):
+                raise Superseded(f"the lock of member {self._member.slot} was removed")
 
     def serve(self, served: Iterable[Namespace], now: int) -> None:
         """Serve these namespaces, and no more those of before."""

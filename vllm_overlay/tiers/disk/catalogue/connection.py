@@ -61,7 +61,7 @@ class Connection:
             db = sqlite3.connect(uri, timeout=0, isolation_level=None, check_same_thread=False, uri=True)
             try:
                 db.set_progress_handler(self._is_too_long, _STEPS_A_CALL)
-                schema.configure(db)
+                self._patiently(lambda: schema.configure(db))
                 self._patiently(lambda: schema.verify(db))
             except BaseException:
                 db.close()

@@ -95,6 +95,7 @@ def begin(root: str, generation: int) -> int:
     temporary = os.path.join(root, _NEW)
     _unlink(temporary)
     schema.create(temporary)
+    _unlink(path_of(root, generation))  # SQLite would play the journal of a file that was removed into this one
     os.rename(temporary, path_of(root, generation))
     return generation
 

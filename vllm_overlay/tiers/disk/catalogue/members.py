@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_overlay.common.file_lock import try_lock
+from vllm_overlay.common.file_lock import is_in_place, try_lock
 from vllm_overlay.tiers.disk.catalogue.errors import CatalogueError
 from vllm_overlay.tiers.disk.catalogue.generations import MEMBERS
 from vllm_overlay.tiers.disk.catalogue.namespaces import Namespaces
@@ -59,6 +59,10 @@ class Membership:
         self.slot = slot
         self._fd = fd
         _held.add(self)
+
+    def is_in_place(self, root: str) -> bool:
+        """Whether others still see that this process holds the slot. Raises OSError."""
+        return is_in_place(slot_path(root, self.slot), self._fd)
 
     def release(self) -> None:
         """This process is no member from now on."""
