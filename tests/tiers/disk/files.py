@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies under a root: files, their bytes, and what the ledger says of them."""
+"""What lies under a root: files and their bytes."""
 
 import contextlib
 import errno
@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.objects import OBJECT
-from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.format import file_bytes
-from vllm_overlay.tiers.disk.ledger import Ledger
 
 
 def _files_under(root: Path) -> Iterator[Path]:
@@ -27,7 +25,7 @@ def object_files(root: Path) -> list[Path]:
 
 
 def bytes_of_objects(root: Path) -> int:
-    """What the ledger counts, while nobody writes or removes any."""
+    """What the catalogue counts, while nobody writes or removes any."""
     return sum(path.stat().st_size for path in object_files(root))
 
 
@@ -58,12 +56,6 @@ def _sizes_under(root: Path) -> dict[tuple[int, int], int]:
 
 def on_disk(num_bytes: int = OBJECT) -> int:
     return file_bytes(num_bytes)
-
-
-def ledger_of(root: Path):
-    """(bytes of files, bytes leased) as the ledger has them."""
-    with Ledger(str(root), Device()).locked() as state:
-        return state.file_bytes, sum(state.leases)
 
 
 def make_as_large_as_possible(path: Path) -> None:

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from vllm_overlay.tiers.disk.device import temporary_name
-from vllm_overlay.tiers.disk.ledger import LedgerState
+from vllm_overlay.tiers.disk.recognition import LEDGER_MAGIC
 
 KINDS = ("project", "ledger", "temporaries", "hex", "weights", "world", "marker_link", "marker_damaged")
 
@@ -37,6 +37,17 @@ def make_foreign(path: Path, kind: str) -> Path:
     return path
 
 
+def contents_of(top: Path) -> dict[str, tuple[object, ...]]:
+    """Mode, owner and bytes of all below a directory, but SQLite's -shm, in which readers write."""
+    paths = (path for path in sorted(top.rglob("*")) if not path.name.endswith("-shm"))
+    return {str(path.relative_to(top)): _content_of(path) for path in paths}
+
+
+def _content_of(path: Path) -> tuple[object, ...]:
+    found = path.lstat()
+    return found.st_mode, found.st_uid, path.read_bytes() if stat.S_ISREG(found.st_mode) else None
+
+
 def state_of(top: Path) -> dict[str, tuple[object, ...]]:
     """Mode, owner, times and bytes of a directory and of all below it."""
     return {str(path.relative_to(top)): _state_of(path) for path in [top, *sorted(top.rglob("*"))]}
@@ -57,7 +68,7 @@ def make_counted_root(path: Path) -> Path:
     """An old root in which nothing is stored yet: a ledger, its leases, a temporary that a kill left."""
     (path / "leases").mkdir(parents=True)
     (path / "leases" / "0").touch()
-    (path / "ledger").write_bytes(LedgerState(0).encode())
+    (path / "ledger").write_bytes(LEDGER_MAGIC + bytes(2056))
     (path / temporary_name()).touch()
     os.chmod(path, 0o700)
     return path

@@ -95,8 +95,10 @@ def _has_ledger(root: str) -> bool:
         fd = os.open(os.path.join(root, LEDGER), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
-    with open(fd, "rb") as file:
-        return stat.S_ISREG(os.fstat(fd).st_mode) and file.read(len(LEDGER_MAGIC)) == LEDGER_MAGIC
+    try:
+        return stat.S_ISREG(os.fstat(fd).st_mode) and os.read(fd, len(LEDGER_MAGIC)) == LEDGER_MAGIC
+    finally:
+        os.close(fd)
 
 
 def _has_words(root: str, states: dict[str, os.stat_result]) -> bool:

@@ -2,7 +2,6 @@
 """Whether the catalogue agrees with itself and with the files that were found."""
 
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +10,6 @@ from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Name, S
 from vllm_overlay.tiers.disk.catalogue.generations import path_of
 from vllm_overlay.tiers.disk.checksum import Integrity
 from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.listing import FoundObject
 from vllm_overlay.tiers.disk.maintenance.findings import Findings, What
 from vllm_overlay.tiers.disk.maintenance.guarded_catalogue import GuardedCatalogue, generation_of
 from vllm_overlay.tiers.disk.maintenance.object_check import CheckedNamespace
