@@ -148,14 +148,6 @@ def test_strangers_temporaries_are_notes_and_stay(root, capsys):
     assert [path.read_text() for path in theirs] == ["mine"] * 3
 
 
-@pytest.fixture
-def key_file(tmp_path):
-    path = tmp_path / "key"
-    path.write_bytes(bytes(range(32)))
-    path.chmod(0o600)
-    return path
-
-
 @pytest.mark.parametrize("is_key_given", [True, False])
 def test_repair_leaves_a_shared_root_shared(tmp_path, capsys, key_file, is_key_given):
     root = tmp_path / "shared"

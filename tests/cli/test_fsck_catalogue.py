@@ -16,7 +16,6 @@ from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Namespace
 from vllm_overlay.tiers.disk.catalogue.generations import begin, newest
-from vllm_overlay.tiers.disk.checksum import integrity_of
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.maintenance import fsck
 
@@ -183,12 +182,8 @@ def test_a_server_goes_on_with_the_catalogue_that_repair_made(root, capsys):
     assert run(capsys, "fsck", root)[1]["findings"] == []
 
 
-def test_a_damaged_catalogue_of_keyed_objects_is_left_to_servers_without_the_key(tmp_path, capsys):
-    root, key_file = tmp_path / "root", tmp_path / "key"
-    key_file.write_bytes(bytes(range(32)))
-    key_file.chmod(0o600)
-    with tier_pair(root, integrity_key_file=str(key_file)) as made:
-        made.store(P)
+def test_a_damaged_catalogue_of_keyed_objects_is_left_to_servers_without_the_key(keyed, capsys):
+    root = keyed.root
     DAMAGES["garbage"](root)
     files = object_files(root)
     assert run(capsys, "fsck", root, "--repair")[0] == 0
@@ -196,8 +191,14 @@ def test_a_damaged_catalogue_of_keyed_objects_is_left_to_servers_without_the_key
         assert not catalogue.totals().is_complete
     assert object_files(root) == files
     assert ("catalogue-2.sqlite", "catalogue", False) in findings(run(capsys, "fsck", root)[1])
-    with tier_pair(root, integrity_key_file=str(key_file)) as made:
+    with tier_pair(root, **keyed.settings) as made:
         assert made.recovered().coverage(P) == [True] * 5
+
+
+def test_rows_of_a_namespace_that_cannot_be_verified_are_no_findings(keyed, capsys):
+    status, report = run(capsys, "fsck", keyed.root)
+    assert (status, {what for _, what, _ in findings(report)}) == (0, {"key"})
+    assert run(capsys, "fsck", keyed.root, "--integrity-key-file", keyed.key_file)[1]["findings"] == []
 
 
 def test_a_missing_catalogue_is_a_note_and_is_not_made(root, capsys):
@@ -254,14 +255,3 @@ def test_a_catalogue_that_is_locked_for_long_is_a_problem_without_a_repair(root,
     assert ("catalogue", "catalogue", True) in findings(report)
     assert f"process {os.getpid()}" in str(report["findings"])
     assert newest(str(root)) == 1
-
-
-def test_a_key_is_not_asked_for_by_a_sound_catalogue(tmp_path, capsys):
-    root, key_file = tmp_path / "root", tmp_path / "key"
-    key_file.write_bytes(bytes(range(32)))
-    key_file.chmod(0o600)
-    assert integrity_of(str(key_file)).name
-    with tier_pair(root, integrity_key_file=str(key_file)) as made:
-        made.store(P)
-    status, report = run(capsys, "fsck", root)
-    assert (status, {what for _, what, _ in findings(report)}) == (0, {"key"})

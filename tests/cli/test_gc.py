@@ -127,19 +127,15 @@ def test_gc_waits_for_the_process_that_rebuilds_the_catalogue(root, monkeypatch)
         assert gc.collect(str(root), 5 * on_disk()).removed_files == 3
 
 
-def test_gc_asks_for_the_key_only_to_rebuild_a_catalogue(tmp_path, capsys):
-    root, key_file = tmp_path / "root", tmp_path / "key"
-    key_file.write_bytes(bytes(range(32)))
-    key_file.chmod(0o600)
-    with tier_pair(root, integrity_key_file=str(key_file)) as made:
-        made.store(P)
+def test_gc_asks_for_the_key_only_to_rebuild_a_catalogue(keyed, capsys):
+    root = keyed.root
     assert run(capsys, "gc", root, "--max-bytes", 4 * on_disk())[1]["removed_files"] == 1
     remove_catalogue(root)
     files = object_files(root)
     assert cli.main(["gc", str(root), "--max-bytes", "0"]) == 2
     assert "give --integrity-key-file" in capsys.readouterr().err
     assert object_files(root) == files
-    assert run(capsys, "gc", root, "--max-bytes", 0, "--integrity-key-file", key_file)[0] == 0
+    assert run(capsys, "gc", root, "--max-bytes", 0, "--integrity-key-file", keyed.key_file)[0] == 0
     assert object_files(root) == []
 
 
@@ -175,20 +171,28 @@ def test_a_file_that_cannot_be_removed_still_counts(root):
         assert [removal.name for removal in dead.removals] == names(P[4:])
 
 
-def test_forged_files_that_depend_on_each_other_go_when_the_catalogue_is_made(root, monkeypatch):
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+@pytest.mark.parametrize(("num_kept", "num_removed"), [(8, 0), (6, 2), (3, 5), (2, 6)])
+def test_forged_files_that_depend_on_each_other_go_first_and_only_as_many_as_must(
+    root, capsys, monkeypatch, options, num_kept, num_removed
+):
     for path in object_files(root):
         os.utime(path, (1000, 1000))
     ring = tuple(planned.object_id for planned in P)
     read_header = listing._read_header
 
-    def everybody(device, path, readers):
+    def forged(device, path, readers):
         header = read_header(device, path, readers)
-        return type(header)(**{name: getattr(header, name) for name in header.__slots__} | {"parents": ring})
+        parents = ring if header.object_id in ring else header.parents
+        return type(header)(**{name: getattr(header, name) for name in header.__slots__} | {"parents": parents})
 
-    monkeypatch.setattr(listing, "_read_header", everybody)
+    monkeypatch.setattr(listing, "_read_header", forged)
     remove_catalogue(root)
-    gc.collect(str(root), 0)
-    assert object_files(root) == []
+    status, done = run(capsys, "gc", root, "--max-bytes", num_kept * on_disk(), *options)
+    assert (status, done["removed_files"], done["bytes_after"]) == (0, num_removed, num_kept * on_disk())
+    if not options:
+        assert len(object_files(root)) == num_kept
+        assert sum(path_of(root, each, OTHER_NAMESPACE).exists() for each in Q) == min(3, num_kept)
 
 
 def test_ctrl_c_in_a_call_on_the_catalogue_counts_after_it():
