@@ -14,10 +14,13 @@ from tests.tiers.disk.inside import is_member
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Namespace
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Namespace
 from vllm_overlay.tiers.disk.catalogue.generations import begin, newest
 from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.listing import FoundObject
 from vllm_overlay.tiers.disk.maintenance import fsck
+from vllm_overlay.tiers.disk.rebuild import as_stored
+from vllm_overlay.tiers.disk.scan import FoundFile
 
 P, Q = chain("p", 4), chain("q", 2)
 
@@ -91,6 +94,19 @@ def test_what_a_killed_process_left_without_a_row_is_a_note(root, capsys):
     forget_rows(root, P[4:])
     status, report = run(capsys, "fsck", root)
     assert (status, findings(report)) == (0, [(path_of(root, P[4]).name, "catalogue", False)])
+
+
+def test_what_a_killed_gc_had_yet_to_unlink_is_a_note_and_the_next_server_unlinks_it(root, capsys):
+    with contextlib.closing(Catalogue(str(root))) as killed:
+        killed.join([], 1)
+        assert len(killed.evict(Limits(1 << 30, 2, only_idle=True), 1)) == 2
+    status, report = run(capsys, "fsck", root, "--repair")
+    assert (status, [finding[1:] for finding in findings(report)]) == (0, [("catalogue", False)] * 2)
+    assert len(object_files(root)) == 8
+    with tier_pair(root) as made:
+        made.recovered()
+        until(lambda: len(object_files(root)) == 6, "the next server", deadline_s=30)
+    assert run(capsys, "fsck", root)[1]["findings"] == []
 
 
 def test_bytes_that_are_counted_wrong_are_put_right(root, capsys):
@@ -228,6 +244,29 @@ def test_what_is_stored_while_it_is_checked_is_no_finding(root):
             return super().open(path, flags)
 
     assert fsck.Check(str(root), device=Storing()).run().findings == []
+
+
+def test_what_gets_its_row_while_rows_are_read_is_no_finding(root):
+    forget_rows(root, P[4:])
+    missing = path_of(root, Q[2], OTHER_NAMESPACE)
+    missing.unlink()
+    (item,) = as_stored(NAMESPACE.snapshot, [_found(root, P[4])])
+
+    class Committing(Device):
+        def lstat(self, path):  # asked after all rows were read
+            with member(root) as catalogue:
+                catalogue.grant(item.num_bytes, item.num_bytes, 1 << 40)
+                assert not catalogue.commit([item]).refused
+            return super().lstat(path)
+
+    report = fsck.Check(str(root), device=Committing()).run()
+    assert [os.path.basename(finding.path) for finding in report.findings] == [missing.name]
+
+
+def _found(root, planned):
+    path = path_of(root, planned)
+    state = path.stat()
+    return FoundObject(planned, state.st_mtime, (FoundFile(str(path), path.name, state.st_size, state.st_mtime),))
 
 
 def test_repair_removes_no_row_while_something_cannot_be_read(root, monkeypatch):
