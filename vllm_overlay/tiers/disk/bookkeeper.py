@@ -203,38 +203,50 @@ class Bookkeeper:
             raise damage
         session.catalogue.check_membership()
         self._work_off(session)
-        num_evicted, is_short = session.evictor.make_room(session.served)
-        self.num_evicted += num_evicted
-        if session.evictor.has_evicted_others and not is_short:
-            session.evictor.has_evicted_others = False
-            session.recovery.look_for_abandoned()
-        has_more = session.follower.follow()
-        if is_short or has_more:
+        if session.served is not self._served:
+            self._move(session, self._served)
+        self.num_evicted += self._make_room(session)
+        if session.follower.follow():
             self._wake()
         if not is_marked(self._root):  # while it is not, no store can make a directory
             open_with_locks(self._device, self._root, bool(self._integrity.key))
         self._manifests.describe(session.served.namespace)
 
     def _work_off(self, session: _Session) -> None:
-        """What the scheduler has decided."""
-        session.remover.finish()
+        """What the scheduler has decided. It waits for a rebuild, which has yet to see what lies there."""
         if self._must_ask_room:
             self._room.set_granted(session.catalogue.give_back(0))
             self._must_ask_room = False
+        if not session.catalogue.totals().is_complete:
+            return
+        if self._room.available < 0:  # stores have outlived the catalogue that granted their bytes
+            self._make_room(session)
+        session.remover.finish()
         session.committer.carry_out(self._steps)
         if used := {self._used.popleft() for _ in range(len(self._used))}:
             session.catalogue.touch(used, int(time.time()))
 
+    def _make_room(self, session: _Session) -> int:
+        """How many objects were evicted for it."""
+        num_evicted, is_short = session.evictor.make_room(session.served)
+        if is_short:
+            self._wake()
+        elif session.evictor.has_evicted_others:
+            session.evictor.has_evicted_others = False
+            session.recovery.look_for_abandoned()
+        return num_evicted
+
+    def _move(self, session: _Session, served: ServedNamespace) -> None:
+        """Serve this namespace, and no more the one before, of which the catalogue knows all by now."""
+        session.catalogue.serve(_namespaces_of(served.namespace), int(time.time()))
+        session.served = served
+        session.follower = Follower(session.catalogue, served, self._world_size)
+        session.recovery.look_for_abandoned()
+
     def _open_session(self) -> _Session:
         """The catalogue of the root that is there now, in which this process is a member that serves."""
-        served = self._served
         if self._session is None:
-            self._session = self._begin_session(served)
-        elif self._session.served is not served:
-            self._session.catalogue.serve(_namespaces_of(served.namespace), int(time.time()))
-            self._session.served = served
-            self._session.follower = Follower(self._session.catalogue, served, self._world_size)
-            self._session.recovery.look_for_abandoned()
+            self._session = self._begin_session(self._served)
         return self._session
 
     def _begin_session(self, served: ServedNamespace) -> _Session:

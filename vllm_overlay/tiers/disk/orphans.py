@@ -88,9 +88,10 @@ class Orphans:
                 is_clean = False
         return is_clean
 
-    def remove(self, fingerprint: str) -> None:
+    def remove(self, fingerprint: str, age: Age) -> None:
         """Remove what the catalogue does not know of a namespace that nobody will serve again."""
         for directory in fan_out_directories(self._root, fingerprint, is_strict=True):
+            self._sweep(directory, age)
             unknown: list[FoundFile] = []
             by_object = sort_files(directory, unknown)
             known = self._known(fingerprint, list(by_object))

@@ -170,7 +170,7 @@ class Recovery:
                 return False
             namespace = known[fingerprint]
             if namespace.is_temporary and not namespace.is_served:
-                self._orphans.remove(fingerprint)
+                self._orphans.remove(fingerprint, self._age())
                 continue
             readers: Sequence[HeaderReader] = self._own_readers if fingerprint in self._own else self._readers
             is_clean &= self._orphans.look_after(fingerprint, namespace.partner, readers, self._age())
