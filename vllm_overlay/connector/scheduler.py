@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
 class OffloadScheduler:
     """Serves one tier. Every method is called from the scheduler's thread, in the order of vLLM's connector hooks."""
 

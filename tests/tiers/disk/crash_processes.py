@@ -214,9 +214,7 @@ class Storer:
             self._diary.stored(planned)
 
 
-def store_until_killed(
-    root: Path, seed: int, kill: tuple[str, str, int] | None, has_begun: Event, diary: Path
-) -> None:
+def store_until_killed(root: Path, seed: int, kill: tuple[str, str, int] | None, has_begun: Event, diary: Path) -> None:
     """The process to be killed."""
     has_begun.set()
     Storer(root, seed, KillingDevice(*kill) if kill else None, diary).run()

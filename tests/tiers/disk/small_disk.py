@@ -4,6 +4,7 @@
 import contextlib
 
 import pytest
+from vllm_overlay.tiers.disk.ledger import Ledger
 
 from tests.mounts import SmallDisk
 from tests.tiers.disk.files import bytes_of_objects, bytes_under, on_disk, temporaries
@@ -13,7 +14,6 @@ from tests.tiers.disk.waiting import until
 from vllm_overlay.common import circuit_breaker, rate_limited_log
 from vllm_overlay.tiers.disk import reclaimer
 from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.ledger import Ledger
 from vllm_overlay.tiers.disk.root import open_root
 
 MIB = 1 << 20

@@ -244,7 +244,9 @@ def test_a_damaged_or_removed_catalogue_is_made_anew_while_it_serves(tmp_path, d
             catalogue.with_name("other").write_bytes(b"garbage" * 1000)
             if damage == "foreign":
                 catalogue.with_name("other").unlink()
-                sqlite3.connect(catalogue.with_name("other")).executescript("CREATE TABLE meta (id); PRAGMA user_version = 1")
+                sqlite3.connect(catalogue.with_name("other")).executescript(
+                    "CREATE TABLE meta (id); PRAGMA user_version = 1"
+                )
             os.replace(catalogue.with_name("other"), catalogue)
         for planned in chain("q", 2):
             made.store_at_last(planned)

@@ -141,9 +141,7 @@ class Bookkeeper:
             self._changed.notify()
         self._thread.join(timeout_s)
 
-    def _as_stored(
-        self, served: ServedNamespace, planned: PlannedObject, num_bytes: int, ticket: int
-    ) -> StoredObject:
+    def _as_stored(self, served: ServedNamespace, planned: PlannedObject, num_bytes: int, ticket: int) -> StoredObject:
         fingerprint = served.namespace.fingerprint_of(planned.object_id.tag)
         return StoredObject(fingerprint, planned, self._world_size, num_bytes, ticket, int(time.time()))
 
@@ -268,9 +266,7 @@ class Bookkeeper:
             Committer(catalogue, remover, self._room, self._device),
             Evictor(catalogue, remover, self._room, self._quota, self._root, self._device),
             Follower(catalogue, served, self._world_size),
-            Recovery(
-                catalogue, self._root, namespaces, self._room, self.reserve, self._device, self._integrity
-            ),
+            Recovery(catalogue, self._root, namespaces, self._room, self.reserve, self._device, self._integrity),
         )
 
     def _end_session(self) -> None:

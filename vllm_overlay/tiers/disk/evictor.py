@@ -78,7 +78,9 @@ class Evictor:
         claimed: set[Name] = set()
 
         def may_go(names: list[Name]) -> set[Name]:
-            ours = {name.object_id: name for name in names if name.fingerprint == own.fingerprint_of(name.object_id.tag)}
+            ours = {
+                name.object_id: name for name in names if name.fingerprint == own.fingerprint_of(name.object_id.tag)
+            }
             free = {ours[object_id] for object_id in served.holds.claim(ours)}
             claimed.update(free)
             return free.union(name for name in names if ours.get(name.object_id) != name)

@@ -71,7 +71,9 @@ class Rebuild:
         return Namespace(fingerprint, partner, is_temporary=manifest.is_of_one_process)
 
     def _guess_partner(self, fingerprint: str, found: Mapping[str, Listing]) -> str:
-        parents = next((set(item.planned.parents) for item in found[fingerprint].objects if item.planned.parents), set())
+        parents = next(
+            (set(item.planned.parents) for item in found[fingerprint].objects if item.planned.parents), set()
+        )
         for candidate in (fingerprint, *found):
             if parents <= {item.planned.object_id for item in found[candidate].objects}:
                 return candidate

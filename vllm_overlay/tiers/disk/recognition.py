@@ -45,7 +45,9 @@ def recognise(root: str) -> RootKind:
         return RootKind.EMPTY
     if _is_old_root(root, states):
         return RootKind.OLD
-    if marked_version(root) == versions.DISK_ROOT:  # another process has just made it: it does so before it makes anything else
+    if (
+        marked_version(root) == versions.DISK_ROOT
+    ):  # another process has just made it: it does so before it makes anything else
         return RootKind.MARKED
     raise NotARootError(
         root,
@@ -125,7 +127,9 @@ def _has_words(root: str, states: dict[str, os.stat_result]) -> bool:
 
 def _is_own_name(name: str, state: os.stat_result) -> bool:
     if stat.S_ISDIR(state.st_mode):
-        return name in {LEASES, LEDGER, MEMBERS, *_OF_MOUNTS} or bool(FINGERPRINT.fullmatch(name) or HOST_ROOT.fullmatch(name))
+        return name in {LEASES, LEDGER, MEMBERS, *_OF_MOUNTS} or bool(
+            FINGERPRINT.fullmatch(name) or HOST_ROOT.fullmatch(name)
+        )
     if not stat.S_ISREG(state.st_mode):
         return False
     is_known = name in WEIGHT_FILES | {LEDGER, MARKER} or is_temporary(name) or is_catalogue_name(name)

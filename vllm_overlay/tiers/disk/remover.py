@@ -34,9 +34,7 @@ class Remover:
             self.finish(removed)
         return count
 
-    def finish(
-        self, removed: Sequence[RemovedObject] = (), keep_bytes: int = 0, capacity_bytes: int = 0
-    ) -> int:
+    def finish(self, removed: Sequence[RemovedObject] = (), keep_bytes: int = 0, capacity_bytes: int = 0) -> int:
         """Unlink the files of objects whose removal has begun, and of those that failed before.
 
         Returns how many bytes became this process's room (see ``Catalogue.end_removal``). A file that cannot be
@@ -46,7 +44,8 @@ class Remover:
         self._stuck = []
         kept = 0
         while batch := self._pending[:BATCH_ROWS]:
-            gone, stuck = [], []
+            gone: list[RemovedObject] = []
+            stuck: list[RemovedObject] = []
             for item in batch:
                 is_gone = self.unlink_all(self.paths_of(item.name, item.world_size))
                 (gone if is_gone else stuck).append(item)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.catalogue.objects import CHUNKS, MIB, NOW, OTHERS, SNAPSHOTS, member, name, names, store, stored
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged, Limits, Namespace, Refusal
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged, Limits, Namespace
 
 
 def test_what_a_dead_member_was_granted_is_free_only_when_it_is_buried(tmp_path: Path) -> None:
