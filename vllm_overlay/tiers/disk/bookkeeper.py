@@ -21,6 +21,7 @@ from vllm_overlay.tiers.disk.catalogue import (
     Namespace,
     StoredObject,
     Superseded,
+    Unavailable,
     replace_damaged,
 )
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
@@ -202,8 +203,12 @@ class Bookkeeper:
         if (damage := session.recovery.damage) is not None:
             raise damage
         session.catalogue.check_membership()
-        self._work_off(session)
-        num_evicted, is_short = session.evictor.make_room(session.served)
+        try:
+            self._work_off(session)
+            num_evicted, is_short = session.evictor.make_room(session.served)
+        except Unavailable:
+            self.num_evicted += session.evictor.unlink_unrecorded(session.served)
+            raise
         self.num_evicted += num_evicted
         has_more = session.follower.follow()
         if is_short or has_more:
@@ -214,6 +219,7 @@ class Bookkeeper:
 
     def _work_off(self, session: _Session) -> None:
         """What the scheduler has decided."""
+        session.evictor.record()
         session.remover.finish()
         if self._must_ask_room:
             self._room.set_granted(session.catalogue.give_back(0))
