@@ -149,9 +149,9 @@ def test_a_disk_that_takes_no_more_files_has_no_room(disk):
 
 
 def test_own_files_that_are_too_many_make_room_for_new_ones(disk):
-    disk.mount("16m", max_files=100)
+    disk.mount("16m", max_files=400)  # directories of objects, which stay, take 256 of them
     with tier_pair(disk.path, capacity_bytes=64 * MIB) as made:
-        for turn in range(100):
+        for turn in range(400):
             made.store_at_last(chain(f"p{turn}", 1)[0])
         assert made.tier.usage().evicted_objects > 0
         assert_all_is_well(made)
