@@ -22,7 +22,6 @@ from vllm_overlay.tiers.disk.scan import (
     was_written_before,
 )
 
-
 _ROOM_S = 10.0
 """An object waits for so long for the room that it takes in the catalogue."""
 _POLL_S = 0.05

@@ -46,7 +46,8 @@ class Remover:
         self._stuck = []
         kept = 0
         while batch := self._pending[:BATCH_ROWS]:
-            gone, stuck = [], []
+            gone: list[RemovedObject] = []
+            stuck: list[RemovedObject] = []
             for item in batch:
                 is_gone = self.unlink_all(self.paths_of(item.name, item.world_size))
                 (gone if is_gone else stuck).append(item)
