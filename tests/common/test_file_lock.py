@@ -111,9 +111,7 @@ def test_a_long_wait_is_told_once(tmp_path, monkeypatch, caplog):
     ]
 
 
-def test_a_tool_that_is_stopped_with_the_catalogue_locked_holds_no_start_and_stores_come_back(
-    tmp_path, caplog
-):
+def test_a_tool_that_is_stopped_with_the_catalogue_locked_holds_no_start_and_stores_come_back(tmp_path, caplog):
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 2))

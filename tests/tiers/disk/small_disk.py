@@ -45,7 +45,8 @@ def outcomes_until(made, wanted):
 def assert_all_is_well(made):
     """Stores go on, what is stored is loaded, and the catalogue, the files and the index agree."""
     made.recovered()
-    until(lambda: all([made.has(each) or made.try_store(each) == "" for each in chain("well", 1)]), "stores that succeed")
+    for planned in chain("well", 1):
+        until(lambda planned=planned: made.has(planned) or made.try_store(planned) == "", "a store that succeeds")
     until(lambda: made.reasons(chain("well", 1)) == ["", ""], "a load that succeeds")
     until(lambda: made.tier.advance() or all_agree(made), "an agreement of catalogue, files and index")
     assert temporaries(made.root) == []

@@ -20,10 +20,9 @@ from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import Catalogue
-from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.marker import MARKER, encode_marker
-from vllm_overlay.tiers.disk.root import lock_directory, open_root
+from vllm_overlay.tiers.disk.root import lock_directory
 
 
 def open_tier(root, **changes):
