@@ -26,11 +26,6 @@ def object_files(root: Path) -> list[Path]:
     return sorted(path for path in _files_under(root) if not path.name.startswith(".tmp."))
 
 
-def bytes_of_objects(root: Path) -> int:
-    """What the catalogue counts, while nobody writes or removes any."""
-    return sum(path.stat().st_size for path in object_files(root))
-
-
 def temporaries(root: Path) -> list[Path]:
     walk = ((directory, name) for directory, _, names in os.walk(root) for name in names)
     return sorted(Path(directory, name) for directory, name in walk if name.startswith(".tmp."))

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from tests.mounts import SmallDisk
-from tests.tiers.disk.files import bytes_of_objects, bytes_under, counted, on_disk, temporaries
+from tests.tiers.disk.files import bytes_under, counted, on_disk, temporaries
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import tier_pair
 from tests.tiers.disk.waiting import until
@@ -54,7 +54,7 @@ def assert_all_is_well(made):
 
 def all_agree(made):
     with contextlib.suppress(FileNotFoundError):  # one goes just now
-        return counted(made.root)[0] == bytes_of_objects(made.root) == made.tier.index.used_bytes
+        return counted(made.root)[0] == bytes_under(made.root) == made.tier.index.used_bytes
     return False
 
 
@@ -91,7 +91,7 @@ def assert_files_go_before_their_rows(disk, caplog, is_ended):
             for turn in range(5):
                 made.store(chain(f"p{turn}", 6))
             until(lambda: made.tier.advance() or all_agree(made), "an agreement of catalogue, files and index")
-            before = bytes_of_objects(made.root)
+            before = bytes_under(made.root)
             evicted = made.tier.usage().evicted_objects
             others.enter_context(disk.full())
             until(lambda: made.try_store(chain("q", 1)[0]) and bytes_under(made.root) < before, "files that go")
@@ -103,7 +103,7 @@ def assert_files_go_before_their_rows(disk, caplog, is_ended):
         others.close()
     with tier_pair(disk.path, capacity_bytes=capacity) as again:
         assert_all_is_well(again)
-        assert bytes_of_objects(again.root) <= capacity
+        assert bytes_under(again.root) <= capacity
     assert catalogue_problems(disk.path) == []
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice
-from tests.tiers.disk.files import bytes_of_objects, bytes_under, counted, lose_catalogue, object_files, on_disk
+from tests.tiers.disk.files import bytes_under, counted, lose_catalogue, object_files, on_disk
 from tests.tiers.disk.inside import put_device, room_bytes
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.processes import WRITER, kill, start
@@ -99,7 +99,7 @@ def test_the_capacity_holds_across_restarts_and_when_it_is_lowered(tmp_path):
         seen = []
         store_many(again, 20, lambda: seen.append(bytes_under(root)))
         assert max(seen) <= lower
-        until(lambda: again.tier.advance() or counted(root)[0] == bytes_of_objects(root))
+        until(lambda: again.tier.advance() or counted(root)[0] == bytes_under(root))
 
 
 def test_two_processes_keep_one_capacity(tmp_path):

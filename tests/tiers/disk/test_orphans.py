@@ -5,7 +5,7 @@ import errno
 import time
 
 from tests.tiers.disk.devices import UnreadableFile
-from tests.tiers.disk.files import bytes_of_objects, counted, object_files
+from tests.tiers.disk.files import bytes_under, counted, object_files
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
@@ -33,7 +33,7 @@ def forget(made, objects):
 def assert_found(made, objects):
     made.recovered()
     until(lambda: made.tier.advance() or all(made.coverage(objects)), "all that is on disk")
-    until(lambda: counted(made.root)[0] == bytes_of_objects(made.root), "what the catalogue counts")
+    until(lambda: counted(made.root)[0] == bytes_under(made.root), "what the catalogue counts")
     made.tier.index.check_integrity()
 
 

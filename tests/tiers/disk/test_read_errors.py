@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice, UnreadableFile
-from tests.tiers.disk.files import bytes_of_objects, counted, lose_catalogue, object_files, on_disk
+from tests.tiers.disk.files import bytes_under, counted, lose_catalogue, object_files, on_disk
 from tests.tiers.disk.objects import OBJECT, chain, key
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, NUM_TOKENS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
@@ -169,8 +169,8 @@ def test_it_is_stored_again_and_found_at_once_with_all_that_builds_on_it(made):
     assert object_files(made.root) == files
     assert made.path(FIRST).stat().st_ino != inode
     assert load(made, WHOLE) == [""] * len(WHOLE)
-    until(lambda: counted(made.root)[0] == bytes_of_objects(made.root), "what the catalogue counts")
-    assert made.tier.usage().used_bytes == bytes_of_objects(made.root)
+    until(lambda: counted(made.root)[0] == bytes_under(made.root), "what the catalogue counts")
+    assert made.tier.usage().used_bytes == bytes_under(made.root)
     assert made.tier.reserve(FIRST) is None
 
 

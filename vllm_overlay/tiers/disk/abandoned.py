@@ -13,14 +13,16 @@ from vllm_overlay.tiers.disk.scan import FAN_OUT, namespaces_under
 
 def remove_abandoned(catalogue: Catalogue, remover: Remover, root: str, device: Device) -> None:
     """Raises CatalogueError. What could not be removed is found by the next call, of whatever process."""
-    for usage in catalogue.usage():
-        if usage.is_temporary and not usage.is_served and usage.num_objects:
-            _, slices = catalogue.load([usage.fingerprint])
-            remover.remove([item.name for found in slices for item in found if item.fingerprint == usage.fingerprint])
-    catalogue.drop_empty_namespaces()
-    known = {usage.fingerprint for usage in catalogue.usage()}
+    known = catalogue.namespaces()
+    for namespace in known:
+        if namespace.is_temporary and not namespace.is_served and not namespace.is_empty:
+            _, slices = catalogue.load([namespace.fingerprint])
+            found = (item for slice_ in slices for item in slice_)
+            remover.remove([item.name for item in found if item.fingerprint == namespace.fingerprint])
+    gone = set(catalogue.drop_empty_namespaces())
+    there = {namespace.fingerprint for namespace in known} - gone
     for fingerprint in namespaces_under(root):
-        if fingerprint not in known:
+        if fingerprint not in there:
             _remove_directory(os.path.join(root, fingerprint), device)
 
 

@@ -210,6 +210,9 @@ class Bookkeeper:
             self.num_evicted += session.evictor.unlink_unrecorded(session.served)
             raise
         self.num_evicted += num_evicted
+        if session.evictor.has_evicted_others and not is_short:
+            session.evictor.has_evicted_others = False
+            session.recovery.look_for_abandoned()
         has_more = session.follower.follow()
         if is_short or has_more:
             self._wake()
@@ -259,7 +262,9 @@ class Bookkeeper:
             Committer(catalogue, remover, self._room, self._device),
             Evictor(catalogue, remover, self._room, self._quota, self._root, self._device),
             Follower(catalogue, served, self._world_size),
-            Recovery(catalogue, self._root, namespaces, self._room, self._device, self._integrity),
+            Recovery(
+                catalogue, self._root, namespaces, self._room, self.reserve, self._device, self._integrity
+            ),
         )
 
     def _end_session(self) -> None:

@@ -40,6 +40,8 @@ class Evictor:
         self._device = device
         self._unrecorded: dict[Name, int] = {}
         """Objects whose files are gone and whose rows are not, and their bytes."""
+        self.has_evicted_others = False
+        """Whether namespaces that this process does not serve may be empty by now."""
 
     def make_room(self, served: ServedNamespace) -> tuple[int, bool]:
         """Bring the room to what this process may hold once half of it is gone.
@@ -78,6 +80,7 @@ class Evictor:
             served.holds.unclaim(name.object_id for name in claimed)
             raise
         served.holds.unclaim(name.object_id for name in claimed.difference(item.name for item in removed))
+        self.has_evicted_others |= any(item.name.fingerprint not in served.namespace.fingerprints for item in removed)
         kept = self._remover.finish(removed, short_bytes, capacity)
         self._room.grow(kept)
         return len(removed), bool(removed) and kept < short_bytes

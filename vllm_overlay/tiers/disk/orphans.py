@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, Refusal, StoredObject
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Name, Refusal, StoredObject
 from vllm_overlay.tiers.disk.device import Device, is_temporary, remove_quietly
 from vllm_overlay.tiers.disk.header_scan import HeaderScan
 from vllm_overlay.tiers.disk.listing import FoundObject, Listing, parents_first, sort_files
@@ -46,13 +47,16 @@ class Orphans:
         scan: HeaderScan,
         device: Device,
         room: Room,
+        reserve: Callable[[int], bool],
         is_closing: Callable[[], bool],
     ) -> None:
+        """``reserve`` takes bytes from ``room``, and says so to who fills it."""
         self._catalogue = catalogue
         self._root = root
         self._scan = scan
         self._device = device
         self._room = room
+        self._reserve = reserve
         self._is_closing = is_closing
 
     def look_after(self, fingerprint: str, partner: str, readers: Sequence[HeaderReader], age: Age) -> bool:
@@ -83,9 +87,19 @@ class Orphans:
                 is_clean = False
         return is_clean
 
+    def remove(self, fingerprint: str) -> None:
+        """Remove what the catalogue does not know of a namespace that nobody will serve again."""
+        for directory in fan_out_directories(self._root, fingerprint, is_strict=True):
+            unknown: list[FoundFile] = []
+            by_object = sort_files(directory, unknown)
+            known = self._known(fingerprint, list(by_object))
+            unknown += [file for each, files in by_object.items() if each not in known for file in files.values()]
+            for file in unknown:
+                remove_quietly(self._device, file.path)
+
     def _adopt(self, item: StoredObject) -> Refusal | None:
         deadline = time.monotonic() + _ROOM_S
-        while not self._room.reserve(item.num_bytes):
+        while not self._reserve(item.num_bytes):
             if self._is_closing() or time.monotonic() > deadline:
                 return Refusal.NO_GRANT
             time.sleep(_POLL_S)
@@ -121,13 +135,14 @@ class Orphans:
 
     def _find(self, fingerprint: str, directory: str, readers: Sequence[HeaderReader], listing: Listing) -> None:
         by_object = sort_files(directory, listing.useless)
-        names = [Name(fingerprint, object_id) for object_id in by_object]
-        for start in range(0, len(names), BATCH_ROWS):
-            batch = names[start : start + BATCH_ROWS]
-            num_ranks = {item.name: item.world_size for item in self._catalogue.find(batch)}
-            for name in batch:
-                files = by_object[name.object_id]
-                if (known := num_ranks.get(name)) is None:
-                    self._scan.read(fingerprint, name.object_id, files, readers, listing)
-                else:
-                    listing.useless.extend(file for rank, file in files.items() if rank >= known)
+        known = self._known(fingerprint, list(by_object))
+        for object_id, files in by_object.items():
+            if (num_ranks := known.get(object_id)) is None:
+                self._scan.read(fingerprint, object_id, files, readers, listing)
+            else:
+                listing.useless.extend(file for rank, file in files.items() if rank >= num_ranks)
+
+    def _known(self, fingerprint: str, object_ids: Sequence[ObjectId]) -> dict[ObjectId, int]:
+        """Those that the catalogue knows, and how many ranks each has."""
+        found = self._catalogue.find(Name(fingerprint, object_id) for object_id in object_ids)
+        return {item.planned.object_id: item.world_size for item in found}

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
@@ -47,16 +47,18 @@ class Recovery:
         root: str,
         served: Sequence[Namespace],
         room: Room,
+        reserve: Callable[[int], bool],
         device: Device,
         integrity: Integrity,
     ) -> None:
+        """``reserve`` is the bookkeeper's."""
         self._catalogue = catalogue
         self._root = root
         self._own = {namespace.fingerprint: namespace for namespace in served}
         self._device = device
         self._remover = Remover(catalogue, root, device)
         self._scan = HeaderScan(root, device, shut_bits(bool(integrity.key)), self._is_closing)
-        self._orphans = Orphans(catalogue, root, self._scan, device, room, self._is_closing)
+        self._orphans = Orphans(catalogue, root, self._scan, device, room, reserve, self._is_closing)
         self._own_readers = [header_reader(integrity)]
         self._readers = [header_reader(each) for each in dict.fromkeys((integrity, XXH3))]
         self._started = time.time()
@@ -91,8 +93,13 @@ class Recovery:
             if is_done and todo:
                 todo.pop(0)
             else:
-                self._woken.wait(_RETRY_S if self._deaths or not is_done else PAUSE_S)
+                self._woken.wait(_RETRY_S if self._is_settling() or not is_done else PAUSE_S)
                 self._woken.clear()
+
+    def _is_settling(self) -> bool:
+        """Whether somebody can be buried soon. Who could not be is tried again after a pause: each try reads all of
+        a namespace's directories."""
+        return any(time.monotonic() - died < DEATH_SETTLES_S for died in self._deaths.values())
 
     def _try(self, step: Callable[[], bool]) -> bool:
         try:
@@ -131,8 +138,6 @@ class Recovery:
         """Once: everything under the root."""
         sweep_temporaries(self._root, self._device)
         self._tell_of_others()
-        unknown = set(namespaces_under(self._root)).difference(usage.fingerprint for usage in self._catalogue.usage())
-        self._catalogue.tell_of((self._namespace_of(fingerprint) for fingerprint in unknown), int(time.time()))
         self._look_after(namespaces_under(self._root))
         self._must_remove_abandoned = True
         return self._look_after_dead()
@@ -168,16 +173,23 @@ class Recovery:
         paths = self._remover.paths_of(item.name, item.world_size)
         return not self._is_closing() and not os.path.lexists(paths[0])
 
-    def _look_after(self, fingerprints: Iterable[str]) -> bool:
+    def _look_after(self, fingerprints: Sequence[str]) -> bool:
         """Those in which parents lie come first. Returns whether nothing is left that only time will tell."""
-        partners = {usage.fingerprint: usage.partner for usage in self._catalogue.usage()}
+        known = {namespace.fingerprint: namespace for namespace in self._catalogue.namespaces()}
+        unknown = [self._namespace_of(fingerprint) for fingerprint in fingerprints if fingerprint not in known]
+        if unknown:
+            self._catalogue.tell_of(unknown, int(time.time()))
+            known = {namespace.fingerprint: namespace for namespace in self._catalogue.namespaces()}
         is_clean = True
-        for fingerprint in sorted(fingerprints, key=lambda fingerprint: partners.get(fingerprint) != fingerprint):
+        for fingerprint in sorted(fingerprints, key=lambda fingerprint: known[fingerprint].partner != fingerprint):
             if self._is_closing():
                 return False
+            namespace = known[fingerprint]
+            if namespace.is_temporary and not namespace.is_served:
+                self._orphans.remove(fingerprint)
+                continue
             readers: Sequence[HeaderReader] = self._own_readers if fingerprint in self._own else self._readers
-            partner = partners.get(fingerprint, fingerprint)
-            is_clean &= self._orphans.look_after(fingerprint, partner, readers, self._age())
+            is_clean &= self._orphans.look_after(fingerprint, namespace.partner, readers, self._age())
         return is_clean
 
     def _namespace_of(self, fingerprint: str) -> Namespace:

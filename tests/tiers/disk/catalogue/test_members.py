@@ -35,20 +35,6 @@ def test_files_that_a_dead_member_was_unlinking_are_named(tmp_path: Path) -> Non
     other.close()
 
 
-def test_orphans_of_a_dead_member_are_paid_from_its_grant(tmp_path: Path) -> None:
-    dying, other = member(tmp_path), member(tmp_path)
-    dying.grant(10_000, 10_000, MIB)
-    with pytest.raises(ValueError, match="no dead member"):
-        other.adopt([stored(1)], of_dead=dying.slot)
-    slot = dying.slot
-    dying.close()
-    found = other.adopt([stored(1), stored(2)], of_dead=slot)
-    assert [why for _, why in found.refused] == [Refusal.NO_GRANT]
-    assert other.bury(slot) == 10_000 - 8192
-    assert other.totals().num_bytes == 8192 and other.check() == []
-    other.close()
-
-
 def test_a_slot_of_the_dead_is_not_taken_before_it_is_buried(tmp_path: Path) -> None:
     member(tmp_path).close()
     second = member(tmp_path)

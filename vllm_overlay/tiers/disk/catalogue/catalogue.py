@@ -28,6 +28,7 @@ from vllm_overlay.tiers.disk.catalogue.generations import DEFAULT_TIMEOUT_S
 from vllm_overlay.tiers.disk.catalogue.grants import Grant
 from vllm_overlay.tiers.disk.catalogue.load import Loader
 from vllm_overlay.tiers.disk.catalogue.members import DeadMember
+from vllm_overlay.tiers.disk.catalogue.namespaces import KnownNamespace
 from vllm_overlay.tiers.disk.catalogue.rows import (
     Fingerprint,
     Name,
@@ -137,6 +138,11 @@ class Catalogue:
         """Forget a dead member, whose files have been looked after; returns the bytes that this frees."""
         with self._connection.writing() as db:
             return members.bury(db, self._root, slot)
+
+    def namespaces(self) -> list[KnownNamespace]:
+        """All of them; takes no time that grows with the number of objects."""
+        with self._connection.reading() as db:
+            return namespaces.known(db, members.served(db, self._root))
 
     def drop_empty_namespaces(self) -> list[str]:
         """Forget namespaces without objects that no member serves, not even a dead one; returns their fingerprints."""

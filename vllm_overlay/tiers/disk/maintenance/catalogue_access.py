@@ -12,6 +12,7 @@ from typing import TypeVar
 from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.catalogue.errors import translated
 from vllm_overlay.tiers.disk.catalogue.generations import newest
+from vllm_overlay.tiers.disk.catalogue.members import count_living
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.marker import mark_old_root
 from vllm_overlay.tiers.disk.old_root import take_over
@@ -35,6 +36,15 @@ def open_existing(root: str) -> Catalogue | None:
     """None where there is no catalogue, and then none is made. Raises CatalogueError, and ConfigError for another
     user's root."""
     return Catalogue(lock_directory(root)) if has_catalogue(root) else None
+
+
+def count_members(root: str) -> int:
+    """How many processes have joined, whatever catalogue of this root. Raises CatalogueError when nobody can say."""
+    with translated(0):
+        try:
+            return count_living(lock_directory(root))
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
 
 
 def open_or_begin(root: str, device: Device, kind: RootKind) -> Catalogue:

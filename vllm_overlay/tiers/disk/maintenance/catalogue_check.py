@@ -2,7 +2,6 @@
 """Whether the catalogue agrees with itself and with the files that were found."""
 
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +10,6 @@ from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Name, S
 from vllm_overlay.tiers.disk.catalogue.generations import path_of
 from vllm_overlay.tiers.disk.checksum import Integrity
 from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.listing import FoundObject
 from vllm_overlay.tiers.disk.maintenance.findings import Findings, What
 from vllm_overlay.tiers.disk.maintenance.guarded_catalogue import GuardedCatalogue, generation_of
 from vllm_overlay.tiers.disk.maintenance.object_check import CheckedNamespace
@@ -42,6 +40,7 @@ class CatalogueCheck:
         self._device = device
         self._integrity = integrity
         self._is_replaced: bool | None = None
+        self._is_removing = False
 
     def run(self, namespaces: Sequence[CheckedNamespace]) -> None:
         if not self._catalogue.is_open and self._catalogue.error is None:
@@ -125,6 +124,8 @@ class CatalogueCheck:
         detail = "the catalogue does not know this object"
         if self._catalogue.is_served(item.fingerprint):
             self._findings.note(path, What.CATALOGUE, f"{detail}; served now, so it may be on its way")
+        elif self._is_removing:
+            self._findings.note(path, What.CATALOGUE, f"{detail}; objects are being removed now")
         elif item.fingerprint in self._catalogue.of_dead:
             self._findings.note(path, What.CATALOGUE, f"{detail}; of a process that ended: a server looks after it")
         else:
@@ -168,6 +169,7 @@ class CatalogueCheck:
     def _confirm_unknown(self, catalogue: Catalogue, items: Sequence[StoredObject]) -> list[StoredObject]:
         known = {row.name for row in catalogue.find([item.name for item in items])}
         left = [item for item in items if item.name not in known]
+        self._is_removing = catalogue.totals().removing_bytes > 0  # rows go before files
         return [item for item in left if not any(map(self._is_missing, self._paths_of(item)))]
 
     def _paths_of(self, item: StoredObject) -> list[str]:

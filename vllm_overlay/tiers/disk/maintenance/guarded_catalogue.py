@@ -18,10 +18,14 @@ from vllm_overlay.tiers.disk.catalogue import (
     StoredObject,
     replace_damaged,
 )
-from vllm_overlay.tiers.disk.catalogue.members import count_living
 from vllm_overlay.tiers.disk.checksum import Integrity
 from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.maintenance.catalogue_access import joined, open_existing, without_interruption
+from vllm_overlay.tiers.disk.maintenance.catalogue_access import (
+    count_members,
+    joined,
+    open_existing,
+    without_interruption,
+)
 from vllm_overlay.tiers.disk.maintenance.completion import complete, missing_keys
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.namespace import parse_file_name
@@ -93,10 +97,8 @@ class GuardedCatalogue:
         dead = self.ask(Catalogue.dead_members) or ()
         self.of_dead = frozenset(fingerprint for member in dead for fingerprint in member.fingerprints)
         try:
-            self._is_anybody_there = count_living(lock_directory(self._root)) > 0
-        except FileNotFoundError:
-            self._is_anybody_there = False
-        except OSError:
+            self._is_anybody_there = count_members(self._root) > 0
+        except CatalogueError:
             self._is_anybody_there = True
 
     def is_served(self, fingerprint: str) -> bool:
