@@ -200,7 +200,7 @@ def test_a_root_that_goes_while_it_is_served_costs_a_recomputation(
         root.mkdir(mode=0o700, exist_ok=True)
     assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
     works(engine, 80 + is_replaced)
-    assert any(root.glob("*/in-use"))
+    assert any(root.glob("catalogue-*.sqlite")) and any(root.glob("*/namespace.json"))
 
 
 def test_after_all_that_no_hook_has_failed_and_the_root_is_sound(engine: Engine, root: Path) -> None:

@@ -93,7 +93,7 @@ def test_more_than_the_disk_holds_is_stored_and_the_free_space_to_keep_is_kept(
 def test_a_disk_without_room_drops_stores_until_it_has_room(
     engine: Engine, disk: SmallDisk, answers: Answers, fault: str
 ) -> None:
-    """The reclaimer sees it in a second, and stores come to ``no_room``; those before that meet the kernel's error."""
+    """The bookkeeper sees it in a second, and stores come to ``no_room``; those before that meet the kernel's error."""
     seed = 200 + 100 * (fault == "full")
     tokens, cold = stored(engine, seed)
     for turn in range(ROUNDS):

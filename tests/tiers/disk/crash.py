@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills a process that stores, recovers, reads everything.
 
-What was committed last must be served afterwards, also when the catalogue is lost too. Two ranks with real threads and files store, drop, clear and evict under a small limit. Half of the processes are
+What was committed last must be served afterwards, also when the catalogue is lost too.
+
+Two ranks with real threads and files store, drop, clear and evict under a small limit. Half of the processes are
 killed at a random moment, half kill themselves in a random call on a file: before it, after it, or half through a
 write. Then another process recovers the root and reads all that it found, in both ranks.
 

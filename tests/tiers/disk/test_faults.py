@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice
-from tests.tiers.disk.files import bytes_of_objects, counted, object_files, on_disk, temporaries
+from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk, temporaries
 from tests.tiers.disk.inside import is_member, room_bytes
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import load_ticket, tier_pair
@@ -298,7 +298,7 @@ def test_what_the_catalogue_needs_and_somebody_removed_is_made_anew(tmp_path, pa
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
         made.recovered()
-        until(lambda: counted(made.root)[0] == bytes_of_objects(made.root), "the catalogue to know it all")
+        until(lambda: counted(made.root)[0] == bytes_under(made.root), "the catalogue to know it all")
         for path in list(made.root.glob(pattern)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         until(lambda: members_of(made.root) == (1, 2), "a member that serves")

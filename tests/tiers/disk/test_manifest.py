@@ -3,11 +3,12 @@
 
 import errno
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from tests.tiers.disk.files import object_files
+from tests.tiers.disk.files import lose_catalogue, object_files
 from tests.tiers.disk.inside import is_member
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
@@ -71,6 +72,29 @@ def test_a_manifest_that_an_operator_removes_costs_no_object(tmp_path):
         other.store(chain("q", 1))
     with tier_pair(made.root) as again:
         assert all(again.recovered().coverage(WHOLE))
+
+
+@pytest.mark.parametrize("has_lost_parents", [False, True])
+def test_a_manifest_and_a_catalogue_that_an_operator_removes_cost_no_object(tmp_path, has_lost_parents):
+    """Where the parents of snapshots lie is found from the snapshots themselves."""
+    prompts = [chain(f"p{number}", 2) for number in range(8)]
+    with tier_pair(tmp_path / "root") as made:
+        for prompt in prompts:
+            made.store(prompt)
+    remove_manifests(made.root)
+    lose_catalogue(made.root)
+    if has_lost_parents:  # of most snapshots
+        prompts.sort(key=lambda prompt: prompt[-1].object_id.key)
+        while len(prompts) > 1:
+            for planned in prompts.pop(0)[:-1]:
+                made.path(planned).unlink()
+    time.sleep(0.1)  # what is older than a process may be removed by it
+    with tier_pair(made.root, namespace=OTHER_NAMESPACE) as other:
+        other.recovered()
+        other.store(chain("q", 1))
+    with tier_pair(made.root) as again:
+        again.recovered()
+        assert all(all(again.coverage(prompt)) for prompt in prompts)
 
 
 def test_a_manifest_that_is_removed_while_it_is_served_is_written_again(tmp_path):

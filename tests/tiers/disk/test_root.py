@@ -2,6 +2,7 @@
 """What a start takes for a root: a directory with a marker, an old root, an empty directory, and nothing else."""
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from vllm_overlay.common import rate_limited_log
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.marker import MARKER, encode_marker
+from vllm_overlay.tiers.disk.marker import MARKER, encode_marker, require_marker
 from vllm_overlay.tiers.disk.root import open_root
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 
@@ -285,6 +286,75 @@ def test_a_root_that_lost_its_marker_gets_it_back_while_it_serves(tmp_path):
         made.store_at_last(chain("q", 1)[0])
         made.recovered()
         until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]))
+
+
+# Roots of versions before 0.3.0.
+
+
+@pytest.fixture(params=[False, True], ids=["unmarked", "version 1"])
+def root_of_before(tmp_path, request):
+    """With a chain of objects, a ledger and a lease, and a marker or none."""
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 2))
+    make_old(tmp_path / "root", has_marker=request.param)
+    return tmp_path / "root"
+
+
+@HALVES
+def test_an_old_root_that_a_process_of_its_version_uses_is_refused_and_nothing_in_it_changes(root_of_before, start):
+    before = state_of(root_of_before)
+    with open(root_of_before / "leases" / "0") as lease:
+        fcntl.flock(lease, fcntl.LOCK_EX)
+        with pytest.raises(
+            ConfigError, match=r"root=.* is used by .* before 0\.3\.0, which keeps leases/0 locked: stop that server"
+        ):
+            start(root_of_before)
+        assert state_of(root_of_before) == before
+    start(root_of_before)
+
+
+def test_an_old_root_that_nobody_uses_is_taken_over_with_its_objects(root_of_before):
+    with tier_pair(root_of_before) as made:
+        made.recovered()
+        assert made.coverage(chain("p", 2)) == [True] * 3
+        assert made.reasons(chain("p", 2)) == [""] * 3
+        made.store(chain("q", 1))
+    assert_marked(root_of_before)
+    assert json.loads((root_of_before / MARKER).read_text())["version"] == 2
+    assert not (root_of_before / "leases").exists()
+    assert list((root_of_before / "ledger").iterdir()) == []
+
+
+def test_an_old_process_opens_no_ledger_in_a_root_that_was_taken_over(root_of_before):
+    open_tier(root_of_before)
+    with pytest.raises(IsADirectoryError):
+        os.open(root_of_before / "ledger", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    open_tier(root_of_before)
+    assert (root_of_before / "ledger").is_dir()
+
+
+def test_what_strangers_have_among_the_leases_of_an_old_root_stays(root_of_before):
+    (root_of_before / "leases" / "theirs").mkdir()
+    (root_of_before / "leases" / "notes.txt").write_text("mine")
+    (root_of_before / "leases" / "7").mkdir()
+    open_tier(root_of_before)
+    assert sorted(path.name for path in (root_of_before / "leases").iterdir()) == ["7", "notes.txt", "theirs"]
+    assert_marked(root_of_before)
+    assert (root_of_before / "ledger").is_dir()
+
+
+def test_nothing_is_made_where_no_marker_is(tmp_path):
+    root = tmp_path / "root"
+    with pytest.raises(FileNotFoundError, match="removed or replaced"):
+        require_marker(str(tmp_path))
+    with tier_pair(root) as made:
+        made.store(chain("p", 1))
+        root.rename(tmp_path / "was")
+        root.mkdir(mode=0o755)
+        (root / "ledger").write_text("2026-01-01 * opening balances")
+        until(lambda: made.try_store(chain("r", 1)[0]) == "no_room", "the end of its room")
+        assert [path.name for path in root.iterdir()] == ["ledger"]
+    assert (root / "ledger").read_text() == "2026-01-01 * opening balances"
 
 
 # Owner and mode.

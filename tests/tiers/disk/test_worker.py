@@ -176,9 +176,7 @@ def test_close_writes_what_is_pending(tmp_path):
     assert made.close(60.0) == 0
     with tier_pair(tmp_path / "root") as again:
         again.recovered()
-        until(
-            lambda: again.tier.advance() or again.coverage(objects) == [True] * 5, "what nobody told the catalogue of"
-        )
+        until(lambda: again.tier.advance() or again.coverage(objects) == [True] * 5, "files nobody told of")
         assert again.reasons(objects) == [""] * 5
 
 

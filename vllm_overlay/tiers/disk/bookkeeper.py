@@ -21,6 +21,7 @@ from vllm_overlay.tiers.disk.catalogue import (
     Namespace,
     StoredObject,
     Superseded,
+    Unavailable,
     replace_damaged,
 )
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
@@ -200,10 +201,14 @@ class Bookkeeper:
         if (damage := session.recovery.damage) is not None:
             raise damage
         session.catalogue.check_membership()
-        self._work_off(session)
-        if session.served is not self._served:
-            self._move(session, self._served)
-        self.num_evicted += self._make_room(session)
+        try:
+            self._work_off(session)
+            if session.served is not self._served:
+                self._move(session, self._served)
+            self.num_evicted += self._make_room(session)
+        except Unavailable:
+            self.num_evicted += session.evictor.unlink_unrecorded(session.served)
+            raise
         if session.follower.follow():
             self._wake()
         if not is_marked(self._root):  # while it is not, no store can make a directory
@@ -212,6 +217,7 @@ class Bookkeeper:
 
     def _work_off(self, session: _Session) -> None:
         """What the scheduler has decided. It waits for a rebuild, which has yet to see what lies there."""
+        session.evictor.record()
         if self._must_ask_room:
             self._room.set_granted(session.catalogue.give_back(0))
             self._must_ask_room = False

@@ -3,10 +3,10 @@
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Limits, Name, Totals, Unavailable, limit_bytes
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Limits, Name, Totals, limit_bytes
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.remover import Remover
 from vllm_overlay.tiers.disk.room import Room
@@ -38,7 +38,8 @@ class Evictor:
         self._quota = quota
         self._root = root
         self._device = device
-        self._unrecorded: list[Name] = []
+        self._unrecorded: dict[Name, int] = {}
+        """Objects whose files are gone and whose rows are not, and their bytes."""
         self.has_evicted_others = False
         """Whether namespaces that this process does not serve may be empty by now."""
 
@@ -47,7 +48,6 @@ class Evictor:
 
         Returns how many objects were evicted, at most one batch, and whether to call again.
         """
-        self._record()
         totals = self._catalogue.totals()
         capacity = self._usable_bytes(totals)
         self._give_back(totals.num_bytes - capacity)
@@ -71,48 +71,50 @@ class Evictor:
         return max(0, min(self._quota.capacity_bytes, totals.object_bytes + totals.removing_bytes + free_bytes))
 
     def _evict(self, served: ServedNamespace, short_bytes: int, capacity: int) -> tuple[int, bool]:
-        own = served.namespace
-        held = served.holds.held()
-        pinned = frozenset(Name(own.fingerprint_of(each.tag), each) for each in held)
-        limits = Limits(short_bytes, BATCH_ROWS, pinned)
+        pinned = self._held_names(served)
         claimed: set[Name] = set()
-
-        def may_go(names: list[Name]) -> set[Name]:
-            ours = {
-                name.object_id: name for name in names if name.fingerprint == own.fingerprint_of(name.object_id.tag)
-            }
-            free = {ours[object_id] for object_id in served.holds.claim(ours)}
-            claimed.update(free)
-            return free.union(name for name in names if ours.get(name.object_id) != name)
-
         try:
-            removed = self._catalogue.evict(limits, int(time.time()), may_go)
-        except Unavailable:
-            served.holds.unclaim(name.object_id for name in claimed)
-            if self._device.free_bytes(self._root) >= _FULL_BYTES:
-                raise
-            return self._unlink_unrecorded(limits, may_go)
+            limits = Limits(short_bytes, BATCH_ROWS, pinned)
+            removed = self._catalogue.evict(limits, int(time.time()), partial(_claim, served, claimed))
         except BaseException:
             served.holds.unclaim(name.object_id for name in claimed)
             raise
         served.holds.unclaim(name.object_id for name in claimed.difference(item.name for item in removed))
-        self.has_evicted_others |= any(item.name.fingerprint not in own.fingerprints for item in removed)
+        self.has_evicted_others |= any(item.name.fingerprint not in served.namespace.fingerprints for item in removed)
         kept = self._remover.finish(removed, short_bytes, capacity)
         self._room.grow(kept)
         return len(removed), bool(removed) and kept < short_bytes
 
-    def _unlink_unrecorded(self, limits: Limits, may_go: Callable[[list[Name]], set[Name]]) -> tuple[int, bool]:
-        """The disk is so full that the catalogue cannot be written: files go first, and their rows when it can."""
+    def _held_names(self, served: ServedNamespace) -> frozenset[Name]:
+        return frozenset(Name(served.namespace.fingerprint_of(each.tag), each) for each in served.holds.held())
+
+    def unlink_unrecorded(self, served: ServedNamespace) -> int:
+        """Called when the catalogue cannot be written. Where that is for a full disk, files go first, and their rows
+        when they can; returns how many objects went."""
+        if self._device.free_bytes(self._root) >= _FULL_BYTES:
+            return 0
+        wanted = sum(self._unrecorded.values()) + max(_FULL_BYTES, self._quota.largest_bytes)
+        limits = Limits(wanted, len(self._unrecorded) + BATCH_ROWS, self._held_names(served))
         victims = self._catalogue.choose_victims(limits, int(time.time()))
-        may = may_go([item.name for item in victims])
-        chosen = [item for item in victims if item.name in may]
+        may_go = _claim(served, set(), [item.name for item in victims])
+        chosen = [item for item in victims if item.name in may_go and item.name not in self._unrecorded]
         for item in chosen:
             self._remover.unlink_all(self._remover.paths_of(item.name, item.world_size))
-        self._unrecorded += [item.name for item in chosen]
+            self._unrecorded[item.name] = item.num_bytes
         logger.warning("disk tier: %s is full: %d objects removed for the catalogue to work", self._root, len(chosen))
-        return len(chosen), bool(chosen)
+        return len(chosen)
 
-    def _record(self) -> None:
+    def record(self) -> None:
+        """Take the rows of what ``unlink_unrecorded`` has unlinked away."""
         if self._unrecorded:
             self._remover.remove(self._unrecorded)
-            self._unrecorded = []
+            self._unrecorded = {}
+
+
+def _claim(served: ServedNamespace, claimed: set[Name], names: list[Name]) -> set[Name]:
+    """Those that may go; what is of the served namespace is claimed, and added to ``claimed``."""
+    own = served.namespace
+    ours = {name.object_id: name for name in names if name.fingerprint == own.fingerprint_of(name.object_id.tag)}
+    free = {ours[object_id] for object_id in served.holds.claim(ours)}
+    claimed.update(free)
+    return free.union(name for name in names if ours.get(name.object_id) != name)

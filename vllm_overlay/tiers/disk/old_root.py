@@ -17,7 +17,7 @@ def take_over(device: Device, root: str) -> None:
     above all, from removing what it cannot read.
     """
     leases = os.path.join(root, LEASES)
-    names = os.listdir(leases) if os.path.isdir(leases) else []
+    names = [name for name in os.listdir(leases) if name.isdecimal()] if os.path.isdir(leases) else []
     for name in names:
         if is_held(os.path.join(leases, name)):
             raise ConfigError(
@@ -25,7 +25,8 @@ def take_over(device: Device, root: str) -> None:
                 "stop that server first, or set root to another directory"
             )
     for name in names:
-        device.unlink(os.path.join(leases, name))
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # the other half was faster, or it is no lease
+            device.unlink(os.path.join(leases, name))
     with contextlib.suppress(OSError):  # a stranger's file in it stays
         os.rmdir(leases)
     ledger = os.path.join(root, LEDGER)

@@ -71,13 +71,13 @@ class Rebuild:
         return Namespace(fingerprint, partner, is_temporary=manifest.is_of_one_process)
 
     def _guess_partner(self, fingerprint: str, found: Mapping[str, Listing]) -> str:
-        parents = next(
-            (set(item.planned.parents) for item in found[fingerprint].objects if item.planned.parents), set()
-        )
-        for candidate in (fingerprint, *found):
-            if parents <= {item.planned.object_id for item in found[candidate].objects}:
-                return candidate
-        return fingerprint
+        """Itself if any parent of its objects is there, else where most of them are: some may be gone everywhere."""
+        parents = {parent for item in found[fingerprint].objects for parent in item.planned.parents}
+
+        def num_parents(candidate: str) -> int:
+            return sum(item.planned.object_id in parents for item in found[candidate].objects)
+
+        return fingerprint if num_parents(fingerprint) else max((fingerprint, *found), key=num_parents)
 
 
 def as_stored(fingerprint: str, found: Iterable[FoundObject]) -> Iterator[StoredObject]:

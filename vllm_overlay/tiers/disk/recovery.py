@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.abandoned import remove_abandoned
-from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Damaged, DeadMember, Namespace
+from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Damaged, DeadMember, Namespace, StoredObject
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.device import Device, remove_quietly
 from vllm_overlay.tiers.disk.header_scan import HeaderScan
@@ -93,8 +93,13 @@ class Recovery:
             if is_done and todo:
                 todo.pop(0)
             else:
-                self._woken.wait(_RETRY_S if self._deaths or not is_done else PAUSE_S)
+                self._woken.wait(_RETRY_S if self._is_settling() or not is_done else PAUSE_S)
                 self._woken.clear()
+
+    def _is_settling(self) -> bool:
+        """Whether somebody can be buried soon. Who could not be is tried again after a pause: each try reads all of
+        a namespace's directories."""
+        return any(time.monotonic() - died < DEATH_SETTLES_S for died in self._deaths.values())
 
     def _try(self, step: Callable[[], bool]) -> bool:
         try:
@@ -155,7 +160,18 @@ class Recovery:
             if not self._remover.unlink_all(self._remover.paths_of(removal.name, removal.world_size)):
                 return
         if self._look_after(member.fingerprints):
+            self._forget_missing()
             self._catalogue.bury(member.slot)
+
+    def _forget_missing(self) -> None:
+        """Rows whose files are gone: on a full disk a process unlinks files whose rows it could not take away."""
+        _, slices = self._catalogue.load(usage.fingerprint for usage in self._catalogue.usage())
+        for found in slices:
+            self._remover.remove([item.name for item in found if self._is_missing(item)])
+
+    def _is_missing(self, item: StoredObject) -> bool:
+        paths = self._remover.paths_of(item.name, item.world_size)
+        return not self._is_closing() and not os.path.lexists(paths[0])
 
     def _look_after(self, fingerprints: Sequence[str]) -> bool:
         """Those in which parents lie come first. Returns whether nothing is left that only time will tell."""

@@ -31,7 +31,7 @@ class NamespaceRow(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class KnownNamespace:
-    """``is_served`` says whether a living member serves it, ``is_empty`` that it has no object and no file to unlink."""
+    """``is_served``: a living member serves it. ``is_empty``: it has no object and no file to unlink."""
 
     fingerprint: str
     partner: str
