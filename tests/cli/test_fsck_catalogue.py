@@ -124,6 +124,7 @@ def test_repair_of_a_bad_file_removes_its_row_and_what_is_on_top(root, capsys):
     status, report = run(capsys, "fsck", root, "--repair")
     assert status == 0
     assert (path_of(root, P[0]).name, "checksum", True) in findings(report)
+    assert "catalogue" not in {what for _, what, _ in findings(report)}  # rows went before files
     assert rows_of(root) == {*names(Q, OTHER_NAMESPACE)}
     assert len(object_files(root)) == 3
     assert run(capsys, "fsck", root)[1]["findings"] == []
@@ -267,6 +268,38 @@ def _found(root, planned):
     path = path_of(root, planned)
     state = path.stat()
     return FoundObject(planned, state.st_mtime, (FoundFile(str(path), path.name, state.st_size, state.st_mtime),))
+
+
+def test_what_is_evicted_after_its_row_was_read_is_no_finding(root):
+    path = path_of(root, P[4])
+    flip(path, 4096)  # whose rows have no right file are looked at again
+
+    class Evicting(Device):
+        def lstat(self, name):
+            if path.exists():
+                forget_rows(root, P[4:])
+                path.unlink()
+            return super().lstat(name)
+
+    report = fsck.Check(str(root), device=Evicting()).run()
+    assert [finding.what for finding in report.findings] == ["checksum"]
+
+
+def test_what_is_evicted_and_stored_again_after_its_row_was_read_is_no_finding(root):
+    path = path_of(root, P[4])
+    flip(path, 4096)
+
+    class Evicted(Device):
+        is_stored_again = False
+
+        def lstat(self, name):
+            if not self.is_stored_again:
+                self.is_stored_again = True
+                raise FileNotFoundError(2, "No such file or directory", name)
+            return super().lstat(name)
+
+    report = fsck.Check(str(root), device=Evicted()).run()
+    assert [finding.what for finding in report.findings] == ["checksum"]
 
 
 def test_repair_removes_no_row_while_something_cannot_be_read(root, monkeypatch):
