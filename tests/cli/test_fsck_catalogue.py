@@ -19,6 +19,7 @@ from vllm_overlay.tiers.disk.catalogue.generations import begin, newest
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.listing import FoundObject
 from vllm_overlay.tiers.disk.maintenance import fsck
+from vllm_overlay.tiers.disk.maintenance.guarded_catalogue import GuardedCatalogue
 from vllm_overlay.tiers.disk.rebuild import as_stored
 from vllm_overlay.tiers.disk.scan import FoundFile
 
@@ -117,6 +118,15 @@ def test_bytes_that_are_counted_wrong_are_put_right(root, capsys):
     assert run(capsys, "fsck", root, "--repair")[0] == 0
     assert run(capsys, "fsck", root)[1]["findings"] == []
     assert is_all_served(root)
+
+
+def test_an_object_that_gets_no_row_holds_no_room(root):
+    forget_rows(root, P[3:])
+    (item,) = as_stored(NAMESPACE.snapshot, [_found(root, P[4])])
+    with GuardedCatalogue(str(root), Device(), repair=True) as catalogue:
+        assert not catalogue.adopt(item)  # its parent has no row
+        totals = catalogue.ask(Catalogue.totals)
+    assert totals.granted_bytes == 0
 
 
 def test_repair_of_a_bad_file_removes_its_row_and_what_is_on_top(root, capsys):
