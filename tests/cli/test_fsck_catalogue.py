@@ -14,6 +14,7 @@ from tests.tiers.disk.inside import is_member
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
+from vllm_overlay.common.file_lock import lock
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Namespace
 from vllm_overlay.tiers.disk.catalogue.generations import begin, newest
 from vllm_overlay.tiers.disk.device import Device
@@ -135,6 +136,8 @@ def test_repair_of_a_bad_file_removes_its_row_and_what_is_on_top(root, capsys):
     assert status == 0
     assert (path_of(root, P[0]).name, "checksum", True) in findings(report)
     assert "catalogue" not in {what for _, what, _ in findings(report)}  # rows went before files
+    details = [found["detail"] for found in report["findings"] if not found["is_problem"]]
+    assert details == ["4 objects on top of it were removed with it"]
     assert rows_of(root) == {*names(Q, OTHER_NAMESPACE)}
     assert len(object_files(root)) == 3
     assert run(capsys, "fsck", root)[1]["findings"] == []
@@ -195,6 +198,19 @@ def test_a_catalogue_that_is_found_damaged_while_it_is_changed_is_made_anew(root
     assert {what for _, what, _ in findings(report)} >= {"checksum", "catalogue"}
     assert run(capsys, "fsck", root)[1]["findings"] == []
     assert rows_of(root) == {*names(P[:3]), *names(Q, OTHER_NAMESPACE)}
+
+
+def test_who_lives_may_serve_anything_while_a_damaged_catalogue_does_not_say(root, capsys):
+    DAMAGES["garbage"](root)
+    path_of(root, P[1]).unlink()
+    fd = lock(str(root / "members" / "7"))
+    try:
+        status, report = run(capsys, "fsck", root, "--repair")
+    finally:
+        os.close(fd)
+    on_top = [(path_of(root, planned).name, "unreachable", False) for planned in P[2:]]
+    assert (status, findings(report)) == (0, sorted([("catalogue-1.sqlite", "catalogue", True), *on_top]))
+    assert len(object_files(root)) == 7
 
 
 def test_a_server_goes_on_with_the_catalogue_that_repair_made(root, capsys):
