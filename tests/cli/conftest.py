@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The root that all commands are tried on."""
 
-from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,14 @@ from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from vllm_overlay.tiers.disk.checksum import integrity_of
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
 
-Keyed = namedtuple("Keyed", "root key_file settings")
+
+@dataclass(frozen=True)
+class Keyed:
+    """A root, the key of its objects, and the settings of who serves it."""
+
+    root: Path
+    key_file: Path
+    settings: dict[str, Any]
 
 
 @pytest.fixture
@@ -34,7 +43,7 @@ def key_file(tmp_path):
 
 @pytest.fixture
 def keyed(tmp_path, key_file):
-    """A root of objects with a key, a chain of 4 chunks and a snapshot; and the settings of who serves it."""
+    """A chain of 4 chunks and a snapshot."""
     description = {**NAMESPACE.description, "integrity": integrity_of(str(key_file)).name}
     namespace = DiskNamespace(NAMESPACE.attention, NAMESPACE.snapshot, description)
     settings = {"integrity_key_file": str(key_file), "namespace": namespace}

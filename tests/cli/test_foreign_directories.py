@@ -154,7 +154,8 @@ def test_repair_leaves_a_shared_root_shared(tmp_path, capsys, key_file, is_key_g
     with tier_pair(root, integrity_key_file=str(key_file)) as made:
         made.tier.advance()
     namespace = root / NAMESPACE.attention
-    namespace.mkdir(exist_ok=True)
+    for fingerprint in NAMESPACE.fingerprints:  # its server made them, or removed them when it ended
+        (root / fingerprint).mkdir(exist_ok=True)
     (namespace / "namespace.json").write_text(
         json.dumps({"attention": NAMESPACE.attention, "description": {"integrity": "blake3:0011223344556677"}})
     )

@@ -14,11 +14,13 @@ from tests.tiers.disk.inside import is_member
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
+from vllm_overlay.common.file_lock import lock
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Namespace
 from vllm_overlay.tiers.disk.catalogue.generations import begin, newest
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.listing import FoundObject
 from vllm_overlay.tiers.disk.maintenance import fsck
+from vllm_overlay.tiers.disk.maintenance.guarded_catalogue import GuardedCatalogue
 from vllm_overlay.tiers.disk.rebuild import as_stored
 from vllm_overlay.tiers.disk.scan import FoundFile
 
@@ -119,11 +121,23 @@ def test_bytes_that_are_counted_wrong_are_put_right(root, capsys):
     assert is_all_served(root)
 
 
+def test_an_object_that_gets_no_row_holds_no_room(root):
+    forget_rows(root, P[3:])
+    (item,) = as_stored(NAMESPACE.snapshot, [_found(root, P[4])])
+    with GuardedCatalogue(str(root), Device(), repair=True) as catalogue:
+        assert not catalogue.adopt(item)  # its parent has no row
+        totals = catalogue.ask(Catalogue.totals)
+    assert totals.granted_bytes == 0
+
+
 def test_repair_of_a_bad_file_removes_its_row_and_what_is_on_top(root, capsys):
     flip(path_of(root, P[0]), 4096)
     status, report = run(capsys, "fsck", root, "--repair")
     assert status == 0
     assert (path_of(root, P[0]).name, "checksum", True) in findings(report)
+    assert "catalogue" not in {what for _, what, _ in findings(report)}  # rows went before files
+    details = [found["detail"] for found in report["findings"] if not found["is_problem"]]
+    assert details == ["4 objects on top of it were removed with it"]
     assert rows_of(root) == {*names(Q, OTHER_NAMESPACE)}
     assert len(object_files(root)) == 3
     assert run(capsys, "fsck", root)[1]["findings"] == []
@@ -184,6 +198,19 @@ def test_a_catalogue_that_is_found_damaged_while_it_is_changed_is_made_anew(root
     assert {what for _, what, _ in findings(report)} >= {"checksum", "catalogue"}
     assert run(capsys, "fsck", root)[1]["findings"] == []
     assert rows_of(root) == {*names(P[:3]), *names(Q, OTHER_NAMESPACE)}
+
+
+def test_who_lives_may_serve_anything_while_a_damaged_catalogue_does_not_say(root, capsys):
+    DAMAGES["garbage"](root)
+    path_of(root, P[1]).unlink()
+    fd = lock(str(root / "members" / "7"))
+    try:
+        status, report = run(capsys, "fsck", root, "--repair")
+    finally:
+        os.close(fd)
+    on_top = [(path_of(root, planned).name, "unreachable", False) for planned in P[2:]]
+    assert (status, findings(report)) == (0, sorted([("catalogue-1.sqlite", "catalogue", True), *on_top]))
+    assert len(object_files(root)) == 7
 
 
 def test_a_server_goes_on_with_the_catalogue_that_repair_made(root, capsys):
@@ -267,6 +294,38 @@ def _found(root, planned):
     path = path_of(root, planned)
     state = path.stat()
     return FoundObject(planned, state.st_mtime, (FoundFile(str(path), path.name, state.st_size, state.st_mtime),))
+
+
+def test_what_is_evicted_after_its_row_was_read_is_no_finding(root):
+    path = path_of(root, P[4])
+    flip(path, 4096)  # whose rows have no right file are looked at again
+
+    class Evicting(Device):
+        def lstat(self, name):
+            if path.exists():
+                forget_rows(root, P[4:])
+                path.unlink()
+            return super().lstat(name)
+
+    report = fsck.Check(str(root), device=Evicting()).run()
+    assert [finding.what for finding in report.findings] == ["checksum"]
+
+
+def test_what_is_evicted_and_stored_again_after_its_row_was_read_is_no_finding(root):
+    path = path_of(root, P[4])
+    flip(path, 4096)
+
+    class Evicted(Device):
+        is_stored_again = False
+
+        def lstat(self, name):
+            if not self.is_stored_again:
+                self.is_stored_again = True
+                raise FileNotFoundError(2, "No such file or directory", name)
+            return super().lstat(name)
+
+    report = fsck.Check(str(root), device=Evicted()).run()
+    assert [finding.what for finding in report.findings] == ["checksum"]
 
 
 def test_repair_removes_no_row_while_something_cannot_be_read(root, monkeypatch):

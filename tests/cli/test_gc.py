@@ -3,8 +3,10 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import sqlite3
+import time
 
 import pytest
 
@@ -13,11 +15,11 @@ from tests.tiers.disk.files import bytes_under, object_files, on_disk
 from tests.tiers.disk.foreign import contents_of
 from tests.tiers.disk.inside import is_idle
 from tests.tiers.disk.objects import chain, conversations
-from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, tier_pair
+from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay import cli
 from vllm_overlay.tiers.disk import listing
-from vllm_overlay.tiers.disk.catalogue import Catalogue
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Namespace
 from vllm_overlay.tiers.disk.catalogue.generations import begin
 from vllm_overlay.tiers.disk.checksum import XXH3
 from vllm_overlay.tiers.disk.device import Device
@@ -127,6 +129,22 @@ def test_gc_waits_for_the_process_that_rebuilds_the_catalogue(root, monkeypatch)
         assert gc.collect(str(root), 5 * on_disk()).removed_files == 3
 
 
+def test_a_rebuild_that_was_interrupted_is_begun_again(root, monkeypatch):
+    remove_catalogue(root)
+
+    def interrupt(catalogue, batch):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Catalogue, "adopt", interrupt)
+        gc.collect(str(root), 0)
+    with member(root) as catalogue:
+        assert catalogue.dead_members() == []
+        assert not catalogue.totals().is_complete
+    assert len(object_files(root)) == 8
+    assert gc.collect(str(root), 5 * on_disk()).removed_files == 3
+
+
 def test_gc_asks_for_the_key_only_to_rebuild_a_catalogue(keyed, capsys):
     root = keyed.root
     assert run(capsys, "gc", root, "--max-bytes", 4 * on_disk())[1]["removed_files"] == 1
@@ -171,13 +189,8 @@ def test_a_file_that_cannot_be_removed_still_counts(root):
         assert [removal.name for removal in dead.removals] == names(P[4:])
 
 
-@pytest.mark.parametrize("options", [[], ["--dry-run"]])
-@pytest.mark.parametrize(("num_kept", "num_removed"), [(8, 0), (6, 2), (3, 5), (2, 6)])
-def test_forged_files_that_depend_on_each_other_go_first_and_only_as_many_as_must(
-    root, capsys, monkeypatch, options, num_kept, num_removed
-):
-    for path in object_files(root):
-        os.utime(path, (1000, 1000))
+def forge_a_ring(monkeypatch):
+    """From now on the headers of all objects of "p" say that they depend on each other."""
     ring = tuple(planned.object_id for planned in P)
     read_header = listing._read_header
 
@@ -187,12 +200,42 @@ def test_forged_files_that_depend_on_each_other_go_first_and_only_as_many_as_mus
         return type(header)(**{name: getattr(header, name) for name in header.__slots__} | {"parents": parents})
 
     monkeypatch.setattr(listing, "_read_header", forged)
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+@pytest.mark.parametrize(("num_kept", "num_removed"), [(8, 0), (6, 2), (3, 5), (2, 6)])
+def test_forged_files_that_depend_on_each_other_go_first_and_only_as_many_as_must(
+    root, capsys, monkeypatch, options, num_kept, num_removed
+):
+    for path in object_files(root):
+        os.utime(path, (1000, 1000))
+    forge_a_ring(monkeypatch)
     remove_catalogue(root)
     status, done = run(capsys, "gc", root, "--max-bytes", num_kept * on_disk(), *options)
     assert (status, done["removed_files"], done["bytes_after"]) == (0, num_removed, num_kept * on_disk())
     if not options:
         assert len(object_files(root)) == num_kept
         assert sum(path_of(root, each, OTHER_NAMESPACE).exists() for each in Q) == min(3, num_kept)
+
+
+def test_files_of_no_object_stay_while_somebody_may_be_writing_them(root, monkeypatch):
+    for path in object_files(root):
+        os.utime(path, (time.time() - 60,) * 2)
+    forge_a_ring(monkeypatch)
+    remove_catalogue(root)
+    with member(root):
+        assert gc.collect(str(root), 0).removed_files == 3
+    assert len(object_files(root)) == 5
+
+
+def test_a_rebuild_believes_who_serves_where_parents_lie(root):
+    """No file says it: namespace.json and the chunks are gone."""
+    shutil.rmtree(root / NAMESPACE.attention)
+    (root / NAMESPACE.snapshot / "namespace.json").unlink()
+    remove_catalogue(root)
+    with contextlib.closing(Catalogue(str(root))) as server:
+        server.join([Namespace(NAMESPACE.snapshot, NAMESPACE.attention)], 1)
+        assert gc.collect(str(root), 3 * on_disk()).bytes_after == 3 * on_disk()
 
 
 def test_ctrl_c_in_a_call_on_the_catalogue_counts_after_it():

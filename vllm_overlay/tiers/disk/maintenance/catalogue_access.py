@@ -52,11 +52,11 @@ def open_or_begin(root: str, device: Device, kind: RootKind) -> Catalogue:
 
     Raises CatalogueError, OSError, and ConfigError for another user's root and one that an earlier version uses.
     """
-    own_root(root, device, kind)
+    bring_up_to_date(root, device, kind)
     return Catalogue(lock_directory(root))
 
 
-def own_root(root: str, device: Device, kind: RootKind) -> None:
+def bring_up_to_date(root: str, device: Device, kind: RootKind) -> None:
     """Make a root one of this version, as a server's start does. Raises as ``open_or_begin`` does."""
     if kind is not RootKind.MARKED:
         take_over(device, root)

@@ -71,7 +71,7 @@ def collect(
     started = time.time()
     with joined(catalogue := open_or_begin(root, device, kind), root, device) as remover:
         useless = complete(catalogue, root, device, integrity)
-        useless = _nobodys(useless, started, is_alone=count_members(root) == 1)
+        useless = _not_being_written(useless, started, is_alone=count_members(root) == 1)
         result = _begin(catalogue, useless)
         surplus = result.bytes_before - max_bytes
         useless_bytes = _remove_useless(remover, useless, surplus, result)
@@ -116,8 +116,8 @@ def _begin(catalogue: Catalogue, useless: Sequence[FoundFile]) -> Collection:
 # Files of no object.
 
 
-def _nobodys(useless: Iterable[FoundFile], started: float, is_alone: bool) -> list[FoundFile]:
-    """But for what others may be writing now."""
+def _not_being_written(useless: Iterable[FoundFile], started: float, is_alone: bool) -> list[FoundFile]:
+    """Those that are older than all that others may be writing now."""
     before = started - _CLOCK_TICK_S if is_alone else time.time() - ORPHAN_AGE_S
     return [file for file in useless if was_written_before(file, before)]
 
@@ -160,7 +160,7 @@ def _catalogue_to_ask(
         made.join(served, int(time.time()))
         made.begin_rebuild()
         useless = adopt_all(made, root, device, integrity)
-        yield made, _nobodys(useless, started, is_alone=count_members(root) == 0)
+        yield made, _not_being_written(useless, started, is_alone=count_members(root) == 0)
 
 
 def _served(usages: Iterable[NamespaceUsage]) -> list[Namespace]:

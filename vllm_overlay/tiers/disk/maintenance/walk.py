@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from vllm_overlay.tiers.disk.catalogue.generations import MEMBERS, is_catalogue_name
 from vllm_overlay.tiers.disk.catalogue.rows import NUM_SLOTS
 from vllm_overlay.tiers.disk.device import DIRECTORY_MODE, FILE_MODE, Device, is_temporary
-from vllm_overlay.tiers.disk.maintenance.catalogue_access import own_root
+from vllm_overlay.tiers.disk.maintenance.catalogue_access import bring_up_to_date
 from vllm_overlay.tiers.disk.maintenance.findings import Findings, What
 from vllm_overlay.tiers.disk.maintenance.guarded_catalogue import GuardedCatalogue
 from vllm_overlay.tiers.disk.maintenance.usage import is_made_to_be_shared
@@ -141,13 +141,13 @@ class Walk:
             when = "made now" if self._findings.repair else "the next start makes it"
             self._findings.note(MARKER, What.MARKER, f"missing, as in roots of before 0.3.0: {when}")
             if self._findings.repair:
-                self._own_root()
+                self._bring_up_to_date()
         else:
             detail = "of a version before 0.3.0, or it does not verify"
-            self._findings.problem(MARKER, What.MARKER, detail, self._own_root)
+            self._findings.problem(MARKER, What.MARKER, detail, self._bring_up_to_date)
 
-    def _own_root(self) -> bool:
-        own_root(self._root, self._device, self._kind)
+    def _bring_up_to_date(self) -> bool:
+        bring_up_to_date(self._root, self._device, self._kind)
         return True
 
     def _check_mode(self, path: str, mode: int) -> None:
