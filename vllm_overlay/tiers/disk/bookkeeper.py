@@ -25,7 +25,7 @@ from vllm_overlay.tiers.disk.catalogue import (
     replace_damaged,
 )
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
-from vllm_overlay.tiers.disk.committer import Committer, Discarded, Dropped, Step, Stored
+from vllm_overlay.tiers.disk.committer import Committer, Discarded, Dropped, Moved, Step, Stored
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.evictor import Evictor, Quota
 from vllm_overlay.tiers.disk.follower import Follower
@@ -133,7 +133,7 @@ class Bookkeeper:
         """Serve this namespace from now on, and the one before no more, whose index takes long to take apart."""
         self._served = served
         self._retired.append(retired)
-        self._wake()
+        self._add(Moved(served))
 
     def close(self, timeout_s: float) -> None:
         """Finish what is queued, give the room back but for stores still under way, and end the thread."""
@@ -203,8 +203,6 @@ class Bookkeeper:
         session.catalogue.check_membership()
         try:
             self._work_off(session)
-            if session.served is not self._served:
-                self._move(session, self._served)
             self.num_evicted += self._make_room(session)
         except Unavailable:
             self.num_evicted += session.evictor.unlink_unrecorded(session.served)
@@ -240,12 +238,14 @@ class Bookkeeper:
             session.recovery.look_for_abandoned()
         return num_evicted
 
-    def _move(self, session: _Session, served: ServedNamespace) -> None:
+    def _move(self, served: ServedNamespace) -> None:
         """Serve this namespace, and no more the one before, of which the catalogue knows all by now."""
-        session.catalogue.serve(_namespaces_of(served.namespace), int(time.time()))
-        session.served = served
-        session.follower = Follower(session.catalogue, served, self._world_size)
-        session.recovery.look_for_abandoned()
+        session = self._session
+        if session is not None and session.served is not served:
+            session.catalogue.serve(_namespaces_of(served.namespace), int(time.time()))
+            session.served = served
+            session.follower = Follower(session.catalogue, served, self._world_size)
+            session.recovery.look_for_abandoned()
 
     def _open_session(self) -> _Session:
         """The catalogue of the root that is there now, in which this process is a member that serves."""
@@ -269,7 +269,7 @@ class Bookkeeper:
             catalogue,
             served,
             remover,
-            Committer(catalogue, remover, self._room, self._device),
+            Committer(catalogue, remover, self._room, self._device, self._move),
             Evictor(catalogue, remover, self._room, self._quota, self._root, self._device),
             Follower(catalogue, served, self._world_size),
             Recovery(catalogue, self._root, namespaces, self._room, self.reserve, self._device, self._integrity),

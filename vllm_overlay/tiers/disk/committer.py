@@ -2,7 +2,7 @@
 """Carries out, in order, what the scheduler has decided about objects: stored, discarded, removed."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_overlay.planner.objects import ObjectId
@@ -37,34 +37,55 @@ class Dropped:
     object_id: ObjectId
 
 
-Step = Stored | Discarded | Dropped
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """From here on another namespace is served."""
+
+    served: ServedNamespace
+
+
+Step = Stored | Discarded | Dropped | Moved
 
 
 class Committer:
     """Called in the bookkeeper's thread. Raises CatalogueError; then the steps that are left are tried again."""
 
-    def __init__(self, catalogue: Catalogue, remover: Remover, room: Room, device: Device) -> None:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        remover: Remover,
+        room: Room,
+        device: Device,
+        move: Callable[[ServedNamespace], None],
+    ) -> None:
         self._catalogue = catalogue
         self._remover = remover
         self._room = room
         self._device = device
+        self._move = move
 
     def carry_out(self, steps: deque[Step]) -> None:
         """Take away what is done. Another thread may append meanwhile."""
         while steps:
-            stored = _leading_stores(steps)
-            if stored:
+            if stored := _leading_stores(steps):
                 self._commit(stored)
-            elif isinstance(step := steps[0], Discarded):
-                self._discard(step.served, step.item)
-                step.served.updates.append(Forgotten(step.item.planned.object_id))
             else:
-                assert isinstance(step, Dropped)
-                fingerprint = step.served.namespace.fingerprint_of(step.object_id.tag)
-                self._remover.remove([Name(fingerprint, step.object_id)])
-                step.served.updates.append(Forgotten(step.object_id))
+                self._carry_out(steps[0])
             for _ in range(max(1, len(stored))):
                 steps.popleft()
+
+    def _carry_out(self, step: Step) -> None:
+        match step:
+            case Stored():
+                self._commit([step])
+            case Discarded(served, item):
+                self._discard(served, item)
+                served.updates.append(Forgotten(item.planned.object_id))
+            case Dropped(served, object_id):
+                self._remover.remove([Name(served.namespace.fingerprint_of(object_id.tag), object_id)])
+                served.updates.append(Forgotten(object_id))
+            case Moved(served):
+                self._move(served)
 
     def _commit(self, steps: Sequence[Stored]) -> None:
         result = self._catalogue.commit(step.item for step in steps)
