@@ -29,7 +29,7 @@ def _run(arguments: argparse.Namespace) -> int:
     max_bytes = parse_bytes(arguments.max_bytes, "--max-bytes")
     if not arguments.dry_run:
         require_owner(arguments.root)
-    integrity = integrity_of(arguments.integrity_key_file)
+    integrity = integrity_of(arguments.integrity_key_file, arguments.encryption_key_file)
     kind = require_root(arguments.root)
     if kind is not RootKind.MARKED and not arguments.dry_run:
         mark_old_root(Device(), arguments.root)

@@ -17,7 +17,7 @@ from enum import StrEnum
 from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.checksum import XXH3, Integrity, is_encrypted
 from vllm_overlay.tiers.disk.device import DIRECTORY_MODE, FILE_MODE, Device, is_temporary
 from vllm_overlay.tiers.disk.format import ObjectHeader
 from vllm_overlay.tiers.disk.ledger import NUM_SLOTS, Ledger, LedgerState
@@ -310,7 +310,8 @@ class Check:
         known = tuple(dict.fromkeys((self._integrity, XXH3)))
         chosen = tuple(integrity for integrity in known if said in ("", integrity.name))
         if not chosen:
-            self._note(fingerprint, What.KEY, f"not verified: --integrity-key-file with the key {said} is needed")
+            option = "--encryption-key-file" if is_encrypted(said) else "--integrity-key-file"
+            self._note(fingerprint, What.KEY, f"not verified: {option} with the key {said} is needed")
         return chosen
 
     def _read_namespace(self, fingerprint: str, integrities: tuple[Integrity, ...]) -> _Namespace:

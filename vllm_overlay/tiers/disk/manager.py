@@ -62,7 +62,7 @@ class DiskTierManager(TierManager):
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
         self._write_rate = WriteRate(rate, self._bytes_on_disk(max_object_bytes))
         self._uses = UseCounter(settings.store_on_nth_use)
-        integrity = integrity_of(settings.integrity_key_file)
+        integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
         root = choose_root(device, os.path.abspath(settings.root), bool(integrity.key))
         ledger = Ledger(root, device)
         ledger.check()

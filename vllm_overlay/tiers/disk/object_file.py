@@ -64,17 +64,11 @@ def _views(buffer: HostBuffer) -> list[memoryview]:
     return [segment.data for segment in buffer.segments()]
 
 
-def payload_checksum(buffer: HostBuffer, integrity: Integrity = XXH3) -> bytes:
-    """The checksum of the object's bytes, wherever they lie."""
-    return integrity.checksum_of(_views(buffer))
-
-
-def _with_padding(buffer: HostBuffer) -> tuple[list[memoryview], Bytes]:
-    """The payload's views, the last one grown to whole pages, and the view of the padding alone.
+def _with_padding(buffer: HostBuffer, segments: list[memoryview]) -> tuple[list[memoryview], Bytes]:
+    """The payload's views ``segments``, the last one grown to whole pages, and the view of the padding alone.
 
     The padding lies in the last unit when that has room, else in memory of its own.
     """
-    segments = _views(buffer)
     padding_bytes = padded_bytes(buffer.num_bytes) - buffer.num_bytes
     last = len(segments[-1])
     row = buffer.array[buffer.units[-1]]
@@ -93,14 +87,17 @@ def write_object(
     integrity: Integrity = XXH3,
     is_recycled: bool = False,
 ) -> None:
-    """Write the object to ``path``, a temporary: over a recycled file of its size, else to a new file.
+    """Seal the header, and write the object to ``path``, a temporary: over a recycled file of its size, else to a new
+    file.
 
-    Called by a write thread. Creates directories as needed. Raises OSError; removing what was written is the caller's.
+    Called by a write thread. Creates directories as needed. With an encryption key the buffer is encrypted in place, so
+    it serves once. Raises OSError; removing what was written is the caller's.
     """
-    segments, padding = _with_padding(buffer)
+    views = _views(buffer)
+    segments, padding = _with_padding(buffer, views)
     padding[:] = 0
     page = _page()
-    page[:] = header.encode(integrity)
+    page[:] = header.sealed(integrity.seal(views)).encode(integrity)
     flags = os.O_DIRECT if direct else 0
     fd = _open_recycled(device, path, flags, file_bytes(header.payload_bytes)) if is_recycled else None
     if fd is None:
@@ -143,7 +140,7 @@ def make_object_directory(device: Device, path: str) -> None:
 
 
 def _root_of(path: str) -> str:
-    return os.path.dirname(os.path.dirname(os.path.dirname(path)))
+    return path.rsplit("/", 3)[0]
 
 
 def _open_checked(
@@ -235,12 +232,13 @@ def read_object(
     integrity: Integrity = XXH3,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Fill ``buffer`` with the object of ``identity`` and verify every byte of its file.
+    """Fill ``buffer`` with the object of ``identity``, decrypted, and verify every byte of its file.
 
     Called by a read thread. Raises BadObject, and the buffer's bytes mean nothing then. ``is_wanted`` is asked before a
     read that failed is tried again.
     """
-    segments, padding = _with_padding(buffer)
+    views = _views(buffer)
+    segments, padding = _with_padding(buffer, views)
     page = _page()
     flags = os.O_DIRECT if direct else 0
     num_bytes = file_bytes(identity.payload_bytes)
@@ -249,7 +247,10 @@ def read_object(
     header = _decode(page, integrity)
     if header.identity != identity:
         raise BadObject(Reason.HEADER)
-    if not integrity.verify(header.payload_checksum, _views(buffer)) or padding.any():
+    opening = integrity.open(header.seal.salt)
+    for view in views:
+        opening.update(view)
+    if not opening.verify(header.seal.checksum) or padding.any():
         raise BadObject(Reason.CHECKSUM)
 
 
@@ -273,7 +274,7 @@ def verify_file(
     """The header of a file of which every byte verifies, whoever's it is. Reads in pieces; raises BadObject.
 
     For tools: it goes through the page cache, leaves nothing in it, and tries nothing twice. ``on_bytes`` hears of each
-    piece that was read.
+    piece that was read. Of an encrypted file one piece at a time is in memory.
     """
     try:
         fd, size = _open_checked(device, path, 0, is_anybodys=True)
@@ -296,7 +297,7 @@ def _verify(device: Device, fd: int, size: int, on_bytes: Callable[[int], None],
     if size != file_bytes(header.payload_bytes):
         raise BadObject(Reason.SIZE)
     piece = memoryview(bytearray(min(size, _PIECE_BYTES)))
-    digest = integrity.new_digest()
+    opening = integrity.open(header.seal.salt)
     done = HEADER_BYTES
     payload_end = HEADER_BYTES + header.payload_bytes
     while done < size:
@@ -304,11 +305,11 @@ def _verify(device: Device, fd: int, size: int, on_bytes: Callable[[int], None],
         if count <= 0:
             raise _too_short()
         payload = min(count, max(0, payload_end - done))
-        digest.update(piece[:payload])
+        opening.update(piece[:payload])
         if any(piece[payload:count]):
             raise BadObject(Reason.CHECKSUM)
         done += count
         on_bytes(count)
-    if digest.digest() != header.payload_checksum:
+    if not opening.verify(header.seal.checksum):
         raise BadObject(Reason.CHECKSUM)
     return header

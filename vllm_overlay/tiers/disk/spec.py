@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllm_overlay import versions
 from vllm_overlay.config import MIB
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import TierSpec, WorkerContext
@@ -31,9 +32,9 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
 
     def build_worker(self, context: WorkerContext) -> tuple[DiskTierWorker, DiskNamespace]:
         settings, geometry = self.settings, context.geometry
-        integrity = integrity_of(settings.integrity_key_file)
+        integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
         open_root(Device(), settings.root, bool(integrity.key))
-        facts = {INTEGRITY: integrity.name}
+        facts = {INTEGRITY: integrity.name, "object_format": versions.DISK_OBJECT}
         fingerprints = context.fingerprints(settings.namespace, Path(settings.root), facts, integrity.cache_key)
         namespace = DiskNamespace(fingerprints.attention, fingerprints.snapshot, fingerprints.description)
         unit_bytes = -(-unit_size(geometry.smallest_object_bytes) // PAGE_BYTES) * PAGE_BYTES

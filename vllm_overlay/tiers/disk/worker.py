@@ -25,7 +25,6 @@ from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.object_file import (
     BadObject,
     make_object_directory,
-    payload_checksum,
     read_object,
     write_object,
 )
@@ -74,7 +73,7 @@ class DiskTierWorker(TierWorker):
         device: Device | None = None,
     ) -> None:
         self._device = device or Device()
-        self._integrity = integrity_of(settings.integrity_key_file)
+        self._integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
         self._root = choose_root(self._device, os.path.abspath(settings.root), bool(self._integrity.key))
         self._namespace = namespace
         self._rank = rank
@@ -160,7 +159,7 @@ class DiskTierWorker(TierWorker):
         self._temporaries.add(temporary)
         has_its_name = False
         try:
-            header = self._header(namespace, ticket, buffer)
+            header = self._header(namespace, ticket)
             if recycled:
                 make_object_directory(self._device, path)
             write_object(
@@ -173,7 +172,7 @@ class DiskTierWorker(TierWorker):
                 remove_quietly(self._device, temporary)
             self._temporaries.discard(temporary)
 
-    def _header(self, namespace: DiskNamespace, ticket: StoreTicket, buffer: HostBuffer) -> ObjectHeader:
+    def _header(self, namespace: DiskNamespace, ticket: StoreTicket) -> ObjectHeader:
         planned = ticket.planned
         return ObjectHeader(
             fingerprint=bytes.fromhex(namespace.fingerprint_of(planned.object_id.tag)),
@@ -185,7 +184,6 @@ class DiskTierWorker(TierWorker):
             rank=self._rank,
             world_size=self._world_size,
             ticket=ticket.ticket,
-            payload_checksum=payload_checksum(buffer, self._integrity),
         )
 
     # Loads.
