@@ -10,10 +10,10 @@ from tests.tiers.disk.files import object_files, on_disk
 from tests.tiers.disk.keys import OTHER_SECRET, make_key
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
-from vllm_overlay import cli
+from vllm_overlay import cli, versions
 from vllm_overlay.tiers.disk.checksum import integrity_of
 from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.namespace import INTEGRITY, DiskNamespace
+from vllm_overlay.tiers.disk.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
 from vllm_overlay.tiers.disk.object_file import BadObject, verify_file
 
 
@@ -30,7 +30,7 @@ def other_key(tmp_path):
 @pytest.fixture
 def roots(tmp_path, key):
     """One root with an encrypted namespace and a plain one."""
-    words = {"model": "tiny", INTEGRITY: integrity_of("", key).name}
+    words = {"model": "tiny", INTEGRITY: integrity_of("", key).name, OBJECT_FORMAT: versions.DISK_OBJECT}
     with tier_pair(
         tmp_path / "root", encryption_key_file=key, namespace=DiskNamespace("a" * 64, "b" * 64, words)
     ) as made:

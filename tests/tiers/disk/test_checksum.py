@@ -14,12 +14,12 @@ from tests.tiers.disk.keys import OTHER_SECRET, make_key
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay import cli
+from vllm_overlay import cli, versions
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.base import Fingerprints, WorkerContext
 from vllm_overlay.tiers.disk.checksum import XXH3, Integrity, Seal, integrity_of
 from vllm_overlay.tiers.disk.format import FormatError, ObjectHeader
-from vllm_overlay.tiers.disk.namespace import INTEGRITY, DiskNamespace
+from vllm_overlay.tiers.disk.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
 from vllm_overlay.tiers.disk.spec import DiskTierSpec
 
 
@@ -35,7 +35,8 @@ def other_key(tmp_path):
 
 def keyed_namespace(integrity: Integrity, marks: str) -> DiskNamespace:
     """As the connector's fingerprint makes it: other names for another key."""
-    return DiskNamespace(marks[0] * 64, marks[1] * 64, {"model": "tiny", INTEGRITY: integrity.name})
+    words = {"model": "tiny", INTEGRITY: integrity.name, OBJECT_FORMAT: versions.DISK_OBJECT}
+    return DiskNamespace(marks[0] * 64, marks[1] * 64, words)
 
 
 def forge(path: Path, integrity: Integrity, payload: bytes | None = None) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from vllm_overlay import versions
 from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId
@@ -59,6 +60,8 @@ class What(StrEnum):
     LEDGER = "ledger"
     KEY = "key"
     """A namespace whose checksums need a key that is not the given one: nothing of it was verified."""
+    VERSION = "version"
+    """A namespace whose objects have another version of the disk format: nothing of it was verified."""
     MANIFEST = "manifest"
     """A namespace.json that cannot be read."""
     STRANGER = "stranger"
@@ -306,7 +309,12 @@ class Check:
 
     def _integrities_of(self, fingerprint: str) -> tuple[Integrity, ...]:
         """What the namespace's files may be verified with: what its words say, or both where there are none."""
-        said = manifest_or_empty(os.path.join(self._root, fingerprint)).integrity
+        manifest = manifest_or_empty(os.path.join(self._root, fingerprint))
+        if manifest.object_format != versions.DISK_OBJECT:
+            detail = f"not verified: its objects have version {manifest.object_format} of the disk format"
+            self._note(fingerprint, What.VERSION, detail)
+            return ()
+        said = manifest.integrity
         known = tuple(dict.fromkeys((self._integrity, XXH3)))
         chosen = tuple(integrity for integrity in known if said in ("", integrity.name))
         if not chosen:

@@ -8,8 +8,9 @@ import stat
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_overlay import versions
 from vllm_overlay.tiers.disk.device import Device, remove_quietly, temporary_name, write_all
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, INTEGRITY, RESET, DiskNamespace
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, INTEGRITY, OBJECT_FORMAT, RESET, DiskNamespace
 
 _MAX_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
@@ -30,6 +31,12 @@ class Manifest:
     def integrity(self) -> str:
         """What the checksums need; empty when the file does not say."""
         return str(self.description.get(INTEGRITY, ""))
+
+    @property
+    def object_format(self) -> int:
+        """The version of the objects' files; ours when the file does not say what version 1 said."""
+        said = self.description.get(OBJECT_FORMAT, 1 if INTEGRITY in self.description else versions.DISK_OBJECT)
+        return said if isinstance(said, int) else versions.DISK_OBJECT
 
     @property
     def is_of_one_process(self) -> bool:
