@@ -5,6 +5,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import math
 import os
 import platform
 import select
@@ -20,11 +21,13 @@ from typing import Any
 
 import torch  # noqa: F401  LMCache's extension is linked against its libraries
 
+from bench import object_cpu
 from bench.measure import Subject, table, take_turns
 from bench.rawdisk import RawFiles, settle
 from vllm_overlay.config import GIB, KIB, MIB
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
+from vllm_overlay.tiers.disk.checksum import XXH3, integrity_of
 from vllm_overlay.tiers.disk.device import Device, takes_direct_io
 from vllm_overlay.tiers.disk.format import file_bytes
 from vllm_overlay.tiers.disk.manager import DiskTierManager
@@ -44,7 +47,14 @@ _PAUSE_S = 0.3
 class Ours:
     """The disk tier as the connector's worker drives it, without the copies to and from the KV cache."""
 
-    def __init__(self, directory: Path, object_bytes: int, key_file: str, capacity_bytes: int = 64 * GIB) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        object_bytes: int,
+        capacity_bytes: int = 64 * GIB,
+        integrity_key_file: str = "",
+        encryption_key_file: str = "",
+    ) -> None:
         self.directory = directory
         settings = DiskTierSettings(
             root=str(directory),
@@ -53,7 +63,8 @@ class Ours:
             staging_bytes=_STAGING_BYTES,
             write_threads=_WRITE_THREADS,
             read_threads=_READ_THREADS,
-            integrity_key_file=key_file,
+            integrity_key_file=integrity_key_file,
+            encryption_key_file=encryption_key_file,
         )
         namespace = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
         self._object_bytes = object_bytes
@@ -145,7 +156,7 @@ class Full:
 
     def __init__(self, directory: Path, object_bytes: int, count: int) -> None:
         capacity = self._KEPT * count * file_bytes(object_bytes)
-        self._ours = Ours(directory, object_bytes, "", max(capacity, 8 * file_bytes(object_bytes)))
+        self._ours = Ours(directory, object_bytes, max(capacity, 8 * file_bytes(object_bytes)))
         self.directory = directory
         self._turn = 0
         self._objects: list[PlannedObject] = []
@@ -264,7 +275,10 @@ Side = Ours | Full | Vllm | LMCache
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tier's code with objects of one size; shares are of raw O_DIRECT in the same rounds."""
+    """One tier's code with objects of one size; shares are of raw O_DIRECT in the same rounds.
+
+    The last two are CPU microseconds an object in the thread that writes or reads it, where they were measured.
+    """
 
     mib: float
     what: str
@@ -272,6 +286,8 @@ class Row:
     store_share: float
     load_gb_per_s: float
     load_share: float
+    store_cpu_us: float = math.nan
+    load_cpu_us: float = math.nan
 
 
 def bench_size(directory: Path, object_bytes: int, total_bytes: int, rounds: int, lmcache: Path | None) -> list[Row]:
@@ -286,9 +302,10 @@ def bench_size(directory: Path, object_bytes: int, total_bytes: int, rounds: int
     key_file.write_bytes(os.urandom(32))
     key_file.chmod(0o600)
     sides: dict[str, Side] = {
-        "ours, XXH3": Ours(directory / "tier", object_bytes, ""),
+        "ours, XXH3": Ours(directory / "tier", object_bytes),
         "ours, XXH3, full: over evicted files": Full(directory / "full" / "kept", object_bytes, count),
-        "ours, BLAKE3 with a key": Ours(directory / "keyed" / "tier", object_bytes, str(key_file)),
+        "ours, BLAKE3 with a key": Ours(directory / "keyed" / "tier", object_bytes, integrity_key_file=str(key_file)),
+        "ours, AES-256-GCM": Ours(directory / "encrypted" / "tier", object_bytes, encryption_key_file=str(key_file)),
         "vLLM's fs tier, no checksum": Vllm(directory / "vllm", object_bytes, memory, direct),
     }
     if lmcache is not None:
@@ -310,8 +327,25 @@ def bench_size(directory: Path, object_bytes: int, total_bytes: int, rounds: int
     take_turns([reference, *subjects.values()], rounds)
     for side in sides.values():
         side.close()
+    integrities = {
+        "ours, XXH3": XXH3,
+        "ours, BLAKE3 with a key": integrity_of(str(key_file)),
+        "ours, AES-256-GCM": integrity_of("", str(key_file)),
+    }
+    cpu = {
+        what: object_cpu.measure(directory / f"cpu-{number}", object_bytes, integrity, direct)
+        for number, (what, integrity) in enumerate(integrities.items())
+    }
     rows = [
-        Row(object_bytes / MIB, what, store.gb_per_s, store.share_of(raw_store), load.gb_per_s, load.share_of(raw_load))
+        Row(
+            object_bytes / MIB,
+            what,
+            store.gb_per_s,
+            store.share_of(raw_store),
+            load.gb_per_s,
+            load.share_of(raw_load),
+            *cpu.get(what, ()),
+        )
         for (raw_store, raw_load) in [reference]
         for what, (store, load) in {"raw": reference, **subjects}.items()
     ]
@@ -339,6 +373,11 @@ def _subjects(side: Side, num_bytes: int, count: int) -> list[Subject]:
     ]
 
 
+def _cells(row: Row) -> list[str]:
+    figures = list(asdict(row).values())[2:]
+    return ["" if math.isnan(figure) else f"{figure:.{2 if figure < 100 else 0}f}" for figure in figures]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.files", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="less data, fewer rounds")
@@ -356,10 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             shutil.rmtree(made, ignore_errors=True)
         print(f"{object_bytes / MIB} MiB done, load average {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
-    columns = ("object", "code", "store GB/s", "of raw", "load GB/s", "of raw")
-    cells = [
-        (f"{row.mib:g} MiB", row.what, *(f"{figure:.2f}" for figure in list(asdict(row).values())[2:])) for row in rows
-    ]
+    columns = ("object", "code", "store GB/s", "of raw", "load GB/s", "of raw", "store CPU us", "load CPU us")
+    cells = [(f"{row.mib:g} MiB", row.what, *_cells(row)) for row in rows]
     print(f"{rounds} rounds of {total_bytes // MIB} MiB\n\n{table(columns, cells)}")
     if options.json:
         figures: dict[str, Any] = {"rows": [asdict(row) for row in rows], "quick": options.quick}

@@ -14,7 +14,7 @@ VLLM = "0.32.0"
 DISK_ROOT = 2
 """The marker of a root, and where everything lies under it (docs/disk-format.md). A later one is refused."""
 
-DISK_OBJECT = 1
+DISK_OBJECT = 2
 """Header and payload of an object's file (docs/disk-format.md)."""
 
 CATALOGUE = 1

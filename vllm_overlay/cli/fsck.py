@@ -25,7 +25,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.repair:
         require_owner(arguments.root)
-    integrity = integrity_of(arguments.integrity_key_file)
+    integrity = integrity_of(arguments.integrity_key_file, arguments.encryption_key_file)
     report = Check(arguments.root, arguments.repair, progress("reading"), integrity=integrity).run()
     left = sum(not finding.is_repaired for finding in report.problems)
     if arguments.json:

@@ -27,7 +27,7 @@ def _run(arguments: argparse.Namespace) -> int:
     max_bytes = parse_bytes(arguments.max_bytes, "--max-bytes")
     if not arguments.dry_run:
         require_owner(arguments.root)
-    integrity = integrity_of(arguments.integrity_key_file)
+    integrity = integrity_of(arguments.integrity_key_file, arguments.encryption_key_file)
     root = os.path.abspath(arguments.root)
     with log_shown(), catalogue_errors_explained(root):
         done = collect(root, max_bytes, arguments.dry_run, progress("removing"), integrity=integrity)

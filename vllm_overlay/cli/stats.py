@@ -8,7 +8,7 @@ from dataclasses import asdict
 from vllm_overlay.cli.command import SOUND, Command
 from vllm_overlay.cli.console import age, shown, size
 from vllm_overlay.cli.disk_root import add_root_arguments
-from vllm_overlay.tiers.disk.checksum import XXH3, integrity_of
+from vllm_overlay.tiers.disk.checksum import XXH3, integrity_of, is_encrypted
 from vllm_overlay.tiers.disk.maintenance.usage import NamespaceUsage, measure_usage, tag_name
 from vllm_overlay.tiers.disk.recognition import require_root
 
@@ -16,7 +16,7 @@ _SERVED = {True: "served now", False: "served by nobody", None: "unknown whether
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    integrity = integrity_of(arguments.integrity_key_file)
+    integrity = integrity_of(arguments.integrity_key_file, arguments.encryption_key_file)
     require_root(arguments.root)
     usages = measure_usage(arguments.root)
     num_bytes = sum(usage.num_bytes for usage in usages)
@@ -38,7 +38,7 @@ def _paragraph(usage: NamespaceUsage, own_integrity: str) -> list[str]:
     ]
     if usage.integrity not in ("", XXH3.name):
         whose = "the given key" if usage.integrity == own_integrity else shown(usage.integrity)
-        lines.append(f"  checksums with {whose}")
+        lines.append(f"  {'encrypted' if is_encrypted(usage.integrity) else 'checksums'} with {whose}")
     for kind, (objects, files, num_bytes) in usage.kinds.items():
         lines.append(f"  {objects} {tag_name(kind)} in {files} files, {size(num_bytes)}")
     if usage.oldest is not None and usage.newest is not None:

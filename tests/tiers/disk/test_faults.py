@@ -103,7 +103,7 @@ def test_a_panic_in_a_thread_is_a_dropped_store_and_the_thread_lives(tmp_path, m
 
     with tier_pair(tmp_path / "root") as made:
         with monkeypatch.context() as patched:
-            patched.setattr("vllm_overlay.tiers.disk.worker.payload_checksum", panics)
+            patched.setattr("vllm_overlay.tiers.disk.worker.write_object", panics)
             assert [made.outcome(chain(name, 1)[0]) for name in "abc"] == ["error"] * 3
         assert made.outcome(chain("d", 1)[0]) == ""
 

@@ -2,7 +2,6 @@
 """What a restart finds, after a close, a kill or the loss of the catalogue, and what it removes."""
 
 import contextlib
-import dataclasses
 import errno
 import os
 import re
@@ -11,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.tiers.disk.files import (
@@ -28,6 +28,7 @@ from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.checksum import Seal
 from vllm_overlay.tiers.disk.device import Device, temporary_name
 from vllm_overlay.tiers.disk.format import MAX_PAYLOAD_BYTES, FormatError, ObjectHeader
 from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
@@ -388,7 +389,7 @@ def test_files_of_impossible_sizes_hinder_nobody(tmp_path):
 
 def test_a_header_that_says_an_impossible_size_is_none():
     planned = PlannedObject(ObjectId("f0", b"key"), (), 0, 64, MAX_PAYLOAD_BYTES + 1)
-    header = ObjectHeader(bytes(32), planned.object_id, (), 0, 64, planned.num_bytes, 0, 1, 1, bytes(16))
+    header = ObjectHeader(bytes(32), planned.object_id, (), 0, 64, planned.num_bytes, 0, 1, 1, Seal(bytes(16)))
     with pytest.raises(FormatError):
         header.encode()
-    assert ObjectHeader.decode(dataclasses.replace(header, payload_bytes=MAX_PAYLOAD_BYTES).encode())
+    assert ObjectHeader.decode(msgspec.structs.replace(header, payload_bytes=MAX_PAYLOAD_BYTES).encode())

@@ -70,7 +70,7 @@ class TierPair:
         until(lambda: self.tier.advance() or (num_turns(self.tier) > done + 1 and not has_news(self.tier)), "an end")
         return self
 
-    def try_store(self, planned: PlannedObject) -> str:
+    def try_store(self, planned: PlannedObject, data: np.ndarray | None = None) -> str:
         """Empty when stored, else why not."""
         self.tier.advance()
         ticket = self.tier.reserve(planned)
@@ -80,7 +80,7 @@ class TierPair:
         for rank, worker in enumerate(self.workers):
             buffer = worker.begin_store(ticket)
             assert buffer is not None
-            fill(buffer, content(planned, rank))
+            fill(buffer, content(planned, rank) if data is None else data)
             worker.submit_store(ticket, buffer)
         for worker in self.workers:
             mine: list[StoreResult] = []
@@ -101,6 +101,10 @@ class TierPair:
         for planned in objects:
             assert self.outcome(planned) == ""
         self.tier.index.check_integrity()
+
+    def store_bytes(self, planned: PlannedObject, data: bytes) -> None:
+        """Store an object of these bytes in every rank."""
+        until(lambda: self.try_store(planned, np.frombuffer(data, np.uint8)) == "", "a store of chosen bytes")
 
     def store_at_last(self, planned: PlannedObject) -> None:
         """Store it however often that fails before."""

@@ -2,12 +2,13 @@
 """The bytes of an object's file: one page of header, then the payload padded with zeros (docs/disk-format.md)."""
 
 import struct
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from vllm_overlay import versions
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.checksum import NO_SEAL, XXH3, Integrity, Seal
 from vllm_overlay.tiers.disk.namespace import check_object_id
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
@@ -18,9 +19,9 @@ MAX_PARENTS = 8
 MAX_PAYLOAD_BYTES = 1 << 40
 """An object passes through host memory as a whole, so none has a TiB in one rank."""
 
-_FIXED = struct.Struct("<8sIIQQQQIIBB6x32s32s")
+_FIXED = struct.Struct("<8sIIQQQQIIBB6x32s32s8s32s24x")
 _NAME = struct.Struct("<BB6x8s64s")
-_NAMES_OFFSET = 128
+_NAMES_OFFSET = _FIXED.size
 _CHECKSUM_OFFSET = HEADER_BYTES - 32
 
 
@@ -54,9 +55,11 @@ class Identity(NamedTuple):
     payload_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectHeader:
-    """What a file says of itself. ``ticket`` is the writer's; ``payload_checksum`` leaves the padding out."""
+class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
+    """What a file says of itself. ``ticket`` is the writer's; ``seal`` leaves the padding out.
+
+    Only a sealed header can be written; ``write_object`` seals it.
+    """
 
     fingerprint: bytes
     object_id: ObjectId
@@ -67,7 +70,7 @@ class ObjectHeader:
     rank: int
     world_size: int
     ticket: int
-    payload_checksum: bytes
+    seal: Seal = NO_SEAL
 
     @property
     def identity(self) -> Identity:
@@ -78,34 +81,50 @@ class ObjectHeader:
         """The object as the index knows it."""
         return PlannedObject(self.object_id, self.parents, self.start_tokens, self.end_tokens, self.payload_bytes)
 
+    def sealed(self, seal: Seal) -> "ObjectHeader":
+        """The same header for a payload with that seal."""
+        return msgspec.structs.replace(self, seal=seal)
+
     def encode(self, integrity: Integrity = XXH3) -> bytes:
         """The header page. Raises FormatError when a field is out of its range."""
         try:
-            return self._encode(integrity)
+            body = self._body(integrity)
         except (ValueError, struct.error) as error:
             raise FormatError(str(error)) from error
+        return body + integrity.header_checksum(body).ljust(HEADER_BYTES - _CHECKSUM_OFFSET, b"\0")
 
-    def _encode(self, integrity: Integrity) -> bytes:
-        if len(self.fingerprint) != 32 or len(self.payload_checksum) != integrity.num_bytes:
-            raise ValueError(f"a fingerprint has 32 bytes and a checksum {integrity.num_bytes}")
-        if len(self.parents) > MAX_PARENTS:
-            raise ValueError(f"an object has at most {MAX_PARENTS} parents")
-        is_possible = 0 < self.payload_bytes <= MAX_PAYLOAD_BYTES
-        if not (self.start_tokens <= self.end_tokens and self.rank < self.world_size and is_possible):
-            raise ValueError("token range, rank or size is impossible")
-        page = bytearray(HEADER_BYTES)
+    def _body(self, integrity: Integrity) -> bytes:
+        """The page before its checksum. Raises ValueError or struct.error."""
+        self._check(integrity)
+        body = bytearray(_CHECKSUM_OFFSET)
         _FIXED.pack_into(
-            page, 0, MAGIC, VERSION, HEADER_BYTES, self.payload_bytes, self.start_tokens, self.end_tokens, self.ticket,
-            self.rank, self.world_size, integrity.algorithm, len(self.parents), self.fingerprint, self.payload_checksum,
+            body, 0, MAGIC, VERSION, HEADER_BYTES, self.payload_bytes, self.start_tokens, self.end_tokens, self.ticket,
+            self.rank, self.world_size, integrity.algorithm, len(self.parents), self.fingerprint, self.seal.checksum,
+            integrity.key_id, self.seal.salt,
         )  # fmt: skip
         for place, object_id in enumerate((self.object_id, *self.parents)):
             check_object_id(object_id)
             tag = object_id.tag.encode()
             offset = _NAMES_OFFSET + place * _NAME.size
-            _NAME.pack_into(page, offset, len(tag), len(object_id.key), tag, object_id.key)
-        seal = integrity.checksum_of([bytes(page[:_CHECKSUM_OFFSET])])
-        page[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + len(seal)] = seal
-        return bytes(page)
+            _NAME.pack_into(body, offset, len(tag), len(object_id.key), tag, object_id.key)
+        return bytes(body)
+
+    def _check(self, integrity: Integrity) -> None:
+        """Raise ValueError for what ``struct`` would cut or what no object can be."""
+        if len(self.fingerprint) != 32:
+            raise ValueError("a fingerprint has 32 bytes")
+        sizes = len(self.seal.checksum), len(self.seal.salt)
+        if sizes != (integrity.payload_checksum_bytes, integrity.salt_bytes):
+            raise ValueError(f"a payload's checksum and salt of {sizes} bytes are not of {integrity.name}")
+        self._check_ranges(min(MAX_PAYLOAD_BYTES, integrity.max_payload_bytes))
+
+    def _check_ranges(self, max_payload_bytes: int) -> None:
+        """Raise ValueError for what no object can be."""
+        if len(self.parents) > MAX_PARENTS:
+            raise ValueError(f"an object has at most {MAX_PARENTS} parents")
+        is_possible = 0 < self.payload_bytes <= max_payload_bytes
+        if not (self.start_tokens <= self.end_tokens and self.rank < self.world_size and is_possible):
+            raise ValueError("token range, rank or size is impossible")
 
     @classmethod
     def decode(cls, page: bytes, integrity: Integrity = XXH3) -> "ObjectHeader":
@@ -115,25 +134,53 @@ class ObjectHeader:
         """
         if len(page) != HEADER_BYTES:
             raise FormatError(f"a header has {HEADER_BYTES} bytes, not {len(page)}")
-        seal = page[_CHECKSUM_OFFSET : _CHECKSUM_OFFSET + integrity.num_bytes]
-        if not integrity.verify(seal, [page[:_CHECKSUM_OFFSET]]):
+        body, checksum = page[:_CHECKSUM_OFFSET], page[_CHECKSUM_OFFSET:]
+        checksum_bytes = integrity.header_checksum_bytes
+        if not integrity.verify_header(checksum[:checksum_bytes], body) or any(checksum[checksum_bytes:]):
             raise FormatError("the header's checksum is wrong")
+        header = cls._decode_body(body)
+        header = header.sealed(
+            Seal(header.seal.checksum[: integrity.payload_checksum_bytes], header.seal.salt[: integrity.salt_bytes])
+        )
+        try:
+            is_canonical = header._body(integrity) == body
+        except (ValueError, struct.error) as error:
+            raise FormatError(str(error)) from error
+        if not is_canonical:
+            raise FormatError("the key is another one, or bytes that must be zero are not")
+        return header
+
+    @classmethod
+    def decode_unverified(cls, page: bytes) -> "ObjectHeader":
+        """What a header of whatever key says, true or not; raises FormatError.
+
+        For files that are counted and removed in order, and never loaded: those of another key's namespace.
+        """
+        if len(page) != HEADER_BYTES:
+            raise FormatError(f"a header has {HEADER_BYTES} bytes, not {len(page)}")
+        header = cls._decode_body(page[:_CHECKSUM_OFFSET])
+        try:
+            header._check_ranges(MAX_PAYLOAD_BYTES)
+        except ValueError as error:
+            raise FormatError(str(error)) from error
+        return header
+
+    @classmethod
+    def _decode_body(cls, body: bytes) -> "ObjectHeader":
+        """The fields, whatever they are but for those that say what the others mean. The seal has padding."""
         (
             magic, version, header_bytes, payload_bytes, start_tokens, end_tokens, ticket,
-            rank, world_size, algorithm, num_parents, fingerprint, checksum,
-        ) = _FIXED.unpack_from(page)  # fmt: skip
-        if (magic, version, header_bytes, algorithm) != (MAGIC, VERSION, HEADER_BYTES, integrity.algorithm):
-            raise FormatError(f"magic {magic!r}, version {version} or checksum algorithm {algorithm} is not ours")
+            rank, world_size, _, num_parents, fingerprint, checksum, _, salt,
+        ) = _FIXED.unpack_from(body)  # fmt: skip
+        if (magic, version, header_bytes) != (MAGIC, VERSION, HEADER_BYTES):
+            raise FormatError(f"magic {magic!r} or version {version} is not ours")
         if num_parents > MAX_PARENTS:
             raise FormatError(f"an object has at most {MAX_PARENTS} parents")
-        object_id, *parents = (_decode_name(page, place) for place in range(1 + num_parents))
-        header = cls(
+        object_id, *parents = (_decode_name(body, place) for place in range(1 + num_parents))
+        return cls(
             fingerprint, object_id, tuple(parents), start_tokens, end_tokens, payload_bytes,
-            rank, world_size, ticket, checksum[: integrity.num_bytes],
+            rank, world_size, ticket, Seal(checksum, salt),
         )  # fmt: skip
-        if header.encode(integrity) != page:
-            raise FormatError("bytes that must be zero are not")
-        return header
 
 
 def _decode_name(page: bytes, place: int) -> ObjectId:

@@ -87,7 +87,7 @@ class DiskTierManager(TierManager):
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
         self._write_rate = WriteRate(rate, quota.largest_bytes)
         self._uses = UseCounter(settings.store_on_nth_use)
-        integrity = integrity_of(settings.integrity_key_file)
+        integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
         root = choose_root(device, os.path.abspath(settings.root), bool(integrity.key))
         self._name = settings.name
         self._first_namespace = namespace

@@ -9,10 +9,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_overlay import versions
 from vllm_overlay.common.backoff import Backoff
 from vllm_overlay.tiers.disk.device import Device, make_directory, remove_quietly, temporary_name, write_all
 from vllm_overlay.tiers.disk.marker import require_marker
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, INTEGRITY, RESET, DiskNamespace
+from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, INTEGRITY, OBJECT_FORMAT, RESET, DiskNamespace
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
@@ -35,6 +36,12 @@ class Manifest:
     def integrity(self) -> str:
         """What the checksums need; empty when the file does not say."""
         return str(self.description.get(INTEGRITY, ""))
+
+    @property
+    def object_format(self) -> int:
+        """The version of the objects' files; ours when the file does not say what version 1 said."""
+        said = self.description.get(OBJECT_FORMAT, 1 if INTEGRITY in self.description else versions.DISK_OBJECT)
+        return said if isinstance(said, int) else versions.DISK_OBJECT
 
     @property
     def is_of_one_process(self) -> bool:

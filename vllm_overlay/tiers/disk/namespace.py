@@ -15,6 +15,8 @@ IN_USE = "in-use"
 DESCRIPTION = "namespace.json"
 INTEGRITY = "integrity"
 """The description's word for the checksums' algorithm and key."""
+OBJECT_FORMAT = "object_format"
+"""The description's word for the version of the objects' files. Version 1 had none."""
 RESET = "reset"
 """The description's word for the reset that began the namespace."""
 MAX_KEY_BYTES = 64

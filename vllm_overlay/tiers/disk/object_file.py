@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -64,17 +65,11 @@ def _views(buffer: HostBuffer) -> list[memoryview]:
     return [segment.data for segment in buffer.segments()]
 
 
-def payload_checksum(buffer: HostBuffer, integrity: Integrity = XXH3) -> bytes:
-    """The checksum of the object's bytes, wherever they lie."""
-    return integrity.checksum_of(_views(buffer))
-
-
-def _with_padding(buffer: HostBuffer) -> tuple[list[memoryview], Bytes]:
-    """The payload's views, the last one grown to whole pages, and the view of the padding alone.
+def _with_padding(buffer: HostBuffer, segments: list[memoryview]) -> tuple[list[memoryview], Bytes]:
+    """The payload's views ``segments``, the last one grown to whole pages, and the view of the padding alone.
 
     The padding lies in the last unit when that has room, else in memory of its own.
     """
-    segments = _views(buffer)
     padding_bytes = padded_bytes(buffer.num_bytes) - buffer.num_bytes
     last = len(segments[-1])
     row = buffer.array[buffer.units[-1]]
@@ -92,14 +87,16 @@ def write_object(
     direct: bool,
     integrity: Integrity = XXH3,
 ) -> None:
-    """Write the object to ``path``, a new temporary.
+    """Seal the header, and write the object to ``path``, a new temporary.
 
-    Called by a write thread. Creates directories as needed. Raises OSError; removing what was written is the caller's.
+    Called by a write thread. Creates directories as needed. With an encryption key the buffer is encrypted in place, so
+    it serves once. Raises OSError; removing what was written is the caller's.
     """
-    segments, padding = _with_padding(buffer)
+    views = _views(buffer)
+    segments, padding = _with_padding(buffer, views)
     padding[:] = 0
     page = _page()
-    page[:] = header.encode(integrity)
+    page[:] = header.sealed(integrity.seal(views)).encode(integrity)
     fd = _create(device, path, os.O_DIRECT if direct else 0)
     try:
         write_all(device, fd, [page, *segments])
@@ -123,7 +120,7 @@ def _make_object_directory(device: Device, path: str) -> None:
 
 
 def _root_of(path: str) -> str:
-    return os.path.dirname(os.path.dirname(os.path.dirname(path)))
+    return path.rsplit("/", 3)[0]
 
 
 def _open_checked(
@@ -177,11 +174,14 @@ def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lamb
 
 
 def read_header(device: Device, path: str, integrity: Integrity = XXH3) -> ObjectHeader:
-    """The verified header of a file of the size it says. Called by the threads of recovery and of lookups; raises
-    BadObject."""
+    """The verified header of a file of the size it says. Called by the threads of recovery; raises BadObject."""
+    return _read_header(device, path, shut_bits(bool(integrity.key)), partial(ObjectHeader.decode, integrity=integrity))
+
+
+def _read_header(device: Device, path: str, shut: int, decode: Callable[[bytes], ObjectHeader]) -> ObjectHeader:
     page = _page()
-    size = _read_patiently(lambda: _read_page(device, path, page, shut_bits(bool(integrity.key))))
-    header = _decode(page, integrity)
+    size = _read_patiently(lambda: _read_page(device, path, page, shut))
+    header = _decode(page, decode)
     if size != file_bytes(header.payload_bytes):
         raise BadObject(Reason.SIZE)
     return header
@@ -196,6 +196,11 @@ def header_reader(integrity: Integrity) -> HeaderReader:
     return lambda device, path: read_header(device, path, integrity)
 
 
+def unverified_reader(has_key: bool) -> HeaderReader:
+    """What a header claims, whatever its key: see ``decode_unverified``. ``has_key``: the reader's own files need one."""
+    return lambda device, path: _read_header(device, path, shut_bits(has_key), ObjectHeader.decode_unverified)
+
+
 def _read_page(device: Device, path: str, page: memoryview, shut: int) -> int:
     """Read the first page of a file; returns the file's size."""
     fd, size = _open_checked(device, path, 0, shut)
@@ -208,9 +213,9 @@ def _read_page(device: Device, path: str, page: memoryview, shut: int) -> int:
     return size
 
 
-def _decode(page: memoryview, integrity: Integrity) -> ObjectHeader:
+def _decode(page: memoryview, decode: Callable[[bytes], ObjectHeader]) -> ObjectHeader:
     try:
-        return ObjectHeader.decode(bytes(page), integrity)
+        return decode(bytes(page))
     except FormatError as error:
         raise BadObject(Reason.HEADER) from error
 
@@ -224,21 +229,25 @@ def read_object(
     integrity: Integrity = XXH3,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Fill ``buffer`` with the object of ``identity`` and verify every byte of its file.
+    """Fill ``buffer`` with the object of ``identity``, decrypted, and verify every byte of its file.
 
     Called by a read thread. Raises BadObject, and the buffer's bytes mean nothing then. ``is_wanted`` is asked before a
     read that failed is tried again.
     """
-    segments, padding = _with_padding(buffer)
+    views = _views(buffer)
+    segments, padding = _with_padding(buffer, views)
     page = _page()
     flags = os.O_DIRECT if direct else 0
     num_bytes = file_bytes(identity.payload_bytes)
     shut = shut_bits(bool(integrity.key))
     _read_patiently(lambda: _read_whole(device, path, flags, num_bytes, [page, *segments], shut), is_wanted)
-    header = _decode(page, integrity)
+    header = _decode(page, partial(ObjectHeader.decode, integrity=integrity))
     if header.identity != identity:
         raise BadObject(Reason.HEADER)
-    if not integrity.verify(header.payload_checksum, _views(buffer)) or padding.any():
+    opening = integrity.open(header.seal.salt)
+    for view in views:
+        opening.update(view)
+    if not opening.verify(header.seal.checksum) or padding.any():
         raise BadObject(Reason.CHECKSUM)
 
 
@@ -262,7 +271,7 @@ def verify_file(
     """The header of a file of which every byte verifies, whoever's it is. Reads in pieces; raises BadObject.
 
     For tools: it goes through the page cache, leaves nothing in it, and tries nothing twice. ``on_bytes`` hears of each
-    piece that was read.
+    piece that was read. Of an encrypted file one piece at a time is in memory.
     """
     try:
         fd, size = _open_checked(device, path, 0, is_anybodys=True)
@@ -281,11 +290,11 @@ def _verify(device: Device, fd: int, size: int, on_bytes: Callable[[int], None],
     if size < HEADER_BYTES:
         raise BadObject(Reason.SIZE)
     _fill(device, fd, [page])
-    header = _decode(page, integrity)
+    header = _decode(page, partial(ObjectHeader.decode, integrity=integrity))
     if size != file_bytes(header.payload_bytes):
         raise BadObject(Reason.SIZE)
     piece = memoryview(bytearray(min(size, _PIECE_BYTES)))
-    digest = integrity.new_digest()
+    opening = integrity.open(header.seal.salt)
     done = HEADER_BYTES
     payload_end = HEADER_BYTES + header.payload_bytes
     while done < size:
@@ -293,11 +302,11 @@ def _verify(device: Device, fd: int, size: int, on_bytes: Callable[[int], None],
         if count <= 0:
             raise _too_short()
         payload = min(count, max(0, payload_end - done))
-        digest.update(piece[:payload])
+        opening.update(piece[:payload])
         if any(piece[payload:count]):
             raise BadObject(Reason.CHECKSUM)
         done += count
         on_bytes(count)
-    if digest.digest() != header.payload_checksum:
+    if not opening.verify(header.seal.checksum):
         raise BadObject(Reason.CHECKSUM)
     return header

@@ -11,11 +11,11 @@ from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.abandoned import remove_abandoned
 from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Damaged, DeadMember, Namespace, StoredObject
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.checksum import Integrity
 from vllm_overlay.tiers.disk.device import Device, remove_quietly
 from vllm_overlay.tiers.disk.header_scan import HeaderScan
 from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.object_file import HeaderReader, header_reader
+from vllm_overlay.tiers.disk.object_file import HeaderReader, header_reader, unverified_reader
 from vllm_overlay.tiers.disk.orphans import Age, Orphans
 from vllm_overlay.tiers.disk.ownership import shut_bits
 from vllm_overlay.tiers.disk.rebuild import Rebuild
@@ -60,7 +60,8 @@ class Recovery:
         self._scan = HeaderScan(root, device, shut_bits(bool(integrity.key)), self._is_closing)
         self._orphans = Orphans(catalogue, root, self._scan, device, room, reserve, self._is_closing)
         self._own_readers = [header_reader(integrity)]
-        self._readers = [header_reader(each) for each in dict.fromkeys((integrity, XXH3))]
+        self._readers = [unverified_reader(bool(integrity.key))]
+        """Of other namespaces, whose keys this process may not have: it counts and removes their files, and no more."""
         self._started = time.time()
         self._deaths: dict[int, float] = {}
         self._must_remove_abandoned = False

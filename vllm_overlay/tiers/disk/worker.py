@@ -23,7 +23,6 @@ from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
 from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.object_file import (
     BadObject,
-    payload_checksum,
     read_object,
     write_object,
 )
@@ -72,7 +71,7 @@ class DiskTierWorker(TierWorker):
         device: Device | None = None,
     ) -> None:
         self._device = device or Device()
-        self._integrity = integrity_of(settings.integrity_key_file)
+        self._integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
         self._root = choose_root(self._device, os.path.abspath(settings.root), bool(self._integrity.key))
         self._namespace = namespace
         self._rank = rank
@@ -153,7 +152,7 @@ class DiskTierWorker(TierWorker):
         temporary = os.path.join(os.path.dirname(path), temporary_name())
         self._temporaries.add(temporary)
         try:
-            header = self._header(namespace, ticket, buffer)
+            header = self._header(namespace, ticket)
             write_object(self._device, temporary, header, buffer, self._direct, self._integrity)
             self._device.rename(temporary, path)
         except BaseException:
@@ -162,7 +161,7 @@ class DiskTierWorker(TierWorker):
         finally:
             self._temporaries.discard(temporary)
 
-    def _header(self, namespace: DiskNamespace, ticket: StoreTicket, buffer: HostBuffer) -> ObjectHeader:
+    def _header(self, namespace: DiskNamespace, ticket: StoreTicket) -> ObjectHeader:
         planned = ticket.planned
         return ObjectHeader(
             fingerprint=bytes.fromhex(namespace.fingerprint_of(planned.object_id.tag)),
@@ -174,7 +173,6 @@ class DiskTierWorker(TierWorker):
             rank=self._rank,
             world_size=self._world_size,
             ticket=ticket.ticket,
-            payload_checksum=payload_checksum(buffer, self._integrity),
         )
 
     # Loads.

@@ -32,6 +32,8 @@ class What(StrEnum):
     """The catalogue is missing or damaged, or it and the files do not say the same."""
     KEY = "key"
     """A namespace whose checksums need a key that is not the given one: nothing of it was verified."""
+    VERSION = "version"
+    """A namespace whose objects have another version of the disk format: nothing of it was verified."""
     MANIFEST = "manifest"
     """A namespace.json that cannot be read."""
     STRANGER = "stranger"

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from vllm_overlay import versions
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.checksum import XXH3, Integrity, is_encrypted
 from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.format import ObjectHeader
 from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
@@ -74,11 +75,17 @@ class ObjectCheck:
 
     def _integrities_of(self, fingerprint: str) -> tuple[Integrity, ...]:
         """What the namespace's files may be verified with: what its words say, or both where there are none."""
-        said = manifest_or_empty(os.path.join(self._findings.root, fingerprint)).integrity
+        manifest = manifest_or_empty(os.path.join(self._findings.root, fingerprint))
+        if manifest.object_format != versions.DISK_OBJECT:
+            detail = f"not verified: its objects have version {manifest.object_format} of the disk format"
+            self._findings.note(fingerprint, What.VERSION, detail)
+            return ()
+        said = manifest.integrity
         known = tuple(dict.fromkeys((self._integrity, XXH3)))
         chosen = tuple(integrity for integrity in known if said in ("", integrity.name))
         if not chosen:
-            detail = f"not verified: --integrity-key-file with the key {said} is needed"
+            option = "--encryption-key-file" if is_encrypted(said) else "--integrity-key-file"
+            detail = f"not verified: {option} with the key {said} is needed"
             self._findings.note(fingerprint, What.KEY, detail)
         return chosen
 
