@@ -53,6 +53,17 @@ def _state_of(path: Path) -> tuple[object, ...]:
     return found.st_mode, found.st_uid, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, content
 
 
+def contents_of(top: Path) -> dict[str, tuple[object, ...]]:
+    """Mode, owner and bytes of all below a directory, but SQLite's -shm, in which readers write."""
+    paths = (path for path in sorted(top.rglob("*")) if not path.name.endswith("-shm"))
+    return {str(path.relative_to(top)): _content_of(path) for path in paths}
+
+
+def _content_of(path: Path) -> tuple[object, ...]:
+    found = path.lstat()
+    return found.st_mode, found.st_uid, path.read_bytes() if stat.S_ISREG(found.st_mode) else None
+
+
 def forget_marker(root: Path) -> None:
     (root / MARKER).unlink(missing_ok=True)
 
