@@ -46,7 +46,7 @@ def scan_namespace(root: str, fingerprint: str, is_strict: bool = False) -> Iter
 
 
 def scan_objects(root: str, fingerprint: str) -> Iterator[FoundFile]:
-    """The same, but only what has an object's name: what the ledger counts. All else is temporary or a stranger's."""
+    """The same, but only what has an object's name. All else is temporary or a stranger's."""
     return (file for file in scan_namespace(root, fingerprint) if parse_file_name(file.name) is not None)
 
 
@@ -91,21 +91,6 @@ def was_written_before(file: FoundFile, moment: float) -> bool:
     A time so far in the future that no clock explains it says nothing, and must not keep a file for ever.
     """
     return file.mtime < moment or file.mtime > time.time() + ORPHAN_AGE_S
-
-
-def count_files(root: str, device: Device, is_alone: bool = False) -> int:
-    """Bytes of all namespaces' objects; removes orphan temporaries and counts no others, a lease covers those.
-
-    Raises OSError where a directory cannot be listed now.
-    """
-    num_bytes = 0
-    for fingerprint in namespaces_under(root, is_strict=True):
-        for file in scan_namespace(root, fingerprint, is_strict=True):
-            if parse_file_name(file.name) is not None:
-                num_bytes += file.num_bytes
-            elif is_temporary(file.name) and is_orphan(file, is_alone):
-                remove_quietly(device, file.path)
-    return num_bytes
 
 
 def sweep_temporaries(root: str, device: Device) -> None:
