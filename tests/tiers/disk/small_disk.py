@@ -4,7 +4,6 @@
 import contextlib
 
 import pytest
-from vllm_overlay.tiers.disk.ledger import Ledger
 
 from tests.mounts import SmallDisk
 from tests.tiers.disk.files import bytes_under, counted, on_disk, temporaries

@@ -197,7 +197,7 @@ def header_reader(integrity: Integrity) -> HeaderReader:
 
 
 def unverified_reader(has_key: bool) -> HeaderReader:
-    """What a header claims, whatever its key: see ``decode_unverified``. ``has_key``: the reader's own files need one."""
+    """Reads what a header claims, whatever its key. ``has_key``: the reader's own files need one."""
     return lambda device, path: _read_header(device, path, shut_bits(has_key), ObjectHeader.decode_unverified)
 
 
