@@ -27,11 +27,11 @@ from bench.rawdisk import RawFiles, settle
 from vllm_overlay.config import GIB, KIB, MIB
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
-from vllm_overlay.tiers.disk.checksum import XXH3, integrity_of
-from vllm_overlay.tiers.disk.device import Device, takes_direct_io
-from vllm_overlay.tiers.disk.format import file_bytes
+from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of
+from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.files.format import file_bytes
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.tickets import DiskLoad
 from vllm_overlay.tiers.disk.worker import DiskTierWorker

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.checksum import Integrity
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
-from vllm_overlay.tiers.disk.marker import write_marker
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.object_file import read_object, write_object
+from vllm_overlay.tiers.disk.files.checksum import Integrity
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
+from vllm_overlay.tiers.disk.files.marker import write_marker
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.object_file import read_object, write_object
 from vllm_overlay.tiers.memory import HostPool, unit_size, units_needed
 
 _TOTAL_BYTES = 256 << 20

@@ -15,9 +15,9 @@ from pathlib import Path
 from bench.measure import Subject, table, take_turns
 from vllm_overlay.config import GIB
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.scan import scan_objects
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.scan import scan_objects
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import unit_size

@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from bench import object_cpu
-from vllm_overlay.tiers.disk.checksum import XXH3
+from vllm_overlay.tiers.disk.files.checksum import XXH3
 
 
 def test_the_cpu_time_of_one_object_is_measured_and_leaves_no_object(tmp_path: Path) -> None:

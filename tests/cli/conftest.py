@@ -9,8 +9,8 @@ import pytest
 
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_ctrl_c_ends_it_with_130_and_what_is_left_is_sound(tmp_path):
         made.store(chain("p", 300))
     source = WITHOUT_VLLM.replace(
         "from vllm_overlay.cli import main",
-        "import time\nfrom vllm_overlay.cli import main\nfrom vllm_overlay.tiers.disk.device import Device\n"
+        "import time\nfrom vllm_overlay.cli import main\nfrom vllm_overlay.tiers.disk.files.device import Device\n"
         "unlink, number = Device.unlink, 0\n"
         "def slowly(self, path):\n    global number\n    number += 1\n    unlink(self, path)\n"
         "    if number == 20:\n        print('.', flush=True)\n        time.sleep(600)\n"

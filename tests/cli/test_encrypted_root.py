@@ -11,10 +11,10 @@ from tests.tiers.disk.keys import OTHER_SECRET, make_key
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
 from vllm_overlay import cli, versions
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
-from vllm_overlay.tiers.disk.object_file import BadObject, verify_file
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
+from vllm_overlay.tiers.disk.files.object_file import BadObject, verify_file
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
 from vllm_overlay import cli, versions
 from vllm_overlay.common.file_lock import lock
-from vllm_overlay.tiers.disk.device import temporary_name
-from vllm_overlay.tiers.disk.marker import MARKER, encode_marker
-from vllm_overlay.tiers.disk.recognition import LEDGER_MAGIC
+from vllm_overlay.tiers.disk.files.device import temporary_name
+from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker
+from vllm_overlay.tiers.disk.files.recognition import LEDGER_MAGIC
 
 COMMANDS = [["stats"], ["fsck"], ["fsck", "--repair"], ["gc", "--max-bytes", "0"], ["gc", "--max-bytes=0", "--dry-run"]]
 commands = pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -15,8 +15,8 @@ from tests.tiers.disk.files import object_files, on_disk
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from vllm_overlay import cli
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device, temporary_name
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.device import Device, temporary_name
 from vllm_overlay.tiers.disk.maintenance import fsck
 
 

@@ -17,12 +17,12 @@ from tests.tiers.disk.waiting import until
 from vllm_overlay.common.file_lock import lock
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Namespace
 from vllm_overlay.tiers.disk.catalogue.generations import begin, newest
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.listing import FoundObject
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.listing import FoundObject
+from vllm_overlay.tiers.disk.files.scan import FoundFile
 from vllm_overlay.tiers.disk.maintenance import fsck
 from vllm_overlay.tiers.disk.maintenance.guarded_catalogue import GuardedCatalogue
-from vllm_overlay.tiers.disk.rebuild import as_stored
-from vllm_overlay.tiers.disk.scan import FoundFile
+from vllm_overlay.tiers.disk.maintenance.rebuild import as_stored
 
 P, Q = chain("p", 4), chain("q", 2)
 

@@ -18,11 +18,11 @@ from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay import cli
-from vllm_overlay.tiers.disk import listing
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Namespace
 from vllm_overlay.tiers.disk.catalogue.generations import begin
-from vllm_overlay.tiers.disk.checksum import XXH3
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files import listing
+from vllm_overlay.tiers.disk.files.checksum import XXH3
+from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.maintenance import completion, gc
 from vllm_overlay.tiers.disk.maintenance.catalogue_access import without_interruption
 from vllm_overlay.tiers.disk.maintenance.completion import adopt_all

@@ -19,7 +19,7 @@ from tests.tiers.disk.inside import room_bytes
 from tests.tiers.entries import entries_of
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
 from vllm_overlay.planner.objects import SNAPSHOT_TAG
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
 from vllm_overlay.cli.console import progress, shown, size
 from vllm_overlay.cli.disk_root import add_root_arguments, require_owner
-from vllm_overlay.tiers.disk.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.maintenance.findings import Finding
 from vllm_overlay.tiers.disk.maintenance.fsck import Check
 

@@ -11,7 +11,7 @@ from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
 from vllm_overlay.cli.console import log_shown, progress, size
 from vllm_overlay.cli.disk_root import add_root_arguments, require_owner
 from vllm_overlay.config import parse_bytes
-from vllm_overlay.tiers.disk.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.maintenance.gc import collect
 
 

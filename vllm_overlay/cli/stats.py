@@ -8,9 +8,9 @@ from dataclasses import asdict
 from vllm_overlay.cli.command import SOUND, Command
 from vllm_overlay.cli.console import age, shown, size
 from vllm_overlay.cli.disk_root import add_root_arguments
-from vllm_overlay.tiers.disk.checksum import XXH3, integrity_of, is_encrypted
+from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of, is_encrypted
+from vllm_overlay.tiers.disk.files.recognition import require_root
 from vllm_overlay.tiers.disk.maintenance.usage import NamespaceUsage, measure_usage, tag_name
-from vllm_overlay.tiers.disk.recognition import require_root
 
 _SERVED = {True: "served now", False: "served by nobody", None: "unknown whether served: its catalogue cannot be asked"}
 

@@ -19,8 +19,9 @@ from tests.tiers.disk.waiting import until
 from tests.tiers.entries import entries_of
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
-from vllm_overlay.tiers.disk import bookkeeper, recovery
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk import bookkeeper
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.maintenance import recovery
 from vllm_overlay.tiers.disk.maintenance.fsck import Check
 
 RANKS = 2

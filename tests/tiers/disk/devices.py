@@ -4,7 +4,7 @@
 import os
 import threading
 
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
 
 
 class FailingDevice(Device):

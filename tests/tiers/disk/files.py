@@ -12,7 +12,7 @@ import pytest
 from tests.tiers.disk.objects import OBJECT
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged
 from vllm_overlay.tiers.disk.catalogue.generations import newest
-from vllm_overlay.tiers.disk.format import file_bytes
+from vllm_overlay.tiers.disk.files.format import file_bytes
 
 
 def _files_under(root: Path) -> Iterator[Path]:

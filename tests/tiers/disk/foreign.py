@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tests.tiers.disk.files import lose_catalogue
 from vllm_overlay import versions
-from vllm_overlay.tiers.disk.device import temporary_name
-from vllm_overlay.tiers.disk.marker import MARKER, encode_marker
-from vllm_overlay.tiers.disk.recognition import LEDGER_MAGIC
+from vllm_overlay.tiers.disk.files.device import temporary_name
+from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker
+from vllm_overlay.tiers.disk.files.recognition import LEDGER_MAGIC
 
 _NUM_SLOTS = 256
 

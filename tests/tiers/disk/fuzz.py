@@ -17,9 +17,9 @@ from tests.tiers.disk.files import on_disk
 from tests.tiers.disk.keys import make_key
 from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.tier_pair import TierPair
-from vllm_overlay.tiers.disk.checksum import XXH3, integrity_of
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.object_file import BadObject, read_header, verify_file
+from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.object_file import BadObject, read_header, verify_file
 
 PLACES = {
     "magic": (0, 8), "version": (8, 12), "header length": (12, 16), "payload bytes": (16, 24), "start": (24, 32),

@@ -3,9 +3,9 @@
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import CatalogueError
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 
 # The index half.

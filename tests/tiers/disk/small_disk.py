@@ -13,8 +13,8 @@ from tests.tiers.disk.waiting import until
 from vllm_overlay.common import circuit_breaker, rate_limited_log
 from vllm_overlay.tiers.disk import bookkeeper
 from vllm_overlay.tiers.disk.catalogue import Catalogue
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.root import open_root
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.root import open_root
 
 MIB = 1 << 20
 

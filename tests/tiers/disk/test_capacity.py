@@ -18,7 +18,7 @@ from tests.tiers.disk.objects import chain
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, store_many, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
 
 
 def test_a_rebuild_that_cannot_list_now_grants_nothing_until_it_can(tmp_path, monkeypatch):

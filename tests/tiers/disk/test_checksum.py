@@ -17,9 +17,9 @@ from tests.tiers.disk.waiting import until
 from vllm_overlay import cli, versions
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.base import Fingerprints, WorkerContext
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity, Seal, integrity_of
-from vllm_overlay.tiers.disk.format import FormatError, ObjectHeader
-from vllm_overlay.tiers.disk.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity, Seal, integrity_of
+from vllm_overlay.tiers.disk.files.format import FormatError, ObjectHeader
+from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
 from vllm_overlay.tiers.disk.spec import DiskTierSpec
 
 

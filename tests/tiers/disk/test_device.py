@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of temporaries."""
 
-from vllm_overlay.tiers.disk.device import temporary_name, writer_is_alive
+from vllm_overlay.tiers.disk.files.device import temporary_name, writer_is_alive
 
 
 def test_a_name_tells_whether_its_writer_lives():

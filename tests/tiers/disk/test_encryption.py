@@ -17,11 +17,11 @@ from tests.tiers.disk.keys import OTHER_SECRET, SECRET, make_key
 from tests.tiers.disk.objects import OBJECT, UNIT, chain, content
 from tests.tiers.disk.tier_pair import TierPair, settings, tier_pair
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk import encryption
-from vllm_overlay.tiers.disk.checksum import XXH3, integrity_of
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
-from vllm_overlay.tiers.disk.object_file import BadObject, read_object, verify_file
+from vllm_overlay.tiers.disk.files import encryption
+from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
+from vllm_overlay.tiers.disk.files.object_file import BadObject, read_object, verify_file
 from vllm_overlay.tiers.memory import HostPool
 
 

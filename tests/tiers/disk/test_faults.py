@@ -25,7 +25,7 @@ from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk import admission
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.catalogue import Catalogue
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
 
 
 @pytest.fixture

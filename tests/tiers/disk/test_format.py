@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.planner.objects import TAG_PATTERN, ObjectId
-from vllm_overlay.tiers.disk.checksum import XXH3, EncryptedIntegrity, KeyedIntegrity, Seal
-from vllm_overlay.tiers.disk.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
-from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
+from vllm_overlay.tiers.disk.files.checksum import XXH3, EncryptedIntegrity, KeyedIntegrity, Seal
+from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, parse_file_name
 
 HEADER = ObjectHeader(
     fingerprint=bytes(range(32)),

@@ -13,10 +13,10 @@ from tests.tiers.disk.inside import is_member
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.tiers.disk import manifest
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION
-from vllm_overlay.tiers.disk.root import open_root
+from vllm_overlay.tiers.disk.files import manifest
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION
+from vllm_overlay.tiers.disk.files.root import open_root
 
 WHOLE = chain("p", 20)
 

@@ -12,7 +12,7 @@ from tests.tiers.disk.objects import OBJECT, chain, content
 from tests.tiers.disk.tier_pair import NAMESPACE, settings, tier_pair
 from vllm_overlay import cli, versions
 from vllm_overlay.tiers.base import Fingerprints, WorkerContext
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.spec import DiskTierSpec
 
 KINDS = ["", "integrity_key_file", "encryption_key_file"]

@@ -11,8 +11,8 @@ from tests.tiers.disk.prompts import GEOMETRY, KEYS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Name
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.object_file import READ_ATTEMPTS
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.object_file import READ_ATTEMPTS
 
 WHOLE = objects_of(KEYS, [320, 640])
 FIRST = PLANNER.chunk(KEYS, GEOMETRY.full[0], 0)

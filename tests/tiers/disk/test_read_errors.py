@@ -16,8 +16,8 @@ from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk import recent
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.object_file import READ_ATTEMPTS
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.object_file import READ_ATTEMPTS
 from vllm_overlay.tiers.disk.suspension import SUSPENDED_S
 
 SNAPSHOT = PLANNER.snapshot(KEYS, 640)

@@ -28,10 +28,10 @@ from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.checksum import Seal
-from vllm_overlay.tiers.disk.device import Device, temporary_name
-from vllm_overlay.tiers.disk.format import MAX_PAYLOAD_BYTES, FormatError, ObjectHeader
-from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
+from vllm_overlay.tiers.disk.files.checksum import Seal
+from vllm_overlay.tiers.disk.files.device import Device, temporary_name
+from vllm_overlay.tiers.disk.files.format import MAX_PAYLOAD_BYTES, FormatError, ObjectHeader
+from vllm_overlay.tiers.disk.files.listing import FoundObject, parents_first
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

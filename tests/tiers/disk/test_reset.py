@@ -13,10 +13,10 @@ from tests.tiers.disk.reset import is_serving_another, store_after_reset
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.tiers.base import LoadTicket
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION
 from vllm_overlay.tiers.disk.tickets import DiskLoad
 
 

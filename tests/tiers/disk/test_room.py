@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.catalogue.room import Room
 from vllm_overlay.tiers.disk.holds import Holds
-from vllm_overlay.tiers.disk.room import Room
 
 SIZES = st.integers(0, 100)
 STEPS = st.lists(st.tuples(st.sampled_from(["grow", "reserve", "commit", "release", "take_back"]), SIZES), max_size=60)

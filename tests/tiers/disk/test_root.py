@@ -20,10 +20,10 @@ from tests.tiers.disk.waiting import until
 from vllm_overlay import versions
 from vllm_overlay.common import rate_limited_log
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker, require_marker
+from vllm_overlay.tiers.disk.files.root import open_root
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.marker import MARKER, encode_marker, require_marker
-from vllm_overlay.tiers.disk.root import open_root
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 
 

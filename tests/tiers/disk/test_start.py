@@ -20,9 +20,9 @@ from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import Catalogue
+from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker
+from vllm_overlay.tiers.disk.files.root import lock_directory
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.marker import MARKER, encode_marker
-from vllm_overlay.tiers.disk.root import lock_directory
 
 
 def open_tier(root, **changes):

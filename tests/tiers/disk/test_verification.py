@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.tier_pair import tier_pair
-from vllm_overlay.tiers.disk.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
 
 
 def flip(path, offset):

@@ -13,7 +13,7 @@ from tests.tiers.disk.inside import is_writing, room_bytes
 from tests.tiers.disk.objects import OBJECT, UNIT, chain, content, fill
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.tiers.disk.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, UNIT, UNIT + 1, OBJECT, 3 * UNIT])

@@ -12,9 +12,9 @@ from tests.tiers.disk.objects import OBJECT, UNIT, bytes_of, chain, content, fil
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.tickets import DiskLoad
 from vllm_overlay.tiers.disk.worker import DiskTierWorker

@@ -12,7 +12,6 @@ from functools import partial
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.abandoned import remove_abandoned
 from vllm_overlay.tiers.disk.catalogue import (
     Catalogue,
     CatalogueError,
@@ -24,18 +23,19 @@ from vllm_overlay.tiers.disk.catalogue import (
     Unavailable,
     replace_damaged,
 )
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.catalogue.room import Room
 from vllm_overlay.tiers.disk.committer import Committer, Discarded, Dropped, Moved, Step, Stored
-from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.evictor import Evictor, Quota
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.manifest import Manifests
+from vllm_overlay.tiers.disk.files.marker import is_marked, require_marker
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.root import lock_directory, open_with_locks
 from vllm_overlay.tiers.disk.follower import Follower
-from vllm_overlay.tiers.disk.manifest import Manifests
-from vllm_overlay.tiers.disk.marker import is_marked, require_marker
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.recovery import Recovery
-from vllm_overlay.tiers.disk.remover import Remover
-from vllm_overlay.tiers.disk.room import Room
-from vllm_overlay.tiers.disk.root import lock_directory, open_with_locks
+from vllm_overlay.tiers.disk.maintenance.abandoned import remove_abandoned
+from vllm_overlay.tiers.disk.maintenance.recovery import Recovery
+from vllm_overlay.tiers.disk.maintenance.remover import Remover
 from vllm_overlay.tiers.disk.updates import ServedNamespace
 from vllm_overlay.tiers.index import PrefixIndex
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, StoredObject
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.remover import Remover
-from vllm_overlay.tiers.disk.room import Room
+from vllm_overlay.tiers.disk.catalogue.room import Room
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.maintenance.remover import Remover
 from vllm_overlay.tiers.disk.updates import Committed, Forgotten, Refused, ServedNamespace
 
 

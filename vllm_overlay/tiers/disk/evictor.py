@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Limits, Name, Totals, limit_bytes
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.remover import Remover
-from vllm_overlay.tiers.disk.room import Room
+from vllm_overlay.tiers.disk.catalogue.room import Room
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.maintenance.remover import Remover
 from vllm_overlay.tiers.disk.updates import ServedNamespace
 
 _FULL_BYTES = 1 << 20

@@ -7,7 +7,7 @@ import msgspec
 
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.disk.catalogue import Catalogue, FellBehind, StoredObject
-from vllm_overlay.tiers.disk.format import file_bytes
+from vllm_overlay.tiers.disk.files.format import file_bytes
 from vllm_overlay.tiers.disk.updates import Found, Gone, ReloadBegins, ReloadEnds, ServedNamespace
 
 _OBJECTS_AN_UPDATE = 64

@@ -19,13 +19,13 @@ from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierUsage
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.bookkeeper import Bookkeeper
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device
 from vllm_overlay.tiers.disk.evictor import Quota
-from vllm_overlay.tiers.disk.format import MAX_PARENTS, file_bytes
-from vllm_overlay.tiers.disk.namespace import DiskNamespace, check_object_id
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.format import MAX_PARENTS, file_bytes
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, check_object_id
+from vllm_overlay.tiers.disk.files.root import choose_root
 from vllm_overlay.tiers.disk.recent import Recent
-from vllm_overlay.tiers.disk.root import choose_root
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.suspension import SUSPENDED_S, ReadableHits
 from vllm_overlay.tiers.disk.tickets import DiskLoad, DiskStore

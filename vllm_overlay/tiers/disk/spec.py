@@ -9,11 +9,11 @@ from vllm_overlay import versions
 from vllm_overlay.config import MIB
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import TierSpec, WorkerContext
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
+from vllm_overlay.tiers.disk.files.root import open_root
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
-from vllm_overlay.tiers.disk.root import open_root
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import PAGE_BYTES, unit_size

@@ -5,8 +5,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.holds import Holds
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
 
 
 @dataclass(frozen=True, slots=True)

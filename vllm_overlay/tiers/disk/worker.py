@@ -17,16 +17,16 @@ from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.config import parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device, remove_quietly, takes_direct_io, temporary_name
-from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.object_file import (
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.device import Device, remove_quietly, takes_direct_io, temporary_name
+from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.object_file import (
     BadObject,
     read_object,
     write_object,
 )
-from vllm_overlay.tiers.disk.root import choose_root
+from vllm_overlay.tiers.disk.files.root import choose_root
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.staging import Staging
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool

@@ -13,12 +13,12 @@ from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.catalogue.errors import translated
 from vllm_overlay.tiers.disk.catalogue.generations import newest
 from vllm_overlay.tiers.disk.catalogue.members import count_living
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.marker import mark_old_root
-from vllm_overlay.tiers.disk.old_root import take_over
-from vllm_overlay.tiers.disk.recognition import RootKind
-from vllm_overlay.tiers.disk.remover import Remover
-from vllm_overlay.tiers.disk.root import lock_directory, open_root
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.marker import mark_old_root
+from vllm_overlay.tiers.disk.files.old_root import take_over
+from vllm_overlay.tiers.disk.files.recognition import RootKind
+from vllm_overlay.tiers.disk.files.root import lock_directory, open_root
+from vllm_overlay.tiers.disk.maintenance.remover import Remover
 
 _Result = TypeVar("_Result")
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Name, StoredObject, Superseded
 from vllm_overlay.tiers.disk.catalogue.generations import path_of
-from vllm_overlay.tiers.disk.checksum import Integrity
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.checksum import Integrity
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import object_path
+from vllm_overlay.tiers.disk.files.root import lock_directory
 from vllm_overlay.tiers.disk.maintenance.findings import Findings, What
 from vllm_overlay.tiers.disk.maintenance.guarded_catalogue import GuardedCatalogue, generation_of
 from vllm_overlay.tiers.disk.maintenance.object_check import CheckedNamespace
-from vllm_overlay.tiers.disk.namespace import object_path
-from vllm_overlay.tiers.disk.rebuild import as_stored
-from vllm_overlay.tiers.disk.root import lock_directory
+from vllm_overlay.tiers.disk.maintenance.rebuild import as_stored
 
 _CATALOGUE = "catalogue"
 """Stands for the file where there is none."""

@@ -7,15 +7,15 @@ import time
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Namespace
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.header_scan import HeaderScan
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.files.object_file import header_reader
+from vllm_overlay.tiers.disk.files.ownership import shut_bits
+from vllm_overlay.tiers.disk.files.scan import FoundFile, namespaces_under
 from vllm_overlay.tiers.disk.maintenance.catalogue_access import without_interruption
-from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.object_file import header_reader
-from vllm_overlay.tiers.disk.ownership import shut_bits
-from vllm_overlay.tiers.disk.rebuild import Rebuild
-from vllm_overlay.tiers.disk.scan import FoundFile, namespaces_under
+from vllm_overlay.tiers.disk.maintenance.header_scan import HeaderScan
+from vllm_overlay.tiers.disk.maintenance.rebuild import Rebuild
 
 _POLL_S = 0.2
 logger = logging.getLogger(__name__)

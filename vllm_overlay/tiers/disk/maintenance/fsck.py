@@ -8,14 +8,14 @@ what they may be about to finish is a note, not a problem.
 import os
 from collections.abc import Callable
 
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.recognition import require_root
 from vllm_overlay.tiers.disk.maintenance.catalogue_check import CatalogueCheck
 from vllm_overlay.tiers.disk.maintenance.findings import Findings, Report
 from vllm_overlay.tiers.disk.maintenance.guarded_catalogue import GuardedCatalogue
 from vllm_overlay.tiers.disk.maintenance.object_check import ObjectCheck
 from vllm_overlay.tiers.disk.maintenance.walk import Walk
-from vllm_overlay.tiers.disk.recognition import require_root
 
 
 class Check:

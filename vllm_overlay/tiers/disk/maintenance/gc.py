@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Limits, Namespace, NamespaceUsage, RemovedObject
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.recognition import require_root
+from vllm_overlay.tiers.disk.files.scan import ORPHAN_AGE_S, FoundFile, was_written_before
 from vllm_overlay.tiers.disk.maintenance.catalogue_access import (
     count_members,
     joined,
@@ -18,9 +20,7 @@ from vllm_overlay.tiers.disk.maintenance.catalogue_access import (
     without_interruption,
 )
 from vllm_overlay.tiers.disk.maintenance.completion import adopt_all, complete
-from vllm_overlay.tiers.disk.recognition import require_root
-from vllm_overlay.tiers.disk.remover import Remover
-from vllm_overlay.tiers.disk.scan import ORPHAN_AGE_S, FoundFile, was_written_before
+from vllm_overlay.tiers.disk.maintenance.remover import Remover
 
 _CLOCK_TICK_S = 0.05
 

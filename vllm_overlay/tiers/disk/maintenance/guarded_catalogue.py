@@ -18,8 +18,11 @@ from vllm_overlay.tiers.disk.catalogue import (
     StoredObject,
     replace_damaged,
 )
-from vllm_overlay.tiers.disk.checksum import Integrity
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.checksum import Integrity
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.files.namespace import parse_file_name
+from vllm_overlay.tiers.disk.files.root import lock_directory
 from vllm_overlay.tiers.disk.maintenance.catalogue_access import (
     count_members,
     joined,
@@ -27,10 +30,7 @@ from vllm_overlay.tiers.disk.maintenance.catalogue_access import (
     without_interruption,
 )
 from vllm_overlay.tiers.disk.maintenance.completion import complete, missing_keys
-from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.namespace import parse_file_name
-from vllm_overlay.tiers.disk.remover import Remover
-from vllm_overlay.tiers.disk.root import lock_directory
+from vllm_overlay.tiers.disk.maintenance.remover import Remover
 
 _ANY_CAPACITY = 1 << 53
 _Answer = TypeVar("_Answer")

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from vllm_overlay import versions
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity, is_encrypted
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.format import ObjectHeader
-from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity, is_encrypted
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.format import ObjectHeader
+from vllm_overlay.tiers.disk.files.listing import FoundObject, parents_first
+from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.files.namespace import parse_file_name
+from vllm_overlay.tiers.disk.files.object_file import BadObject, verify_file
+from vllm_overlay.tiers.disk.files.scan import FoundFile
 from vllm_overlay.tiers.disk.maintenance.findings import Findings, What
 from vllm_overlay.tiers.disk.maintenance.guarded_catalogue import GuardedCatalogue
-from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.namespace import parse_file_name
-from vllm_overlay.tiers.disk.object_file import BadObject, verify_file
-from vllm_overlay.tiers.disk.scan import FoundFile
 
 
 @dataclass(slots=True)

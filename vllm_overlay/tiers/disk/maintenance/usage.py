@@ -11,13 +11,13 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.objects import ObjectId, ObjectKind
 from vllm_overlay.tiers.disk.catalogue import CatalogueError
 from vllm_overlay.tiers.disk.catalogue import NamespaceUsage as KnownUsage
-from vllm_overlay.tiers.disk.checksum import XXH3
-from vllm_overlay.tiers.disk.device import is_temporary
+from vllm_overlay.tiers.disk.files.checksum import XXH3
+from vllm_overlay.tiers.disk.files.device import is_temporary
+from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.files.namespace import parse_file_name
+from vllm_overlay.tiers.disk.files.ownership import EVERYONE_MAY_WRITE, OTHERS_MAY_WRITE
+from vllm_overlay.tiers.disk.files.scan import FoundFile, namespaces_under, scan_namespace
 from vllm_overlay.tiers.disk.maintenance.catalogue_access import open_existing, without_interruption
-from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.namespace import parse_file_name
-from vllm_overlay.tiers.disk.ownership import EVERYONE_MAY_WRITE, OTHERS_MAY_WRITE
-from vllm_overlay.tiers.disk.scan import FoundFile, namespaces_under, scan_namespace
 
 _LARGEST = 5
 

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 
 from vllm_overlay.tiers.disk.catalogue.generations import MEMBERS, is_catalogue_name
 from vllm_overlay.tiers.disk.catalogue.rows import NUM_SLOTS
-from vllm_overlay.tiers.disk.device import DIRECTORY_MODE, FILE_MODE, Device, is_temporary
+from vllm_overlay.tiers.disk.files.device import DIRECTORY_MODE, FILE_MODE, Device, is_temporary
+from vllm_overlay.tiers.disk.files.manifest import read_manifest
+from vllm_overlay.tiers.disk.files.marker import MARKER
+from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION, FINGERPRINT, IN_USE, parse_file_name
+from vllm_overlay.tiers.disk.files.recognition import LEASES, LEDGER, WEIGHT_FILES, RootKind
+from vllm_overlay.tiers.disk.files.scan import FAN_OUT, FoundFile, is_orphan
 from vllm_overlay.tiers.disk.maintenance.catalogue_access import bring_up_to_date
 from vllm_overlay.tiers.disk.maintenance.findings import Findings, What
 from vllm_overlay.tiers.disk.maintenance.guarded_catalogue import GuardedCatalogue
 from vllm_overlay.tiers.disk.maintenance.usage import is_made_to_be_shared
-from vllm_overlay.tiers.disk.manifest import read_manifest
-from vllm_overlay.tiers.disk.marker import MARKER
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, IN_USE, parse_file_name
-from vllm_overlay.tiers.disk.recognition import LEASES, LEDGER, WEIGHT_FILES, RootKind
-from vllm_overlay.tiers.disk.scan import FAN_OUT, FoundFile, is_orphan
 
 _OF_THE_ROOT = WEIGHT_FILES | {MARKER}
 _SHARED_BITS = stat.S_ISGID | stat.S_IRWXG

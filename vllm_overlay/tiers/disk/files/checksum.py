@@ -12,8 +12,8 @@ import xxhash
 from blake3 import blake3
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk import encryption
-from vllm_overlay.tiers.disk.key_file import read_key
+from vllm_overlay.tiers.disk.files import encryption
+from vllm_overlay.tiers.disk.files.key_file import read_key
 
 KEY_ID_BYTES = 8
 _CONTEXT = "vllm-overlay disk tier: "

@@ -13,9 +13,9 @@ from typing import TypeVar
 import numpy as np
 
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity
-from vllm_overlay.tiers.disk.device import Device, make_directory, read_all, write_all
-from vllm_overlay.tiers.disk.format import (
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.files.device import Device, make_directory, read_all, write_all
+from vllm_overlay.tiers.disk.files.format import (
     HEADER_BYTES,
     FormatError,
     Identity,
@@ -23,8 +23,8 @@ from vllm_overlay.tiers.disk.format import (
     file_bytes,
     padded_bytes,
 )
-from vllm_overlay.tiers.disk.marker import require_marker
-from vllm_overlay.tiers.disk.ownership import OTHERS_MAY_WRITE, shut_bits, why_not_ours
+from vllm_overlay.tiers.disk.files.marker import require_marker
+from vllm_overlay.tiers.disk.files.ownership import OTHERS_MAY_WRITE, shut_bits, why_not_ours
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
 _PIECE_BYTES = 1 << 20

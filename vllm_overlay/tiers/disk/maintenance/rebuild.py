@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Namespace, StoredObject
-from vllm_overlay.tiers.disk.header_scan import HeaderScan
-from vllm_overlay.tiers.disk.listing import FoundObject, Listing, parents_first
-from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.object_file import HeaderReader
-from vllm_overlay.tiers.disk.scan import FoundFile, namespaces_under
+from vllm_overlay.tiers.disk.files.listing import FoundObject, Listing, parents_first
+from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.files.object_file import HeaderReader
+from vllm_overlay.tiers.disk.files.scan import FoundFile, namespaces_under
+from vllm_overlay.tiers.disk.maintenance.header_scan import HeaderScan
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from enum import Enum, auto
 
 from vllm_overlay import versions
 from vllm_overlay.tiers.disk.catalogue.generations import MEMBERS, is_catalogue, is_catalogue_name
-from vllm_overlay.tiers.disk.device import is_temporary
-from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.marker import MARKER, NotARootError, marked_version
-from vllm_overlay.tiers.disk.namespace import FINGERPRINT, IN_USE
+from vllm_overlay.tiers.disk.files.device import is_temporary
+from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, marked_version
+from vllm_overlay.tiers.disk.files.namespace import FINGERPRINT, IN_USE
 
 LEDGER = "ledger"
 LEASES = "leases"

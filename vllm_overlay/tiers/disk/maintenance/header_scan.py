@@ -11,11 +11,11 @@ from functools import partial
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.listing import Listing, read_found, sort_files
-from vllm_overlay.tiers.disk.object_file import BadObject, HeaderReader
-from vllm_overlay.tiers.disk.ownership import why_not_ours
-from vllm_overlay.tiers.disk.scan import FoundFile, fan_out_directories
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.listing import Listing, read_found, sort_files
+from vllm_overlay.tiers.disk.files.object_file import BadObject, HeaderReader
+from vllm_overlay.tiers.disk.files.ownership import why_not_ours
+from vllm_overlay.tiers.disk.files.scan import FoundFile, fan_out_directories
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
 
 _PROGRESS_S = 10.0

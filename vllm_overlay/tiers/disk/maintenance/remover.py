@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, RemovedObject
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.namespace import object_path
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import object_path
 
 _log = RateLimitedLog(logging.getLogger(__name__))
 

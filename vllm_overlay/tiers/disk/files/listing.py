@@ -9,11 +9,11 @@ import msgspec
 
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.format import ObjectHeader
-from vllm_overlay.tiers.disk.namespace import parse_file_name
-from vllm_overlay.tiers.disk.object_file import BadObject, HeaderReader
-from vllm_overlay.tiers.disk.scan import FoundFile, scan_directory
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.format import ObjectHeader
+from vllm_overlay.tiers.disk.files.namespace import parse_file_name
+from vllm_overlay.tiers.disk.files.object_file import BadObject, HeaderReader
+from vllm_overlay.tiers.disk.files.scan import FoundFile, scan_directory
 
 
 class FoundObject(msgspec.Struct, frozen=True, gc=False):

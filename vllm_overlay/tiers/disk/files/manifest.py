@@ -11,9 +11,16 @@ from typing import Any
 
 from vllm_overlay import versions
 from vllm_overlay.common.backoff import Backoff
-from vllm_overlay.tiers.disk.device import Device, make_directory, remove_quietly, temporary_name, write_all
-from vllm_overlay.tiers.disk.marker import require_marker
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, FINGERPRINT, INTEGRITY, OBJECT_FORMAT, RESET, DiskNamespace
+from vllm_overlay.tiers.disk.files.device import Device, make_directory, remove_quietly, temporary_name, write_all
+from vllm_overlay.tiers.disk.files.marker import require_marker
+from vllm_overlay.tiers.disk.files.namespace import (
+    DESCRIPTION,
+    FINGERPRINT,
+    INTEGRITY,
+    OBJECT_FORMAT,
+    RESET,
+    DiskNamespace,
+)
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0

@@ -13,11 +13,11 @@ from pathlib import Path
 from blake3 import blake3
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.device import Device, make_directory, remove_quietly, temporary_name
-from vllm_overlay.tiers.disk.marker import NotARootError, mark_old_root, write_marker
-from vllm_overlay.tiers.disk.old_root import take_over
-from vllm_overlay.tiers.disk.ownership import EVERYONE_MAY_WRITE, shut_bits
-from vllm_overlay.tiers.disk.recognition import HOST_ROOT, RootKind, recognise
+from vllm_overlay.tiers.disk.files.device import Device, make_directory, remove_quietly, temporary_name
+from vllm_overlay.tiers.disk.files.marker import NotARootError, mark_old_root, write_marker
+from vllm_overlay.tiers.disk.files.old_root import take_over
+from vllm_overlay.tiers.disk.files.ownership import EVERYONE_MAY_WRITE, shut_bits
+from vllm_overlay.tiers.disk.files.recognition import HOST_ROOT, RootKind, recognise
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 _MACHINE_ID = Path("/etc/machine-id")

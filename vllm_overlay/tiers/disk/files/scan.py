@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from vllm_overlay.tiers.disk.device import Device, is_temporary, remove_quietly, writer_is_alive
-from vllm_overlay.tiers.disk.format import counted_bytes
-from vllm_overlay.tiers.disk.namespace import FINGERPRINT, parse_file_name
+from vllm_overlay.tiers.disk.files.device import Device, is_temporary, remove_quietly, writer_is_alive
+from vllm_overlay.tiers.disk.files.format import counted_bytes
+from vllm_overlay.tiers.disk.files.namespace import FINGERPRINT, parse_file_name
 
 ORPHAN_AGE_S = 3600.0
 """Nobody writes a file for longer, and no two hosts' clocks are further apart."""

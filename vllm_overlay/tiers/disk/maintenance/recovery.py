@@ -9,24 +9,24 @@ from collections.abc import Callable, Sequence
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
-from vllm_overlay.tiers.disk.abandoned import remove_abandoned
 from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Damaged, DeadMember, Namespace, StoredObject
-from vllm_overlay.tiers.disk.checksum import Integrity
-from vllm_overlay.tiers.disk.device import Device, remove_quietly
-from vllm_overlay.tiers.disk.header_scan import HeaderScan
-from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.object_file import HeaderReader, header_reader, unverified_reader
-from vllm_overlay.tiers.disk.orphans import Age, Orphans
-from vllm_overlay.tiers.disk.ownership import shut_bits
-from vllm_overlay.tiers.disk.rebuild import Rebuild
-from vllm_overlay.tiers.disk.remover import Remover
-from vllm_overlay.tiers.disk.room import Room
-from vllm_overlay.tiers.disk.scan import (
+from vllm_overlay.tiers.disk.catalogue.room import Room
+from vllm_overlay.tiers.disk.files.checksum import Integrity
+from vllm_overlay.tiers.disk.files.device import Device, remove_quietly
+from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.files.object_file import HeaderReader, header_reader, unverified_reader
+from vllm_overlay.tiers.disk.files.ownership import shut_bits
+from vllm_overlay.tiers.disk.files.scan import (
     ORPHAN_AGE_S,
     namespaces_under,
     sweep_temporaries,
     was_written_before,
 )
+from vllm_overlay.tiers.disk.maintenance.abandoned import remove_abandoned
+from vllm_overlay.tiers.disk.maintenance.header_scan import HeaderScan
+from vllm_overlay.tiers.disk.maintenance.orphans import Age, Orphans
+from vllm_overlay.tiers.disk.maintenance.rebuild import Rebuild
+from vllm_overlay.tiers.disk.maintenance.remover import Remover
 
 PAUSE_S = 10.0
 DEATH_SETTLES_S = 3.0

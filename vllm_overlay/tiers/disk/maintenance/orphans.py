@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Name, Refusal, StoredObject
-from vllm_overlay.tiers.disk.device import Device, is_temporary, remove_quietly
-from vllm_overlay.tiers.disk.header_scan import HeaderScan
-from vllm_overlay.tiers.disk.listing import FoundObject, Listing, parents_first, sort_files
-from vllm_overlay.tiers.disk.namespace import object_path
-from vllm_overlay.tiers.disk.object_file import HeaderReader
-from vllm_overlay.tiers.disk.rebuild import as_stored
-from vllm_overlay.tiers.disk.room import Room
-from vllm_overlay.tiers.disk.scan import (
+from vllm_overlay.tiers.disk.catalogue.room import Room
+from vllm_overlay.tiers.disk.files.device import Device, is_temporary, remove_quietly
+from vllm_overlay.tiers.disk.files.listing import FoundObject, Listing, parents_first, sort_files
+from vllm_overlay.tiers.disk.files.namespace import object_path
+from vllm_overlay.tiers.disk.files.object_file import HeaderReader
+from vllm_overlay.tiers.disk.files.scan import (
     FoundFile,
     fan_out_directories,
     is_orphan,
     scan_directory,
     was_written_before,
 )
+from vllm_overlay.tiers.disk.maintenance.header_scan import HeaderScan
+from vllm_overlay.tiers.disk.maintenance.rebuild import as_stored
 
 _ROOM_S = 10.0
 """An object waits for so long for the room that it takes in the catalogue."""

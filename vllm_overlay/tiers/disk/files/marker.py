@@ -12,8 +12,8 @@ from msgspec import Meta
 
 from vllm_overlay import versions
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.device import Device, remove_quietly, temporary_name, write_all
-from vllm_overlay.tiers.disk.ownership import why_not_ours
+from vllm_overlay.tiers.disk.files.device import Device, remove_quietly, temporary_name, write_all
+from vllm_overlay.tiers.disk.files.ownership import why_not_ours
 
 MARKER = "vllm-overlay-root.json"
 _MAX_BYTES = 1024

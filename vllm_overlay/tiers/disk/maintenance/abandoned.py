@@ -5,10 +5,10 @@ import contextlib
 import os
 
 from vllm_overlay.tiers.disk.catalogue import Catalogue
-from vllm_overlay.tiers.disk.device import Device, remove_quietly
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION, IN_USE
-from vllm_overlay.tiers.disk.remover import Remover
-from vllm_overlay.tiers.disk.scan import FAN_OUT, namespaces_under
+from vllm_overlay.tiers.disk.files.device import Device, remove_quietly
+from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION, IN_USE
+from vllm_overlay.tiers.disk.files.scan import FAN_OUT, namespaces_under
+from vllm_overlay.tiers.disk.maintenance.remover import Remover
 
 
 def remove_abandoned(catalogue: Catalogue, remover: Remover, root: str, device: Device) -> None:

@@ -8,8 +8,8 @@ import msgspec
 
 from vllm_overlay import versions
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.checksum import NO_SEAL, XXH3, Integrity, Seal
-from vllm_overlay.tiers.disk.namespace import check_object_id
+from vllm_overlay.tiers.disk.files.checksum import NO_SEAL, XXH3, Integrity, Seal
+from vllm_overlay.tiers.disk.files.namespace import check_object_id
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
 MAGIC = b"HKVOBJ\r\n"

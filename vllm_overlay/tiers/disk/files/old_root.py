@@ -6,8 +6,8 @@ import os
 
 from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.device import Device, make_directory
-from vllm_overlay.tiers.disk.recognition import LEASES, LEDGER
+from vllm_overlay.tiers.disk.files.device import Device, make_directory
+from vllm_overlay.tiers.disk.files.recognition import LEASES, LEDGER
 
 
 def take_over(device: Device, root: str) -> None:
