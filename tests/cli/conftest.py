@@ -9,8 +9,9 @@ import pytest
 
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
+from vllm_overlay import versions
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
-from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def key_file(tmp_path):
 @pytest.fixture
 def keyed(tmp_path, key_file):
     """A chain of 4 chunks and a snapshot."""
-    description = {**NAMESPACE.description, "integrity": integrity_of(str(key_file)).name}
+    words = {INTEGRITY: integrity_of(str(key_file)).name, OBJECT_FORMAT: versions.DISK_OBJECT}
+    description = {**NAMESPACE.description, **words}
     namespace = DiskNamespace(NAMESPACE.attention, NAMESPACE.snapshot, description)
     settings = {"integrity_key_file": str(key_file), "namespace": namespace}
     with tier_pair(tmp_path / "root", **settings) as made:

