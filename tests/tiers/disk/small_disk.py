@@ -2,6 +2,7 @@
 """The tier's two halves on a real small disk. Run by test_small_disk.py, in a mount namespace of its own."""
 
 import contextlib
+import sqlite3
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.tiers.disk.waiting import until
 from vllm_overlay.common import circuit_breaker, rate_limited_log
 from vllm_overlay.tiers.disk import bookkeeper
 from vllm_overlay.tiers.disk.catalogue import Catalogue
+from vllm_overlay.tiers.disk.catalogue.generations import newest, path_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.root import open_root
 
@@ -63,6 +65,7 @@ def test_a_disk_that_others_keep_full_drops_stores_and_is_given_up_to_them(disk,
     disk.mount("16m")
     with tier_pair(disk.path, capacity_bytes=64 * MIB, max_object_bytes=MIB, staging_bytes=4 * MIB) as made:
         made.store(chain("p", 10))
+        until(lambda: counted(made.root)[0] == bytes_under(made.root))
         with disk.full():
             outcomes = outcomes_until(made, "no_room")
             assert outcomes[0] == "no_space"
@@ -93,6 +96,7 @@ def assert_files_go_before_their_rows(disk, caplog, is_ended):
             until(lambda: made.tier.advance() or all_agree(made), "an agreement of catalogue, files and index")
             before = bytes_under(made.root)
             evicted = made.tier.usage().evicted_objects
+            cut_log(made.root)
             others.enter_context(disk.full())
             until(lambda: made.try_store(chain("q", 1)[0]) and bytes_under(made.root) < before, "files that go")
             until(lambda: "removed for the catalogue to work" in caplog.text, "the log's word")
@@ -105,6 +109,12 @@ def assert_files_go_before_their_rows(disk, caplog, is_ended):
         assert_all_is_well(again)
         assert bytes_under(again.root) <= capacity
     assert catalogue_problems(disk.path) == []
+
+
+def cut_log(root):
+    """The catalogue's log has no room of its own left."""
+    with contextlib.closing(sqlite3.connect(path_of(str(root), newest(str(root))))) as db:
+        until(lambda: not db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0], "a log that is cut")
 
 
 def catalogue_problems(root):

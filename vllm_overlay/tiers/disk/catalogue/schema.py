@@ -86,6 +86,7 @@ _SETTINGS = (
     "PRAGMA cell_size_check = ON",
     "PRAGMA mmap_size = 0",  # a file that is cut short must be an error, not a signal
     "PRAGMA synchronous = OFF",
+    "PRAGMA wal_autocheckpoint = 256",  # a MiB: on a small disk the log takes the objects' room
     f"PRAGMA journal_size_limit = {_MOST_LOG_BYTES}",  # what a stopped reader made of the log is cut off again
     "PRAGMA secure_delete = OFF",
     "PRAGMA temp_store = MEMORY",
