@@ -19,6 +19,8 @@ from tests.tiers.disk.inside import room_bytes
 from tests.tiers.entries import entries_of
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
 from vllm_overlay.planner.objects import SNAPSHOT_TAG
+from vllm_overlay.tiers.disk.catalogue import errors
+from vllm_overlay.tiers.disk.catalogue.connection import Connection
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 
@@ -238,6 +240,16 @@ def locks_raise(driver: "Driver", error: str) -> int:
 
     _replace(fcntl, "flock", faulty)
     return number
+
+
+def catalogue_raises(driver: "Driver", error: str) -> str:
+    """No transaction begins."""
+
+    def faulty(*_: Any) -> Any:
+        raise getattr(errors, error)("as the test wants it")
+
+    _replace(Connection, "_begin", faulty)
+    return error
 
 
 def clock_jumps(driver: "Driver", seconds: float) -> float:
