@@ -47,6 +47,11 @@ def take_turns(sides: Sequence[Sequence[Subject]], rounds: int, clock: Clock = t
                     subject.seconds.append(seconds)
 
 
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which that share of them lies, from 0 to 1."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table, padded so that it reads well in a terminal."""
     cells = [list(columns), *([str(cell) for cell in row] for row in rows)]

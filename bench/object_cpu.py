@@ -22,7 +22,7 @@ _LEAST_ROUNDS = 7
 
 
 class ObjectCpu(NamedTuple):
-    """Microseconds an object, medians. Without names, ledger, queues and locks."""
+    """Microseconds an object, medians. Without temporary names, the catalogue, queues and locks."""
 
     write_us: float
     read_us: float

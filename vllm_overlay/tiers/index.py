@@ -161,8 +161,11 @@ class PrefixIndex:
         missing: dict[ObjectId, tuple[int, PlannedObject]] = {}
         for item in planned:
             self._clock += 1
-            if item.object_id not in self._entries:
-                missing.setdefault(item.object_id, (self._clock, item))
+            is_known = item.object_id in self._entries or item.object_id in missing
+            if not is_known and not self._restore_one(self._clock, item, ticket):
+                missing[item.object_id] = self._clock, item
+        if not missing:
+            return []
         waiting: defaultdict[ObjectId, list[ObjectId]] = defaultdict(list)
         for object_id, (_, item) in missing.items():
             for parent in item.parents:
@@ -267,7 +270,7 @@ class PrefixIndex:
         self._entries[entry.object_id] = entry
         self._used_bytes += entry.num_bytes
         for parent in parents:
-            parent.children.add(entry)
+            parent.children[entry] = None
             self._policy.discard(parent)
             if parent.object_id.tag == entry.object_id.tag:
                 entry.jump = parent if parent.num_snapshots else parent.jump
@@ -329,7 +332,7 @@ class PrefixIndex:
         entry.state = EntryState.DROPPED
         self._policy.discard(entry)
         for parent in entry.parents:
-            parent.children.discard(entry)
+            parent.children.pop(entry, None)
             parent.num_snapshots -= counted
             self._offer(parent)
         entry.parents, entry.jump = (), None

@@ -42,6 +42,7 @@ from vllm_overlay.tiers.disk.updates import (
 )
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
+from vllm_overlay.tiers.policies.never import NeverEvicts
 
 _STEP_S = 0.001
 """A call of ``advance`` takes in updates for so long: an engine at work steps every few milliseconds."""
@@ -80,7 +81,7 @@ class DiskTierManager(TierManager):
         device: Device | None = None,
     ) -> None:
         device = device or Device()
-        self.index = PrefixIndex(capacity_bytes=None)
+        self.index = _new_index()
         self._world_size = world_size
         quota = self._quota_of(settings, max_object_bytes)
         self._capacity_bytes = quota.capacity_bytes
@@ -327,7 +328,7 @@ class DiskTierManager(TierManager):
         self._reset = secrets.token_hex(8)
         self._served = ServedNamespace(self._first_namespace.since(self._reset))
         self._bookkeeper.serve(self._served, retired=self.index)
-        self.index = PrefixIndex(capacity_bytes=None)
+        self.index = _new_index()
         self._suspended = Recent(SUSPENDED_S)
         self._rewritten, self._unconfirmed, self._unseen = {}, set(), set()
         self._removing.clear()
@@ -346,6 +347,11 @@ class DiskTierManager(TierManager):
 
     def close(self) -> None:
         self._bookkeeper.close(_JOIN_S)
+
+
+def _new_index() -> PrefixIndex:
+    """What goes is for the catalogue to say."""
+    return PrefixIndex(capacity_bytes=None, policy=NeverEvicts())
 
 
 def _take_one(counts: Counter[ObjectId], object_id: ObjectId) -> bool:
