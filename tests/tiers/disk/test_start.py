@@ -198,6 +198,11 @@ def test_without_locks_a_directory_of_locks_that_was_cleaned_up_is_made_again(lo
         until(lambda: (locks / MARKER).exists(), "a directory of locks")
 
 
+def test_another_policy_than_last_use_is_refused_because_no_other_process_knows_it(tmp_path):
+    with pytest.raises(ConfigError, match='set it to "lru"'):
+        open_tier(tmp_path / "root", eviction_policy="tests.tiers.policies:Any")
+
+
 def test_a_capacity_below_two_objects_is_refused_with_one_that_works(tmp_path):
     with pytest.raises(ConfigError, match="capacity_bytes") as refusal:
         open_tier(tmp_path / "root", capacity_bytes=on_disk())

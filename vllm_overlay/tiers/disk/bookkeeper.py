@@ -157,6 +157,17 @@ class Bookkeeper:
             self._is_woken = True
             self._changed.notify()
 
+    def take_for_orphan(self, num_bytes: int) -> bool:
+        """Take bytes for a file that was found. Called from the recovery thread, which asks again until it has them.
+
+        0 bytes: nobody waits any more.
+        """
+        self._room.wanted_bytes = num_bytes
+        is_taken = bool(num_bytes) and self._room.take(num_bytes)
+        if not is_taken:
+            self._wake()
+        return is_taken
+
     # In the bookkeeper's thread.
 
     def _run(self) -> None:
@@ -201,23 +212,24 @@ class Bookkeeper:
         if (damage := session.recovery.damage) is not None:
             raise damage
         session.catalogue.check_membership()
+        if not is_marked(self._root):  # while it is not, no store can make a directory
+            open_with_locks(self._device, self._root, bool(self._integrity.key))
         try:
             self._work_off(session)
-            self.num_evicted += self._make_room(session)
+            self._make_room(session)
         except Unavailable:
             self.num_evicted += session.evictor.unlink_unrecorded(session.served)
             raise
         if session.follower.follow():
             self._wake()
-        if not is_marked(self._root):  # while it is not, no store can make a directory
-            open_with_locks(self._device, self._root, bool(self._integrity.key))
         self._manifests.describe(session.served.namespace)
 
     def _work_off(self, session: _Session) -> None:
         """What the scheduler has decided. It waits for a rebuild, which has yet to see what lies there."""
-        session.evictor.record()
+        session.evictor.record(session.served)
         if self._must_ask_room:
-            self._room.set_granted(session.catalogue.give_back(0))
+            with self._room.settling:
+                self._room.set_granted(session.catalogue.give_back(0))
             self._must_ask_room = False
         if not session.catalogue.totals().is_complete:
             return
@@ -228,15 +240,14 @@ class Bookkeeper:
         if used := {self._used.popleft() for _ in range(len(self._used))}:
             session.catalogue.touch(used, int(time.time()))
 
-    def _make_room(self, session: _Session) -> int:
-        """How many objects were evicted for it."""
+    def _make_room(self, session: _Session) -> None:
         num_evicted, is_short = session.evictor.make_room(session.served)
+        self.num_evicted += num_evicted
         if is_short:
             self._wake()
         elif session.evictor.has_evicted_others:
             session.evictor.has_evicted_others = False
             session.recovery.look_for_abandoned()
-        return num_evicted
 
     def _move(self, served: ServedNamespace) -> None:
         """Serve this namespace, and no more the one before, of which the catalogue knows all by now."""
@@ -269,10 +280,19 @@ class Bookkeeper:
             catalogue,
             served,
             remover,
-            Committer(catalogue, remover, self._room, self._device, self._move),
+            Committer(catalogue, remover, self._room, self._move),
             Evictor(catalogue, remover, self._room, self._quota, self._root, self._device),
             Follower(catalogue, served, self._world_size),
-            Recovery(catalogue, self._root, namespaces, self._room, self.reserve, self._device, self._integrity),
+            Recovery(
+                catalogue,
+                self._root,
+                namespaces,
+                self._room,
+                self._quota.capacity_bytes // 2,
+                self.take_for_orphan,
+                self._device,
+                self._integrity,
+            ),
         )
 
     def _end_session(self) -> None:
@@ -288,7 +308,8 @@ class Bookkeeper:
         session.recovery.close(0.0)
         self._work_off(session)
         self._manifests.describe(session.served.namespace, is_last=True)
-        session.catalogue.serve([], int(time.time()))
+        if self._room.in_flight <= 0:  # else whoever buries this process looks for what its stores leave
+            session.catalogue.serve([], int(time.time()))
         if session.served.namespace.is_temporary:
             remove_abandoned(session.catalogue, session.remover, self._root, self._device)
         session.catalogue.leave(max(0, self._room.in_flight))

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries out, in order, what the scheduler has decided about objects: stored, discarded, removed."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, StoredObject
 from vllm_overlay.tiers.disk.catalogue.room import Room
-from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.maintenance.remover import Remover
 from vllm_overlay.tiers.disk.updates import Committed, Forgotten, Refused, ServedNamespace
 
@@ -23,10 +24,21 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """A store has failed, or nobody wants its object: whatever files it left are of no use."""
+    """A store has failed, or nobody wants its object: whatever files it left are of no use.
+
+    ``is_refused``: the catalogue did not take the object, and the scheduler thinks that it is there.
+    """
 
     served: ServedNamespace
     item: StoredObject
+    is_refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Another process removed the object that had the name before, and with it our files."""
+
+    name: Name
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,8 @@ class Moved:
     served: ServedNamespace
 
 
-Step = Stored | Discarded | Dropped | Moved
+_log = RateLimitedLog(logging.getLogger(__name__))
+Step = Stored | Discarded | Lost | Dropped | Moved
 
 
 class Committer:
@@ -55,72 +68,81 @@ class Committer:
         catalogue: Catalogue,
         remover: Remover,
         room: Room,
-        device: Device,
         move: Callable[[ServedNamespace], None],
     ) -> None:
         self._catalogue = catalogue
         self._remover = remover
         self._room = room
-        self._device = device
+        self._discarded: list[Discarded] = []
         self._move = move
 
     def carry_out(self, steps: deque[Step]) -> None:
-        """Take away what is done. Another thread may append meanwhile."""
+        """Take away what is done, each step once. Another thread may append meanwhile."""
+        self._unlink_discarded()
         while steps:
             if stored := _leading_stores(steps):
-                self._commit(stored)
+                self._commit(stored, steps)
             else:
                 self._carry_out(steps[0])
-            for _ in range(max(1, len(stored))):
                 steps.popleft()
 
     def _carry_out(self, step: Step) -> None:
         match step:
-            case Stored():
-                self._commit([step])
-            case Discarded(served, item):
-                self._discard(served, item)
-                served.updates.append(Forgotten(item.planned.object_id))
+            case Discarded():
+                if not self._catalogue.find([step.item.name]):  # else another process has stored the same object
+                    self._discarded.append(step)
+                    self._unlink_discarded()
+                else:
+                    self._end_discard(step)
+            case Lost(name):
+                self._remover.remove([name])
             case Dropped(served, object_id):
                 self._remover.remove([Name(served.namespace.fingerprint_of(object_id.tag), object_id)])
                 served.updates.append(Forgotten(object_id))
             case Moved(served):
                 self._move(served)
+            case Stored():
+                raise AssertionError("stores are committed together")
 
-    def _commit(self, steps: Sequence[Stored]) -> None:
-        result = self._catalogue.commit(step.item for step in steps)
-        refused = {item.name for item, _ in result.refused}
-        missing = []
-        for step in steps:
+    def _commit(self, stored: Sequence[Stored], steps: deque[Step]) -> None:
+        """Once the catalogue has answered, the steps are done: what is left to do are steps of its own."""
+        refused = self._refused(stored)
+        left: list[Step] = []
+        for step in stored:
+            steps.popleft()
             if step.item.name in refused:
-                self._discard(step.served, step.item)
-                step.served.updates.append(Refused(step.item.planned.object_id))
+                left.append(Discarded(step.served, step.item, is_refused=True))
                 continue
             self._room.commit(step.item.num_bytes)
             step.served.holds.release(step.item.planned.parents)
             step.served.updates.append(Committed(step.item.planned.object_id))
-            if not self._is_there(step.item):
-                missing.append(step.item.name)
-        if missing:  # another process removed the object that had the name before, and with it our files
-            self._remover.remove(missing)
+            if not self._remover.is_there(step.item):
+                left.append(Lost(step.item.name))
+        steps.extendleft(reversed(left))
 
-    def _is_there(self, item: StoredObject) -> bool:
-        """Whether the files still are."""
+    def _refused(self, stored: Sequence[Stored]) -> set[Name]:
         try:
-            for path in self._remover.paths_of(item.name, item.world_size):
-                self._device.lstat(path)
-        except FileNotFoundError:
-            return False
-        except OSError:  # it says nothing of the file
-            return True
-        return True
+            return {item.name for item, _ in self._catalogue.commit(step.item for step in stored).refused}
+        except ValueError as error:  # an object that no row can hold must not keep the others
+            if len(stored) > 1:
+                return set().union(*(self._refused([step]) for step in stored))
+            _log.warning("row", "disk tier: an object cannot be kept: %s", error)
+            return {stored[0].item.name}
 
-    def _discard(self, served: ServedNamespace, item: StoredObject) -> None:
-        """Another process may have stored the same object: then the files are its own."""
-        if not self._catalogue.find([item.name]):
-            self._remover.unlink_all(self._remover.paths_of(item.name, item.world_size))
-        self._room.release(item.num_bytes)
-        served.holds.release(item.planned.parents)
+    def _unlink_discarded(self) -> None:
+        """Also what could not be unlinked before: its bytes stay taken until it is gone."""
+        waiting, self._discarded = self._discarded, []
+        for step in waiting:
+            if self._remover.unlink_all(self._remover.paths_of(step.item.name, step.item.world_size)):
+                self._end_discard(step)
+            else:
+                self._discarded.append(step)
+
+    def _end_discard(self, step: Discarded) -> None:
+        object_id = step.item.planned.object_id
+        self._room.release(step.item.num_bytes)
+        step.served.holds.release(step.item.planned.parents)
+        step.served.updates.append(Refused(object_id) if step.is_refused else Forgotten(object_id))
 
 
 def _leading_stores(steps: deque[Step]) -> list[Stored]:

@@ -51,14 +51,16 @@ class Evictor:
         totals = self._catalogue.totals()
         capacity = self._usable_bytes(totals)
         self._give_back(totals.num_bytes - capacity)
-        at_least = self._room.largest_bytes or self._quota.largest_bytes
+        at_least = max(self._room.largest_bytes or self._quota.largest_bytes, self._room.wanted_bytes)
         target = limit_bytes(totals, capacity, at_least)
         if self._room.available * 2 >= target and self._room.available >= at_least:
             return 0, False
         grant = self._catalogue.grant(max(0, target - self._room.available), at_least, capacity)
         self._room.grow(grant.num_bytes)
         self._give_back(grant.surplus_bytes)
-        return self._evict(served, grant.short_bytes, capacity) if grant.short_bytes else (0, False)
+        if not grant.short_bytes or self._remover.is_stuck:  # what cannot be unlinked frees no room
+            return 0, False
+        return self._evict(served, grant.short_bytes, capacity)
 
     def _give_back(self, num_bytes: int) -> None:
         """As far as no store has taken it."""
@@ -83,7 +85,7 @@ class Evictor:
         self.has_evicted_others |= any(item.name.fingerprint not in served.namespace.fingerprints for item in removed)
         kept = self._remover.finish(removed, short_bytes, capacity)
         self._room.grow(kept)
-        return len(removed), bool(removed) and kept < short_bytes
+        return len(removed), bool(removed) and kept < short_bytes and not self._remover.is_stuck
 
     def _held_names(self, served: ServedNamespace) -> frozenset[Name]:
         return frozenset(Name(served.namespace.fingerprint_of(each.tag), each) for each in served.holds.held())
@@ -104,10 +106,12 @@ class Evictor:
         logger.warning("disk tier: %s is full: %d objects removed for the catalogue to work", self._root, len(chosen))
         return len(chosen)
 
-    def record(self) -> None:
-        """Take the rows of what ``unlink_unrecorded`` has unlinked away."""
+    def record(self, served: ServedNamespace) -> None:
+        """Take the rows of what ``unlink_unrecorded`` has unlinked away, but for what was stored again since."""
         if self._unrecorded:
-            self._remover.remove(self._unrecorded)
+            again = {item.name for item in self._catalogue.find(self._unrecorded) if self._remover.is_there(item)}
+            self._remover.remove(name for name in self._unrecorded if name not in again)
+            served.holds.unclaim(name.object_id for name in again)
             self._unrecorded = {}
 
 

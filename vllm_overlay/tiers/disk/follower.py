@@ -41,10 +41,11 @@ class Follower:
     def _load(self) -> None:
         updates = self._served.updates
         seq, slices = self._catalogue.load(self._served.namespace.fingerprints)
+        going = self._served.holds.going()
         updates.append(ReloadBegins())
         for found in slices:
             self._tell(found)
-        updates.append(ReloadEnds())
+        updates.append(ReloadEnds(going))
         self._seq = seq
         self._served.is_loaded = True
 

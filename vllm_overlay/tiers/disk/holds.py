@@ -49,6 +49,11 @@ class Holds:
             self._going |= claimed
             return claimed
 
+    def going(self) -> frozenset[ObjectId]:
+        """What is claimed now."""
+        with self._lock:
+            return frozenset(self._going)
+
     def unclaim(self, object_ids: Iterable[ObjectId]) -> None:
         """These stay after all, or are gone and may come again."""
         with self._lock:

@@ -83,6 +83,11 @@ class DiskTierManager(TierManager):
         device = device or Device()
         self.index = _new_index()
         self._world_size = world_size
+        if settings.eviction_policy != "lru":
+            raise ConfigError(
+                f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work, because what was used last "
+                'by any process of its root stays longest: set it to "lru"'
+            )
         quota = self._quota_of(settings, max_object_bytes)
         self._capacity_bytes = quota.capacity_bytes
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
@@ -103,6 +108,9 @@ class DiskTierManager(TierManager):
         self._unconfirmed: set[ObjectId] = set()
         """Objects that the catalogue has yet to take in."""
         self._unseen: set[ObjectId] = set()
+        """What a reload that is under way has not found yet."""
+        self._outdated: set[ObjectId] = set()
+        """What the last reload has not found."""
         self._pinned: Counter[ObjectId] = Counter()
         self._pinned_before: Counter[ObjectId] = Counter()
         """What loads hold in the index, and what they hold in one that a reset has replaced."""
@@ -130,13 +138,15 @@ class DiskTierManager(TierManager):
     @property
     def is_recovering(self) -> bool:
         """Whether objects of an earlier life may still turn up."""
-        return not self._served.is_complete or bool(self._served.updates)
+        return not self._served.is_complete or bool(self._served.updates or self._outdated)
 
     def advance(self) -> None:
         updates = self._served.updates
-        if not updates:
+        if not updates and not self._outdated:
             return
         deadline = time.perf_counter() + _STEP_S
+        while self._outdated and time.perf_counter() < deadline:
+            self._forget(self._outdated.pop())
         while updates and time.perf_counter() < deadline:
             self._apply(updates.popleft())
 
@@ -160,14 +170,15 @@ class DiskTierManager(TierManager):
                 self._end_removal(object_id)
             case ReloadBegins():
                 self._unseen = set(self.index.visible()) - self._unconfirmed
-            case ReloadEnds():
-                for object_id in self._unseen:
-                    self._forget(object_id)
+            case ReloadEnds(going):
+                self._outdated |= self._unseen
                 self._unseen = set()
+                self._served.holds.unclaim(going)
 
     def _take_in(self, objects: Sequence[PlannedObject]) -> None:
-        if self._unseen:
-            self._unseen.difference_update(item.object_id for item in objects)
+        for gone in (self._unseen, self._outdated):
+            if gone:
+                gone.difference_update(item.object_id for item in objects)
         # What builds on an object that was dropped here cannot be reached: it stays for those who can.
         self.index.restore([item for item in objects if item.object_id not in self._removing])
 
@@ -330,7 +341,7 @@ class DiskTierManager(TierManager):
         self._bookkeeper.serve(self._served, retired=self.index)
         self.index = _new_index()
         self._suspended = Recent(SUSPENDED_S)
-        self._rewritten, self._unconfirmed, self._unseen = {}, set(), set()
+        self._rewritten, self._unconfirmed, self._unseen, self._outdated = {}, set(), set(), set()
         self._removing.clear()
         self._pinned_before.update(self._pinned)
         self._pinned.clear()
@@ -371,4 +382,4 @@ def _has_a_name(planned: PlannedObject) -> bool:
             check_object_id(object_id)
     except ValueError:
         return False
-    return len(planned.parents) <= MAX_PARENTS and planned.num_bytes > 0
+    return len(planned.parents) == len(set(planned.parents)) <= MAX_PARENTS and planned.num_bytes > 0

@@ -51,7 +51,9 @@ class ReloadBegins:
 
 @dataclass(frozen=True, slots=True)
 class ReloadEnds:
-    """What was not found since ``ReloadBegins`` is not there any more."""
+    """What was not found since ``ReloadBegins`` is not there any more. ``going`` were evicted before it."""
+
+    going: frozenset[ObjectId]
 
 
 Update = Found | Gone | Committed | Refused | Forgotten | ReloadBegins | ReloadEnds

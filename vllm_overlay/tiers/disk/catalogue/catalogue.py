@@ -134,6 +134,11 @@ class Catalogue:
         with self._connection.reading() as db:
             return members.find_dead(db, self._root)
 
+    def inherit(self, slot: int) -> list[RemovedObject]:
+        """Take over what a dead member wanted to unlink: it is this member's removal now. None of a living one's."""
+        with self._connection.writing() as db:
+            return members.inherit(db, self._root, slot, self.slot)
+
     def bury(self, slot: int) -> int:
         """Forget a dead member, whose files have been looked after; returns the bytes that this frees."""
         with self._connection.writing() as db:

@@ -174,6 +174,18 @@ def find_dead(db: sqlite3.Connection, root: str) -> list[DeadMember]:
     ]
 
 
+def inherit(db: sqlite3.Connection, root: str, slot: int, heir: int) -> list[RemovedObject]:
+    """Give a dead process's removals to another slot; returns them. Raises OSError."""
+    if (fd := try_lock(slot_path(root, slot))) is None:
+        return []
+    try:
+        removed = read_removals(db, Namespaces(db), slot)
+        db.execute("UPDATE removal SET slot = ? WHERE slot = ?", (heir, slot))
+        return removed
+    finally:
+        os.close(fd)
+
+
 def bury(db: sqlite3.Connection, root: str, slot: int) -> int:
     """Forget a dead process; returns the bytes that this frees, 0 when it lives. Raises OSError."""
     row = next((row for row in read_members(db) if row.slot == slot), None)

@@ -16,6 +16,10 @@ class Room:
         self._in_flight = 0
         self.largest_bytes = 0
         """The most that a store has asked for."""
+        self.wanted_bytes = 0
+        """What somebody waits for now beside the stores."""
+        self.settling = threading.Lock()
+        """Held between a call of the catalogue that changes what is granted and what this is told of it."""
 
     @property
     def available(self) -> int:
@@ -31,6 +35,14 @@ class Room:
         """Take bytes for a store; False, and nothing taken, when there are too few now."""
         with self._lock:
             self.largest_bytes = max(self.largest_bytes, num_bytes)
+            if num_bytes > self.available:
+                return False
+            self._in_flight += num_bytes
+            return True
+
+    def take(self, num_bytes: int) -> bool:
+        """As ``reserve``, for a file that no store of this process wrote."""
+        with self._lock:
             if num_bytes > self.available:
                 return False
             self._in_flight += num_bytes

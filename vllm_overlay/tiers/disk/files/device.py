@@ -162,6 +162,17 @@ def remove_quietly(device: Device, path: str) -> None:
         device.unlink(path)
 
 
+def is_missing(device: Device, path: str) -> bool:
+    """Whether there is no such file. A file that cannot be asked for now is not missing."""
+    try:
+        device.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def takes_direct_io(device: Device, root: str) -> bool:
     """Whether the file system of ``root`` takes O_DIRECT; tries a page once, and logs one line when it does not."""
     path = os.path.join(root, temporary_name())

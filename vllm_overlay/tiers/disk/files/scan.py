@@ -25,6 +25,7 @@ class FoundFile(msgspec.Struct, frozen=True, gc=False):
     name: str
     num_bytes: int
     mtime: float
+    inode: int = 0
 
 
 def namespaces_under(root: str, is_strict: bool = False) -> list[str]:
@@ -61,7 +62,7 @@ def scan_directory(path: str, is_strict: bool = False) -> Iterator[FoundFile]:
             found = entry.stat(follow_symlinks=False)
         except harmless:
             continue
-        yield FoundFile(entry.path, entry.name, counted_bytes(found.st_size), found.st_mtime)
+        yield FoundFile(entry.path, entry.name, counted_bytes(found.st_size), found.st_mtime, found.st_ino)
 
 
 def _entries(path: str, is_strict: bool) -> Iterator[os.DirEntry[str]]:
@@ -91,6 +92,20 @@ def was_written_before(file: FoundFile, moment: float) -> bool:
     A time so far in the future that no clock explains it says nothing, and must not keep a file for ever.
     """
     return file.mtime < moment or file.mtime > time.time() + ORPHAN_AGE_S
+
+
+def unlink_if_same(device: Device, file: FoundFile) -> bool:
+    """Unlink the file that was found, and not another one that has its name by now. Whether it is not there any more."""
+    try:
+        found = device.lstat(file.path)
+        if (found.st_ino, found.st_mtime) != (file.inode, file.mtime):
+            return False
+        device.unlink(file.path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def sweep_temporaries(root: str, device: Device) -> None:

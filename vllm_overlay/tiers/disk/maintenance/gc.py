@@ -135,7 +135,7 @@ def _oldest(useless: Sequence[FoundFile], num_bytes: int) -> list[FoundFile]:
 
 def _remove_useless(remover: Remover, useless: Sequence[FoundFile], surplus: int, result: Collection) -> int:
     """Returns the bytes of those that stay."""
-    gone = [file for file in _oldest(useless, surplus) if remover.unlink_all([file.path])]
+    gone = [file for file in _oldest(useless, surplus) if unlink_if_same(remover.device, file)]
     result.count_files(gone)
     return sum(file.num_bytes for file in useless) - sum(file.num_bytes for file in gone)
 

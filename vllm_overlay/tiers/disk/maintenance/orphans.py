@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of objects that the catalogue does not know, as a killed process leaves them: adopted, or removed."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Name, Refusal, StoredObject
 from vllm_overlay.tiers.disk.catalogue.room import Room
-from vllm_overlay.tiers.disk.files.device import Device, is_temporary, remove_quietly
+from vllm_overlay.tiers.disk.files.device import Device, is_missing, is_temporary, remove_quietly
 from vllm_overlay.tiers.disk.files.listing import FoundObject, Listing, parents_first, sort_files
 from vllm_overlay.tiers.disk.files.namespace import object_path
 from vllm_overlay.tiers.disk.files.object_file import HeaderReader
@@ -18,10 +17,12 @@ from vllm_overlay.tiers.disk.files.scan import (
     fan_out_directories,
     is_orphan,
     scan_directory,
+    unlink_if_same,
     was_written_before,
 )
 from vllm_overlay.tiers.disk.maintenance.header_scan import HeaderScan
 from vllm_overlay.tiers.disk.maintenance.rebuild import as_stored
+from vllm_overlay.tiers.disk.maintenance.remover import Remover
 
 _ROOM_S = 10.0
 """An object waits for so long for the room that it takes in the catalogue."""
@@ -47,16 +48,21 @@ class Orphans:
         scan: HeaderScan,
         device: Device,
         room: Room,
-        reserve: Callable[[int], bool],
+        most_bytes: int,
+        take: Callable[[int], bool],
+        remover: Remover,
         is_closing: Callable[[], bool],
     ) -> None:
-        """``reserve`` takes bytes from ``room``, and says so to who fills it."""
+        """``take`` takes bytes from ``room``, or says to who fills it how many are wanted. An object of more than
+        ``most_bytes`` is not worth the others."""
         self._catalogue = catalogue
         self._root = root
         self._scan = scan
         self._device = device
         self._room = room
-        self._reserve = reserve
+        self._most_bytes = most_bytes
+        self._take = take
+        self._remover = remover
         self._is_closing = is_closing
 
     def look_after(self, fingerprint: str, partner: str, readers: Sequence[HeaderReader], age: Age) -> bool:
@@ -73,18 +79,19 @@ class Orphans:
         is_clean = not listing.num_unread
         for item in self._in_order(listing):
             (stored,) = as_stored(fingerprint, [item])
-            refusal = self._adopt(stored)
-            if refusal is Refusal.OTHER_PARENTS or (
-                refusal is Refusal.PARENT and not self._has_parents(partner, item, listing.useless)
+            is_too_large = stored.num_bytes > self._most_bytes
+            refusal = None if is_too_large else self._adopt(stored)
+            if (
+                is_too_large
+                or refusal is Refusal.OTHER_PARENTS
+                or (refusal is Refusal.PARENT and not self._has_parents(partner, item, listing.useless))
             ):
                 listing.useless.extend(item.files)
             elif refusal is not None:
                 is_clean = False
         for file in listing.useless:
-            if was_written_before(file, age.written_before):
-                remove_quietly(self._device, file.path)
-            else:
-                is_clean = False
+            is_old = was_written_before(file, age.written_before) and not self._is_closing()
+            is_clean &= is_old and unlink_if_same(self._device, file)
         return is_clean
 
     def remove(self, fingerprint: str, age: Age) -> None:
@@ -96,23 +103,30 @@ class Orphans:
             known = self._known(fingerprint, list(by_object))
             unknown += [file for each, files in by_object.items() if each not in known for file in files.values()]
             for file in unknown:
-                remove_quietly(self._device, file.path)
+                unlink_if_same(self._device, file)
 
     def _adopt(self, item: StoredObject) -> Refusal | None:
         deadline = time.monotonic() + _ROOM_S
-        while not self._reserve(item.num_bytes):
-            if self._is_closing() or time.monotonic() > deadline:
-                return Refusal.NO_GRANT
-            time.sleep(_POLL_S)
         try:
-            refused = self._catalogue.commit([item]).refused
+            while not self._take(item.num_bytes):
+                if self._is_closing() or time.monotonic() > deadline:
+                    return Refusal.NO_GRANT
+                time.sleep(_POLL_S)
+        finally:
+            self._take(0)
+        try:
+            with self._room.settling:
+                refused = self._catalogue.commit([item]).refused
+                if not refused:
+                    self._room.commit(item.num_bytes)
         except BaseException:
             self._room.release(item.num_bytes)
             raise
         if refused:
             self._room.release(item.num_bytes)
             return refused[0][1]
-        self._room.commit(item.num_bytes)
+        if not self._remover.is_there(item):  # somebody removed it meanwhile
+            self._remover.remove([item.name])
         return None
 
     def _in_order(self, listing: Listing) -> list[FoundObject]:
@@ -127,7 +141,7 @@ class Orphans:
         """Whether all parents have files that are of use, or may be when they can be read."""
         gone = {file.path for file in useless}
         paths = [object_path(self._root, partner, parent, 0) for parent in item.planned.parents]
-        return all(path not in gone and os.path.lexists(path) for path in paths)
+        return all(path not in gone and not is_missing(self._device, path) for path in paths)
 
     def _sweep(self, directory: str, age: Age) -> None:
         for file in scan_directory(directory):

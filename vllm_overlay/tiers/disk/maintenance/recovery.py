@@ -7,19 +7,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from vllm_overlay.common.backoff import Backoff
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
-from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Damaged, DeadMember, Namespace, StoredObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Damaged, DeadMember, Namespace
 from vllm_overlay.tiers.disk.catalogue.room import Room
 from vllm_overlay.tiers.disk.files.checksum import Integrity
-from vllm_overlay.tiers.disk.files.device import Device, remove_quietly
+from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.files.marker import require_marker
 from vllm_overlay.tiers.disk.files.object_file import HeaderReader, header_reader, unverified_reader
 from vllm_overlay.tiers.disk.files.ownership import shut_bits
 from vllm_overlay.tiers.disk.files.scan import (
     ORPHAN_AGE_S,
     namespaces_under,
     sweep_temporaries,
+    unlink_if_same,
     was_written_before,
 )
 from vllm_overlay.tiers.disk.maintenance.abandoned import remove_abandoned
@@ -29,6 +32,7 @@ from vllm_overlay.tiers.disk.maintenance.rebuild import Rebuild
 from vllm_overlay.tiers.disk.maintenance.remover import Remover
 
 PAUSE_S = 10.0
+LONGEST_PAUSE_S = 600.0
 DEATH_SETTLES_S = 3.0
 """The workers of a killed engine may go on writing for so long."""
 _CLOCK_TICK_S = 0.05
@@ -47,23 +51,30 @@ class Recovery:
         root: str,
         served: Sequence[Namespace],
         room: Room,
-        reserve: Callable[[int], bool],
+        most_bytes: int,
+        take: Callable[[int], bool],
         device: Device,
         integrity: Integrity,
     ) -> None:
-        """``reserve`` is the bookkeeper's."""
+        """``most_bytes`` and ``take`` are for ``Orphans``."""
         self._catalogue = catalogue
         self._root = root
         self._own = {namespace.fingerprint: namespace for namespace in served}
         self._device = device
         self._remover = Remover(catalogue, root, device)
         self._scan = HeaderScan(root, device, shut_bits(bool(integrity.key)), self._is_closing)
-        self._orphans = Orphans(catalogue, root, self._scan, device, room, reserve, self._is_closing)
+        self._orphans = Orphans(
+            catalogue, root, self._scan, device, room, most_bytes, take, self._remover, self._is_closing
+        )
         self._own_readers = [header_reader(integrity)]
         self._readers = [unverified_reader(bool(integrity.key))]
         """Of other namespaces, whose keys this process may not have: it counts and removes their files, and no more."""
         self._started = time.time()
-        self._deaths: dict[int, float] = {}
+        self._joined = time.monotonic()
+        self._deaths: dict[tuple[int, int], float] = {}
+        self._unclean: set[str] = set()
+        """Namespaces in which something is left that only time will tell."""
+        self._pauses = Backoff(PAUSE_S, LONGEST_PAUSE_S)
         self._must_remove_abandoned = False
         self._closing = False
         self._woken = threading.Event()
@@ -100,7 +111,8 @@ class Recovery:
     def _is_settling(self) -> bool:
         """Whether somebody can be buried soon. Who could not be is tried again after a pause: each try reads all of
         a namespace's directories."""
-        return any(time.monotonic() - died < DEATH_SETTLES_S for died in self._deaths.values())
+        moments = [*self._deaths.values(), *([self._joined] if self._must_remove_abandoned else [])]
+        return any(time.monotonic() - moment < DEATH_SETTLES_S for moment in moments)
 
     def _try(self, step: Callable[[], bool]) -> bool:
         try:
@@ -131,48 +143,62 @@ class Recovery:
         self._catalogue.end_rebuild()
         age = self._age()
         for file in useless:
-            if was_written_before(file, age.written_before):
-                remove_quietly(self._device, file.path)
+            if was_written_before(file, age.written_before) and not self._is_closing():
+                unlink_if_same(self._device, file)
         return True
 
     def _look_around(self) -> bool:
         """Once: everything under the root."""
         sweep_temporaries(self._root, self._device)
         self._tell_of_others()
-        self._look_after(namespaces_under(self._root))
         self._must_remove_abandoned = True
+        self._unclean = set(namespaces_under(self._root))
+        self._look_again(time.monotonic())
         return self._look_after_dead()
+
+    def _look_again(self, now: float) -> None:
+        """At what is young, cannot be read now or finds no room: time may help."""
+        if not self._unclean or not self._pauses.may_try(now):
+            return
+        is_clean = self._look_after(sorted(self._unclean.intersection(namespaces_under(self._root))))
+        (self._pauses.succeeded if is_clean else self._pauses.failed)(now)
+        if is_clean:
+            self._unclean = set()
 
     def _look_after_dead(self) -> bool:
         """Adopt or remove what ended processes left, and forget them."""
         dead = self._catalogue.dead_members()
         now = time.monotonic()
-        self._deaths = {member.slot: self._deaths.get(member.slot, now) for member in dead}
+        self._deaths = {(member.slot, member.pid): self._deaths.get((member.slot, member.pid), now) for member in dead}
+        self._remover.finish()
         for member in dead:
-            if now - self._deaths[member.slot] >= DEATH_SETTLES_S and not self._is_closing():
+            if now - self._deaths[member.slot, member.pid] >= DEATH_SETTLES_S and not self._is_closing():
                 self._bury(member)
-        if dead or self._must_remove_abandoned:
-            self._must_remove_abandoned = False
+        self._look_again(now)
+        if (dead or self._must_remove_abandoned) and self._knows_who_serves():
             remove_abandoned(self._catalogue, self._remover, self._root, self._device)
+            self._must_remove_abandoned = False
         return True
 
+    def _knows_who_serves(self) -> bool:
+        """Whether every living process has joined: after a catalogue was replaced each has to do so again."""
+        is_settled = time.monotonic() - self._joined >= DEATH_SETTLES_S
+        return is_settled and self._catalogue.count_living() <= self._catalogue.totals().num_members
+
     def _bury(self, member: DeadMember) -> None:
-        for removal in member.removals:
-            if not self._remover.unlink_all(self._remover.paths_of(removal.name, removal.world_size)):
-                return
+        self._remover.finish(self._catalogue.inherit(member.slot))
         if self._look_after(member.fingerprints):
             self._forget_missing()
             self._catalogue.bury(member.slot)
 
     def _forget_missing(self) -> None:
         """Rows whose files are gone: on a full disk a process unlinks files whose rows it could not take away."""
-        _, slices = self._catalogue.load(usage.fingerprint for usage in self._catalogue.usage())
+        require_marker(self._root)  # else all would be missing
+        _, slices = self._catalogue.load(known.fingerprint for known in self._catalogue.namespaces())
         for found in slices:
-            self._remover.remove([item.name for item in found if self._is_missing(item)])
-
-    def _is_missing(self, item: StoredObject) -> bool:
-        paths = self._remover.paths_of(item.name, item.world_size)
-        return not self._is_closing() and not os.path.lexists(paths[0])
+            for item in found:
+                if not self._is_closing() and not self._remover.is_there(item):
+                    self._remover.remove([item.name])
 
     def _look_after(self, fingerprints: Sequence[str]) -> bool:
         """Those in which parents lie come first. Returns whether nothing is left that only time will tell."""
@@ -187,7 +213,10 @@ class Recovery:
                 return False
             namespace = known[fingerprint]
             if namespace.is_temporary and not namespace.is_served:
-                self._orphans.remove(fingerprint, self._age())
+                if self._knows_who_serves():
+                    self._orphans.remove(fingerprint, self._age())
+                else:
+                    is_clean = False
                 continue
             readers: Sequence[HeaderReader] = self._own_readers if fingerprint in self._own else self._readers
             is_clean &= self._orphans.look_after(fingerprint, namespace.partner, readers, self._age())

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, RemovedObject
-from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, RemovedObject, StoredObject
+from vllm_overlay.tiers.disk.files.device import Device, is_missing
 from vllm_overlay.tiers.disk.files.namespace import object_path
 
 _log = RateLimitedLog(logging.getLogger(__name__))
@@ -18,9 +18,19 @@ class Remover:
     def __init__(self, catalogue: Catalogue, root: str, device: Device) -> None:
         self._catalogue = catalogue
         self._root = root
-        self._device = device
+        self.device = device
         self._pending: list[RemovedObject] = []
         self._stuck: list[RemovedObject] = []
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether something could not be unlinked."""
+        return bool(self._pending or self._stuck)
+
+    def is_there(self, item: StoredObject) -> bool:
+        """Whether no file of the object is missing."""
+        paths = self.paths_of(item.name, item.world_size)
+        return not any(is_missing(self.device, path) for path in paths)
 
     def paths_of(self, name: Name, world_size: int) -> list[str]:
         """The files of all ranks of an object."""
@@ -61,7 +71,7 @@ class Remover:
         is_gone = True
         for path in paths:
             try:
-                self._device.unlink(path)
+                self.device.unlink(path)
             except FileNotFoundError:
                 pass
             except OSError as error:
