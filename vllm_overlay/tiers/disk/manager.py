@@ -85,8 +85,8 @@ class DiskTierManager(TierManager):
         self._world_size = world_size
         if settings.eviction_policy != "lru":
             raise ConfigError(
-                f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work, because what was used last "
-                'by any process of its root stays longest: set it to "lru"'
+                f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work: what was used last by "
+                'any process of its root stays longest: set it to "lru"'
             )
         quota = self._quota_of(settings, max_object_bytes)
         self._capacity_bytes = quota.capacity_bytes

@@ -95,7 +95,7 @@ def was_written_before(file: FoundFile, moment: float) -> bool:
 
 
 def unlink_if_same(device: Device, file: FoundFile) -> bool:
-    """Unlink the file that was found, and not another one that has its name by now. Whether it is not there any more."""
+    """Unlink the file that was found, and no other one that has its name by now. Whether it is gone."""
     try:
         found = device.lstat(file.path)
         if (found.st_ino, found.st_mtime) != (file.inode, file.mtime):

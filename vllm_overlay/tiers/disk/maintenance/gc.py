@@ -11,7 +11,7 @@ from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Limits, Nam
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.recognition import require_root
-from vllm_overlay.tiers.disk.files.scan import ORPHAN_AGE_S, FoundFile, was_written_before
+from vllm_overlay.tiers.disk.files.scan import ORPHAN_AGE_S, FoundFile, unlink_if_same, was_written_before
 from vllm_overlay.tiers.disk.maintenance.catalogue_access import (
     count_members,
     joined,
