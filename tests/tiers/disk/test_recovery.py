@@ -368,7 +368,7 @@ def test_a_time_far_in_the_future_is_no_reason_to_keep_what_belongs_to_no_object
 
 
 def test_files_of_impossible_sizes_hinder_nobody(tmp_path):
-    """As sparse as they are, they would be more bytes than any capacity, and than the ledger can say."""
+    """As sparse as they are, they would be more bytes than any capacity, and than the catalogue can say."""
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 2))

@@ -11,7 +11,7 @@ from blake3 import blake3
 from vllm_overlay.planner.objects import SNAPSHOT_TAG, TAG_PATTERN, ObjectId
 
 IN_USE = "in-use"
-"""The file of a namespace's directory that every process which serves it keeps locked."""
+"""A file that versions before 0.3.0 kept locked in the directory of each namespace they served."""
 DESCRIPTION = "namespace.json"
 INTEGRITY = "integrity"
 """The description's word for the checksums' algorithm and key."""
