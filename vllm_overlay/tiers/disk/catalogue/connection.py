@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from vllm_overlay.common.file_lock import lock
-from vllm_overlay.tiers.disk.catalogue import generations, schema
+from vllm_overlay.tiers.disk.catalogue import generations, journal, schema
 from vllm_overlay.tiers.disk.catalogue.errors import Busy, Damaged, Superseded, Unavailable, is_busy, translated
 from vllm_overlay.tiers.disk.catalogue.holder import find_holder
 
@@ -62,7 +62,7 @@ class Connection:
             try:
                 db.set_progress_handler(self._is_too_long, _STEPS_A_CALL)
                 self._patiently(lambda: schema.configure(db))
-                self._patiently(lambda: schema.verify(db))
+                self._patiently(lambda: schema.verify(db, journal.journal_mode(self.root)))
             except BaseException:
                 db.close()
                 raise
@@ -110,7 +110,7 @@ class Connection:
                 self._patiently(lambda: self._begin(begin))
                 try:
                     yield self._db
-                    self._db.execute("COMMIT")
+                    self._patiently(self._commit)
                 finally:
                     self._roll_back()
         finally:
@@ -130,6 +130,10 @@ class Connection:
         self._num_bytes = found.st_size
         if os.path.lexists(self._next_path):
             raise Superseded(f"{self._next_path} took its place")
+
+    def _commit(self) -> None:
+        """With a rollback journal it has to wait for who reads."""
+        self._db.execute("COMMIT")
 
     def _begin(self, begin: str) -> None:
         self._db.execute(begin)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from vllm_overlay.common.file_lock import is_held, try_lock
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.catalogue import schema
+from vllm_overlay.tiers.disk.catalogue import journal, schema
 from vllm_overlay.tiers.disk.catalogue.errors import Busy, CatalogueError, Damaged, translated
 
 MEMBERS = "members"
@@ -94,7 +94,7 @@ def begin(root: str, generation: int) -> int:
         raise CatalogueError(f"{root} has no number left for a catalogue: remove catalogue-*.sqlite there")
     temporary = os.path.join(root, _NEW)
     _unlink(temporary)
-    schema.create(temporary)
+    schema.create(temporary, journal.journal_mode(root))
     _unlink(path_of(root, generation))  # SQLite would play the journal of a file that was removed into this one
     os.rename(temporary, path_of(root, generation))
     return generation

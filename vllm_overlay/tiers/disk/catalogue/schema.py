@@ -101,13 +101,13 @@ def configure(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
-def create(path: str) -> None:
+def create(path: str, journal: str) -> None:
     """Write a catalogue that knows nothing at ``path``, where there must be no file. Raises OSError, sqlite3.Error."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     db = sqlite3.connect(path, isolation_level=None)
     try:
         configure(db)
-        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA journal_mode = {journal}")
         db.execute("BEGIN IMMEDIATE")
         _write_schema(db)
         db.execute("INSERT INTO meta VALUES (1, ?, 0, NULL, 0, 0)", (secrets.token_hex(16),))
@@ -116,7 +116,7 @@ def create(path: str) -> None:
         db.close()
 
 
-def verify(db: sqlite3.Connection) -> None:
+def verify(db: sqlite3.Connection, journal: str) -> None:
     """Raise Damaged unless the file has this version's tables, to the letter, and nothing else."""
     application = db.execute("PRAGMA application_id").fetchone()[0]
     version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -126,8 +126,8 @@ def verify(db: sqlite3.Connection) -> None:
         raise Damaged(f"its schema has version {version}, not {VERSION}")
     if _schema_of(db) != _expected_schema():
         raise Damaged("its tables are not those of a catalogue")
-    if db.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-        raise Damaged("it has no write-ahead log")
+    if db.execute("PRAGMA journal_mode").fetchone()[0] != journal:
+        raise Damaged(f"its journal is not the one of this file system, {journal}")
 
 
 def _write_schema(db: sqlite3.Connection) -> None:
