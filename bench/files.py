@@ -33,7 +33,8 @@ _PAUSE_S = 0.3
 class Row:
     """One tier's code with objects of one size; shares are of raw O_DIRECT in the same rounds.
 
-    The last two are CPU microseconds an object in the thread that writes or reads it, where they were measured.
+    ``process`` are CPU microseconds an object of the whole process, ``cpu`` those of the thread that writes or reads
+    it with warm caches, where they were measured.
     """
 
     mib: float
@@ -42,6 +43,8 @@ class Row:
     store_share: float
     load_gb_per_s: float
     load_share: float
+    store_process_us: float = math.nan
+    load_process_us: float = math.nan
     store_cpu_us: float = math.nan
     load_cpu_us: float = math.nan
 
@@ -99,6 +102,8 @@ def bench_size(directory: Path, object_bytes: int, total_bytes: int, rounds: int
             store.share_of(raw_store),
             load.gb_per_s,
             load.share_of(raw_load),
+            math.nan if what == "raw" else store.cpu_us_of(count),
+            math.nan if what == "raw" else load.cpu_us_of(count),
             *cpu.get(what, ()),
         )
         for (raw_store, raw_load) in [reference]
@@ -150,7 +155,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             shutil.rmtree(made, ignore_errors=True)
         print(f"{object_bytes / MIB} MiB done, load average {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
-    columns = ("object", "code", "store GB/s", "of raw", "load GB/s", "of raw", "store CPU us", "load CPU us")
+    columns = (
+        "object",
+        "code",
+        "store GB/s",
+        "of raw",
+        "load GB/s",
+        "of raw",
+        "store CPU us",
+        "load CPU us",
+        "write",
+        "read",
+    )
     cells = [(f"{row.mib:g} MiB", row.what, *_cells(row)) for row in rows]
     print(f"{rounds} rounds of {total_bytes // MIB} MiB\n\n{table(columns, cells)}")
     if options.json:

@@ -8,7 +8,10 @@ from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, RemovedObject, StoredObject
 from vllm_overlay.tiers.disk.files.device import Device, is_missing
 from vllm_overlay.tiers.disk.files.namespace import object_path
+from vllm_overlay.tiers.disk.thread_pool import in_threads
 
+_UNLINK_THREADS = 4
+"""A file system keeps whoever unlinks waiting, for milliseconds when it is busy, and uses little of the processor."""
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 
@@ -54,17 +57,18 @@ class Remover:
         self._stuck = []
         kept = 0
         while batch := self._pending[:BATCH_ROWS]:
-            gone: list[RemovedObject] = []
-            stuck: list[RemovedObject] = []
-            for item in batch:
-                is_gone = self.unlink_all(self.paths_of(item.name, item.world_size))
-                (gone if is_gone else stuck).append(item)
+            is_gone = in_threads(self._unlink, batch, _UNLINK_THREADS)
+            gone = [item for item, is_this_gone in zip(batch, is_gone, strict=True) if is_this_gone]
+            stuck = [item for item, is_this_gone in zip(batch, is_gone, strict=True) if not is_this_gone]
             if gone:
                 names = [item.name for item in gone]
                 kept += self._catalogue.end_removal(names, max(0, keep_bytes - kept), capacity_bytes)
             self._stuck += stuck
             del self._pending[: len(batch)]
         return kept
+
+    def _unlink(self, item: RemovedObject) -> bool:
+        return self.unlink_all(self.paths_of(item.name, item.world_size))
 
     def unlink_all(self, paths: Iterable[str]) -> bool:
         """Whether none of these files is there any more."""
