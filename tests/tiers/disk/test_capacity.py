@@ -2,6 +2,7 @@
 """Room and eviction: one capacity for all processes, and a catalogue that agrees with the files."""
 
 import ast
+import contextlib
 import errno
 import itertools
 import os
@@ -275,3 +276,39 @@ def test_close_gives_the_room_back(tmp_path):
         made.store(chain("p", 2))
         until(lambda: counted(made.root)[1] > 0)
     assert counted(made.root) == (3 * on_disk(), 0)
+
+
+@pytest.mark.parametrize("num_engines", [1, 8])
+def test_engines_of_one_root_use_nearly_all_of_the_capacity(tmp_path, num_engines: int):
+    capacity = 400 * on_disk()
+    with contextlib.ExitStack() as closing:
+        engines = [
+            closing.enter_context(tier_pair(tmp_path / "root", capacity_bytes=capacity)) for _ in range(num_engines)
+        ]
+        most, turns = 0, itertools.count()
+        while not any(made.tier.usage().evicted_objects for made in engines):
+            for place, made in enumerate(engines):
+                for turn in itertools.islice(turns, 8):
+                    made.store(chain(f"{place} {turn}", 1)[:1])
+            most = max(most, bytes_under(tmp_path / "root"))
+        most = max(most, bytes_under(tmp_path / "root"))
+    assert 0.95 * capacity < most <= capacity
+
+
+def test_what_is_used_stays_when_its_engine_was_started_again(tmp_path):
+    capacity = 60 * on_disk()
+    used = chain("used", 2)
+    with tier_pair(tmp_path / "root", capacity_bytes=capacity) as made:
+        made.store(used)
+        for turn in range(10):
+            made.store(chain(f"unused {turn}", 2))
+        time.sleep(1.1)  # recency is kept in seconds
+        assert made.tier.acquire(used) is not None
+        made.tier.release([planned.object_id for planned in used])
+    with tier_pair(tmp_path / "root", capacity_bytes=capacity) as again:
+        again.recovered()
+        for turn in range(12):
+            again.store(chain(f"new {turn}", 2))
+        assert again.settled().coverage(used) == [True] * 3
+        assert again.reasons(used) == [""] * 3
+        assert not all(again.coverage(chain("unused 0", 2)))

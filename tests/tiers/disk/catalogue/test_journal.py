@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.disk.catalogue.objects import MIB, member, stored
+from tests.tiers.disk.catalogue.objects import member
 from vllm_overlay.tiers.disk.catalogue import Damaged, journal
 from vllm_overlay.tiers.disk.catalogue.generations import path_of
 
