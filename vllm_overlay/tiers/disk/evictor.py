@@ -12,6 +12,8 @@ from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.maintenance.remover import Remover
 from vllm_overlay.tiers.disk.updates import ServedNamespace
 
+_LARGEST_AHEAD = 2
+"""A prompt's chunks come before its snapshot, and must not take the room of that."""
 _FULL_BYTES = 1 << 20
 """With less free space SQLite may not be able to write."""
 logger = logging.getLogger(__name__)
@@ -51,7 +53,8 @@ class Evictor:
         totals = self._catalogue.totals()
         capacity = self._usable_bytes(totals)
         self._give_back(totals.num_bytes - capacity)
-        at_least = max(self._room.largest_bytes or self._quota.largest_bytes, self._room.wanted_bytes)
+        largest = self._room.largest_bytes or self._quota.largest_bytes
+        at_least = max(_LARGEST_AHEAD * largest, self._room.wanted_bytes)
         target = limit_bytes(totals, capacity, at_least)
         if self._room.available * 2 >= target and self._room.available >= at_least:
             return 0, False
