@@ -2,7 +2,7 @@
 """What the disk tier's halves keep to themselves. Only here do tests read or set it."""
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import CatalogueError
+from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
@@ -25,6 +25,13 @@ def served_namespace(tier: DiskTierManager) -> DiskNamespace | None:
     """The namespace that the bookkeeper has told the catalogue of."""
     session = tier._bookkeeper._session
     return None if session is None else session.served.namespace
+
+
+def catalogue_of(tier: DiskTierManager) -> Catalogue:
+    """The bookkeeper's, for a test to ask or to make fail."""
+    session = tier._bookkeeper._session
+    assert session is not None
+    return session.catalogue
 
 
 def is_member(tier: DiskTierManager) -> bool:
