@@ -53,3 +53,17 @@ def test_an_object_stored_anew_where_gc_found_a_useless_file_stays(tmp_path):
     gc.collect(str(made.root), 0, device=Meanwhile(made.path(PLANNED), "unlink", serve))
     assert servers[0].reasons([PLANNED]) == [""]
     servers[0].close()
+
+
+def test_an_object_whose_store_is_given_up_while_recovery_adopts_it_is_not_there(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered()
+        made.store(chain("q", 1))
+        ticket = made.write(PLANNED)
+        name = Name(NAMESPACE.attention, PLANNED.object_id)
+        device = Meanwhile(made.path(PLANNED), "close", lambda: made.tier.abort(ticket) or made.settled())
+        with tier_pair(made.root, device=device) as looking:
+            assert device.has_acted.wait(20)
+            looking.recovered()
+        assert catalogue_of(made.tier).find([name]) == []
+        until(lambda: counted(made.root)[0] == bytes_under(made.root))
