@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the disk tier's halves keep to themselves. Only here do tests read or set it."""
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError
 from vllm_overlay.tiers.disk.files.device import Device
@@ -56,6 +60,26 @@ def reset_name(tier: DiskTierManager) -> str:
 def begin_closing(tier: DiskTierManager) -> None:
     """The bookkeeper does nothing more."""
     tier._bookkeeper._is_closing = True
+
+
+@contextlib.contextmanager
+def delay_bookkeeper(tier: DiskTierManager) -> Iterator[None]:
+    """The bookkeeper does nothing meanwhile, as that of a stopped process."""
+    bookkeeper, may_go, waits = tier._bookkeeper, threading.Event(), threading.Event()
+    turn = bookkeeper._turn
+
+    def late() -> None:
+        waits.set()
+        assert may_go.wait(60)
+        turn()
+
+    bookkeeper._turn = late  # type: ignore[method-assign]
+    try:
+        assert waits.wait(20)
+        yield
+    finally:
+        bookkeeper._turn = turn  # type: ignore[method-assign]
+        may_go.set()
 
 
 def num_turns(tier: DiskTierManager) -> int:
