@@ -25,6 +25,11 @@ def stores_in_flight_bytes(tier: DiskTierManager) -> int:
     return tier._bookkeeper._room.in_flight
 
 
+def held_objects(tier: DiskTierManager) -> frozenset[ObjectId]:
+    """What loads and stores need, so that it is not evicted."""
+    return tier._served.holds.held()
+
+
 def served_namespace(tier: DiskTierManager) -> DiskNamespace | None:
     """The namespace that the bookkeeper has told the catalogue of."""
     session = tier._bookkeeper._session
