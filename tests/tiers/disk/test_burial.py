@@ -73,7 +73,7 @@ def test_what_a_dead_process_wanted_to_unlink_is_stored_anew_by_one_heir_while_a
         list(dying.remove([Name(NAMESPACE.attention, planned.object_id)]))
         dying.close()
         assert is_late.wait(20)
-        until(lambda: made.tier.advance() or not made.has(planned) and not catalogue_of(made.tier).dead_members())
+        until(lambda: made.tier.advance() or (not made.has(planned) and not catalogue_of(made.tier).dead_members()))
         made.store([planned])
         go_on.set()
         slow.close()  # waits for its recovery

@@ -4,8 +4,6 @@
 import os
 import time
 
-import pytest
-
 from tests.tiers.disk.devices import Meanwhile
 from tests.tiers.disk.files import bytes_under, counted, lose_catalogue
 from tests.tiers.disk.inside import catalogue_of

@@ -5,8 +5,8 @@ import time
 
 import msgspec
 
-from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, held_objects, room_bytes, stores_in_flight_bytes
 from tests.tiers.disk.files import on_disk
+from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, held_objects, room_bytes, stores_in_flight_bytes
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
