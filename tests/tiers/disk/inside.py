@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the disk tier's halves keep to themselves. Only here do tests read or set it."""
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import CatalogueError
+from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
@@ -21,10 +25,22 @@ def stores_in_flight_bytes(tier: DiskTierManager) -> int:
     return tier._bookkeeper._room.in_flight
 
 
+def held_objects(tier: DiskTierManager) -> frozenset[ObjectId]:
+    """What loads and stores need, so that it is not evicted."""
+    return tier._served.holds.held()
+
+
 def served_namespace(tier: DiskTierManager) -> DiskNamespace | None:
     """The namespace that the bookkeeper has told the catalogue of."""
     session = tier._bookkeeper._session
     return None if session is None else session.served.namespace
+
+
+def catalogue_of(tier: DiskTierManager) -> Catalogue:
+    """The bookkeeper's, for a test to ask or to make fail."""
+    session = tier._bookkeeper._session
+    assert session is not None
+    return session.catalogue
 
 
 def is_member(tier: DiskTierManager) -> bool:
@@ -49,6 +65,26 @@ def reset_name(tier: DiskTierManager) -> str:
 def begin_closing(tier: DiskTierManager) -> None:
     """The bookkeeper does nothing more."""
     tier._bookkeeper._is_closing = True
+
+
+@contextlib.contextmanager
+def delay_bookkeeper(tier: DiskTierManager) -> Iterator[None]:
+    """The bookkeeper does nothing meanwhile, as that of a stopped process."""
+    bookkeeper, may_go, waits = tier._bookkeeper, threading.Event(), threading.Event()
+    turn = bookkeeper._turn
+
+    def late() -> None:
+        waits.set()
+        assert may_go.wait(60)
+        turn()
+
+    bookkeeper._turn = late  # type: ignore[method-assign]
+    try:
+        assert waits.wait(20)
+        yield
+    finally:
+        bookkeeper._turn = turn  # type: ignore[method-assign]
+        may_go.set()
 
 
 def num_turns(tier: DiskTierManager) -> int:

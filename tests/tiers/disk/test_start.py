@@ -198,6 +198,15 @@ def test_without_locks_a_directory_of_locks_that_was_cleaned_up_is_made_again(lo
         until(lambda: (locks / MARKER).exists(), "a directory of locks")
 
 
+def test_without_locks_a_sub_root_that_was_removed_is_made_again(lockless):
+    with tier_pair(lockless) as made:
+        made.store(chain("p", 1))
+        own = host_root(lockless)
+        shutil.rmtree(own)
+        until(lambda: (own / MARKER).exists(), "a sub-root")
+        made.store_at_last(chain("q", 1)[0])
+
+
 def test_another_policy_than_last_use_is_refused_because_no_other_process_knows_it(tmp_path):
     with pytest.raises(ConfigError, match='set it to "lru"'):
         open_tier(tmp_path / "root", eviction_policy="tests.tiers.policies:Any")

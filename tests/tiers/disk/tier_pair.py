@@ -11,7 +11,7 @@ from tests.tiers.disk.inside import has_news, num_turns
 from tests.tiers.disk.objects import OBJECT, UNIT, bytes_of, chain, content, fill
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import PlannedObject
-from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult
+from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
@@ -76,19 +76,32 @@ class TierPair:
         ticket = self.tier.reserve(planned)
         if ticket is None:
             return "no_room"
+        results = self._write(ticket, data)
+        failed = [result.reason for result in results if result.reason]
+        (self.tier.abort if failed else self.tier.commit)(ticket.ticket)
+        return failed[0] if failed else ""
+
+    def write(self, planned: PlannedObject) -> int:
+        """Every rank's file, of which the index half is not told; returns the ticket to commit or to abort."""
+        taken: list[StoreTicket | None] = []
+        until(lambda: self.tier.advance() or taken.append(self.tier.reserve(planned)) or taken[-1], "room")
+        ticket = taken[-1]
+        assert ticket is not None
+        assert [result.reason for result in self._write(ticket, None)] == [None] * self.world_size
+        return ticket.ticket
+
+    def _write(self, ticket: StoreTicket, data: np.ndarray | None) -> list[StoreResult]:
         results: list[StoreResult] = []
         for rank, worker in enumerate(self.workers):
             buffer = worker.begin_store(ticket)
             assert buffer is not None
-            fill(buffer, content(planned, rank) if data is None else data)
+            fill(buffer, content(ticket.planned, rank) if data is None else data)
             worker.submit_store(ticket, buffer)
         for worker in self.workers:
             mine: list[StoreResult] = []
             until(lambda worker=worker, mine=mine: mine.extend(worker.poll()[0]) or mine, "a store's result")
             results += mine
-        failed = [result.reason for result in results if result.reason]
-        (self.tier.abort if failed else self.tier.commit)(ticket.ticket)
-        return failed[0] if failed else ""
+        return results
 
     def outcome(self, planned: PlannedObject) -> str:
         """Empty when stored, else why not; waits for room."""

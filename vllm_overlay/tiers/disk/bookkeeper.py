@@ -23,6 +23,7 @@ from vllm_overlay.tiers.disk.catalogue import (
     Unavailable,
     replace_damaged,
 )
+from vllm_overlay.tiers.disk.catalogue.members import Membership
 from vllm_overlay.tiers.disk.catalogue.room import Room
 from vllm_overlay.tiers.disk.committer import Committer, Discarded, Dropped, Moved, Step, Stored
 from vllm_overlay.tiers.disk.evictor import Evictor, Quota
@@ -93,6 +94,8 @@ class Bookkeeper:
         self._used: deque[Name] = deque(maxlen=_MOST_USED)
         self._retired: deque[PrefixIndex] = deque()
         self._session: _Session | None = None
+        self._lost_member: Membership | None = None
+        """Of a catalogue that is not there any more. It is kept until this process has joined the next one."""
         self._manifests = Manifests(root, device)
         self._must_ask_room = False
         self._changed = threading.Condition()
@@ -182,6 +185,7 @@ class Bookkeeper:
         self._try(self._finish)
         if self._session is not None:
             self._try(partial(self._session.end, _JOIN_S))
+        self._release_lost()
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
@@ -274,6 +278,7 @@ class Bookkeeper:
         except BaseException:
             catalogue.close()
             raise
+        self._release_lost()
         self._room.set_granted(0)
         remover = Remover(catalogue, self._root, self._device)
         return _Session(
@@ -299,7 +304,17 @@ class Bookkeeper:
         session, self._session = self._session, None
         self._room.set_granted(0)
         if session is not None:
-            self._try(session.end)
+            self._try(partial(self._lose, session))
+
+    def _lose(self, session: _Session) -> None:
+        session.recovery.close(0.0)
+        self._release_lost()
+        self._lost_member = session.catalogue.close_file()
+
+    def _release_lost(self) -> None:
+        if self._lost_member is not None:
+            self._lost_member.release()
+            self._lost_member = None
 
     def _finish(self) -> None:
         """A last turn, without new room."""

@@ -35,6 +35,23 @@ def test_files_that_a_dead_member_was_unlinking_are_named(tmp_path: Path) -> Non
     other.close()
 
 
+def test_what_a_dead_member_was_unlinking_goes_to_one_heir_and_of_the_living_to_none(tmp_path: Path) -> None:
+    dying, heir, late = member(tmp_path), member(tmp_path), member(tmp_path)
+    store(dying, stored(1), stored(2))
+    dying.evict(Limits(1, 1), NOW)
+    slot = dying.slot
+    assert heir.inherit(slot) == []
+    dying.close()
+    assert names(heir.inherit(slot)) == [name(1)]
+    assert late.inherit(slot) == [] == late.inherit(heir.slot)
+    assert late.bury(slot) == 0
+    assert late.totals().removing_bytes == 8192
+    heir.end_removal([name(1)], 0, MIB)
+    assert late.totals().num_bytes == 8192 and late.check() == []
+    heir.close()
+    late.close()
+
+
 def test_a_slot_of_the_dead_is_not_taken_before_it_is_buried(tmp_path: Path) -> None:
     member(tmp_path).close()
     second = member(tmp_path)

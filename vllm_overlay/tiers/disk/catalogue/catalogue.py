@@ -74,10 +74,14 @@ class Catalogue:
 
     def close(self) -> None:
         """Close the file. A membership that was not left looks like a dead process's from now on."""
+        if (member := self.close_file()) is not None:
+            member.release()
+
+    def close_file(self) -> members.Membership | None:
+        """Close the file. ``count_living`` counts this process until the membership that this returns is released."""
         self._connection.close()
-        if self._member is not None:
-            self._member.release()
-            self._member = None
+        member, self._member = self._member, None
+        return member
 
     # Membership.
 
