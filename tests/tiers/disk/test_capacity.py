@@ -58,7 +58,7 @@ time.sleep(600)
 
 def test_the_room_of_a_dead_process_comes_back(tmp_path):
     root = tmp_path / "root"
-    capacity = 3 * on_disk()
+    capacity = 6 * on_disk()  # each holds two objects' bytes
     holders = [start(HOLDER, root, capacity) for _ in range(3)]
     assert counted(root) == (0, capacity)
     with tier_pair(root, capacity_bytes=capacity) as made:
@@ -68,10 +68,10 @@ def test_the_room_of_a_dead_process_comes_back(tmp_path):
         made.store(chain("p", 1)[:1])
         for holder in holders[1:]:
             kill(holder)
-        until(lambda: counted(root)[1] == on_disk())
-        for name in "qrs":
+        until(lambda: counted(root)[1] == 2 * on_disk())
+        for name in "qrstuv":
             made.store(chain(name, 1)[:1])
-        until(lambda: counted(root) == (2 * on_disk(), on_disk()))  # one has gone, for the next to have room
+        until(lambda: counted(root) == (4 * on_disk(), 2 * on_disk()))
         assert bytes_under(root) <= capacity
 
 

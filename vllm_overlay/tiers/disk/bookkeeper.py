@@ -36,7 +36,7 @@ from vllm_overlay.tiers.disk.files.root import lock_directory, open_with_locks
 from vllm_overlay.tiers.disk.follower import Follower
 from vllm_overlay.tiers.disk.maintenance.abandoned import remove_abandoned
 from vllm_overlay.tiers.disk.maintenance.recovery import Recovery
-from vllm_overlay.tiers.disk.maintenance.remover import Remover
+from vllm_overlay.tiers.disk.maintenance.remover import UNLINK_THREADS, Remover
 from vllm_overlay.tiers.disk.updates import ServedNamespace
 from vllm_overlay.tiers.index import PrefixIndex
 
@@ -280,7 +280,7 @@ class Bookkeeper:
             raise
         self._release_lost()
         self._room.set_granted(0)
-        remover = Remover(catalogue, self._root, self._device)
+        remover = Remover(catalogue, self._root, self._device, UNLINK_THREADS)
         return _Session(
             catalogue,
             served,

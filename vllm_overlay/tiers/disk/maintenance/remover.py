@@ -10,18 +10,22 @@ from vllm_overlay.tiers.disk.files.device import Device, is_missing
 from vllm_overlay.tiers.disk.files.namespace import object_path
 from vllm_overlay.tiers.disk.thread_pool import in_threads
 
-_UNLINK_THREADS = 4
+UNLINK_THREADS = 4
 """A file system keeps whoever unlinks waiting, for milliseconds when it is busy, and uses little of the processor."""
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Remover:
-    """Called in one thread, the bookkeeper's or a tool's. Methods raise CatalogueError."""
+    """Called in one thread, the bookkeeper's or a tool's. Methods raise CatalogueError.
 
-    def __init__(self, catalogue: Catalogue, root: str, device: Device) -> None:
+    With ``num_threads`` files are unlinked in so many at once; a tool, which is interrupted by Ctrl-C, has one.
+    """
+
+    def __init__(self, catalogue: Catalogue, root: str, device: Device, num_threads: int = 1) -> None:
         self._catalogue = catalogue
         self._root = root
         self.device = device
+        self._num_threads = num_threads
         self._pending: list[RemovedObject] = []
         self._stuck: list[RemovedObject] = []
 
@@ -57,7 +61,7 @@ class Remover:
         self._stuck = []
         kept = 0
         while batch := self._pending[:BATCH_ROWS]:
-            is_gone = in_threads(self._unlink, batch, _UNLINK_THREADS)
+            is_gone = in_threads(self._unlink, batch, self._num_threads)
             gone = [item for item, is_this_gone in zip(batch, is_gone, strict=True) if is_this_gone]
             stuck = [item for item, is_this_gone in zip(batch, is_gone, strict=True) if not is_this_gone]
             if gone:
