@@ -103,7 +103,10 @@ def test_the_file_of_a_store_that_outlives_its_process_is_looked_after(tmp_path,
         assert counted(made.root)[0] == bytes_under(made.root) > 0
 
 
-def test_after_the_catalogue_was_replaced_what_a_reset_process_stored_stays_until_it_has_joined(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_one_dead", [False, True])
+def test_after_the_catalogue_was_replaced_what_a_reset_process_stored_stays_until_it_has_joined(
+    tmp_path, monkeypatch, is_one_dead
+):
     look, looks = recovery.Recovery._look_after_dead, []
     monkeypatch.setattr(
         recovery.Recovery, "_look_after_dead", lambda self: look(self) and not looks.append(self._catalogue)
@@ -119,6 +122,9 @@ def test_after_the_catalogue_was_replaced_what_a_reset_process_stored_stays_unti
             old = catalogue_of(other.tier)
             replace_damaged(str(made.root), old.generation)
             until(lambda: any(looks.count(each) > 2 for each in looks if each.generation > old.generation), "looks")
+            if is_one_dead:
+                let_one_die(made.root)
+                until(lambda: not catalogue_of(other.tier).dead_members(), "a burial")
             assert object_files(made.root) == files
         until(lambda: catalogue_of(other.tier).totals().num_members == 2)
         until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]), "what it had")

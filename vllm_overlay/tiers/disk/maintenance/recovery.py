@@ -183,7 +183,11 @@ class Recovery:
     def _knows_who_serves(self) -> bool:
         """Whether every living process has joined: after a catalogue was replaced each has to do so again."""
         is_settled = time.monotonic() - self._joined >= DEATH_SETTLES_S
-        return is_settled and self._catalogue.count_living() <= self._catalogue.totals().num_members
+        if not is_settled:
+            return False
+        num_living = self._catalogue.count_living()
+        num_dead = len(self._catalogue.dead_members())  # they are members until they are buried
+        return num_living <= self._catalogue.totals().num_members - num_dead
 
     def _bury(self, member: DeadMember) -> None:
         self._remover.finish(self._catalogue.inherit(member.slot))
