@@ -8,7 +8,7 @@ WRITE_AHEAD = "wal"
 ROLLBACK = "delete"
 _MOUNTS = Path("/proc/self/mountinfo")
 _OF_NETWORKS = frozenset(
-    "nfs nfs4 cifs smb3 smbfs 9p afs beegfs ceph coda gfs2 glusterfs gpfs lustre ocfs2 orangefs panfs wekafs".split()
+    ["nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "beegfs", "ceph", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ocfs2", "orangefs", "panfs", "wekafs"]
 )
 
 

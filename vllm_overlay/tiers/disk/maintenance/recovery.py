@@ -233,7 +233,8 @@ class Recovery:
 
     def _age(self) -> Age:
         is_alone = self._catalogue.count_living() == 1
-        return Age(self._started - _CLOCK_TICK_S if is_alone else time.time() - ORPHAN_AGE_S, is_alone)
+        old = time.time() - ORPHAN_AGE_S
+        return Age(max(old, self._started - _CLOCK_TICK_S) if is_alone else old, is_alone)
 
     def _tell_of_others(self) -> None:
         """Whoever opens a root learns what else takes its room."""
