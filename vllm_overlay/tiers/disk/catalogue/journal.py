@@ -8,8 +8,11 @@ WRITE_AHEAD = "wal"
 ROLLBACK = "delete"
 _MOUNTS = Path("/proc/self/mountinfo")
 _OF_NETWORKS = frozenset(
-    ["nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "beegfs", "ceph", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "ocfs2", "orangefs", "panfs", "wekafs"]
-)
+    {
+        "9p", "afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2",
+        "orangefs", "panfs", "smb3", "smbfs", "wekafs",
+    }
+)  # fmt: skip
 
 
 def journal_mode(root: str) -> str:
