@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
-from bench.measure import table
+from bench.measure import percentile, table
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Namespace, StoredObject
 
@@ -220,10 +220,6 @@ def time_load(root: str, num_rows: int, rounds: int = 3) -> tuple[float, float]:
         if found != num_rows:
             raise RuntimeError(f"{found} of {num_rows} rows were read")
     return written, statistics.median(seconds)
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
 def rows_of(outcome: Outcome) -> Iterator[tuple[str, str]]:

@@ -19,11 +19,17 @@ class Subject:
     prepare: Callable[[], None] = lambda: None
     clean_up: Callable[[], None] = lambda: None
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    """Of the whole process, user and system."""
 
     @property
     def gb_per_s(self) -> float:
         """The median."""
         return self.num_bytes / statistics.median(self.seconds) / 1e9
+
+    def cpu_us_of(self, count: int) -> float:
+        """The median of the process's CPU microseconds for each of ``count`` objects."""
+        return statistics.median(self.cpu_seconds) / count * 1e6
 
     def share_of(self, reference: "Subject") -> float:
         """This bandwidth over the reference's, the median of the shares of each round."""
@@ -39,12 +45,18 @@ def take_turns(sides: Sequence[Sequence[Subject]], rounds: int, clock: Clock = t
         for side in sides if number % 2 else reversed(sides):
             for subject in side:
                 subject.prepare()
-                start = clock()
+                start, cpu_start = clock(), time.process_time()
                 subject.run()
-                seconds = clock() - start
+                seconds, cpu_seconds = clock() - start, time.process_time() - cpu_start
                 subject.clean_up()
                 if number:
                     subject.seconds.append(seconds)
+                    subject.cpu_seconds.append(cpu_seconds)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which that share of them lies, from 0 to 1."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -26,9 +26,9 @@ from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierWorker
 from vllm_overlay.tiers.cpu import CpuTierManager, CpuTierWorker
-from vllm_overlay.tiers.disk.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.index import PrefixIndex

@@ -26,7 +26,7 @@ def rows_below(heading: str) -> list[tuple[str, ...]]:
     return [tuple(cell.split("`")[1] for cell in row) for row in rows]
 
 
-MODULES = rows_below("Modules")
+MODULES = rows_below("Modules") + rows_below("Modules of the disk tier")
 KEPT = {"vllm_overlay.cli", "vllm_overlay.patch_series"}
 
 

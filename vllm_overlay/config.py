@@ -75,7 +75,8 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float, Meta(description="seconds that pending copies and stores are given at shutdown", ge=0)
     ] = 4.0
     eviction_policy: Annotated[
-        str, Meta(description='what a full tier gives up first: `"lru"`, or anybody\'s as `"module:Class"`')
+        str,
+        Meta(description='what a full tier gives up first: `"lru"`, or, in a CPU tier, anybody\'s as `"module:Class"`'),
     ] = "lru"
 
 

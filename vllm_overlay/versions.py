@@ -11,14 +11,14 @@ PACKAGE = "0.3.0"
 VLLM = "0.32.0"
 """The vLLM that the patch series and the connectors are made for."""
 
-DISK_ROOT = 1
+DISK_ROOT = 2
 """The marker of a root, and where everything lies under it (docs/disk-format.md). A later one is refused."""
 
-DISK_OBJECT = 1
+DISK_OBJECT = 2
 """Header and payload of an object's file (docs/disk-format.md)."""
 
-LEDGER = 1
-"""The ledger of a root."""
+CATALOGUE = 1
+"""The tables of a root's catalogue. One of another version is made anew from the objects' files."""
 
 FINGERPRINT = 1
 """Which facts decide that stored numbers may be used (connector/fingerprint.py)."""

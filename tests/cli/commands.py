@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running ``vllm-overlay``, in this process or in one that may not import vLLM, and reading what it said and left."""
 
+import contextlib
 import json
+import time
 from pathlib import Path
 
 from tests.tiers.disk.tier_pair import NAMESPACE
 from vllm_overlay import cli
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Name
 
 REPOSITORY = Path(__file__).parents[2]
 WITHOUT_VLLM = """
@@ -38,3 +41,28 @@ def path_of(root, planned, namespace=NAMESPACE):
 
 def contents(root):
     return {path: path.lstat() for path in sorted(root.rglob("*"))}
+
+
+@contextlib.contextmanager
+def member(root):
+    """The root's catalogue, in which this process is a member that serves nothing."""
+    with contextlib.closing(Catalogue(str(root))) as catalogue:
+        catalogue.join([], int(time.time()))
+        yield catalogue
+        catalogue.leave()
+
+
+def names(objects, namespace=NAMESPACE):
+    return [Name(namespace.fingerprint_of(planned.object_id.tag), planned.object_id) for planned in objects]
+
+
+def forget_rows(root, objects):
+    """Take the objects, and what is on top of them, out of the catalogue. Their files stay."""
+    with member(root) as catalogue:
+        for removed in catalogue.remove(names(objects)):
+            catalogue.end_removal([item.name for item in removed], 0, 0)
+
+
+def remove_catalogue(root):
+    for path in root.glob("catalogue*"):
+        path.unlink()

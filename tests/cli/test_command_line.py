@@ -15,7 +15,7 @@ from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from vllm_overlay import cli
 from vllm_overlay.cli import command_line
 from vllm_overlay.cli.command import SOUND, Command
-from vllm_overlay.tiers.disk import fsck
+from vllm_overlay.tiers.disk.maintenance import fsck
 
 
 @pytest.mark.parametrize("command", [["stats"], ["fsck"], ["fsck", "--repair"], ["gc", "--max-bytes", "0"]])
@@ -90,10 +90,11 @@ def test_ctrl_c_ends_it_with_130_and_what_is_left_is_sound(tmp_path):
         made.store(chain("p", 300))
     source = WITHOUT_VLLM.replace(
         "from vllm_overlay.cli import main",
-        "import time\nfrom vllm_overlay.cli import main\nfrom vllm_overlay.tiers.disk.ledger import Ledger\n"
-        "remove = Ledger.remove_files\n"
-        "def slowly(self, paths):\n    remove(self, paths)\n    print('.', flush=True)\n    time.sleep(600)\n"
-        "Ledger.remove_files = slowly",
+        "import time\nfrom vllm_overlay.cli import main\nfrom vllm_overlay.tiers.disk.files.device import Device\n"
+        "unlink, number = Device.unlink, 0\n"
+        "def slowly(self, path):\n    global number\n    number += 1\n    unlink(self, path)\n"
+        "    if number == 20:\n        print('.', flush=True)\n        time.sleep(600)\n"
+        "Device.unlink = slowly",
     )
     process = subprocess.Popen(
         [sys.executable, "-c", source, "gc", str(root), "--max-bytes", "0"],

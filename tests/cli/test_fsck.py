@@ -9,16 +9,15 @@ import time
 
 import pytest
 
-from tests.cli.commands import contents, findings, path_of, run
+from tests.cli.commands import contents, findings, forget_rows, path_of, run
 from tests.cli.damage import damage
-from tests.tiers.disk.files import bytes_under, object_files, on_disk
+from tests.tiers.disk.files import object_files, on_disk
 from tests.tiers.disk.objects import chain
-from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
+from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from vllm_overlay import cli
-from vllm_overlay.tiers.disk import fsck
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device, temporary_name
-from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.device import Device, temporary_name
+from vllm_overlay.tiers.disk.maintenance import fsck
 
 
 def test_a_sound_root_has_status_0_and_is_not_touched(root, capsys):
@@ -77,7 +76,7 @@ def test_an_object_without_one_ranks_file_is_incomplete(tmp_path, capsys):
     root = tmp_path / "root"
     with tier_pair(root, world_size=2) as made:
         made.store(chain("p", 2))
-        made.path(chain("p", 2)[2], 1).unlink()
+    made.path(chain("p", 2)[2], 1).unlink()
     status, report = run(capsys, "fsck", root)
     assert status == 1
     assert (path_of(root, chain("p", 2)[2]).name, "incomplete", True) in findings(report)
@@ -92,7 +91,7 @@ def test_while_somebody_serves_what_may_be_on_its_way_is_a_note(root, capsys):
         path_of(root, chain("p", 4)[1]).unlink()
         status, report = run(capsys, "fsck", root, "--repair")
         assert status == 0
-        assert {what for _, what, is_problem in findings(report) if not is_problem} == {"unreachable", "ledger"}
+        assert {what for _, what, is_problem in findings(report) if not is_problem} == {"unreachable", "catalogue"}
         assert path_of(root, chain("p", 4)[2]).exists()
 
 
@@ -124,26 +123,6 @@ def test_leftovers_are_removed_when_their_writer_is_gone(root, capsys):
     assert [path.exists() for path in (living, dead, old)] == [True, False, False]
 
 
-@pytest.mark.parametrize("content", [b"garbage", None])
-def test_a_ledger_that_does_not_cover_the_files_is_counted_anew(root, capsys, content):
-    if content is None:
-        with Ledger(str(root), Device()).locked() as state:
-            state.file_bytes, state.leases = 5, [0] * len(state.leases)
-    else:
-        (root / "ledger").write_bytes(content)
-    status, report = run(capsys, "fsck", root)
-    assert (status, findings(report)) == (1, [("ledger", "ledger", True)])
-    assert run(capsys, "fsck", root, "--repair")[0] == 0
-    with Ledger(str(root), Device()).locked() as state:
-        assert state.file_bytes == bytes_under(root)
-
-
-def test_a_missing_ledger_is_a_note_and_is_not_made(root, capsys):
-    (root / "ledger").unlink()
-    assert run(capsys, "fsck", root)[0] == 0
-    assert not (root / "ledger").exists()
-
-
 def test_strangers_are_named_without_harm_to_the_terminal_and_left_alone(root, capsys):
     elsewhere = root.parent / "elsewhere"
     elsewhere.mkdir()
@@ -156,7 +135,8 @@ def test_strangers_are_named_without_harm_to_the_terminal_and_left_alone(root, c
     (root / "\x1b[2Jbell\a\n").write_text("steering")
     (root / os.fsdecode(b"\xff\xfe")).write_text("not text")
     (path_of(root, chain("p", 4)[0]).parent / "notes.txt").write_text("mine")
-    (root / "leases" / "fifo").mkdir()
+    (root / "members" / "fifo").mkdir()
+    (root / "ledger" / "mine").write_text("not ours either")
     before = set(contents(root.parent))
     assert cli.main(["fsck", str(root), "--repair"]) == 0
     shown = capsys.readouterr().out
@@ -164,18 +144,17 @@ def test_strangers_are_named_without_harm_to_the_terminal_and_left_alone(root, c
     assert "\x1b" not in shown and "\a" not in shown
     status, report = run(capsys, "fsck", root, "--repair")
     assert status == 0
-    assert [what for _, what, _ in findings(report)] == ["stranger"] * 8
+    assert [what for _, what, _ in findings(report)] == ["stranger"] * 9
     assert run(capsys, "gc", root, "--max-bytes", 0)[0] in (0, 1)
     assert set(contents(root.parent)) - before == set()
     assert (elsewhere / "ab" / ".tmp.99999999.1.2.3").exists()
 
 
-def test_what_takes_the_place_of_a_leases_lock_is_a_problem_for_the_operator(root, capsys):
-    (root / "leases" / "0").unlink()
-    (root / "leases" / "0").mkdir()
+def test_what_takes_the_place_of_a_members_lock_is_a_problem_for_the_operator(root, capsys):
+    (root / "members" / "1").mkdir()
     status, report = run(capsys, "fsck", root, "--repair")
-    assert (status, findings(report)) == (1, [("0", "stranger", True)])
-    (root / "leases" / "0").rmdir()
+    assert (status, findings(report)) == (1, [("1", "stranger", True)])
+    (root / "members" / "1").rmdir()
     assert run(capsys, "fsck", root)[0] == 0
 
 
@@ -268,13 +247,33 @@ def test_one_error_of_a_read_does_not_make_another_keys_checksums_wrong(tmp_path
     assert object_files(root) == files
 
 
-def test_a_file_that_goes_while_it_is_checked_is_no_finding(root):
-    path = path_of(root, chain("p", 4)[4])
+@pytest.mark.parametrize(("before", "num_files"), [(NAMESPACE.attention, 7), (OTHER_NAMESPACE.attention, 8)])
+def test_an_object_that_is_evicted_while_it_is_checked_is_no_finding(root, before, num_files):
+    """Before its file is read, and after that."""
+    snapshot = chain("p", 4)[4]
 
     class Evicting(Device):
-        def open(self, name, flags):
-            path.unlink(missing_ok=True)
-            return super().open(name, flags)
+        def open(self, path, flags):
+            if before in path and path_of(root, snapshot).exists():
+                forget_rows(root, [snapshot])
+                path_of(root, snapshot).unlink()
+            return super().open(path, flags)
 
     report = fsck.Check(str(root), device=Evicting()).run()
-    assert (report.problems, report.num_files) == ([], 7)
+    assert (report.findings, report.num_files) == ([], num_files)
+
+
+def test_an_object_that_is_stored_again_while_it_is_checked_is_no_finding(root):
+    path = path_of(root, chain("p", 4)[4])
+    right = path.read_bytes()
+    damage(root, "payload")
+
+    class Replacing(Device):
+        def preadv(self, fd, segments, offset):
+            count = super().preadv(fd, segments, offset)
+            if offset and os.path.samestat(os.fstat(fd), path.stat()):
+                path.write_bytes(right)
+            return count
+
+    assert fsck.Check(str(root), repair=True, device=Replacing()).run().findings == []
+    assert path.read_bytes() == right

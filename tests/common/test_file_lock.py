@@ -15,6 +15,7 @@ import pytest
 
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import tier_pair
+from tests.tiers.disk.waiting import until
 from vllm_overlay.common import file_lock
 from vllm_overlay.common.file_lock import lock, locked_if_possible, try_lock
 
@@ -110,18 +111,15 @@ def test_a_long_wait_is_told_once(tmp_path, monkeypatch, caplog):
     ]
 
 
-def test_a_tool_that_is_stopped_with_the_ledger_locked_holds_no_start_and_stores_come_back(
-    tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.1)
+def test_a_tool_that_is_stopped_with_the_catalogue_locked_holds_no_start_and_stores_come_back(tmp_path, caplog):
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 2))
-    with held_by_another(root / "ledger") as holder:
+    with held_by_another(root / "catalogue.lock") as holder:
         os.kill(holder.pid, signal.SIGSTOP)
         with tier_pair(root) as again:
             assert again.try_store(chain("q", 1)[0]) == "no_room"
-            assert any("locked for" in message for message in caplog.messages)
+            until(lambda: "locked" in caplog.text, "what it waits for")
             os.kill(holder.pid, signal.SIGCONT)
             holder.communicate("")
             again.recovered()

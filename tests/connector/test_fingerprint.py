@@ -13,7 +13,7 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.connector.fingerprint import compute_fingerprints
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.tiers.base import Fingerprints
-from vllm_overlay.tiers.disk.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
 
 KEY = b"k" * 32
 

@@ -25,7 +25,7 @@ def stored(engine: Engine, seed: int) -> tuple[list[int], Output]:
 
 
 def works(engine: Engine, seed: int) -> None:
-    """What is stored is restored. A write may need a second: a lease comes with the reclaimer's next turn."""
+    """What is stored is restored. A write may need a second: room comes with the bookkeeper's next turn."""
     deadline = time.monotonic() + 60
     for attempt in itertools.count():
         tokens, cold = stored(engine, 1000 * seed + attempt)

@@ -15,11 +15,13 @@ from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.engine.halves import scheduler_half, tier_manager, tier_managers, tier_worker, transfer_of, worker_half
-from tests.tiers.disk.inside import lease_bytes
+from tests.tiers.disk.inside import room_bytes
 from tests.tiers.entries import entries_of
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
 from vllm_overlay.planner.objects import SNAPSHOT_TAG
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.catalogue import errors
+from vllm_overlay.tiers.disk.catalogue.connection import Connection
+from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 
 if TYPE_CHECKING:
@@ -27,14 +29,14 @@ if TYPE_CHECKING:
 
 
 def wait_for_recovery(driver: "Driver") -> None:
-    """Disk tiers serve while they still scan their root and have no lease yet; tests want to see and store all."""
+    """Disk tiers serve while they still scan their root and have no room yet; tests want to see and store all."""
     deadline = time.monotonic() + 60
     for tier in tier_managers(driver):
-        while isinstance(tier, DiskTierManager) and (tier.is_recovering or not lease_bytes(tier)):
+        while isinstance(tier, DiskTierManager) and (tier.is_recovering or not room_bytes(tier)):
             tier.advance()
             time.sleep(0.01)
             if time.monotonic() > deadline:
-                raise TimeoutError("the disk tier is still recovering, or gets no lease")
+                raise TimeoutError("the disk tier is still recovering, or gets no room")
 
 
 def _entries(driver: "Driver", kind: str) -> list[Any]:
@@ -238,6 +240,16 @@ def locks_raise(driver: "Driver", error: str) -> int:
 
     _replace(fcntl, "flock", faulty)
     return number
+
+
+def catalogue_raises(driver: "Driver", error: str) -> str:
+    """No transaction begins."""
+
+    def faulty(*_: Any) -> Any:
+        raise getattr(errors, error)("as the test wants it")
+
+    _replace(Connection, "_begin", faulty)
+    return error
 
 
 def clock_jumps(driver: "Driver", seconds: float) -> float:

@@ -97,15 +97,26 @@ def test_a_disk_that_takes_a_second_a_call_is_waited_for(engine: Engine, root: P
 
 
 @pytest.mark.parametrize("error", ["ENOLCK", "EIO"])
-def test_locks_that_are_lost_drop_stores(engine: Engine, root: Path, error: str) -> None:
+def test_locks_that_are_lost_change_nothing_for_who_serves(engine: Engine, root: Path, error: str) -> None:
     tokens, cold = stored(engine, 34 + len(error))
-    dropped = counted(engine, "dropped_stores")
     with fault(engine, root, "locks_raise", error=error):
         assert_restored(cold, engine.generate(tokens, MAX_TOKENS), LENGTH)
-        engine.generate(prompt(LENGTH, 134 + len(error)), MAX_TOKENS)
-        engine.wait_for_stores()
-    assert counted(engine, "dropped_stores") > dropped
     works(engine, 34 + len(error))
+
+
+@pytest.mark.parametrize("error", ["Busy", "Unavailable"])
+def test_while_the_catalogue_fails_what_is_known_is_loaded_and_stores_are_told_later(
+    engine: Engine, root: Path, error: str
+) -> None:
+    tokens, cold = stored(engine, 44 + len(error))
+    new = prompt(LENGTH, 144 + len(error))
+    with fault(engine, root, "catalogue_raises", error=error):
+        assert_restored(cold, engine.generate(tokens, MAX_TOKENS), LENGTH)
+        first = engine.generate(new, MAX_TOKENS)
+        engine.wait_for_stores()
+    works(engine, 44 + len(error))
+    engine.reset_device_cache()
+    assert_restored(first, engine.generate(new, MAX_TOKENS), LENGTH)
 
 
 @pytest.mark.parametrize("seconds", [-1e9, 1e9])
@@ -200,11 +211,11 @@ def test_a_root_that_goes_while_it_is_served_costs_a_recomputation(
         root.mkdir(mode=0o700, exist_ok=True)
     assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
     works(engine, 80 + is_replaced)
-    assert any(root.glob("*/in-use"))
+    assert any(root.glob("catalogue-*.sqlite")) and any(root.glob("*/namespace.json"))
 
 
 def test_after_all_that_no_hook_has_failed_and_the_root_is_sound(engine: Engine, root: Path) -> None:
-    from vllm_overlay.tiers.disk.fsck import Check
+    from vllm_overlay.tiers.disk.maintenance.fsck import Check
 
     engine.wait_for_stores()
     assert counted(engine, "hook_errors") == 0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One running engine on a real small disk: full, out of files, read-only, unmounted, and each time well again."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from tests.engine.client import Engine, Output, disk_child, multi, prompt
 from tests.engine.disk_alone import LENGTH, MAX_TOKENS, counted, stored, works
 from tests.engine.states import FLOAT32
 from tests.mounts import SmallDisk, on_small_disk, why_not
-from vllm_overlay.tiers.disk.fsck import Check
 
 pytestmark = [
     pytest.mark.engine,
@@ -93,7 +93,7 @@ def test_more_than_the_disk_holds_is_stored_and_the_free_space_to_keep_is_kept(
 def test_a_disk_without_room_drops_stores_until_it_has_room(
     engine: Engine, disk: SmallDisk, answers: Answers, fault: str
 ) -> None:
-    """The reclaimer sees it in a second, and stores come to ``no_room``; those before that meet the kernel's error."""
+    """The bookkeeper sees it in a second, and stores come to ``no_room``; those before that meet the kernel's error."""
     seed = 200 + 100 * (fault == "full")
     tokens, cold = stored(engine, seed)
     for turn in range(ROUNDS):
@@ -145,10 +145,10 @@ def test_a_disk_that_is_unmounted_costs_a_recomputation_and_is_found_again(
 
 
 def test_after_all_that_every_answer_is_right_and_the_disk_is_sound(
-    engine: Engine, disk: SmallDisk, answers: Answers, tiny_model: Path
+    engine: Engine, roots: tuple[Path, Path], disk: SmallDisk, answers: Answers, tiny_model: Path
 ) -> None:
     serve(engine, answers, 600)
     assert counted(engine, "hook_errors") == 0
-    assert Check(str(disk.path)).run().problems == []
+    assert disk.run([sys.executable, "-m", "vllm_overlay", "fsck", str(roots[0])]) == 0
     with Engine(tiny_model, **FLOAT32.arguments, **UNCACHED) as reference:
         assert max(distance(reference, tokens, answer) for tokens, answer in answers) <= BAR

@@ -8,7 +8,7 @@ _PLUGIN = """
 import os
 import time
 
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
 
 rename = Device.rename
 

@@ -52,8 +52,11 @@ PLANTS: list[tuple[Callable[[Sample], object], str]] = [
     (lambda made: made.set(CHUNKS[0], pins=-1), "has -1 pins"),
     (lambda made: made.set(CHUNKS[3], pins=1), "is pinned, but was never visible"),
     (lambda made: made.set(CHUNKS[0], parents=(Sample()[CHUNKS[1]],)), "hangs on .*, which is not in the index"),
-    (lambda made: made[CHUNKS[1]].children.discard(made[CHUNKS[2]]), "does not have it among its children"),
-    (lambda made: made[CHUNKS[1]].children.add(Sample()[CHUNKS[2]]), "a child .*, which is not in the index"),
+    (lambda made: made[CHUNKS[1]].children.pop(made[CHUNKS[2]]), "does not have it among its children"),
+    (
+        lambda made: made[CHUNKS[1]].children.update({Sample()[CHUNKS[2]]: None}),
+        "a child .*, which is not in the index",
+    ),
     (lambda made: made.set(CHUNKS[2], parents=()), "a child .*, which does not hang on it"),
     (lambda made: made.set(CHUNKS[3], state=DROPPED), "still has parents or children"),
     (lambda made: made.set(CHUNKS[0], state=DROPPED, children=set()), "held by neither a ticket nor a pin"),

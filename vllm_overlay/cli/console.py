@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several commands print with: text without control characters, sizes, ages, and a line of progress."""
 
+import contextlib
+import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from vllm_overlay.config import GIB, KIB, MIB, TIB
 
@@ -54,3 +56,17 @@ def progress(verb: str) -> Callable[[int, int], None]:
         print(f"\r{verb} [{bar:<20}] {part:4.0%} of {size(total)}, {speed}/s\x1b[K", end=end, file=sys.stderr)
 
     return show
+
+
+@contextlib.contextmanager
+def log_shown() -> Iterator[None]:
+    """Meanwhile what the package logs, say the progress of a rebuild, goes to standard error."""
+    log = logging.getLogger("vllm_overlay")
+    handler, level = logging.StreamHandler(sys.stderr), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)

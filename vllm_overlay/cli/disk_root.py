@@ -8,10 +8,13 @@ from vllm_overlay.config import ConfigError
 
 
 def add_root_arguments(parser: argparse.ArgumentParser) -> None:
-    """ROOT, ``--integrity-key-file`` and ``--json``."""
+    """ROOT, ``--integrity-key-file``, ``--encryption-key-file`` and ``--json``."""
     parser.add_argument("root", metavar="ROOT", help="the `root` of the disk tier's settings")
     parser.add_argument(
         "--integrity-key-file", default="", metavar="FILE", help="the `integrity_key_file` of the tier's settings"
+    )
+    parser.add_argument(
+        "--encryption-key-file", default="", metavar="FILE", help="the `encryption_key_file` of the tier's settings"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 

@@ -8,15 +8,16 @@ from dataclasses import asdict
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
 from vllm_overlay.cli.console import progress, shown, size
 from vllm_overlay.cli.disk_root import add_root_arguments, require_owner
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.fsck import Check, Finding
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.maintenance.findings import Finding
+from vllm_overlay.tiers.disk.maintenance.fsck import Check
 
 _SHOWN = 1000
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--repair", action="store_true", help="remove what does not verify, set modes, count the ledger"
+        "--repair", action="store_true", help="remove what does not verify, set modes, put the catalogue right"
     )
     add_root_arguments(parser)
 
@@ -24,7 +25,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.repair:
         require_owner(arguments.root)
-    integrity = integrity_of(arguments.integrity_key_file)
+    integrity = integrity_of(arguments.integrity_key_file, arguments.encryption_key_file)
     report = Check(arguments.root, arguments.repair, progress("reading"), integrity=integrity).run()
     left = sum(not finding.is_repaired for finding in report.problems)
     if arguments.json:
@@ -55,7 +56,7 @@ FSCK = Command(
     description="Verifies every file.",
     examples={
         "fsck /var/cache/vllm-kv": "verify every byte, change nothing",
-        "fsck /var/cache/vllm-kv --repair": "remove what does not verify",
+        "fsck /var/cache/vllm-kv --repair": "remove what does not verify, mend the catalogue",
     },
     statuses={SOUND: "nothing is wrong, or all of it was repaired", PROBLEMS: "something is wrong (still)"},
     add_arguments=_add_arguments,

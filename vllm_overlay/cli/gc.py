@@ -6,15 +6,13 @@ import json
 import os
 from dataclasses import asdict
 
+from vllm_overlay.cli.catalogue_errors import catalogue_errors_explained
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
-from vllm_overlay.cli.console import progress, size
+from vllm_overlay.cli.console import log_shown, progress, size
 from vllm_overlay.cli.disk_root import add_root_arguments, require_owner
 from vllm_overlay.config import parse_bytes
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.gc import collect
-from vllm_overlay.tiers.disk.marker import mark_old_root
-from vllm_overlay.tiers.disk.recognition import RootKind, require_root
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.maintenance.gc import collect
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +27,13 @@ def _run(arguments: argparse.Namespace) -> int:
     max_bytes = parse_bytes(arguments.max_bytes, "--max-bytes")
     if not arguments.dry_run:
         require_owner(arguments.root)
-    integrity = integrity_of(arguments.integrity_key_file)
-    kind = require_root(arguments.root)
-    if kind is not RootKind.MARKED and not arguments.dry_run:
-        mark_old_root(Device(), arguments.root)
-    done = collect(
-        os.path.abspath(arguments.root), max_bytes, arguments.dry_run, progress("removing"), integrity=integrity
-    )
+    integrity = integrity_of(arguments.integrity_key_file, arguments.encryption_key_file)
+    root = os.path.abspath(arguments.root)
+    with log_shown(), catalogue_errors_explained(root):
+        done = collect(root, max_bytes, arguments.dry_run, progress("removing"), integrity=integrity)
     is_kept = done.bytes_after <= max_bytes
     if arguments.json:
-        print(json.dumps(asdict(done) | {"bytes_after": done.bytes_after, "is_dry_run": arguments.dry_run}, indent=2))
+        print(json.dumps(asdict(done) | {"is_dry_run": arguments.dry_run}, indent=2))
         return SOUND if is_kept else PROBLEMS
     verb = "would remove" if arguments.dry_run else "removed"
     print(f"{verb} {done.removed_files} files of {size(done.removed_bytes)}; {size(done.bytes_after)} stay")

@@ -8,13 +8,15 @@ from dataclasses import asdict
 from vllm_overlay.cli.command import SOUND, Command
 from vllm_overlay.cli.console import age, shown, size
 from vllm_overlay.cli.disk_root import add_root_arguments
-from vllm_overlay.tiers.disk.checksum import XXH3, integrity_of
-from vllm_overlay.tiers.disk.recognition import require_root
-from vllm_overlay.tiers.disk.usage import NamespaceUsage, measure_usage, tag_name
+from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of, is_encrypted
+from vllm_overlay.tiers.disk.files.recognition import require_root
+from vllm_overlay.tiers.disk.maintenance.usage import NamespaceUsage, measure_usage, tag_name
+
+_SERVED = {True: "served now", False: "served by nobody", None: "unknown whether served: its catalogue cannot be asked"}
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    integrity = integrity_of(arguments.integrity_key_file)
+    integrity = integrity_of(arguments.integrity_key_file, arguments.encryption_key_file)
     require_root(arguments.root)
     usages = measure_usage(arguments.root)
     num_bytes = sum(usage.num_bytes for usage in usages)
@@ -32,15 +34,17 @@ def _paragraph(usage: NamespaceUsage, own_integrity: str) -> list[str]:
     model = f"model {shown(usage.model)}" if usage.model else "no namespace.json that says whose it is"
     lines = [
         "",
-        f"{usage.fingerprint[:16]}…  {model}, {'served now' if usage.is_in_use else 'served by nobody'}",
+        f"{usage.fingerprint[:16]}…  {model}, {_SERVED[usage.is_in_use]}",
     ]
     if usage.integrity not in ("", XXH3.name):
         whose = "the given key" if usage.integrity == own_integrity else shown(usage.integrity)
-        lines.append(f"  checksums with {whose}")
+        lines.append(f"  {'encrypted' if is_encrypted(usage.integrity) else 'checksums'} with {whose}")
     for kind, (objects, files, num_bytes) in usage.kinds.items():
         lines.append(f"  {objects} {tag_name(kind)} in {files} files, {size(num_bytes)}")
     if usage.oldest is not None and usage.newest is not None:
-        lines.append(f"  oldest {age(usage.oldest)} ago, newest {age(usage.newest)} ago")
+        lines.append(f"  oldest file {age(usage.oldest)} ago, newest {age(usage.newest)} ago")
+    if usage.oldest_use is not None and usage.newest_use is not None:
+        lines.append(f"  last used {age(usage.newest_use)} ago, what goes first {age(usage.oldest_use)} ago")
     if usage.temporary_bytes or usage.other_bytes:
         lines.append(f"  beside them {size(usage.temporary_bytes)} on their way, {size(usage.other_bytes)} unknown")
     lines += [f"  {size(num_bytes):>10}  {path[:16]}…{path[64:]}" for path, num_bytes in usage.largest]

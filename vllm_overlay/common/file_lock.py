@@ -16,8 +16,6 @@ LOCK_WAIT_S = 30.0
 LONG_WAIT_S = 3600.0
 """The same where the holder reads a model's weights."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.002
-TURN_S = 0.003
-"""Whoever locks again and again lets go for so long in between: then a waiter asks in time."""
 _SAID_AFTER_S = 5.0
 _FILE_MODE = 0o600
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -37,8 +37,6 @@ class Reason(StrEnum):
     """A rank had no host memory for it within the pass."""
     TRANSFER_FULL = "transfer_full"
     """The device ring had no room for it within the pass."""
-    NO_LEASE = "no_lease"
-    """The bytes that the scheduler set aside were gone when the file was ready."""
     TOO_LARGE = "too_large"
     """An object is larger than the staging memory can ever hold."""
 
@@ -91,7 +89,7 @@ LOOKUP_LIMITS = frozenset(
 
 DROPPED_STORES = frozenset(
     {
-        Reason.NO_ROOM, Reason.STAGING_FULL, Reason.TRANSFER_FULL, Reason.TRANSFER_ERROR, Reason.NO_LEASE,
+        Reason.NO_ROOM, Reason.STAGING_FULL, Reason.TRANSFER_FULL, Reason.TRANSFER_ERROR,
         Reason.NO_SPACE, Reason.IO_ERROR, Reason.BREAKER, Reason.ADAPTER, Reason.NOT_REPORTED, Reason.CLOSED,
         Reason.BAD_BLOCKS, Reason.HOOK_ERROR, Reason.ERROR,
     }

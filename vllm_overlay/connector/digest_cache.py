@@ -88,8 +88,8 @@ class DigestCache:
         ours = [entry for entry in content.entries if self._is_ours(entry)]
         if len(ours) < len(content.entries):
             logger.warning(
-                "%s has %d digests that were not sealed with this integrity_key_file: they are not used. If the "
-                "key has not changed, give its directory to this user alone (mode 0700)",
+                "%s has %d digests that were not sealed with this integrity_key_file or encryption_key_file: they are "
+                "not used. If the key has not changed, give its directory to this user alone (mode 0700)",
                 self._path,
                 len(content.entries) - len(ours),
             )
@@ -158,7 +158,7 @@ class DigestCache:
             "(mode 0700)%s",
             self._path,
             why,
-            "" if self._key else ", or set integrity_key_file",
+            "" if self._key else ", or set integrity_key_file or encryption_key_file",
         )
         return {}
 

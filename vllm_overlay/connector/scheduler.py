@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MORE_IS_WANTED = (Reason.ATTENTION, Reason.STATE, Reason.WINDOW)
-
 
 class OffloadScheduler:
     """Serves one tier. Every method is called from the scheduler's thread, in the order of vLLM's connector hooks."""
@@ -97,9 +95,6 @@ class OffloadScheduler:
         self._tier.advance()
         hits = self._tier.hits(self._geometry, keys, request.num_tokens)
         lookup = self._planner.lookup(keys, request.num_tokens, num_local, hits)
-        if lookup.limited_by in _MORE_IS_WANTED:
-            known = max(num_local, lookup.restore_point)
-            self._tier.look_further(self._planner, keys, request.num_tokens, known)
         self._stats.count("lookups")
         self._stats.count("queried_tokens", max(0, request.num_tokens - num_local))
         self._stats.count("lookup_limits", reason=lookup.limited_by)

@@ -17,7 +17,6 @@ from vllm_overlay.config import TierSettings
 from vllm_overlay.planner.coverage import HitSource
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.memory import HostBuffer
 
 SettingsT = TypeVar("SettingsT", bound=TierSettings)
@@ -81,14 +80,6 @@ class TierManager(ABC):
     @abstractmethod
     def has_or_awaits(self, object_id: ObjectId) -> bool:
         """Whether the object is in the tier or on its way there, so that it need not be stored."""
-
-    def look_further(  # noqa: B027
-        self, planner: HybridOffloadPlanner, keys: Sequence[bytes], num_tokens: int, num_known: int
-    ) -> None:
-        """A lookup of this prompt found no more than ``num_known`` tokens and wanted more.
-
-        A tier that others share may look, in the background, for what they have stored; a later lookup finds it.
-        """
 
     def should_store(self, object_id: ObjectId) -> bool:
         """Whether to store an object that could be stored now. Called once for each request that could."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One object of a tier's index: its name, its bytes, its state, and what it hangs on."""
 
-from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import msgspec
 
 from vllm_overlay.planner.objects import ObjectId
 
@@ -18,9 +19,12 @@ class EntryState(Enum):
     """Invisible for good; in the index only for as long as a ticket or a pin holds its bytes."""
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One object of the index. Callers read it; only the index changes it."""
+class Entry(msgspec.Struct, eq=False, gc=False):
+    """One object of the index. Callers read it; only the index changes it.
+
+    The garbage collector passes by, because it would stop the scheduler for a walk over all entries. So what refers to
+    each other in a circle is freed only where the index takes it apart: when an object goes.
+    """
 
     object_id: ObjectId
     num_bytes: int
@@ -28,11 +32,15 @@ class Entry:
     ticket: int
     units: tuple[int, ...]
     last_use: int
-    parents: "tuple[Entry, ...]" = field(repr=False)
-    children: "set[Entry]" = field(default_factory=set, repr=False)
+    parents: "tuple[Entry, ...]"
+    children: "dict[Entry, None]" = {}
+    """A set in the order of insertion: the garbage collector passes by a dictionary, but not by a set."""
     state: EntryState = EntryState.RESERVED
     pins: int = 0
     num_snapshots: int = 0
     """Committed snapshots right below this chunk."""
-    jump: "Entry | None" = field(default=None, repr=False)
+    jump: "Entry | None" = None
     """A chunk above on the same chain, such that none in between has snapshots; None: none above has."""
+
+    def __repr__(self) -> str:
+        return f"Entry({self.object_id}, {self.state.name}, {self.num_bytes} bytes, ticket {self.ticket})"

@@ -13,7 +13,7 @@ stands for two sets of bytes.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
@@ -77,6 +77,10 @@ class PrefixIndex:
         """Whether the object is visible or on its way."""
         entry = self._entries.get(object_id)
         return entry is not None and entry.state is not EntryState.DROPPED
+
+    def visible(self) -> Iterator[ObjectId]:
+        """The names of all visible objects. Nothing may change meanwhile."""
+        return (object_id for object_id, entry in self._entries.items() if entry.state is EntryState.COMMITTED)
 
     def may_reserve(self, planned: PlannedObject) -> bool:
         """Whether ``reserve`` would take the object if there is room: it is new and its parents are here or coming."""
@@ -157,8 +161,11 @@ class PrefixIndex:
         missing: dict[ObjectId, tuple[int, PlannedObject]] = {}
         for item in planned:
             self._clock += 1
-            if item.object_id not in self._entries:
-                missing.setdefault(item.object_id, (self._clock, item))
+            is_known = item.object_id in self._entries or item.object_id in missing
+            if not is_known and not self._restore_one(self._clock, item, ticket):
+                missing[item.object_id] = self._clock, item
+        if not missing:
+            return []
         waiting: defaultdict[ObjectId, list[ObjectId]] = defaultdict(list)
         for object_id, (_, item) in missing.items():
             for parent in item.parents:
@@ -263,7 +270,7 @@ class PrefixIndex:
         self._entries[entry.object_id] = entry
         self._used_bytes += entry.num_bytes
         for parent in parents:
-            parent.children.add(entry)
+            parent.children[entry] = None
             self._policy.discard(parent)
             if parent.object_id.tag == entry.object_id.tag:
                 entry.jump = parent if parent.num_snapshots else parent.jump
@@ -325,7 +332,7 @@ class PrefixIndex:
         entry.state = EntryState.DROPPED
         self._policy.discard(entry)
         for parent in entry.parents:
-            parent.children.discard(entry)
+            parent.children.pop(entry, None)
             parent.num_snapshots -= counted
             self._offer(parent)
         entry.parents, entry.jump = (), None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills a process that stores, recovers, reads everything.
 
+What was committed last must be served afterwards, also when the catalogue is lost too.
+
 Two ranks with real threads and files store, drop, clear and evict under a small limit. Half of the processes are
 killed at a random moment, half kill themselves in a random call on a file: before it, after it, or half through a
 write. Then another process recovers the root and reads all that it found, in both ranks.
@@ -20,11 +22,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from tests.tiers.disk import crash_processes
-from tests.tiers.disk.crash_processes import CAPACITY, Tally, bytes_at_one_moment, examine, store_until_killed
-from tests.tiers.disk.files import object_files
+from tests.tiers.disk.crash_processes import CAPACITY, Tally, examine, store_until_killed
+from tests.tiers.disk.files import bytes_under, lose_catalogue, object_files
 
 _CALLS = ("open", "pwritev", "rename", "unlink", "mkdir", "lstat")
 _WHENS = ("before", "after", "half")
+_LOST = 0.1
+"""So often the catalogue is lost with the process."""
 
 
 class Crash:
@@ -33,6 +37,7 @@ class Crash:
     def __init__(self, root: Path, seed: int) -> None:
         self.tally = Tally()
         self._root = root
+        self._diary = root.with_name(f"{root.name}.diary")
         self._random = random.Random(seed)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([crash_processes.__name__])
@@ -43,7 +48,7 @@ class Crash:
             kill = self._random.choice(_CALLS), self._random.choice(_WHENS), int(self._random.expovariate(0.02)) + 1
         has_begun = self._context.Event()
         storer = self._context.Process(
-            target=store_until_killed, args=(self._root, self._random.getrandbits(32), kill, has_begun)
+            target=store_until_killed, args=(self._root, self._random.getrandbits(32), kill, has_begun, self._diary)
         )
         storer.start()
         assert has_begun.wait(60)
@@ -57,16 +62,18 @@ class Crash:
         storer.join()
         assert storer.exitcode == -signal.SIGKILL, storer.exitcode
         self.tally.kills += 1
+        if self._random.random() < _LOST:
+            lose_catalogue(self._root)
         self._recover()
 
     def _check_limit(self) -> None:
-        num_bytes = bytes_at_one_moment(self._root)
+        num_bytes = bytes_under(self._root)
         self.tally.over_limit += num_bytes > CAPACITY
         self.tally.most_bytes = max(self.tally.most_bytes, num_bytes)
 
     def _recover(self) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
-        examiner = self._context.Process(target=examine, args=(self._root, theirs))
+        examiner = self._context.Process(target=examine, args=(self._root, theirs, self._diary))
         examiner.start()
         theirs.close()
         try:

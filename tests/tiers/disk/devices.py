@@ -3,8 +3,9 @@
 
 import os
 import threading
+from collections.abc import Callable
 
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
 
 
 class FailingDevice(Device):
@@ -99,3 +100,43 @@ class UnreadableFile(Device):
         if fd in self._fds:
             self._fault("preadv")
         return super().preadv(fd, segments, offset)
+
+
+class Meanwhile(Device):
+    """Once a file was read, ``act`` runs before the reader does more with it: as another process might act just then.
+
+    ``call`` is "close", for before the reader goes on at all, or "unlink", for before it asks for the file again or
+    unlinks it.
+    """
+
+    def __init__(self, path: object, call: str, act: Callable[[], object]) -> None:
+        self._path, self._call, self._act = str(path), call, act
+        self._fds: set[int] = set()
+        self._was_read = False
+        self.has_acted = threading.Event()
+
+    def _before(self, call: str) -> None:
+        if call == self._call and self._was_read and not self.has_acted.is_set():
+            self._act()
+            self.has_acted.set()
+
+    def open(self, path: str, flags: int) -> int:
+        fd = super().open(path, flags)
+        (self._fds.add if path == self._path else self._fds.discard)(fd)
+        return fd
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        if fd in self._fds:
+            self._was_read = True
+            self._before("close")
+
+    def lstat(self, path: str) -> os.stat_result:
+        if path == self._path:
+            self._before("unlink")
+        return super().lstat(path)
+
+    def unlink(self, path: str) -> None:
+        if path == self._path:
+            self._before("unlink")
+        super().unlink(path)

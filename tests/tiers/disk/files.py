@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies under a root: files, their bytes, and what the ledger says of them."""
+"""What lies under a root: files, their bytes, and what the catalogue says of them."""
 
 import contextlib
 import errno
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.objects import OBJECT
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.format import file_bytes
-from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged
+from vllm_overlay.tiers.disk.catalogue.generations import newest
+from vllm_overlay.tiers.disk.files.format import file_bytes
 
 
 def _files_under(root: Path) -> Iterator[Path]:
@@ -24,11 +24,6 @@ def _files_under(root: Path) -> Iterator[Path]:
 
 def object_files(root: Path) -> list[Path]:
     return sorted(path for path in _files_under(root) if not path.name.startswith(".tmp."))
-
-
-def bytes_of_objects(root: Path) -> int:
-    """What the ledger counts, while nobody writes or removes any."""
-    return sum(path.stat().st_size for path in object_files(root))
 
 
 def temporaries(root: Path) -> list[Path]:
@@ -60,10 +55,23 @@ def on_disk(num_bytes: int = OBJECT) -> int:
     return file_bytes(num_bytes)
 
 
-def ledger_of(root: Path):
-    """(bytes of files, bytes leased) as the ledger has them."""
-    with Ledger(str(root), Device()).locked() as state:
-        return state.file_bytes, sum(state.leases)
+def counted(root: Path) -> tuple[int, int]:
+    """(bytes of objects and of files about to be unlinked, bytes granted) as the catalogue has them; (-1, -1) while it
+    is not there or damaged."""
+    if not newest(str(root)):
+        return -1, -1
+    try:
+        with contextlib.closing(Catalogue(str(root))) as catalogue:
+            totals = catalogue.totals()
+    except Damaged:
+        return -1, -1
+    return totals.object_bytes + totals.removing_bytes, totals.granted_bytes
+
+
+def lose_catalogue(root: Path) -> None:
+    """As if it had never been made. Nobody has it open."""
+    for path in root.glob("catalogue*"):
+        path.unlink()
 
 
 def make_as_large_as_possible(path: Path) -> None:

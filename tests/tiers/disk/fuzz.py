@@ -14,23 +14,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.tiers.disk.files import on_disk
+from tests.tiers.disk.keys import make_key
 from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.tier_pair import TierPair
-from vllm_overlay.tiers.disk.checksum import XXH3, integrity_of
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.object_file import BadObject, read_header, verify_file
+from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.object_file import BadObject, read_header, verify_file
 
 PLACES = {
     "magic": (0, 8), "version": (8, 12), "header length": (12, 16), "payload bytes": (16, 24), "start": (24, 32),
     "end": (32, 40), "ticket": (40, 48), "rank": (48, 52), "world size": (52, 56), "algorithm": (56, 57),
     "parents": (57, 58), "zeros": (58, 64), "fingerprint": (64, 96), "payload checksum": (96, 112),
-    "rest of payload checksum": (112, 128), "lengths of the name": (128, 130), "zeros of the name": (130, 136),
-    "kind": (136, 144), "key": (144, 208), "parent": (208, 288), "unused parents": (288, 848), "reserved": (848, 4064),
+    "rest of payload checksum": (112, 128), "key id": (128, 136), "salt": (136, 168),
+    "zeros before the names": (168, 192), "lengths of the name": (192, 194), "zeros of the name": (194, 200),
+    "kind": (200, 208), "key": (208, 272), "parent": (272, 352), "unused parents": (352, 912), "reserved": (912, 4064),
     "header checksum": (4064, 4080), "rest of header checksum": (4080, 4096), "payload start": (4096, 4160),
     "payload middle": (4160, 4096 + OBJECT - 64), "payload end": (4096 + OBJECT - 64, 4096 + OBJECT),
     "padding": (4096 + OBJECT, on_disk()),
 }  # fmt: skip
 
+KINDS = ("", "integrity_key_file", "encryption_key_file")
+"""The setting that the files are written with: none, so with XXH3, or a key."""
 
 _INTERESTING = [b"\x00", b"\x01", b"\xff", b"\x7f", b"\x80", b"/", b"..", b"\x00" * 8, b"\xff" * 8, b"\x00\x10\x00\x00"]
 
@@ -80,7 +84,7 @@ def swap(chosen: random.Random, raw: bytearray, place: int, others: list[bytes])
 def forge(chosen: random.Random, raw: bytearray, place: int, others: list[bytes]) -> None:
     """A hostile header: changed, and its checksum made to fit."""
     overwrite(chosen, raw, place % 4064, others)
-    raw[4064:4096] = XXH3.checksum_of([bytes(raw[:4064])]) + bytes(16)
+    raw[4064:4096] = XXH3.header_checksum(bytes(raw[:4064])) + bytes(16)
 
 
 MUTATIONS: list[Callable[[random.Random, bytearray, int, list[bytes]], None]] = [
@@ -91,11 +95,11 @@ MUTATIONS: list[Callable[[random.Random, bytearray, int, list[bytes]], None]] = 
 class Fuzz:
     """Changes one object's file again and again; its twin files are other objects of the same size."""
 
-    def __init__(self, root: Path, seed: int, key_file: str = "") -> None:
+    def __init__(self, root: Path, seed: int, **keys: str) -> None:
         self.outcomes: Counter[str] = Counter()
         self._random = random.Random(seed)
-        self._pair = TierPair(root, read_threads=1, integrity_key_file=key_file).recovered()
-        self._integrity = integrity_of(key_file)
+        self._pair = TierPair(root, read_threads=1, **keys).recovered()
+        self._integrity = integrity_of(keys.get(KINDS[1], ""), keys.get(KINDS[2], ""))
         self._objects = chain("p", 3)
         self._pair.store(self._objects)
         self._target = self._objects[1]
@@ -149,9 +153,9 @@ class Fuzz:
         self._pair.close()
 
 
-def fuzz(root: Path, count: int, seed: int, key_file: str = "") -> Counter[str]:
-    """How the loads of ``count`` changed files ended; every class of bytes takes its turn."""
-    fuzz = Fuzz(root, seed, key_file)
+def fuzz(root: Path, count: int, seed: int, kind: str = "") -> Counter[str]:
+    """How the loads of ``count`` changed files ended; every class of bytes takes its turn. ``kind``: see ``KINDS``."""
+    fuzz = Fuzz(root, seed, **({kind: make_key(root.with_name("key"))} if kind else {}))
     places = list(PLACES)
     for turn in range(count):
         fuzz.round(places[turn % len(places)])
@@ -165,11 +169,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:
-        outcomes = fuzz(Path(directory) / "root", arguments.mutations, arguments.seed)
-    print(
-        f"seed {arguments.seed}, {arguments.mutations} mutations, {time.monotonic() - started:.0f} s: {dict(outcomes)}"
-    )
+    count = arguments.mutations // len(KINDS)
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:
+            outcomes = fuzz(Path(directory) / "root", count, arguments.seed, kind)
+        print(f"seed {arguments.seed}, {kind or 'no key'}, {count} mutations: {dict(outcomes)}", flush=True)
+    print(f"{time.monotonic() - started:.0f} s")
     return 0
 
 

@@ -1,46 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the disk tier's halves keep to themselves. Only here do tests read or set it."""
 
-from pathlib import Path
+import contextlib
+import threading
+from collections.abc import Iterator
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 
 # The index half.
 
 
-def lease_bytes(tier: DiskTierManager) -> int:
-    """Bytes of the lease that no store has taken."""
-    return tier._reclaimer._lease.available
+def room_bytes(tier: DiskTierManager) -> int:
+    """Bytes that no store has taken."""
+    return tier._bookkeeper._room.available
 
 
 def stores_in_flight_bytes(tier: DiskTierManager) -> int:
-    """Bytes of the lease that stores have taken and not used yet."""
-    return tier._reclaimer._lease.in_flight
+    """Bytes that stores have taken and the catalogue does not count as objects' yet."""
+    return tier._bookkeeper._room.in_flight
 
 
-def spare_files(tier: DiskTierManager) -> list[Path]:
-    """Files that wait to be written over."""
-    return sorted(Path(path) for spare in tier._reclaimer._lease.recycled() for path in spare.paths)
+def held_objects(tier: DiskTierManager) -> frozenset[ObjectId]:
+    """What loads and stores need, so that it is not evicted."""
+    return tier._served.holds.held()
 
 
 def served_namespace(tier: DiskTierManager) -> DiskNamespace | None:
-    """The namespace that the reclaimer has joined."""
-    return tier._reclaimer._membership.namespace
+    """The namespace that the bookkeeper has told the catalogue of."""
+    session = tier._bookkeeper._session
+    return None if session is None else session.served.namespace
+
+
+def catalogue_of(tier: DiskTierManager) -> Catalogue:
+    """The bookkeeper's, for a test to ask or to make fail."""
+    session = tier._bookkeeper._session
+    assert session is not None
+    return session.catalogue
 
 
 def is_member(tier: DiskTierManager) -> bool:
-    """Whether the process has a slot in the ledger of the root that is there now."""
-    membership = tier._reclaimer._membership
-    return membership.slot is not None and not membership.is_lost()
+    """Whether the process is a member of the catalogue of the root that is there now."""
+    session = tier._bookkeeper._session
+    try:
+        return session is not None and session.catalogue.totals().num_members > 0
+    except CatalogueError:
+        return False
 
 
 def is_removing(tier: DiskTierManager, object_id: ObjectId) -> bool:
     """Whether the object's files are yet to be unlinked."""
-    return tier._reclaimer.is_removing(object_id)
+    return object_id in tier._removing
 
 
 def reset_name(tier: DiskTierManager) -> str:
@@ -48,19 +62,39 @@ def reset_name(tier: DiskTierManager) -> str:
     return tier._reset
 
 
-def is_scanning(tier: DiskTierManager) -> bool:
-    """Whether recovery still lists files."""
-    return tier._recovery._is_scanning
-
-
-def num_pending_lookups(tier: DiskTierManager) -> int:
-    """Prompts that the lookup thread has yet to answer."""
-    return tier._async_lookup._num_pending
-
-
 def begin_closing(tier: DiskTierManager) -> None:
-    """The reclaimer takes nothing back any more."""
-    tier._reclaimer._is_closing = True
+    """The bookkeeper does nothing more."""
+    tier._bookkeeper._is_closing = True
+
+
+@contextlib.contextmanager
+def delay_bookkeeper(tier: DiskTierManager) -> Iterator[None]:
+    """The bookkeeper does nothing meanwhile, as that of a stopped process."""
+    bookkeeper, may_go, waits = tier._bookkeeper, threading.Event(), threading.Event()
+    turn = bookkeeper._turn
+
+    def late() -> None:
+        waits.set()
+        assert may_go.wait(60)
+        turn()
+
+    bookkeeper._turn = late  # type: ignore[method-assign]
+    try:
+        assert waits.wait(20)
+        yield
+    finally:
+        bookkeeper._turn = turn  # type: ignore[method-assign]
+        may_go.set()
+
+
+def num_turns(tier: DiskTierManager) -> int:
+    """How often the bookkeeper has done all that there was to do."""
+    return tier._bookkeeper._num_turns
+
+
+def has_news(tier: DiskTierManager) -> bool:
+    """Whether the bookkeeper has something to do, or the scheduler something to take in."""
+    return bool(tier._bookkeeper._steps or tier._served.updates or tier._bookkeeper._is_woken)
 
 
 # The byte half.
@@ -91,13 +125,3 @@ def mark_closed(worker: DiskTierWorker) -> None:
 def is_writing(worker: DiskTierWorker) -> bool:
     """Whether a write thread runs."""
     return any(thread.is_alive() for thread in worker._writers._threads)
-
-
-def is_short(tier: DiskTierManager) -> bool:
-    """Whether the tier is about to evict."""
-    return tier._reclaimer.short_bytes > 0
-
-
-def has_found_all_and_is_short(tier: DiskTierManager) -> bool:
-    """Whether a scan has ended that the scheduler has taken nothing of yet, and there is too little room."""
-    return not tier._recovery._is_scanning and len(tier.index) == 0 and is_short(tier)

@@ -5,12 +5,12 @@ from tests.tiers.disk.inside import reset_name, served_namespace
 from tests.tiers.disk.objects import content, fill
 from tests.tiers.disk.tier_pair import TierPair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.namespace import RESET
+from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.files.namespace import RESET
 
 
 def is_serving_another(made: TierPair) -> bool:
-    """Whether the reclaimer has arrived in the namespace of the last reset."""
+    """Whether the bookkeeper has arrived in the namespace of the last reset."""
     namespace = served_namespace(made.tier)
     if namespace is None or namespace.description.get(RESET) != reset_name(made.tier):
         return False

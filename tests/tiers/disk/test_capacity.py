@@ -1,67 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room and eviction: one capacity for all processes, and a ledger that agrees with the files."""
+"""Room and eviction: one capacity for all processes, and a catalogue that agrees with the files."""
 
 import ast
+import contextlib
 import errno
+import itertools
 import os
+import sqlite3
 import threading
 import time
 
+import pytest
+
 from tests.tiers.disk.devices import FailingDevice
-from tests.tiers.disk.files import bytes_of_objects, bytes_under, ledger_of, object_files, on_disk
-from tests.tiers.disk.inside import lease_bytes, put_device
+from tests.tiers.disk.files import bytes_under, counted, lose_catalogue, object_files, on_disk
+from tests.tiers.disk.inside import put_device, room_bytes
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, store_many, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
 
 
-def test_a_count_that_cannot_be_made_now_is_made_later(tmp_path, monkeypatch):
+def test_a_rebuild_that_cannot_list_now_grants_nothing_until_it_can(tmp_path, monkeypatch):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 5))
     scandir, fails = os.scandir, [True]
 
     def short(path: str):
-        if fails and len(os.path.basename(path)) == 2 and threading.current_thread().name == "disk-reclaimer":
+        if fails and path == str(made.root) and threading.current_thread().name == "disk-recovery":
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return scandir(path)
 
     monkeypatch.setattr("os.scandir", short)
-    (made.root / "ledger").unlink()
+    lose_catalogue(made.root)
     with tier_pair(tmp_path / "root") as again:
-        again.recovered()
+        time.sleep(0.5)
         assert again.try_store(chain("q", 1)[0]) == "no_room"
         fails.clear()
-        until(lambda: ledger_of(again.root)[0] == 6 * on_disk())
+        again.recovered()
+        until(lambda: counted(again.root)[0] == 6 * on_disk())
+        again.store(chain("q", 1))
 
 
-def test_the_lease_of_a_dead_process_comes_back(tmp_path):
-    root = tmp_path / "root"
-    capacity = 6 * on_disk()
-    source = """
+HOLDER = """
 import sys, time
 from pathlib import Path
-from tests.tiers.disk.inside import lease_bytes
+from tests.tiers.disk.inside import room_bytes
 from tests.tiers.disk.tier_pair import TierPair
 from tests.tiers.disk.waiting import until
 made = TierPair(Path(sys.argv[1]), capacity_bytes=int(sys.argv[2])).recovered()
-until(lambda: lease_bytes(made.tier))
+until(lambda: room_bytes(made.tier))
 print("ready", flush=True)
 time.sleep(600)
 """
-    holders = [start(source, root, capacity) for _ in range(3)]
-    assert ledger_of(root) == (0, capacity)
+
+
+def test_the_room_of_a_dead_process_comes_back(tmp_path):
+    root = tmp_path / "root"
+    capacity = 6 * on_disk()  # each holds two objects' bytes
+    holders = [start(HOLDER, root, capacity) for _ in range(3)]
+    assert counted(root) == (0, capacity)
     with tier_pair(root, capacity_bytes=capacity) as made:
         made.recovered()
         assert made.try_store(chain("p", 1)[0]) == "no_room"
         kill(holders[0])
-        made.store(chain("p", 1))
+        made.store(chain("p", 1)[:1])
         for holder in holders[1:]:
             kill(holder)
-        made.store(chain("q", 3))
-        until(lambda: ledger_of(root) == (4 * on_disk(), 2 * on_disk()))
-        assert bytes_under(root) == 4 * on_disk()
+        until(lambda: counted(root)[1] == 2 * on_disk())
+        for name in "qrstuv":
+            made.store(chain(name, 1)[:1])
+        until(lambda: counted(root) == (4 * on_disk(), 2 * on_disk()))
+        assert bytes_under(root) <= capacity
 
 
 def test_the_capacity_holds_when_twenty_times_as_much_is_stored(tmp_path):
@@ -69,7 +80,7 @@ def test_the_capacity_holds_when_twenty_times_as_much_is_stored(tmp_path):
     seen = []
     with tier_pair(tmp_path / "root", capacity_bytes=capacity) as made:
         store_many(made, 100, lambda: seen.append(bytes_under(made.root)))
-        usage = made.tier.usage()
+        usage = made.settled().tier.usage()
         assert usage.evicted_objects >= 280
         held = [planned for turn in range(100) for planned in chain(f"many-{turn}", 2) if made.has(planned)]
         assert made.has(chain("many-99", 2)[2])
@@ -89,7 +100,7 @@ def test_the_capacity_holds_across_restarts_and_when_it_is_lowered(tmp_path):
         seen = []
         store_many(again, 20, lambda: seen.append(bytes_under(root)))
         assert max(seen) <= lower
-        until(lambda: ledger_of(root)[0] == bytes_of_objects(root))
+        until(lambda: again.tier.advance() or counted(root)[0] == bytes_under(root))
 
 
 def test_two_processes_keep_one_capacity(tmp_path):
@@ -165,16 +176,19 @@ def test_three_processes_keep_one_capacity_and_what_they_read_is_right(tmp_path)
 
 def test_two_processes_that_store_the_same_objects_count_them_once(tmp_path):
     root = tmp_path / "root"
+    objects = chain("p", 4)
     with tier_pair(root) as one, tier_pair(root) as two:
         one.recovered()
         two.recovered()
-        one.store(chain("p", 4))
-        two.store(chain("p", 4))
-        assert ledger_of(root)[0] == bytes_under(root) == 5 * on_disk()
-        two.tier.drop(chain("p", 4)[0].object_id)
+        one.store(objects)
+        for planned in objects:  # some of these it knows by now from the other
+            until(lambda planned=planned: two.has(planned) or two.try_store(planned) == "")
+        until(lambda: counted(root)[0] == bytes_under(root) == 5 * on_disk())
+        two.tier.drop(objects[0].object_id)
         until(lambda: object_files(root) == [])
-        until(lambda: ledger_of(root)[0] == 0)
-        assert one.reasons(chain("p", 4)) == ["missing"] * 5
+        until(lambda: counted(root)[0] == 0)
+        until(lambda: one.tier.advance() or one.coverage(objects) == [False] * 5)
+        assert one.reasons(objects) == ["missing"] * 5
 
 
 def test_nothing_is_written_below_the_free_space_to_keep(tmp_path):
@@ -188,8 +202,8 @@ def test_nothing_is_written_below_the_free_space_to_keep(tmp_path):
     with tier_pair(tmp_path / "root", device=device, min_free_bytes="1 GiB") as made:
         made.store(chain("p", 3))
         device.free = 1 << 20
-        until(lambda: lease_bytes(made.tier) == 0)
-        assert made.try_store(chain("q", 1)[0]) == "no_room"
+        names = (f"under want {turn}" for turn in itertools.count())
+        until(lambda: made.try_store(chain(next(names), 1)[0]) == "no_room" and room_bytes(made.tier) <= 0)
         device.free = 1 << 40
         made.store(chain("q", 1))
 
@@ -204,7 +218,7 @@ def test_aborted_and_failed_stores_give_their_room_back(tmp_path):
         device.faults.clear()
         made.store(chain("p", 3))
         assert made.reasons(chain("p", 3)) == [""] * 4
-        until(lambda: ledger_of(made.root)[0] == bytes_under(made.root))
+        until(lambda: counted(made.root)[0] == bytes_under(made.root))
 
 
 def test_what_one_rank_could_not_store_is_removed_in_the_others(tmp_path):
@@ -213,24 +227,40 @@ def test_what_one_rank_could_not_store_is_removed_in_the_others(tmp_path):
         put_device(made.workers[1], FailingDevice(pwritev=errno.EIO))
         assert made.outcome(chain("q", 1)[0]) == "io_error"
         until(lambda: len(object_files(made.root)) == 4)
-        until(lambda: ledger_of(made.root)[0] == 4 * on_disk())
+        until(lambda: counted(made.root)[0] == 4 * on_disk())
 
 
-def test_a_damaged_or_removed_ledger_is_counted_anew(tmp_path):
+@pytest.mark.parametrize("damage", ["garbage", "cut", "removed", "foreign"])
+def test_a_damaged_or_removed_catalogue_is_made_anew_while_it_serves(tmp_path, damage):
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 2))
-        (root / "ledger").write_bytes(b"garbage")
+        until(lambda: counted(root)[0] == 3 * on_disk())
+        (catalogue,) = root.glob("catalogue-*.sqlite")
+        if damage == "removed":
+            catalogue.unlink()
+        elif damage == "cut":
+            os.truncate(catalogue, 5000)
+        else:
+            catalogue.with_name("other").write_bytes(b"garbage" * 1000)
+            if damage == "foreign":
+                catalogue.with_name("other").unlink()
+                sqlite3.connect(catalogue.with_name("other")).executescript(
+                    "CREATE TABLE meta (id); PRAGMA user_version = 1"
+                )
+            os.replace(catalogue.with_name("other"), catalogue)
         for planned in chain("q", 2):
             made.store_at_last(planned)
-        until(lambda: ledger_of(root)[0] == bytes_under(root) == 6 * on_disk())
-        (root / "ledger").unlink()
-        for planned in chain("r", 2):
-            made.store_at_last(planned)
-        until(lambda: ledger_of(root)[0] == bytes_under(root) == 9 * on_disk())
+        until(lambda: counted(root)[0] == bytes_under(root))
+        until(lambda: made.tier.advance() or not made.tier.is_recovering)
+        assert made.coverage(chain("p", 2)) == [True] * 3
+        for planned in chain("q", 2):  # one may have been on its way when the catalogue went
+            assert made.has(planned) or made.outcome(planned) == ""
+        assert made.reasons([*chain("p", 2), *chain("q", 2)]) == [""] * 6
+        until(lambda: counted(root)[0] == bytes_under(root) == 6 * on_disk())
 
 
-def test_bad_files_come_off_the_ledger(tmp_path):
+def test_bad_files_come_off_the_count(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         objects = chain("p", 2)
         made.store(objects)
@@ -238,10 +268,47 @@ def test_bad_files_come_off_the_ledger(tmp_path):
         assert made.reasons(objects[1:2]) == ["size"]
         made.tier.drop(objects[1].object_id)
         until(lambda: object_files(made.root) == [made.path(objects[0])])
+        until(lambda: counted(made.root)[0] == on_disk())
 
 
-def test_close_gives_the_lease_back(tmp_path):
+def test_close_gives_the_room_back(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 2))
-        assert ledger_of(made.root)[1] > 0
-    assert ledger_of(made.root) == (3 * on_disk(), 0)
+        until(lambda: counted(made.root)[1] > 0)
+    assert counted(made.root) == (3 * on_disk(), 0)
+
+
+@pytest.mark.parametrize("num_engines", [1, 8])
+def test_engines_of_one_root_use_nearly_all_of_the_capacity(tmp_path, num_engines: int):
+    capacity = 400 * on_disk()
+    with contextlib.ExitStack() as closing:
+        engines = [
+            closing.enter_context(tier_pair(tmp_path / "root", capacity_bytes=capacity)) for _ in range(num_engines)
+        ]
+        most, turns = 0, itertools.count()
+        while not any(made.tier.usage().evicted_objects for made in engines):
+            for place, made in enumerate(engines):
+                for turn in itertools.islice(turns, 8):
+                    made.store(chain(f"{place} {turn}", 1)[:1])
+            most = max(most, bytes_under(tmp_path / "root"))
+        most = max(most, bytes_under(tmp_path / "root"))
+    assert 0.95 * capacity < most <= capacity
+
+
+def test_what_is_used_stays_when_its_engine_was_started_again(tmp_path):
+    capacity = 60 * on_disk()
+    used = chain("used", 2)
+    with tier_pair(tmp_path / "root", capacity_bytes=capacity) as made:
+        made.store(used)
+        for turn in range(10):
+            made.store(chain(f"unused {turn}", 2))
+        time.sleep(1.1)  # recency is kept in seconds
+        assert made.tier.acquire(used) is not None
+        made.tier.release([planned.object_id for planned in used])
+    with tier_pair(tmp_path / "root", capacity_bytes=capacity) as again:
+        again.recovered()
+        for turn in range(12):
+            again.store(chain(f"new {turn}", 2))
+        assert again.settled().coverage(used) == [True] * 3
+        assert again.reasons(used) == [""] * 3
+        assert not all(again.coverage(chain("unused 0", 2)))

@@ -3,45 +3,40 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from blake3 import blake3
 
-from tests.tiers.disk.files import object_files, on_disk
+from tests.tiers.disk.files import lose_catalogue, object_files, on_disk
+from tests.tiers.disk.keys import OTHER_SECRET, make_key
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay import cli
+from vllm_overlay import cli, versions
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.base import Fingerprints, WorkerContext
-from vllm_overlay.tiers.disk.checksum import XXH3, Integrity, integrity_of
-from vllm_overlay.tiers.disk.format import FormatError, ObjectHeader
-from vllm_overlay.tiers.disk.namespace import INTEGRITY, DiskNamespace
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity, Seal, integrity_of
+from vllm_overlay.tiers.disk.files.format import FormatError, ObjectHeader
+from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
 from vllm_overlay.tiers.disk.spec import DiskTierSpec
-
-
-def make_key(path: Path, content: bytes) -> str:
-    path.write_bytes(content)
-    path.chmod(0o600)
-    return str(path)
 
 
 @pytest.fixture
 def key(tmp_path):
-    return make_key(tmp_path / "key", bytes(range(32)))
+    return make_key(tmp_path / "key")
 
 
 @pytest.fixture
 def other_key(tmp_path):
-    return make_key(tmp_path / "other-key", bytes(range(1, 33)))
+    return make_key(tmp_path / "other-key", OTHER_SECRET)
 
 
 def keyed_namespace(integrity: Integrity, marks: str) -> DiskNamespace:
     """As the connector's fingerprint makes it: other names for another key."""
-    return DiskNamespace(marks[0] * 64, marks[1] * 64, {"model": "tiny", INTEGRITY: integrity.name})
+    words = {"model": "tiny", INTEGRITY: integrity.name, OBJECT_FORMAT: versions.DISK_OBJECT}
+    return DiskNamespace(marks[0] * 64, marks[1] * 64, words)
 
 
 def forge(path: Path, integrity: Integrity, payload: bytes | None = None) -> None:
@@ -49,7 +44,7 @@ def forge(path: Path, integrity: Integrity, payload: bytes | None = None) -> Non
     raw = path.read_bytes()
     payload = raw[4096 : 4096 + OBJECT] if payload is None else payload
     owner = integrity_of(str(path.parents[2].parent / "key"))
-    header = replace(ObjectHeader.decode(raw[:4096], owner), payload_checksum=integrity.checksum_of([payload]))
+    header = ObjectHeader.decode(raw[:4096], owner).sealed(integrity.seal([memoryview(payload)]))
     path.write_bytes(header.encode(integrity) + payload + raw[4096 + OBJECT :])
 
 
@@ -89,7 +84,7 @@ def test_without_a_key_the_same_forgery_is_loaded(tmp_path):
         made.store([planned])
         path = made.path(planned)
         raw, payload = path.read_bytes(), evil(path)
-        header = replace(ObjectHeader.decode(raw[:4096]), payload_checksum=XXH3.checksum_of([payload]))
+        header = ObjectHeader.decode(raw[:4096]).sealed(XXH3.seal([memoryview(payload)]))
         path.write_bytes(header.encode() + payload + raw[4096 + OBJECT :])
         with pytest.raises(AssertionError):  # fetch compares the bytes with those that were stored
             made.fetch([planned])
@@ -99,6 +94,7 @@ def test_without_a_key_the_same_forgery_is_loaded(tmp_path):
 def test_without_the_key_or_with_another_nothing_is_loaded_or_recovered(tmp_path, key, other_key, has_key):
     with tier_pair(tmp_path / "root", integrity_key_file=key) as made:
         made.store(chain("p", 2))
+    lose_catalogue(made.root)  # namespaces of different keys are different ones, so no engine would look here
     with tier_pair(tmp_path / "root", integrity_key_file=other_key if has_key else "") as again:
         again.recovered()
         assert again.coverage(chain("p", 2)) == [False] * 3
@@ -134,13 +130,13 @@ def test_a_rotated_key_is_a_new_namespace_and_the_old_one_goes_when_room_is_need
     ) as again:
         again.recovered()
         assert all(path.exists() for path in kept)
-        again.store(chain("q", 8))
+        again.store(chain("q", 10))
         until(lambda: not any(path.exists() for path in kept))
 
 
 def test_every_flipped_byte_of_a_keyed_header_is_refused(key):
     integrity = integrity_of(key)
-    header = ObjectHeader(bytes(32), chain("p", 2)[1].object_id, (), 0, 64, 10, 0, 1, 7, b"c" * 32)
+    header = ObjectHeader(bytes(32), chain("p", 2)[1].object_id, (), 0, 64, 10, 0, 1, 7, Seal(b"c" * 32))
     page = header.encode(integrity)
     assert ObjectHeader.decode(page, integrity) == header
     for place in range(len(page)):
@@ -270,9 +266,7 @@ def test_fsck_finds_a_forgery_and_repair_removes_it(roots, key, other_key, capsy
         forge(path, integrity)
     status, report = run(capsys, "fsck", made.root, "--integrity-key-file", key, "--repair")
     assert status == 0
-    assert [found["what"] for found in report["findings"] if found["is_problem"]] == [
-        "header", "header", "unreachable"
-    ]  # fmt: skip
+    assert [found["what"] for found in report["findings"] if found["is_problem"]] == ["header"]  # the rest lies on top
     assert not any(path.exists() for path in paths)
 
 
@@ -293,21 +287,37 @@ def test_stats_tell_keys_apart(roots, key, capsys):
     assert "checksums with the given key" in capsys.readouterr().out
 
 
-def test_gc_takes_leaves_first_with_the_key(roots, key, capsys):
-    made, other = roots
-    for path in object_files(other.root):
-        if "c" * 64 in str(path) or "d" * 64 in str(path):
-            path.unlink()
-    for age, planned in enumerate(chain("p", 3)):
-        os.utime(made.path(planned), (1000 + age,) * 2)  # the leaf is the youngest
-    limit = 3 * on_disk()
-    _, report = run(capsys, "gc", made.root, "--max-bytes", limit, "--integrity-key-file", key)
-    assert report["removed_files"] == 1
-    assert not made.path(chain("p", 3)[3]).exists()
-
-
 def test_a_tool_refuses_a_key_that_it_cannot_use(roots, tmp_path, capsys):
     for command in (["stats"], ["fsck"], ["gc", "--max-bytes", "0"]):
         status = cli.main([command[0], str(roots[0].root), *command[1:], "--integrity-key-file", str(tmp_path / "no")])
         assert status == 2
         assert "integrity_key_file" in capsys.readouterr().err
+
+
+def test_another_program_checks_a_file_as_documented(tmp_path, key):
+    planned = chain("p", 1)[0]
+    with tier_pair(tmp_path / "root", integrity_key_file=key) as made:
+        made.store([planned])
+        raw = made.path(planned).read_bytes()
+    secret = Path(key).read_bytes()
+    for data, where in ((raw[:4064], "header"), (raw[4096 : 4096 + OBJECT], "payload")):
+        context = f"vllm-overlay disk tier: key of {where} checksums, version 2"
+        checksum = blake3(data, key=blake3(secret, derive_key_context=context).digest()).digest()
+        assert checksum == (raw[4064:4096] if where == "header" else raw[96:128])
+    name = blake3(secret, derive_key_context="vllm-overlay disk tier: name of key, version 1").digest()
+    assert raw[128:136] == name[:8]
+    assert raw[136:168] == bytes(32)
+
+
+def test_a_stored_payload_does_not_become_a_header(tmp_path, key):
+    """Who may choose a payload gets its checksum from the file's header: it must not be one of a header."""
+    wanted = chain("wanted", 1)[0]
+    seal = Seal(b"chosen and stored before".ljust(32))
+    header = ObjectHeader(bytes(32), wanted.object_id, (), 0, 64, OBJECT, 0, 1, 7, seal)
+    forged = header.encode(integrity_of(key))[:4064]  # no secret is in these bytes
+    oracle = chain("oracle", 1, len(forged))[0]
+    with tier_pair(tmp_path / "root", integrity_key_file=key) as made:
+        made.store_bytes(oracle, forged)
+        signed = made.path(oracle).read_bytes()[96:128]
+    with pytest.raises(FormatError):
+        ObjectHeader.decode(forged + signed, integrity_of(key))

@@ -14,19 +14,18 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice
-from tests.tiers.disk.files import object_files, on_disk, temporaries
-from tests.tiers.disk.inside import is_member, lease_bytes
+from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk, temporaries
+from tests.tiers.disk.inside import is_member, room_bytes
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import load_ticket, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.common import circuit_breaker, rate_limited_log
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
-from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk import admission
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.catalogue import Catalogue
+from vllm_overlay.tiers.disk.files.device import Device
 
 
 @pytest.fixture
@@ -104,7 +103,7 @@ def test_a_panic_in_a_thread_is_a_dropped_store_and_the_thread_lives(tmp_path, m
 
     with tier_pair(tmp_path / "root") as made:
         with monkeypatch.context() as patched:
-            patched.setattr("vllm_overlay.tiers.disk.worker.payload_checksum", panics)
+            patched.setattr("vllm_overlay.tiers.disk.worker.write_object", panics)
             assert [made.outcome(chain(name, 1)[0]) for name in "abc"] == ["error"] * 3
         assert made.outcome(chain("d", 1)[0]) == ""
 
@@ -166,7 +165,7 @@ def test_a_rate_lets_pass_so_many_bytes_a_second(clock):
 def test_writes_stay_below_the_rate_and_go_on(tmp_path, disk_clock):
     with tier_pair(tmp_path / "root", max_write_bytes_per_s=4 * on_disk()) as made:
         made.recovered()
-        until(lambda: lease_bytes(made.tier))
+        until(lambda: room_bytes(made.tier))
         outcomes = [made.try_store(planned) for planned in chain("p", 5)]
         assert outcomes == [""] * 4 + ["no_room"] * 2
         later(disk_clock)
@@ -278,32 +277,45 @@ def test_a_root_that_is_removed_or_replaced_is_left_and_the_new_one_taken(tmp_pa
         assert made.reasons(chain("q", 1)) == ["", ""]
         assert made.root.stat().st_mode & 0o777 == 0o700
         assert sum("was removed or replaced" in message for message in caplog.messages) == 1
-        with tier_pair(made.root) as other:  # takes us for what we are: alive, with a lease and a namespace
-            ledger = Ledger(str(made.root), Device())
-            until(lambda: ledger.count_processes() == 2)
-            assert is_held(str(made.root / made.namespace.attention / "in-use"))
+        with tier_pair(made.root) as other:  # takes us for what we are: alive, with a namespace
             other.recovered()
+            assert members_of(made.root) == (2, 2)
             assert made.reasons(chain("q", 1)) == ["", ""]
 
 
-@pytest.mark.parametrize("name", ["leases/0", f"{'a' * 64}/in-use"])
-def test_a_lock_whose_file_is_gone_is_taken_anew(tmp_path, name):
+def members_of(root):
+    """How many processes are members of the catalogue, and how many namespaces somebody serves."""
+    catalogue = Catalogue(str(root))
+    try:
+        return catalogue.count_living(), sum(usage.is_served for usage in catalogue.usage())
+    finally:
+        catalogue.close()
+
+
+@pytest.mark.parametrize("pattern", ["members/*", "catalogue-1.sqlite", "catalogue-1.sqlite*", "catalogue*", "members"])
+def test_what_the_catalogue_needs_and_somebody_removed_is_made_anew(tmp_path, pattern, caplog, monkeypatch):
+    monkeypatch.setattr(rate_limited_log, "INTERVAL_S", 0.0)
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
-        (made.root / name).unlink()
-        ledger = Ledger(str(made.root), Device())
-        until(lambda: ledger.count_processes() == 1 and is_held(str(made.root / made.namespace.attention / "in-use")))
+        made.recovered()
+        until(lambda: counted(made.root)[0] == bytes_under(made.root), "the catalogue to know it all")
+        for path in list(made.root.glob(pattern)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        until(lambda: members_of(made.root) == (1, 2), "a member that serves")
+        made.store_at_last(chain("q", 1)[0])
         made.recovered()
         until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]))
         assert made.reasons(chain("p", 1)) == ["", ""]
+    assert members_of(made.root)[0] == 0
 
 
-def test_a_new_root_that_everyone_may_write_is_not_taken(tmp_path):
+def test_a_new_root_that_everyone_may_write_is_not_taken(tmp_path, caplog):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
         replace_with_nothing(made.root)
         made.root.chmod(0o777)
-        until(lambda: made.tier.advance() or not made.has(chain("p", 1)[0]))
+        until(lambda: "writable by everyone" in caplog.text)
+        assert made.reasons(chain("p", 1)) == ["missing", "missing"]
         for _ in range(20):
             assert made.try_store(chain("q", 1)[0]) == "no_room"
             time.sleep(0.01)
@@ -311,8 +323,9 @@ def test_a_new_root_that_everyone_may_write_is_not_taken(tmp_path):
         made.store_at_last(chain("q", 1)[0])
 
 
-def test_locks_that_fail_while_running_drop_stores_and_keep_loads(tmp_path, monkeypatch):
-    with tier_pair(tmp_path / "root") as made:
+def test_locks_that_fail_while_running_drop_stores_when_it_is_full_and_keep_loads(tmp_path, monkeypatch):
+    """Without them nobody can say what is served, so nothing is evicted."""
+    with tier_pair(tmp_path / "root", capacity_bytes=6 * on_disk()) as made:
         made.store(chain("p", 1))
         real = fcntl.flock
 
@@ -320,10 +333,12 @@ def test_locks_that_fail_while_running_drop_stores_and_keep_loads(tmp_path, monk
             raise OSError(errno.ENOLCK, "No locks available")
 
         monkeypatch.setattr("fcntl.flock", no_lock)
-        assert made.try_store(chain("q", 1)[0]) in ("io_error", "no_room")
+        outcomes = [made.try_store(chain(f"q{turn}", 1)[0]) for turn in range(20)]
+        assert set(outcomes) <= {"", "no_room"} and outcomes[-1] == "no_room"
         assert made.reasons(chain("p", 1)) == ["", ""]
         monkeypatch.setattr("fcntl.flock", real)
-        made.store_at_last(chain("q", 1)[0])
+        for turn in range(10):
+            made.store_at_last(chain(f"r{turn}", 1)[0])
 
 
 def test_reads_that_hang_are_given_up_and_nothing_waits_for_them_twice(tmp_path, disk_clock):

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The header, field by field."""
 
-import dataclasses
+import contextlib
 import struct
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.checksum import XXH3
-from vllm_overlay.tiers.disk.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
-from vllm_overlay.tiers.disk.namespace import DiskNamespace, parse_file_name
+from vllm_overlay.planner.objects import TAG_PATTERN, ObjectId
+from vllm_overlay.tiers.disk.files.checksum import XXH3, EncryptedIntegrity, KeyedIntegrity, Seal
+from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, parse_file_name
 
 HEADER = ObjectHeader(
     fingerprint=bytes(range(32)),
@@ -21,13 +24,13 @@ HEADER = ObjectHeader(
     rank=1,
     world_size=2,
     ticket=77,
-    payload_checksum=b"c" * 16,
+    seal=Seal(b"c" * 16),
 )
 
 
 def sealed(page: bytearray) -> bytes:
     """The page with a header checksum that fits, as a hostile writer would have it."""
-    page[-32:-16] = XXH3.checksum_of([bytes(page[:-32])])
+    page[-32:-16] = XXH3.header_checksum(bytes(page[:-32]))
     return bytes(page)
 
 
@@ -40,15 +43,16 @@ def test_a_header_reads_back_as_written():
 def test_the_page_is_laid_out_as_documented():
     page = HEADER.encode()
     assert page[:8] == b"HKVOBJ\r\n"
-    assert struct.unpack_from("<II", page, 8) == (1, 4096)
+    assert struct.unpack_from("<II", page, 8) == (2, 4096)
     assert struct.unpack_from("<QQQQ", page, 16) == (10_000, 64, 128, 77)
     assert struct.unpack_from("<IIBB", page, 48) == (1, 2, 1, 2)
     assert page[64:96] == HEADER.fingerprint
     assert page[96:128] == b"c" * 16 + bytes(16)
-    assert page[128:130] == bytes([3, 32])
-    assert page[136:144] == b"w12" + bytes(5)
-    assert page[144:208] == b"k" * 32 + bytes(32)
-    assert page[208:210] == bytes([2, 64])
+    assert page[128:192] == bytes(64)  # no key, no salt
+    assert page[192:194] == bytes([3, 32])
+    assert page[200:208] == b"w12" + bytes(5)
+    assert page[208:272] == b"k" * 32 + bytes(32)
+    assert page[272:274] == bytes([2, 64])
 
 
 def test_any_flipped_bit_of_the_page_is_refused():
@@ -64,9 +68,10 @@ def test_any_flipped_bit_of_the_page_is_refused():
     ("offset", "value"),
     [
         (0, b"X"),  # magic
-        (8, b"\x02"),  # version
+        (8, b"\x01"),  # version
         (12, b"\xff"),  # header length
         (56, b"\x02"),  # checksum algorithm
+        (56, b"\x03"),  # encryption
         (57, b"\x09"),  # too many parents
         (57, b"\xff"),  # far too many
         (58, b"\x01"),  # padding between fields
@@ -74,13 +79,17 @@ def test_any_flipped_bit_of_the_page_is_refused():
         (24, b"\xff"),  # starts after its end
         (16, bytes(8)),  # no payload
         (120, b"\x01"),  # beyond the payload's checksum
-        (128, b"\x00"),  # no kind
-        (128, b"\xff"),  # kind longer than its field
-        (129, b"\xff"),  # key longer than its field
-        (129, b"\x00"),  # no key
-        (136, b"../"),  # kind that is a path
-        (136, b"\xff"),  # kind that is no text
-        (131, b"\x01"),  # padding of a name
+        (128, b"\x01"),  # name of a key
+        (136, b"\x01"),  # salt
+        (167, b"\x01"),  # end of the salt
+        (168, b"\x01"),  # padding before the names
+        (192, b"\x00"),  # no kind
+        (192, b"\xff"),  # kind longer than its field
+        (193, b"\xff"),  # key longer than its field
+        (193, b"\x00"),  # no key
+        (200, b"../"),  # kind that is a path
+        (200, b"\xff"),  # kind that is no text
+        (195, b"\x01"),  # padding of a name
         (1000, b"\x01"),  # reserved
     ],
 )
@@ -94,7 +103,7 @@ def test_a_hostile_header_with_a_fitting_checksum_is_refused(offset, value):
 def test_a_header_with_names_up_to_its_end_is_refused():
     page = bytearray(HEADER.encode())
     for place in range(1, 49):
-        page[128 + place * 80 : 208 + place * 80] = page[128:208]
+        page[192 + place * 80 : 272 + place * 80] = page[192:272]
     page[57] = 255
     with pytest.raises(FormatError):
         ObjectHeader.decode(sealed(page[:HEADER_BYTES]))
@@ -116,11 +125,81 @@ def test_a_header_of_another_length_is_refused():
         {"start_tokens": -1},
         {"fingerprint": b"short"},
         {"rank": 2},
+        {"seal": Seal(b"c" * 15)},
+        {"seal": Seal(b"c" * 32)},
+        {"seal": Seal(b"c" * 16, b"s" * 32)},
     ],
 )
 def test_a_header_that_could_not_be_read_back_is_not_written(change):
     with pytest.raises(FormatError):
-        dataclasses.replace(HEADER, **change).encode()
+        msgspec.structs.replace(HEADER, **change).encode()
+
+
+def test_a_header_has_the_sizes_of_its_algorithm_and_no_more_bytes_than_gcm_takes():
+    integrity = EncryptedIntegrity.of(bytes(32))
+    header = msgspec.structs.replace(HEADER, seal=Seal(b"t" * 16, b"s" * 32), payload_bytes=(1 << 36) - 32)
+    assert ObjectHeader.decode(header.encode(integrity), integrity) == header
+    with pytest.raises(FormatError, match="impossible"):
+        msgspec.structs.replace(header, payload_bytes=(1 << 36) - 31).encode(integrity)
+    for seal in (Seal(b"t" * 32, b"s" * 32), Seal(b"t" * 16), Seal(b"t" * 16, b"s" * 33)):
+        with pytest.raises(FormatError, match="checksum and salt"):
+            header.sealed(seal).encode(integrity)
+
+
+NAMES = st.builds(
+    ObjectId,
+    st.from_regex(TAG_PATTERN, fullmatch=True, alphabet=st.characters(codec="ascii")),
+    st.binary(min_size=1, max_size=64),
+)
+UNSIGNED = st.integers(0, 2**64 - 1)
+KEYS = st.sampled_from([XXH3, KeyedIntegrity.of(bytes(32)), EncryptedIntegrity.of(bytes(32))])
+
+
+@st.composite
+def sealed_headers(draw):
+    """Any header that can be written, and what it is written with."""
+    integrity = draw(KEYS)
+    start, end = sorted((draw(UNSIGNED), draw(UNSIGNED)))
+    world_size = draw(st.integers(1, 2**32 - 1))
+    sizes = integrity.payload_checksum_bytes, integrity.salt_bytes
+    return integrity, ObjectHeader(
+        fingerprint=draw(st.binary(min_size=32, max_size=32)),
+        object_id=draw(NAMES),
+        parents=tuple(draw(st.lists(NAMES, max_size=8))),
+        start_tokens=start,
+        end_tokens=end,
+        payload_bytes=draw(st.integers(1, integrity.max_payload_bytes)),
+        rank=draw(st.integers(0, world_size - 1)),
+        world_size=world_size,
+        ticket=draw(UNSIGNED),
+        seal=Seal(*(draw(st.binary(min_size=size, max_size=size)) for size in sizes)),
+    )
+
+
+@given(made=sealed_headers(), place=st.integers(0, HEADER_BYTES - 1), change=st.integers(1, 255))
+def test_any_header_reads_back_and_none_does_with_a_byte_changed_or_another_key(made, place, change):
+    integrity, header = made
+    page = bytearray(header.encode(integrity))
+    assert ObjectHeader.decode(bytes(page), integrity) == header
+    for other in (XXH3, KeyedIntegrity.of(b"1" * 32), EncryptedIntegrity.of(b"1" * 32)):
+        if other != integrity:
+            with pytest.raises(FormatError):
+                ObjectHeader.decode(bytes(page), other)
+    page[place] ^= change
+    with pytest.raises(FormatError):
+        ObjectHeader.decode(bytes(page), integrity)
+
+
+@given(made=sealed_headers(), changes=st.dictionaries(st.integers(0, 1000), st.integers(0, 255), min_size=1))
+def test_a_header_that_the_owner_of_the_key_sealed_reads_as_the_only_one_with_its_bytes(made, changes):
+    integrity, header = made
+    page = bytearray(header.encode(integrity))
+    for place, value in changes.items():
+        page[place] = value
+    checksum = integrity.header_checksum(bytes(page[:4064]))
+    page[4064:] = checksum.ljust(32, b"\0")
+    with contextlib.suppress(FormatError):
+        assert ObjectHeader.decode(bytes(page), integrity).encode(integrity) == page
 
 
 def test_a_file_is_a_header_and_whole_pages():

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index half: which objects it takes, and what loads, drops and reports do to them."""
 
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from tests.tiers.disk.files import bytes_under, ledger_of, object_files, on_disk
+from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
 from tests.tiers.disk.objects import OBJECT, chain
-from tests.tiers.disk.tier_pair import tier_pair
+from tests.tiers.disk.tier_pair import store_many, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.catalogue.generations import newest, path_of
 
 
 @pytest.mark.parametrize(
@@ -34,18 +38,31 @@ def test_a_child_without_its_parent_is_not_reserved(tmp_path):
         assert made.tier.reserve(chain("q", 2)[1]) is None
 
 
-def test_acquired_objects_stay_until_released(tmp_path):
-    with tier_pair(tmp_path / "root") as made:
+def test_what_a_load_holds_is_not_evicted(tmp_path):
+    with tier_pair(tmp_path / "root", capacity_bytes=12 * on_disk()) as made:
         objects = chain("p", 2)
         made.store(objects)
         tickets = made.tier.acquire(objects)
         assert [ticket.object_id for ticket in tickets] == [planned.object_id for planned in objects]
         assert [ticket.num_bytes for ticket in tickets] == [OBJECT] * 3
+        store_many(made, 20, lambda: None)
+        assert made.reasons(objects) == [""] * 3
+        made.tier.release([planned.object_id for planned in objects])
+        store_many(made, 20, lambda: None)
+        assert not any(made.path(planned).exists() for planned in objects)
+
+
+def test_what_is_dropped_cannot_be_acquired_and_goes(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        objects = chain("p", 2)
+        made.store(objects)
+        assert made.tier.acquire(objects) is not None
         made.tier.drop(objects[0].object_id)
         assert made.tier.acquire(objects) is None
-        assert all(made.path(planned).exists() for planned in objects)
+        assert made.tier.reserve(objects[0]) is None  # a load holds its name
         made.tier.release([planned.object_id for planned in objects])
         until(lambda: object_files(made.root) == [])
+        made.store(objects)
 
 
 def test_a_dropped_chunk_takes_what_lies_on_top_with_it(tmp_path):
@@ -59,11 +76,20 @@ def test_a_dropped_chunk_takes_what_lies_on_top_with_it(tmp_path):
         assert made.reasons(objects) == [""] * 5
 
 
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Somebody else writes to the catalogue, and does not end."""
+    with contextlib.closing(sqlite3.connect(path_of(str(root), newest(str(root))), isolation_level=None)) as held:
+        held.execute("BEGIN IMMEDIATE")
+        yield
+
+
 def test_no_call_of_the_scheduler_waits_for_the_disk(tmp_path):
     with tier_pair(tmp_path / "root", capacity_bytes=12 * on_disk()) as made:
         objects = chain("p", 5)
         made.store(objects)
-        with Ledger(str(made.root), Device()).locked():  # as a process that was stopped holds it
+        made.settled()
+        with locked(made.root):  # as a process that was stopped holds it
             tickets = made.tier.acquire(objects)
             assert tickets is not None
             made.tier.release([planned.object_id for planned in objects])
@@ -87,4 +113,4 @@ def test_usage_counts_whole_files_of_all_ranks(tmp_path):
         usage = made.tier.usage()
         assert usage.num_objects == 3
         assert usage.used_bytes == 6 * on_disk() == bytes_under(made.root)
-        assert ledger_of(made.root)[0] == usage.used_bytes
+        until(lambda: counted(made.root)[0] == usage.used_bytes)

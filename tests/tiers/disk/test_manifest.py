@@ -3,19 +3,20 @@
 
 import errno
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from tests.tiers.disk.files import object_files
+from tests.tiers.disk.files import lose_catalogue, object_files
 from tests.tiers.disk.inside import is_member
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.tiers.disk import membership
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION
-from vllm_overlay.tiers.disk.root import open_root
+from vllm_overlay.tiers.disk.files import manifest
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION
+from vllm_overlay.tiers.disk.files.root import open_root
 
 WHOLE = chain("p", 20)
 
@@ -47,7 +48,7 @@ def remove_manifests(root):
 def clock(monkeypatch):
     """That of the attempts to write the file."""
     now = [1000.0]
-    monkeypatch.setattr(membership, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(manifest, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
@@ -73,6 +74,29 @@ def test_a_manifest_that_an_operator_removes_costs_no_object(tmp_path):
         assert all(again.recovered().coverage(WHOLE))
 
 
+@pytest.mark.parametrize("has_lost_parents", [False, True])
+def test_a_manifest_and_a_catalogue_that_an_operator_removes_cost_no_object(tmp_path, has_lost_parents):
+    """Where the parents of snapshots lie is found from the snapshots themselves."""
+    prompts = [chain(f"p{number}", 2) for number in range(8)]
+    with tier_pair(tmp_path / "root") as made:
+        for prompt in prompts:
+            made.store(prompt)
+    remove_manifests(made.root)
+    lose_catalogue(made.root)
+    if has_lost_parents:  # of most snapshots
+        prompts.sort(key=lambda prompt: prompt[-1].object_id.key)
+        while len(prompts) > 1:
+            for planned in prompts.pop(0)[:-1]:
+                made.path(planned).unlink()
+    time.sleep(0.1)  # what is older than a process may be removed by it
+    with tier_pair(made.root, namespace=OTHER_NAMESPACE) as other:
+        other.recovered()
+        other.store(chain("q", 1))
+    with tier_pair(made.root) as again:
+        again.recovered()
+        assert all(all(again.coverage(prompt)) for prompt in prompts)
+
+
 def test_a_manifest_that_is_removed_while_it_is_served_is_written_again(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
@@ -85,7 +109,7 @@ def test_a_manifest_that_could_not_be_written_is_tried_again_after_ever_longer_p
     device = NoManifest()
     with tier_pair(tmp_path / "root", device=device) as made:
         until(lambda: device.num_failures == 2)
-        made.store(chain("p", 3))  # the reclaimer works meanwhile
+        made.store(chain("p", 3))  # the bookkeeper works meanwhile
         assert device.num_failures == 2
         for pause, failures in ((1.0, 4), (2.0, 6), (4.0, 8)):
             clock[0] += pause
@@ -93,7 +117,7 @@ def test_a_manifest_that_could_not_be_written_is_tried_again_after_ever_longer_p
         device.fails = False
         made.store(chain("q", 3))
         assert manifests(made.root) == [False, False]
-        clock[0] += membership.LONGEST_PAUSE_S
+        clock[0] += manifest.LONGEST_PAUSE_S
         until(lambda: all(manifests(made.root)))
 
 

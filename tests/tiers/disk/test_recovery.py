@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a restart finds, after a close as after a kill, and what it removes."""
+"""What a restart finds, after a close, a kill or the loss of the catalogue, and what it removes."""
 
 import contextlib
-import dataclasses
 import errno
 import os
 import re
@@ -11,35 +10,40 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.tiers.disk.files import (
     bytes_under,
-    ledger_of,
+    counted,
+    lose_catalogue,
     make_as_large_as_possible,
     object_files,
     on_disk,
     temporaries,
 )  # fmt: skip
-from tests.tiers.disk.inside import has_found_all_and_is_short, is_short
+from tests.tiers.disk.inside import room_bytes
 from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.device import Device, temporary_name
-from vllm_overlay.tiers.disk.format import MAX_PAYLOAD_BYTES, FormatError, ObjectHeader
-from vllm_overlay.tiers.disk.gc import collect
-from vllm_overlay.tiers.disk.listing import FoundObject, parents_first
+from vllm_overlay.tiers.disk.files.checksum import Seal
+from vllm_overlay.tiers.disk.files.device import Device, temporary_name
+from vllm_overlay.tiers.disk.files.format import MAX_PAYLOAD_BYTES, FormatError, ObjectHeader
+from vllm_overlay.tiers.disk.files.listing import FoundObject, parents_first
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_restart_finds_the_same_coverage(tmp_path, world_size):
+def test_a_restart_finds_the_same_coverage(tmp_path, world_size, is_lost):
     prompts = [chain(name, length) for name, length in (("p", 5), ("q", 1), ("r", 9))]
     with tier_pair(tmp_path / "root", world_size=world_size) as made:
         for objects in prompts:
             made.store(objects)
         used = made.tier.usage().used_bytes
+    if is_lost:
+        lose_catalogue(made.root)
     with tier_pair(tmp_path / "root", world_size=world_size) as again:
         again.recovered()
         for objects in prompts:
@@ -49,26 +53,33 @@ def test_a_restart_finds_the_same_coverage(tmp_path, world_size):
         again.store(chain("s", 2))
 
 
-def test_recovery_works_while_the_tier_serves(tmp_path):
+def test_a_rebuild_works_while_the_tier_serves(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 600))
+    lose_catalogue(made.root)
     with tier_pair(tmp_path / "root") as again:
         again.store(chain("q", 3))
         again.recovered()
         assert all(again.coverage(chain("p", 600)) + again.coverage(chain("q", 3)))
 
 
-def test_a_missing_middle_chunk_discards_what_lies_on_top(tmp_path):
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_missing_middle_chunk_discards_what_lies_on_top(tmp_path, is_lost):
     objects = chain("p", 5)
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
     made.path(objects[2]).unlink()
+    if is_lost:
+        lose_catalogue(made.root)
     time.sleep(0.1)
     with tier_pair(tmp_path / "root") as again:
         again.recovered()
+        if not is_lost:  # nobody looks before somebody wants it
+            assert again.reasons(objects) == ["", "", "missing", "", "", ""]
+            again.tier.drop(objects[2].object_id)
         assert again.coverage(objects) == [True, True, False, False, False, False]
         until(lambda: len(object_files(again.root)) == 2)
-        until(lambda: ledger_of(again.root)[0] == 2 * on_disk())
+        until(lambda: counted(again.root)[0] == 2 * on_disk())
 
 
 def test_an_object_without_one_ranks_file_is_not_there(tmp_path):
@@ -76,6 +87,7 @@ def test_an_object_without_one_ranks_file_is_not_there(tmp_path):
     with tier_pair(tmp_path / "root", world_size=2) as made:
         made.store(objects)
     made.path(objects[1], 1).unlink()
+    lose_catalogue(made.root)
     time.sleep(0.1)
     with tier_pair(tmp_path / "root", world_size=2) as again:
         again.recovered()
@@ -84,7 +96,7 @@ def test_an_object_without_one_ranks_file_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["header", "short", "swapped", "symlink", "empty"])
-def test_recovery_does_not_take_a_damaged_file(tmp_path, damage):
+def test_a_rebuild_does_not_take_a_damaged_file(tmp_path, damage):
     objects = chain("p", 3)
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
@@ -100,6 +112,7 @@ def test_recovery_does_not_take_a_damaged_file(tmp_path, damage):
         path.symlink_to(tmp_path / "elsewhere")
     else:
         os.truncate(path, 0 if damage == "empty" else 8192)
+    lose_catalogue(made.root)
     time.sleep(0.1)
     with tier_pair(tmp_path / "root") as again:
         again.recovered()
@@ -129,11 +142,12 @@ class Refusing(Device):
     """One file cannot be opened."""
 
     def __init__(self, path: Path, error: Exception) -> None:
-        self._path, self._error = str(path), error
+        self._path = str(path)
+        self.error: Exception | None = error
 
     def open(self, path: str, flags: int) -> int:
-        if path == self._path:
-            raise self._error
+        if path == self._path and self.error is not None:
+            raise self.error
         return super().open(path, flags)
 
 
@@ -141,6 +155,7 @@ def test_what_builds_on_an_object_that_could_not_be_read_now_stays_for_the_next_
     objects = chain("p", 5)
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
+    lose_catalogue(made.root)
     time.sleep(0.1)
     shortage = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     with tier_pair(tmp_path / "root", device=Refusing(made.path(objects[2]), shortage)) as short:
@@ -148,13 +163,14 @@ def test_what_builds_on_an_object_that_could_not_be_read_now_stays_for_the_next_
         assert short.coverage(objects) == [True, True, False, False, False, False]
     assert len(object_files(made.root)) == 6
     with tier_pair(tmp_path / "root") as again:
-        assert all(again.recovered().coverage(objects))
+        until(lambda: again.tier.advance() or all(again.coverage(objects)))
 
 
 def test_what_builds_on_a_directory_that_could_not_be_listed_now_stays_for_the_next_start(tmp_path, monkeypatch):
     objects = chain("p", 5)
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
+    lose_catalogue(made.root)
     time.sleep(0.1)
     scandir, unlisted = os.scandir, str(made.path(objects[2]).parent)
 
@@ -170,20 +186,22 @@ def test_what_builds_on_a_directory_that_could_not_be_listed_now_stays_for_the_n
     monkeypatch.undo()
     assert len(object_files(made.root)) == 6
     with tier_pair(tmp_path / "root") as again:
-        assert all(again.recovered().coverage(objects))
+        until(lambda: again.tier.advance() or all(again.coverage(objects)))
 
 
-def test_a_scan_that_fails_finds_nothing_and_removes_nothing(tmp_path, caplog):
+def test_a_scan_that_fails_removes_nothing_and_is_tried_again(tmp_path, caplog):
     objects = chain("p", 5)
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
+    lose_catalogue(made.root)
     time.sleep(0.1)
-    defect = RuntimeError("nobody has thought of this")
-    with tier_pair(tmp_path / "root", device=Refusing(made.path(objects[2]), defect)) as failed:
-        failed.recovered()
+    device = Refusing(made.path(objects[2]), RuntimeError("nobody has thought of this"))
+    with tier_pair(tmp_path / "root", device=device) as failed:
+        until(lambda: any("nobody has thought of this" in message for message in caplog.messages))
         assert len(failed.tier.index) == 0
-    assert any("nobody has thought of this" in message for message in caplog.messages)
-    assert len(object_files(made.root)) == 6
+        assert len(object_files(made.root)) == 6
+        device.error = None
+        assert all(failed.recovered().coverage(objects))
 
 
 def test_an_idle_engine_steps_until_what_was_there_is_known(tmp_path, monkeypatch):
@@ -241,7 +259,8 @@ def test_after_kill_9_no_bad_object_is_found_and_no_temporary_stays(tmp_path, tu
     with tier_pair(root) as again:
         again.recovered()
         until(lambda: temporaries(root) == [])
-        until(lambda: ledger_of(root)[0] == bytes_under(root))
+        until(lambda: again.tier.advance() or counted(root)[0] == bytes_under(root))
+        again.settled()
         for turn in range(1000):
             objects = chain(f"w-{turn}", 3)
             held = [planned for planned in objects if again.has(planned)]
@@ -265,26 +284,28 @@ def test_a_temporary_stays_while_its_writer_lives_or_where_nobody_can_say_until_
             os.utime(path, (time.time() - 7200,) * 2)
         with tier_pair(root) as other:  # not alone
             other.store(chain("q", 1))
-            assert temporaries(root) == sorted([own, own_old, theirs])
+            until(lambda: temporaries(root) == sorted([own, own_old, theirs]))
     with tier_pair(root) as alone:
         alone.store(chain("r", 1))
-        assert temporaries(root) == sorted([own, own_old])
+        until(lambda: temporaries(root) == sorted([own, own_old]))
 
 
 @pytest.mark.parametrize("lost", ["capacity", "free space"])
-def test_a_restart_with_a_little_less_room_loses_a_little(tmp_path, lost):
-    """Recovery hands over slices: of the first one the shared chunks have nothing above them, and yet must stay."""
+@pytest.mark.parametrize("is_rebuilt", [False, True])
+def test_a_restart_with_a_little_less_room_loses_a_little(tmp_path, lost, is_rebuilt):
     prompts = conversations(count=40, shared=300, own=2)
     every = {item.object_id: item for prompt in prompts for item in prompt}
     capacity, less = 2 * len(every) * on_disk(), len(every) * on_disk() * 95 // 100
     with tier_pair(tmp_path / "root", capacity_bytes=capacity) as made:
         for prompt in prompts:
             made.store([item for item in prompt if not made.tier.has_or_awaits(item.object_id)])
+    if is_rebuilt:
+        lose_catalogue(made.root)
     changes = {"capacity_bytes": less} if lost == "capacity" else {"device": LittleFree(tmp_path / "root", less)}
     with tier_pair(tmp_path / "root", **changes) as again:
-        until(lambda: has_found_all_and_is_short(again.tier), "recovery that has found all, and a lack of room")
         again.recovered()
-        until(lambda: again.tier.advance() or not is_short(again.tier), "room")
+        until(lambda: again.tier.advance() or room_bytes(again.tier) > 0, "room")
+        again.settled()
         served = [prompt for prompt in prompts if all(again.coverage(prompt))]
         assert 0 < again.tier.usage().evicted_objects < 0.2 * len(every)
         assert len(served) > 0.5 * len(prompts)
@@ -319,7 +340,7 @@ def test_a_time_far_in_the_future_is_no_reason_to_keep_a_temporary(tmp_path):
         os.utime(writing, (time.time() + 600,) * 2)  # the clock of its host is ahead
         with tier_pair(root) as other:  # not alone
             other.store(chain("q", 1))
-            assert temporaries(root) == sorted([own, writing])
+            until(lambda: temporaries(root) == sorted([own, writing]))
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
@@ -328,6 +349,7 @@ def test_a_time_far_in_the_future_is_no_reason_to_keep_what_belongs_to_no_object
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
     made.path(objects[1]).unlink()
+    lose_catalogue(made.root)
     unreachable = [made.path(planned) for planned in objects[2:]]
     for path in unreachable[1:]:
         os.utime(path, (time.time() + 1e8,) * 2)
@@ -346,7 +368,7 @@ def test_a_time_far_in_the_future_is_no_reason_to_keep_what_belongs_to_no_object
 
 
 def test_files_of_impossible_sizes_hinder_nobody(tmp_path):
-    """As sparse as they are, they would be more bytes than any capacity, and than the ledger can say."""
+    """As sparse as they are, they would be more bytes than any capacity, and than the catalogue can say."""
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 2))
@@ -355,20 +377,19 @@ def test_files_of_impossible_sizes_hinder_nobody(tmp_path):
     for path in huge:
         make_as_large_as_possible(path)
         os.utime(path, (1e9,) * 2)
-    (root / "ledger").unlink()
+    lose_catalogue(root)
     with tier_pair(root, capacity_bytes=20 * on_disk()) as again:
         again.store(chain("q", 1))
         again.recovered()
         assert again.reasons([*chain("p", 2), *chain("q", 1)]) == [""] * 5
         until(lambda: not huge[1].exists())  # it has an object's name and is none
-        assert ledger_of(root)[0] == 5 * on_disk()
-        assert collect(str(root), max_bytes=1 << 30).removed_files == 0
+        until(lambda: counted(root)[0] == 5 * on_disk())
     assert huge[0].exists()
 
 
 def test_a_header_that_says_an_impossible_size_is_none():
     planned = PlannedObject(ObjectId("f0", b"key"), (), 0, 64, MAX_PAYLOAD_BYTES + 1)
-    header = ObjectHeader(bytes(32), planned.object_id, (), 0, 64, planned.num_bytes, 0, 1, 1, bytes(16))
+    header = ObjectHeader(bytes(32), planned.object_id, (), 0, 64, planned.num_bytes, 0, 1, 1, Seal(bytes(16)))
     with pytest.raises(FormatError):
         header.encode()
-    assert ObjectHeader.decode(dataclasses.replace(header, payload_bytes=MAX_PAYLOAD_BYTES).encode())
+    assert ObjectHeader.decode(msgspec.structs.replace(header, payload_bytes=MAX_PAYLOAD_BYTES).encode())

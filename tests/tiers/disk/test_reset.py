@@ -5,19 +5,18 @@ import threading
 
 import pytest
 
-from tests.tiers.disk.files import ledger_of, object_files, on_disk
-from tests.tiers.disk.inside import is_removing, is_scanning, reset_name
+from tests.tiers.disk.files import counted, lose_catalogue, object_files, on_disk
+from tests.tiers.disk.inside import is_removing, reset_name
 from tests.tiers.disk.objects import OBJECT, bytes_of, chain, content, fill
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.reset import is_serving_another, store_after_reset
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.tiers.base import LoadTicket
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
+from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.namespace import DESCRIPTION
 from vllm_overlay.tiers.disk.tickets import DiskLoad
 
 
@@ -64,8 +63,8 @@ def test_other_processes_keep_what_they_have_and_do_not_see_what_comes(tmp_path)
         store_after_reset(made, objects[0])
         assert other.reasons([*objects, *chain("q", 2)]) == [""] * 6
         with tier_pair(tmp_path / "root") as third:
-            third.recovered()
-            assert len(third.tier.index) == 6
+            until(lambda: third.tier.advance() or len(third.tier.index) == 6)
+            assert len(third.settled().tier.index) == 6
 
 
 class GatedWrites(Device):
@@ -169,15 +168,16 @@ def test_what_a_killed_process_stored_after_a_reset_is_removed_by_the_next(tmp_p
         until(lambda: namespaces(root) == set(NAMESPACE.fingerprints))
         made.recovered()
         assert made.reasons([*chain("p", 1), *chain("q", 1)]) == [""] * 4
-        with Ledger(str(root), Device()).locked() as state:
-            assert state.file_bytes == 4 * on_disk()
+        until(lambda: counted(root)[0] == 4 * on_disk())
 
 
 def test_what_does_not_say_that_a_reset_began_it_stays_until_room_is_needed(tmp_path):
     root = tmp_path / "root"
     kill_after_a_reset(root)
     (unnamed,) = namespaces(root) - set(NAMESPACE.fingerprints)
-    (root / unnamed / DESCRIPTION).unlink()  # its process was killed before it had written that
+    for path in set(root.glob(f"*/{DESCRIPTION}")) - {root / name / DESCRIPTION for name in NAMESPACE.fingerprints}:
+        path.unlink()  # its process was killed before it had written that
+    lose_catalogue(root)
     with tier_pair(root, capacity_bytes=12 * on_disk()) as made:
         made.recovered()
         made.store(chain("r", 1))
@@ -193,7 +193,7 @@ def test_each_reset_is_a_namespace_and_the_one_before_goes(tmp_path):
             made.tier.clear()
             until(lambda: is_serving_another(made))
             store_after_reset(made, chain("p", 1)[0])
-        until(lambda: len(namespaces(made.root)) == 3)
+        until(lambda: made.tier.advance() or len(namespaces(made.root)) == 3)
         words = [manifest_or_empty(str(made.root / name)).is_of_one_process for name in namespaces(made.root)]
         assert sorted(words) == [False, False, True]
 
@@ -228,7 +228,7 @@ def test_what_recovery_finds_of_before_is_not_taken(tmp_path, is_under_way):
     tier = DiskTierManager(settings(tmp_path / "root"), NAMESPACE, 1, OBJECT, device)
     if not is_under_way:
         device.go_on.set()
-        until(lambda: not is_scanning(tier))
+        until(lambda: len(tier._served.updates) > 0)
     tier.clear()
     device.go_on.set()
     until(lambda: tier.advance() or not tier.is_recovering)
@@ -237,10 +237,10 @@ def test_what_recovery_finds_of_before_is_not_taken(tmp_path, is_under_way):
     tier.close()
 
 
-def test_a_clean_end_after_a_reset_gives_the_lease_back(tmp_path, caplog):
+def test_a_clean_end_after_a_reset_gives_the_room_back(tmp_path, caplog):
     with tier_pair(tmp_path / "root") as made:
         made.tier.clear()
         until(lambda: is_serving_another(made))
         store_after_reset(made, chain("p", 1)[0])
-    assert ledger_of(tmp_path / "root") == (0, 0)
+    assert counted(tmp_path / "root") == (0, 0)
     assert not any("cannot make room" in message for message in caplog.messages)

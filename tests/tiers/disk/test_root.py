@@ -2,6 +2,7 @@
 """What a start takes for a root: a directory with a marker, an old root, an empty directory, and nothing else."""
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -11,18 +12,18 @@ import threading
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice
-from tests.tiers.disk.files import ledger_of, on_disk, temporaries
-from tests.tiers.disk.foreign import KINDS, forget_marker, make_counted_root, make_foreign, state_of
+from tests.tiers.disk.files import counted, lose_catalogue, on_disk, temporaries
+from tests.tiers.disk.foreign import KINDS, forget_marker, make_counted_root, make_foreign, make_old, state_of
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay import versions
 from vllm_overlay.common import rate_limited_log
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker, require_marker
+from vllm_overlay.tiers.disk.files.root import open_root
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.marker import MARKER, encode_marker
-from vllm_overlay.tiers.disk.root import open_root
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 
 
@@ -95,7 +96,7 @@ def old_root(tmp_path):
     """With a chain of objects, as the versions before markers left it."""
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 2))
-    forget_marker(tmp_path / "root")
+    make_old(tmp_path / "root")
     return tmp_path / "root"
 
 
@@ -112,6 +113,33 @@ def test_a_root_without_marker_and_ledger_is_recognised_by_its_names(old_root):
     (old_root / "ledger").unlink()
     open_tier(old_root)
     assert_marked(old_root)
+
+
+@pytest.fixture
+def lost_marker(tmp_path):
+    """A root of this version, with a chain of objects, whose marker somebody has removed."""
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 2))
+    forget_marker(tmp_path / "root")
+    return tmp_path / "root"
+
+
+def test_a_root_of_this_version_that_lost_its_marker_is_recognised_and_keeps_its_objects(lost_marker):
+    (lost_marker / "notes.txt").write_text("somebody's")
+    with tier_pair(lost_marker) as made:
+        made.recovered()
+        assert made.coverage(chain("p", 2)) == [True] * 3
+    assert_marked(lost_marker)
+    assert (lost_marker / "notes.txt").read_text() == "somebody's"
+
+
+def test_a_catalogue_among_strangers_is_not_enough(lost_marker):
+    for fingerprint in NAMESPACE.fingerprints:
+        (lost_marker / fingerprint / "namespace.json").unlink()
+    (lost_marker / "notes.txt").write_text("somebody's")
+    with pytest.raises(ConfigError, match="empty directory"):
+        open_tier(lost_marker)
+    assert not (lost_marker / MARKER).exists()
 
 
 def test_a_stranger_in_a_root_without_marker_and_ledger_is_too_much(old_root):
@@ -157,7 +185,7 @@ def test_a_marker_of_a_later_format_is_refused_with_the_version_that_wrote_it(tm
     open_tier(tmp_path / "root")
     (tmp_path / "root" / MARKER).write_text(json.dumps(later))
     before = state_of(tmp_path / "root")
-    with pytest.raises(ConfigError, match=r"root=.* vllm-overlay 9\.8\.7 .*format 2"):
+    with pytest.raises(ConfigError, match=r"root=.* vllm-overlay 9\.8\.7 .*format 3"):
         open_tier(tmp_path / "root")
     assert state_of(tmp_path / "root") == before
 
@@ -200,8 +228,8 @@ def test_what_another_makes_while_a_start_looks_is_no_strangers(tmp_path, monkey
         if str(path) == str(root) and not (root / MARKER).exists():
             (root / MARKER).write_bytes(encode_marker())
             (root / MARKER).chmod(0o600)
-            (root / "ledger").touch()
-            return ["ledger"]
+            (root / "members").mkdir()
+            return ["members"]
         return listdir(path)
 
     monkeypatch.setattr("os.listdir", while_another_starts)
@@ -226,7 +254,7 @@ def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, all_lo
         root.rename(tmp_path / "was")
         make_foreign(root, "ledger")
         before = state_of(root)
-        until(lambda: "cannot make room" in all_logged.text)
+        until(lambda: "has to wait" in all_logged.text)
         assert made.try_store(chain("q", 1)[0]) == "no_room"
         assert "empty directory" in all_logged.text
         assert state_of(root) == before
@@ -258,6 +286,75 @@ def test_a_root_that_lost_its_marker_gets_it_back_while_it_serves(tmp_path):
         made.store_at_last(chain("q", 1)[0])
         made.recovered()
         until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]))
+
+
+# Roots of versions before 0.3.0.
+
+
+@pytest.fixture(params=[False, True], ids=["unmarked", "version 1"])
+def root_of_before(tmp_path, request):
+    """With a chain of objects, a ledger and a lease, and a marker or none."""
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 2))
+    make_old(tmp_path / "root", has_marker=request.param)
+    return tmp_path / "root"
+
+
+@HALVES
+def test_an_old_root_that_a_process_of_its_version_uses_is_refused_and_nothing_in_it_changes(root_of_before, start):
+    before = state_of(root_of_before)
+    with open(root_of_before / "leases" / "0") as lease:
+        fcntl.flock(lease, fcntl.LOCK_EX)
+        with pytest.raises(
+            ConfigError, match=r"root=.* is used by .* before 0\.3\.0, which keeps leases/0 locked: stop that server"
+        ):
+            start(root_of_before)
+        assert state_of(root_of_before) == before
+    start(root_of_before)
+
+
+def test_an_old_root_that_nobody_uses_is_taken_over_with_its_objects(root_of_before):
+    with tier_pair(root_of_before) as made:
+        made.recovered()
+        assert made.coverage(chain("p", 2)) == [True] * 3
+        assert made.reasons(chain("p", 2)) == [""] * 3
+        made.store(chain("q", 1))
+    assert_marked(root_of_before)
+    assert json.loads((root_of_before / MARKER).read_text())["version"] == 2
+    assert not (root_of_before / "leases").exists()
+    assert list((root_of_before / "ledger").iterdir()) == []
+
+
+def test_an_old_process_opens_no_ledger_in_a_root_that_was_taken_over(root_of_before):
+    open_tier(root_of_before)
+    with pytest.raises(IsADirectoryError):
+        os.open(root_of_before / "ledger", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    open_tier(root_of_before)
+    assert (root_of_before / "ledger").is_dir()
+
+
+def test_what_strangers_have_among_the_leases_of_an_old_root_stays(root_of_before):
+    (root_of_before / "leases" / "theirs").mkdir()
+    (root_of_before / "leases" / "notes.txt").write_text("mine")
+    (root_of_before / "leases" / "7").mkdir()
+    open_tier(root_of_before)
+    assert sorted(path.name for path in (root_of_before / "leases").iterdir()) == ["7", "notes.txt", "theirs"]
+    assert_marked(root_of_before)
+    assert (root_of_before / "ledger").is_dir()
+
+
+def test_nothing_is_made_where_no_marker_is(tmp_path):
+    root = tmp_path / "root"
+    with pytest.raises(FileNotFoundError, match="removed or replaced"):
+        require_marker(str(tmp_path))
+    with tier_pair(root) as made:
+        made.store(chain("p", 1))
+        root.rename(tmp_path / "was")
+        root.mkdir(mode=0o755)
+        (root / "ledger").write_text("2026-01-01 * opening balances")
+        until(lambda: made.try_store(chain("r", 1)[0]) == "no_room", "the end of its room")
+        assert [path.name for path in root.iterdir()] == ["ledger"]
+    assert (root / "ledger").read_text() == "2026-01-01 * opening balances"
 
 
 # Owner and mode.
@@ -304,6 +401,7 @@ def test_a_file_that_others_may_write_is_a_miss_and_stays(tmp_path, all_logged, 
         assert not made.fetch(objects[:1])[0].is_bad
         assert made.path(objects[0]).exists()
         assert "an object was not loaded (owner)" in all_logged.text
+    lose_catalogue(made.root)  # which would know the object, and the file would be a miss again
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
         assert made.coverage(objects) == [False] * 3
@@ -312,7 +410,7 @@ def test_a_file_that_others_may_write_is_a_miss_and_stays(tmp_path, all_logged, 
     made.path(objects[0]).chmod(0o600)
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
-        assert made.coverage(objects) == [True] * 3
+        until(lambda: made.tier.advance() or made.coverage(objects) == [True] * 3)
 
 
 def test_a_file_of_another_user_is_a_miss_and_stays(tmp_path):
@@ -323,6 +421,7 @@ def test_a_file_of_another_user_is_a_miss_and_stays(tmp_path):
         made.store(objects)
         os.chown(made.path(objects[0]), 65534, 65534)
         assert made.reasons(objects) == ["owner", "", ""]
+    lose_catalogue(made.root)
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
         assert made.coverage(objects) == [False] * 3
@@ -338,6 +437,7 @@ def test_what_lies_in_a_directory_that_others_may_write_is_not_recovered_and_sta
         os.utime(made.path(planned), (1, 1))  # too old to be on its way
     directory = made.path(objects[0]).parent if depth == "fan-out" else tmp_path / "root" / NAMESPACE.attention
     directory.chmod(0o770)
+    lose_catalogue(made.root)
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
         assert made.coverage(objects) == [False] * 4
@@ -346,7 +446,7 @@ def test_what_lies_in_a_directory_that_others_may_write_is_not_recovered_and_sta
     directory.chmod(0o700)
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
-        assert made.coverage(objects) == [True] * 4
+        until(lambda: made.tier.advance() or made.coverage(objects) == [True] * 4)
 
 
 # Temporaries.
@@ -389,10 +489,10 @@ def test_strangers_files_do_not_count(tmp_path):
     with tier_pair(root) as made:
         made.store(chain("p", 1))
     (made.path(chain("p", 1)[0]).parent / "notes.txt").write_bytes(bytes(10_000))
-    (root / "ledger").unlink()
+    lose_catalogue(root)
     with tier_pair(root) as made:
         made.recovered()
-        until(lambda: ledger_of(root)[0] == 2 * on_disk())
+        assert counted(root)[0] == 2 * on_disk()
 
 
 def test_an_old_root_on_a_full_disk_is_served_and_marked_later(old_root):

@@ -59,7 +59,7 @@ def test_no_store_is_taken_when_too_many_are_pending(tmp_path, monkeypatch):
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
         until(lambda: made.tier.reserve(chain("x", 1)[0]))
-        assert made.workers[0].begin_store(StoreTicket(256, chain("p", 1)[0], DiskStore(slot=0))) is None
+        assert made.workers[0].begin_store(StoreTicket(256, chain("p", 1)[0], DiskStore())) is None
 
 
 def test_an_object_larger_than_promised_is_refused_and_not_blamed(tmp_path):
@@ -110,7 +110,7 @@ def test_cancelling_a_load_takes_back_what_was_fetched_and_not_ended(tmp_path):
 
 def test_a_cancelled_store_gives_its_buffer_back(tmp_path):
     with tier_pair(tmp_path / "root", staging_bytes=8 * UNIT) as made:
-        ticket = StoreTicket(256, chain("p", 1)[0], DiskStore(slot=0))
+        ticket = StoreTicket(256, chain("p", 1)[0], DiskStore())
         for _ in range(20):
             made.workers[0].cancel_store(ticket, made.workers[0].begin_store(ticket))
         assert made.workers[0].pending_stores() == 0
@@ -119,7 +119,7 @@ def test_a_cancelled_store_gives_its_buffer_back(tmp_path):
 def test_the_bytes_of_a_buffer_are_those_of_its_units_in_order(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         worker = made.workers[0]
-        ticket = StoreTicket(256, chain("p", 1)[0], DiskStore(slot=0))
+        ticket = StoreTicket(256, chain("p", 1)[0], DiskStore())
         buffer = worker.begin_store(ticket)
         assert len(buffer.segments()) == 3
         assert buffer.array.ctypes.data % 4096 == 0

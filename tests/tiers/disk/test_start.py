@@ -14,18 +14,15 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import bytes_under, on_disk, temporaries
-from tests.tiers.disk.foreign import forget_marker, make_foreign, state_of
+from tests.tiers.disk.foreign import forget_marker, make_foreign, make_old, state_of
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.gc import collect
-from vllm_overlay.tiers.disk.ledger import Ledger
+from vllm_overlay.tiers.disk.catalogue import Catalogue
+from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker
+from vllm_overlay.tiers.disk.files.root import lock_directory
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.marker import MARKER, encode_marker
-from vllm_overlay.tiers.disk.root import lock_directory, open_root
-from vllm_overlay.tiers.disk.usage import measure_usage
 
 
 def open_tier(root, **changes):
@@ -127,13 +124,14 @@ def test_without_locks_a_host_has_its_sub_root_and_limit_and_the_log_says_so(loc
         assert said and str(root) in said[0] and "for this host alone" in said[0]
         seen = []
         for turn in range(20):
-            for one in (made, other):
-                one.store(chain(f"{turn}", 2))
+            for number, one in enumerate((made, other)):
+                one.store(chain(f"{turn} of {number}", 2))
                 seen.append(bytes_under(root))
         assert max(seen) <= capacity
-        assert Ledger(str(root), Device()).count_processes() == 2
-        assert measure_usage(str(root))[0].is_in_use
-        assert collect(str(root), 0).removed_files == 0  # all of it is served
+        catalogue = Catalogue(lock_directory(str(root)))
+        assert catalogue.count_living() == 2
+        assert [usage.is_served for usage in catalogue.usage()] == [True, True]
+        catalogue.close()
     with tier_pair(lockless, capacity_bytes=capacity) as again:
         again.recovered()
         assert len(again.tier.index) > 0
@@ -162,6 +160,20 @@ def test_without_locks_an_old_root_is_recognised(lockless):
     with tier_pair(lockless) as made:
         made.store(chain("p", 1))
     own = host_root(lockless)
+    for directory in (lockless, own):
+        forget_marker(directory)
+        (directory / "ledger").rmdir()
+    make_old(Path(lock_directory(str(own))))
+    with tier_pair(lockless) as made:
+        made.recovered()
+        assert made.coverage(chain("p", 1)) == [True] * 2
+
+
+def test_without_locks_a_root_that_lost_its_markers_is_recognised(lockless):
+    """As a service that cleans up the directory of temporary files removes what is old."""
+    with tier_pair(lockless) as made:
+        made.store(chain("p", 1))
+    own = host_root(lockless)
     for directory in (lockless, own, Path(lock_directory(str(own)))):
         forget_marker(directory)
     with tier_pair(lockless) as made:
@@ -183,7 +195,21 @@ def test_without_locks_a_directory_of_locks_that_was_cleaned_up_is_made_again(lo
         locks = Path(lock_directory(str(host_root(lockless))))
         shutil.rmtree(locks)
         made.store_at_last(chain("q", 1)[0])
-        assert (locks / MARKER).exists()
+        until(lambda: (locks / MARKER).exists(), "a directory of locks")
+
+
+def test_without_locks_a_sub_root_that_was_removed_is_made_again(lockless):
+    with tier_pair(lockless) as made:
+        made.store(chain("p", 1))
+        own = host_root(lockless)
+        shutil.rmtree(own)
+        until(lambda: (own / MARKER).exists(), "a sub-root")
+        made.store_at_last(chain("q", 1)[0])
+
+
+def test_another_policy_than_last_use_is_refused_because_no_other_process_knows_it(tmp_path):
+    with pytest.raises(ConfigError, match='set it to "lru"'):
+        open_tier(tmp_path / "root", eviction_policy="tests.tiers.policies:Any")
 
 
 def test_a_capacity_below_two_objects_is_refused_with_one_that_works(tmp_path):
@@ -199,10 +225,3 @@ def test_a_full_or_failing_disk_at_start_is_not_fatal(tmp_path):
     device.faults.clear()
     made.store(chain("p", 1))
     made.close()
-
-
-def test_a_directory_in_the_place_of_a_leases_lock_stops_no_store(tmp_path):
-    open_root(Device(), str(tmp_path / "root"))
-    (tmp_path / "root" / "leases" / "0").mkdir(parents=True)
-    with tier_pair(tmp_path / "root") as made:
-        made.store(chain("p", 2))

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.tier_pair import tier_pair
-from vllm_overlay.tiers.disk.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
 
 
 def flip(path, offset):
@@ -18,7 +18,9 @@ def flip(path, offset):
         file.write(bytes([byte ^ 0x40]))
 
 
-HEADER_FIELDS = [0, 8, 12, 16, 24, 32, 40, 48, 52, 56, 57, 64, 96, 128, 129, 136, 144, 208, 224, 900, 4064, 4080]
+HEADER_FIELDS = [
+    0, 8, 12, 16, 24, 32, 40, 48, 52, 56, 57, 64, 96, 128, 136, 168, 192, 193, 200, 208, 272, 288, 1000, 4064, 4080
+]  # fmt: skip
 PAYLOAD = {"start": 4096, "middle": 4096 + OBJECT // 2, "end": 4096 + OBJECT - 1}
 PADDING = {"start": 4096 + OBJECT, "end": 4096 + 3 * UNIT - 1}
 

@@ -9,13 +9,11 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice, GatedDevice, ShortDevice
 from tests.tiers.disk.files import object_files, temporaries
-from tests.tiers.disk.inside import is_writing, lease_bytes
+from tests.tiers.disk.inside import is_writing, room_bytes
 from tests.tiers.disk.objects import OBJECT, UNIT, chain, content, fill
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.tiers.base import StoreTicket
-from vllm_overlay.tiers.disk.device import Device, takes_direct_io
-from vllm_overlay.tiers.disk.tickets import DiskStore
+from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, UNIT, UNIT + 1, OBJECT, 3 * UNIT])
@@ -63,7 +61,8 @@ def test_direct_io_is_used_where_it_works(tmp_path):
 
     class Watching(Device):
         def open(self, path: str, flags: int) -> int:
-            flags_seen.append((os.path.basename(path), flags))
+            if threading.current_thread().name.startswith(("disk-read", "disk-write")):
+                flags_seen.append(flags)
             return super().open(path, flags)
 
     if not takes_direct_io(Device(), str(tmp_path)):
@@ -71,9 +70,7 @@ def test_direct_io_is_used_where_it_works(tmp_path):
     with tier_pair(tmp_path / "root", device=Watching()) as made:
         made.store(chain("p", 1))
         made.reasons(chain("p", 1))
-        name = made.path(chain("p", 1)[0]).name
-    assert all(flags & os.O_DIRECT for seen, flags in flags_seen if seen == name)
-    assert any(seen == name for seen, _ in flags_seen)
+    assert len(flags_seen) >= 4 and all(flags & os.O_DIRECT for flags in flags_seen)
 
 
 def test_files_and_directories_are_private(tmp_path):
@@ -164,27 +161,11 @@ def test_a_removed_directory_is_a_miss_and_is_made_again(tmp_path):
         assert made.reasons([planned]) == [""]
 
 
-def test_a_ticket_whose_lease_is_gone_is_not_kept(tmp_path):
-    with tier_pair(tmp_path / "root") as made:
-        planned = chain("p", 1)[0]
-        made.store(chain("before", 1))
-        worker = made.workers[0]
-        ticket = StoreTicket(1, planned, DiskStore(slot=200))
-        buffer = worker.begin_store(ticket)
-        fill(buffer, content(planned, 0))
-        worker.submit_store(ticket, buffer)
-        stored = []
-        until(lambda: stored.extend(worker.poll()[0]) or stored)
-        assert stored[0].reason == "no_lease"
-        assert not made.path(planned).exists()
-        assert temporaries(made.root) == []
-
-
 def test_close_writes_what_is_pending(tmp_path):
     device = GatedDevice("pwritev")
     made = TierPair(tmp_path / "root", device=device, write_threads=1).recovered()
     objects = chain("p", 4)
-    until(lambda: lease_bytes(made.tier))
+    until(lambda: room_bytes(made.tier))
     for planned in objects:
         ticket = made.tier.reserve(planned)
         buffer = made.workers[0].begin_store(ticket)
@@ -195,7 +176,7 @@ def test_close_writes_what_is_pending(tmp_path):
     assert made.close(60.0) == 0
     with tier_pair(tmp_path / "root") as again:
         again.recovered()
-        assert again.coverage(objects) == [True] * 5
+        until(lambda: again.tier.advance() or again.coverage(objects) == [True] * 5, "files nobody told of")
         assert again.reasons(objects) == [""] * 5
 
 
@@ -203,7 +184,7 @@ def test_close_gives_up_in_time_and_leaves_no_temporary(tmp_path):
     device = GatedDevice("pwritev")
     made = TierPair(tmp_path / "root", device=device, write_threads=1).recovered()
     objects = chain("p", 2)
-    until(lambda: lease_bytes(made.tier))
+    until(lambda: room_bytes(made.tier))
     for planned in objects:
         ticket = made.tier.reserve(planned)
         buffer = made.workers[0].begin_store(ticket)

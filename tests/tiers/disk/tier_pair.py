@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.tiers.disk.inside import spare_files
+from tests.tiers.disk.inside import has_news, num_turns
 from tests.tiers.disk.objects import OBJECT, UNIT, bytes_of, chain, content, fill
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import PlannedObject
-from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.tickets import DiskLoad
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
@@ -64,25 +64,44 @@ class TierPair:
         self.tier.index.check_integrity()
         return self
 
-    def try_store(self, planned: PlannedObject) -> str:
+    def settled(self) -> "TierPair":
+        """Nothing is under way any more, neither here nor in what the catalogue has been told."""
+        done = num_turns(self.tier)
+        until(lambda: self.tier.advance() or (num_turns(self.tier) > done + 1 and not has_news(self.tier)), "an end")
+        return self
+
+    def try_store(self, planned: PlannedObject, data: np.ndarray | None = None) -> str:
         """Empty when stored, else why not."""
         self.tier.advance()
         ticket = self.tier.reserve(planned)
         if ticket is None:
             return "no_room"
+        results = self._write(ticket, data)
+        failed = [result.reason for result in results if result.reason]
+        (self.tier.abort if failed else self.tier.commit)(ticket.ticket)
+        return failed[0] if failed else ""
+
+    def write(self, planned: PlannedObject) -> int:
+        """Every rank's file, of which the index half is not told; returns the ticket to commit or to abort."""
+        taken: list[StoreTicket | None] = []
+        until(lambda: self.tier.advance() or taken.append(self.tier.reserve(planned)) or taken[-1], "room")
+        ticket = taken[-1]
+        assert ticket is not None
+        assert [result.reason for result in self._write(ticket, None)] == [None] * self.world_size
+        return ticket.ticket
+
+    def _write(self, ticket: StoreTicket, data: np.ndarray | None) -> list[StoreResult]:
         results: list[StoreResult] = []
         for rank, worker in enumerate(self.workers):
             buffer = worker.begin_store(ticket)
             assert buffer is not None
-            fill(buffer, content(planned, rank))
+            fill(buffer, content(ticket.planned, rank) if data is None else data)
             worker.submit_store(ticket, buffer)
         for worker in self.workers:
             mine: list[StoreResult] = []
             until(lambda worker=worker, mine=mine: mine.extend(worker.poll()[0]) or mine, "a store's result")
             results += mine
-        failed = [result.reason for result in results if result.reason]
-        (self.tier.abort if failed else self.tier.commit)(ticket.ticket)
-        return failed[0] if failed else ""
+        return results
 
     def outcome(self, planned: PlannedObject) -> str:
         """Empty when stored, else why not; waits for room."""
@@ -95,6 +114,10 @@ class TierPair:
         for planned in objects:
             assert self.outcome(planned) == ""
         self.tier.index.check_integrity()
+
+    def store_bytes(self, planned: PlannedObject, data: bytes) -> None:
+        """Store an object of these bytes in every rank."""
+        until(lambda: self.try_store(planned, np.frombuffer(data, np.uint8)) == "", "a store of chosen bytes")
 
     def store_at_last(self, planned: PlannedObject) -> None:
         """Store it however often that fails before."""
@@ -121,10 +144,6 @@ class TierPair:
 
         until(poll, "a load's results")
         return [results[place] for place in range(len(objects))]
-
-    def recycled(self) -> list[Path]:
-        """Files that wait to be written over."""
-        return spare_files(self.tier)
 
     def reasons(self, objects: list[PlannedObject], rank: int = 0) -> list[str]:
         return [result.reason or "" for result in self.fetch(objects, rank)]

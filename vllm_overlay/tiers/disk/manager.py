@@ -6,8 +6,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -15,33 +16,57 @@ from vllm_overlay.config import ConfigError, parse_bytes
 from vllm_overlay.planner.coverage import HitSource
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierUsage
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
-from vllm_overlay.tiers.disk.async_lookup import SHUN_S, AsyncLookup, Recent
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device
-from vllm_overlay.tiers.disk.format import MAX_PARENTS, file_bytes
-from vllm_overlay.tiers.disk.ledger import Ledger
-from vllm_overlay.tiers.disk.namespace import DiskNamespace, check_object_id
-from vllm_overlay.tiers.disk.reclaimer import Grant, Limits, Reclaimer
-from vllm_overlay.tiers.disk.recovery import Recovery
-from vllm_overlay.tiers.disk.root import choose_root
+from vllm_overlay.tiers.disk.bookkeeper import Bookkeeper
+from vllm_overlay.tiers.disk.evictor import Quota
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.format import MAX_PARENTS, file_bytes
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, check_object_id
+from vllm_overlay.tiers.disk.files.root import choose_root
+from vllm_overlay.tiers.disk.recent import Recent
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
-from vllm_overlay.tiers.disk.suspension import ReadableHits
+from vllm_overlay.tiers.disk.suspension import SUSPENDED_S, ReadableHits
 from vllm_overlay.tiers.disk.tickets import DiskLoad, DiskStore
+from vllm_overlay.tiers.disk.updates import (
+    Committed,
+    Forgotten,
+    Found,
+    Gone,
+    Refused,
+    ReloadBegins,
+    ReloadEnds,
+    ServedNamespace,
+    Update,
+)
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
-from vllm_overlay.tiers.policies.factory import make_policy
+from vllm_overlay.tiers.policies.never import NeverEvicts
 
-_OBJECTS_A_SLICE = 256
+_STEP_S = 0.001
+"""A call of ``advance`` takes in updates for so long: an engine at work steps every few milliseconds."""
 _AWAKE_S = 60.0
 _JOIN_S = 2.0
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
+class _Store:
+    """An object from its ticket until the catalogue is told of it. ``num_bytes`` are of all ranks' files.
+
+    ``is_rewrite``: the index has the object, pinned, and its files could not be read.
+    """
+
+    served: ServedNamespace
+    planned: PlannedObject
+    num_bytes: int
+    is_rewrite: bool
+    is_written: bool = False
+
+
 class DiskTierManager(TierManager):
-    """See ``TierManager``. Works from a lease of bytes and leaves everything that touches the disk to three threads.
+    """See ``TierManager``. Its index is what the catalogue has of one namespace; it never touches the disk itself.
 
     ``max_object_bytes`` is the largest object in one rank. Raises ConfigError when the root or ``capacity_bytes``
     cannot work; construction is the only call that may wait for the disk.
@@ -56,107 +81,115 @@ class DiskTierManager(TierManager):
         device: Device | None = None,
     ) -> None:
         device = device or Device()
-        self.index = PrefixIndex(capacity_bytes=None, policy=make_policy(settings.eviction_policy))
+        self.index = _new_index()
         self._world_size = world_size
-        self._limits = self._limits_of(settings, max_object_bytes)
+        if settings.eviction_policy != "lru":
+            raise ConfigError(
+                f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work: what was used last by "
+                'any process of its root stays longest: set it to "lru"'
+            )
+        quota = self._quota_of(settings, max_object_bytes)
+        self._capacity_bytes = quota.capacity_bytes
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
-        self._write_rate = WriteRate(rate, self._bytes_on_disk(max_object_bytes))
+        self._write_rate = WriteRate(rate, quota.largest_bytes)
         self._uses = UseCounter(settings.store_on_nth_use)
-        integrity = integrity_of(settings.integrity_key_file)
+        integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
         root = choose_root(device, os.path.abspath(settings.root), bool(integrity.key))
-        ledger = Ledger(root, device)
-        ledger.check()
         self._name = settings.name
         self._first_namespace = namespace
         self._reset = ""
         self._tickets = itertools.count(1)
-        self._in_flight: dict[int, Grant] = {}
-        self._suspended: Recent[ObjectId] = Recent(SHUN_S)
+        self._stores: dict[int, _Store] = {}
+        self._suspended: Recent[ObjectId] = Recent(SUSPENDED_S)
         self._rewritten: dict[int, ObjectId] = {}
         """By ticket: suspended objects that are on their way once more. The index has them, pinned."""
-        self._evicted = 0
+        self._removing: Counter[ObjectId] = Counter()
+        """Names whose files are about to be unlinked, so that a new store would be lost with them."""
+        self._unconfirmed: set[ObjectId] = set()
+        """Objects that the catalogue has yet to take in."""
+        self._unseen: set[ObjectId] = set()
+        """What a reload that is under way has not found yet."""
+        self._outdated: set[ObjectId] = set()
+        """What the last reload has not found."""
+        self._pinned: Counter[ObjectId] = Counter()
+        self._pinned_before: Counter[ObjectId] = Counter()
+        """What loads hold in the index, and what they hold in one that a reset has replaced."""
         self._dropped = 0
-        self._reclaimer = Reclaimer(root, namespace, world_size, self._limits, ledger, device, integrity, self._knows)
-        self._recover = partial(
-            Recovery, root, world_size=world_size, reclaimer=self._reclaimer, device=device, integrity=integrity
-        )
-        self._recovery = self._recover(namespace)
+        self._served = ServedNamespace(namespace)
         self._awake_until = time.monotonic() + _AWAKE_S
-        self._async_lookup = AsyncLookup(root, namespace, world_size, device, integrity)
+        self._bookkeeper = Bookkeeper(root, self._served, world_size, quota, device, integrity)
 
-    def _limits_of(self, settings: DiskTierSettings, max_object_bytes: int) -> Limits:
+    def _quota_of(self, settings: DiskTierSettings, max_object_bytes: int) -> Quota:
         capacity = parse_bytes(settings.capacity_bytes, "capacity_bytes")
-        two_objects = 2 * self._bytes_on_disk(max_object_bytes)
-        if capacity < two_objects:
+        largest = self._bytes_on_disk(max_object_bytes)
+        if capacity < 2 * largest:
             raise ConfigError(
                 f"capacity_bytes={capacity} of the disk tier cannot hold two of the largest objects: "
-                f"set it to at least {two_objects}"
+                f"set it to at least {2 * largest}"
             )
-        min_free = parse_bytes(settings.min_free_bytes, "min_free_bytes")
-        return Limits(capacity, min_free, least_batch_bytes=two_objects)
+        return Quota(capacity, parse_bytes(settings.min_free_bytes, "min_free_bytes"), largest)
 
     def _bytes_on_disk(self, num_bytes: int) -> int:
         """What all ranks' files of an object of ``num_bytes`` a rank take."""
         return file_bytes(num_bytes) * self._world_size
 
-    def _charged(self, planned: PlannedObject) -> PlannedObject:
-        """As the index counts it: with the bytes of all ranks' files."""
-        return msgspec.structs.replace(planned, num_bytes=self._bytes_on_disk(planned.num_bytes))
-
-    # Background work's results.
+    # What the bookkeeper tells.
 
     @property
     def is_recovering(self) -> bool:
         """Whether objects of an earlier life may still turn up."""
-        return not self._recovery.is_done
+        return not self._served.is_complete or bool(self._served.updates or self._outdated)
 
     def advance(self) -> None:
-        if self._reclaimer.root_was_replaced():
-            self._begin_anew()
-        found = self._recovery.take(_OBJECTS_A_SLICE)
-        if found:
-            self._forget(self.index.restore([self._charged(item) for item in found]))
-        self._take_in([item for item in self._async_lookup.take(_OBJECTS_A_SLICE) if self._may_find(item.object_id)])
-        self._reclaimer.report_own_bytes(None if self.is_recovering else self.index.used_bytes)
-        if self.is_recovering:  # what looks like a leaf may have children that recovery has yet to find
+        updates = self._served.updates
+        if not updates and not self._outdated:
             return
-        if short_bytes := self._reclaimer.short_bytes:
-            self._make_room(short_bytes)
+        deadline = time.perf_counter() + _STEP_S
+        while self._outdated and time.perf_counter() < deadline:
+            self._forget(self._outdated.pop())
+        while updates and time.perf_counter() < deadline:
+            self._apply(updates.popleft())
 
     def has_more_to_come(self) -> bool:
         """So that the first request after a start finds what is there; a scan that takes minutes is not waited for."""
         return self.is_recovering and time.monotonic() < self._awake_until
 
-    def _knows(self, object_id: ObjectId) -> bool:
-        """Called from the reclaimer's thread: one look into a dictionary."""
-        return self.index.contains(object_id)
+    def _apply(self, update: Update) -> None:
+        match update:
+            case Found(objects):
+                self._take_in(objects)
+            case Gone(object_id):
+                self._forget(object_id)
+                self._served.holds.unclaim([object_id])
+            case Committed(object_id):
+                self._unconfirmed.discard(object_id)
+            case Refused(object_id):
+                self._unconfirmed.discard(object_id)
+                self._forget(object_id)
+            case Forgotten(object_id):
+                self._end_removal(object_id)
+            case ReloadBegins():
+                self._unseen = set(self.index.visible()) - self._unconfirmed
+            case ReloadEnds(going):
+                self._outdated |= self._unseen
+                self._unseen = set()
+                self._served.holds.unclaim(going)
 
-    def _may_find(self, object_id: ObjectId) -> bool:
-        return not self._reclaimer.is_removing(object_id)
+    def _take_in(self, objects: Sequence[PlannedObject]) -> None:
+        for gone in (self._unseen, self._outdated):
+            if gone:
+                gone.difference_update(item.object_id for item in objects)
+        # What builds on an object that was dropped here cannot be reached: it stays for those who can.
+        self.index.restore([item for item in objects if item.object_id not in self._removing])
 
-    def _take_in(self, found: Sequence[PlannedObject]) -> None:
-        """Other processes' objects: what cannot be reached from here is theirs to keep or remove."""
-        self.index.restore([self._charged(item) for item in found])
+    def _forget(self, object_id: ObjectId) -> None:
+        """It is not there any more, nor what depends on it."""
+        self._discard_all(self.index.drop(object_id))
 
-    def look_further(
-        self, planner: HybridOffloadPlanner, keys: Sequence[bytes], num_tokens: int, num_known: int
-    ) -> None:
-        self._async_lookup.ask(planner, keys, num_tokens, num_known)
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Evict so much, least recently used leaves first; the bytes come into the lease once they are unlinked."""
-        evicted: list[Entry] = []
-        freed = 0
-        while freed < num_bytes and (leaf := self.index.evict_one()) is not None:
-            evicted.append(leaf)
-            freed += leaf.num_bytes
-        self._evicted += len(evicted)
-        self._reclaimer.reuse([leaf.object_id for leaf in evicted], freed)
-
-    def _forget(self, released: Sequence[Entry | PlannedObject]) -> None:
-        """Nobody needs these objects' bytes any more."""
-        num_bytes = sum(item.num_bytes for item in released)
-        self._reclaimer.remove([item.object_id for item in released], num_bytes)
+    def _end_removal(self, object_id: ObjectId) -> None:
+        self._removing[object_id] -= 1
+        if self._removing[object_id] <= 0:
+            del self._removing[object_id]
 
     # Lookups.
 
@@ -181,68 +214,118 @@ class DiskTierManager(TierManager):
         return self._uses.is_due(object_id)
 
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
-        if not _has_a_name(planned) or self._reclaimer.is_removing(planned.object_id):
+        if not _has_a_name(planned) or planned.object_id in self._removing:
             return None
-        charged = self._charged(planned)
+        charged = msgspec.structs.replace(planned, num_bytes=self._bytes_on_disk(planned.num_bytes))
         is_rewrite = self._may_rewrite(planned.object_id)
         if not is_rewrite and not self.index.may_reserve(charged):
             return None
-        may_write = self._write_rate.allows(charged.num_bytes)
-        grant = self._reclaimer.reserve(charged.num_bytes) if may_write else None
-        if grant is None:
+        if not self._take_room(charged):
             self._dropped += 1
             return None
-        self._write_rate.spend(charged.num_bytes)
         ticket = next(self._tickets)
+        self._stores[ticket] = _Store(self._served, planned, charged.num_bytes, is_rewrite)
         if is_rewrite:
             self._rewritten[ticket] = planned.object_id
             self.index.pin([planned.object_id])
         else:
             self._suspended.discard(planned.object_id)
             self.index.reserve(charged, ticket)
-        self._in_flight[ticket] = grant
-        return StoreTicket(ticket, planned, DiskStore(grant.slot, self._reset, grant.over))
+        return StoreTicket(ticket, planned, DiskStore(self._reset))
+
+    def _take_room(self, charged: PlannedObject) -> bool:
+        """Whether there are bytes for the object now. Then its parents stay until the catalogue has it."""
+        if not self._write_rate.allows(charged.num_bytes) or not self._served.holds.hold(charged.parents):
+            return False
+        if not self._bookkeeper.reserve(charged.num_bytes):
+            self._served.holds.release(charged.parents)
+            return False
+        self._write_rate.spend(charged.num_bytes)
+        return True
 
     def commit(self, ticket: int) -> None:
-        if (grant := self._in_flight.pop(ticket, None)) is not None:
-            self._reclaimer.commit(grant)
-        if (rewritten := self._rewritten.pop(ticket, None)) is not None:
-            self._suspended.discard(rewritten)
-            self.release([rewritten])
-        self._forget(self.index.commit(ticket).released)
+        if (store := self._stores.get(ticket)) is None:
+            return
+        if store.served is not self._served:
+            self._discard(ticket)
+        elif store.is_rewrite:
+            self._suspended.discard(store.planned.object_id)
+            self._tell_of(ticket)
+            self._end_rewrite(ticket)
+        else:
+            store.is_written = True
+            visible, released = self.index.commit(ticket)
+            for entry in visible:
+                self._tell_of(entry.ticket)
+            self._discard_all(released)
 
     def abort(self, ticket: int) -> None:
-        if (grant := self._in_flight.pop(ticket, None)) is not None:
-            self._reclaimer.release(grant)
-        if (rewritten := self._rewritten.pop(ticket, None)) is not None:
-            self.release([rewritten])
-        self._forget(self.index.abort(ticket))
+        if (store := self._stores.get(ticket)) is None:
+            return
+        if store.served is not self._served:
+            self._discard(ticket)
+        elif store.is_rewrite:
+            self._discard(ticket)
+            self._end_rewrite(ticket)
+        else:
+            self._discard_all(self.index.abort(ticket))
+
+    def _tell_of(self, ticket: int) -> None:
+        """The object of a store can be found: others shall find it too."""
+        if (store := self._stores.pop(ticket, None)) is not None:
+            self._unconfirmed.add(store.planned.object_id)
+            self._bookkeeper.commit(store.served, store.planned, store.num_bytes, ticket)
+
+    def _end_rewrite(self, ticket: int) -> None:
+        self._discard_all(self.index.unpin([self._rewritten.pop(ticket)]))
+
+    def _discard_all(self, released: Iterable[Entry]) -> None:
+        """Of what the index has released: the files of stores that the catalogue will not hear of."""
+        for entry in released:
+            self._discard(entry.ticket)
+
+    def _discard(self, ticket: int) -> None:
+        if (store := self._stores.pop(ticket, None)) is not None:
+            if store.served is self._served:
+                self._removing[store.planned.object_id] += 1
+            self._bookkeeper.discard(store.served, store.planned, store.num_bytes)
 
     # Loads.
 
     def acquire(self, planned: Sequence[PlannedObject]) -> list[LoadTicket] | None:
-        entries = self.index.pin([item.object_id for item in planned])
-        if entries is None:
+        object_ids = [item.object_id for item in planned]
+        if not self._served.holds.hold(object_ids):
             return None
+        if (entries := self.index.pin(object_ids)) is None:
+            self._served.holds.release(object_ids)
+            return None
+        self._pinned.update(object_ids)
+        self._bookkeeper.use(self._served, object_ids)
         return [
             LoadTicket(entry.ticket, item.object_id, item.num_bytes, DiskLoad(self._reset))
             for entry, item in zip(entries, planned, strict=True)
         ]
 
     def release(self, object_ids: Sequence[ObjectId]) -> None:
-        self._forget(self.index.unpin(object_ids))
+        if self._pinned_before:
+            object_ids = [object_id for object_id in object_ids if not _take_one(self._pinned_before, object_id)]
+        for object_id in object_ids:
+            _take_one(self._pinned, object_id)
+        self._served.holds.release(object_ids)
+        self._discard_all(self.index.unpin(object_ids))
 
     # Removal.
 
     def drop(self, object_id: ObjectId) -> None:
         if object_id in self._rewritten.values():
             self.suspend(object_id)  # its old file is about to be replaced, and what builds on it is right
-        else:
-            self._async_lookup.shun(object_id)
-            self._forget(self.index.drop(object_id))
+            return
+        self._forget(object_id)
+        self._removing[object_id] += 1
+        self._bookkeeper.drop(self._served, object_id)
 
     def suspend(self, object_id: ObjectId) -> None:
-        """For ``SHUN_S``, or until it is stored again. Its file stays, and with it what builds on it."""
+        """For ``SUSPENDED_S``, or until it is stored again. Its file stays, and with it what builds on it."""
         self._suspended.add(object_id)
 
     def clear(self) -> None:
@@ -251,34 +334,45 @@ class DiskTierManager(TierManager):
         What was stored before stays for those who serve it, and goes first when nobody does. This process finds it
         again once it is restarted and the weights' files say that it is right.
         """
+        for ticket in [ticket for ticket, store in self._stores.items() if store.is_written]:
+            self._discard(ticket)
         self._reset = secrets.token_hex(8)
-        self._async_lookup.stop()
-        self._recovery.stop()
-        self._suspended = Recent(SHUN_S)
-        self.index.clear()
-        self._reclaimer.move(self._first_namespace.since(self._reset))
+        self._served = ServedNamespace(self._first_namespace.since(self._reset))
+        self._bookkeeper.serve(self._served, retired=self.index)
+        self.index = _new_index()
+        self._suspended = Recent(SUSPENDED_S)
+        self._rewritten, self._unconfirmed, self._unseen, self._outdated = {}, set(), set(), set()
+        self._removing.clear()
+        self._pinned_before.update(self._pinned)
+        self._pinned.clear()
         logger.info("%s: reset; objects of before are not loaded any more", self._name)
-
-    def _begin_anew(self) -> None:
-        """Another root, or none, lies where ours was: know what is there."""
-        self._recovery.stop()
-        self._suspended = Recent(SHUN_S)
-        self.index.clear()
-        self._recovery = self._recover(self._first_namespace.since(self._reset))
 
     def usage(self) -> TierUsage:
         return TierUsage(
             num_objects=len(self.index),
             used_bytes=self.index.used_bytes,
-            capacity_bytes=self._limits.capacity_bytes,
-            evicted_objects=self._evicted,
+            capacity_bytes=self._capacity_bytes,
+            evicted_objects=self._bookkeeper.num_evicted,
             dropped_objects=self._dropped,
         )
 
     def close(self) -> None:
-        self._async_lookup.close()
-        self._recovery.close(_JOIN_S)
-        self._reclaimer.close(_JOIN_S)
+        self._bookkeeper.close(_JOIN_S)
+
+
+def _new_index() -> PrefixIndex:
+    """What goes is for the catalogue to say."""
+    return PrefixIndex(capacity_bytes=None, policy=NeverEvicts())
+
+
+def _take_one(counts: Counter[ObjectId], object_id: ObjectId) -> bool:
+    """Whether there was one to take."""
+    if not counts[object_id]:
+        return False
+    counts[object_id] -= 1
+    if not counts[object_id]:
+        del counts[object_id]
+    return True
 
 
 def _has_a_name(planned: PlannedObject) -> bool:
@@ -288,4 +382,4 @@ def _has_a_name(planned: PlannedObject) -> bool:
             check_object_id(object_id)
     except ValueError:
         return False
-    return len(planned.parents) <= MAX_PARENTS and planned.num_bytes > 0
+    return len(planned.parents) == len(set(planned.parents)) <= MAX_PARENTS and planned.num_bytes > 0

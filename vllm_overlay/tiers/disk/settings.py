@@ -55,3 +55,11 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
             examples=["/etc/vllm/kv.key"],
         ),
     ] = ""
+    encryption_key_file: Annotated[
+        str,
+        Meta(
+            description="private file of at least 32 bytes; objects are encrypted with AES-256-GCM, and what was not "
+            "written with this key is a miss; instead of `integrity_key_file`",
+            examples=["/etc/vllm/kv-encryption.key"],
+        ),
+    ] = ""

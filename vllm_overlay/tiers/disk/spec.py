@@ -5,14 +5,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+from vllm_overlay import versions
 from vllm_overlay.config import MIB
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import TierSpec, WorkerContext
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
+from vllm_overlay.tiers.disk.files.root import open_root
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.namespace import INTEGRITY, DiskNamespace
-from vllm_overlay.tiers.disk.root import open_root
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import PAGE_BYTES, unit_size
@@ -31,9 +32,9 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
 
     def build_worker(self, context: WorkerContext) -> tuple[DiskTierWorker, DiskNamespace]:
         settings, geometry = self.settings, context.geometry
-        integrity = integrity_of(settings.integrity_key_file)
+        integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
         open_root(Device(), settings.root, bool(integrity.key))
-        facts = {INTEGRITY: integrity.name}
+        facts = {INTEGRITY: integrity.name, OBJECT_FORMAT: versions.DISK_OBJECT}
         fingerprints = context.fingerprints(settings.namespace, Path(settings.root), facts, integrity.cache_key)
         namespace = DiskNamespace(fingerprints.attention, fingerprints.snapshot, fingerprints.description)
         unit_bytes = -(-unit_size(geometry.smallest_object_bytes) // PAGE_BYTES) * PAGE_BYTES

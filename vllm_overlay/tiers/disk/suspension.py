@@ -8,6 +8,9 @@ from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, ObjectKind
 from vllm_overlay.tiers.index import PrefixIndex
 
+SUSPENDED_S = 60.0
+"""For so long an object that could not be read is not offered."""
+
 
 class ReadableHits:
     """Implements ``HitSource`` for one lookup of one prompt: the index without what is suspended.

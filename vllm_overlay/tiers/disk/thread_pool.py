@@ -5,11 +5,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 
@@ -43,3 +47,39 @@ class ThreadPool:
                 raise
             except BaseException as error:  # a job reports its own errors: this is a defect, but the thread lives on
                 _log.warning("job", "disk tier: a job failed: %r", error)
+
+
+def in_threads(job: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> list[_Result]:
+    """What ``job`` returns for each item, this thread and others at work. Raises what one that failed has raised.
+
+    The others are daemons that end with this call, so nobody has to stop them.
+    """
+    left = deque(enumerate(items))
+    found: dict[int, _Result] = {}
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors and (taken := _take(left)) is not None:
+            place, item = taken
+            try:
+                found[place] = job(item)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(num_threads, len(items)) - 1)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [found[place] for place in range(len(items))]
+
+
+def _take(left: deque[_Item]) -> _Item | None:
+    """Another thread may have taken the last."""
+    try:
+        return left.popleft()
+    except IndexError:
+        return None

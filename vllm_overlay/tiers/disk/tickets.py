@@ -6,14 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DiskStore:
-    """``slot`` is the lease that the bytes come from. ``over`` has a file a rank to write over, or nothing.
+    """``reset`` names the last ``TierManager.clear`` before the store was planned; empty before the first."""
 
-    ``reset`` names the last ``TierManager.clear``; empty before the first.
-    """
-
-    slot: int
     reset: str = ""
-    over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

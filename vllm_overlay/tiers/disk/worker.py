@@ -17,19 +17,16 @@ from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.config import parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
-from vllm_overlay.tiers.disk.checksum import integrity_of
-from vllm_overlay.tiers.disk.device import Device, remove_quietly, takes_direct_io, temporary_name
-from vllm_overlay.tiers.disk.format import Identity, ObjectHeader
-from vllm_overlay.tiers.disk.ledger import Ledger
-from vllm_overlay.tiers.disk.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.object_file import (
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.device import Device, remove_quietly, takes_direct_io, temporary_name
+from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.object_file import (
     BadObject,
-    make_object_directory,
-    payload_checksum,
     read_object,
     write_object,
 )
-from vllm_overlay.tiers.disk.root import choose_root
+from vllm_overlay.tiers.disk.files.root import choose_root
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.staging import Staging
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
@@ -74,12 +71,11 @@ class DiskTierWorker(TierWorker):
         device: Device | None = None,
     ) -> None:
         self._device = device or Device()
-        self._integrity = integrity_of(settings.integrity_key_file)
+        self._integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
         self._root = choose_root(self._device, os.path.abspath(settings.root), bool(self._integrity.key))
         self._namespace = namespace
         self._rank = rank
         self._world_size = world_size
-        self._ledger = Ledger(self._root, self._device)
         self._staging = Staging(parse_bytes(settings.staging_bytes, "staging_bytes"), unit_bytes, max_object_bytes)
         wants_direct = settings.direct_io == "auto" and unit_bytes % PAGE_BYTES == 0
         self._direct = wants_direct and takes_direct_io(self._device, self._root)
@@ -131,8 +127,6 @@ class DiskTierWorker(TierWorker):
     def _try_to_write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
         """The reason why not, or None."""
         if self._is_closed or not self._write_breaker.allows():
-            for recycled in _store_part(ticket).over[self._rank : self._rank + 1]:
-                remove_quietly(self._device, recycled)
             return Reason.CLOSED if self._is_closed else Reason.BREAKER
         reason = self._write_or_reason(ticket, buffer)
         self._write_breaker.report(reason in _FAULTS)
@@ -140,7 +134,8 @@ class DiskTierWorker(TierWorker):
 
     def _write_or_reason(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
         try:
-            return self._write(ticket, buffer)
+            self._write(ticket, buffer)
+            return None
         except OSError as error:
             reason = Reason.NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.IO_ERROR
             _log.warning(reason, "disk tier: a store was dropped: %s", error)
@@ -151,29 +146,22 @@ class DiskTierWorker(TierWorker):
             _log.warning(reason, "disk tier: a store was dropped: %r", error)
         return reason
 
-    def _write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
-        part = _store_part(ticket)
-        namespace = self._namespace.since(part.reset)
+    def _write(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
+        namespace = self._namespace.since(_store_part(ticket).reset)
         path = namespace.path_of(self._root, ticket.planned.object_id, self._rank)
-        recycled = part.over[self._rank] if part.over else ""
-        temporary = recycled or os.path.join(os.path.dirname(path), temporary_name())
+        temporary = os.path.join(os.path.dirname(path), temporary_name())
         self._temporaries.add(temporary)
-        has_its_name = False
         try:
-            header = self._header(namespace, ticket, buffer)
-            if recycled:
-                make_object_directory(self._device, path)
-            write_object(
-                self._device, temporary, header, buffer, self._direct, self._integrity, is_recycled=bool(recycled)
-            )
-            has_its_name = self._ledger.publish(part.slot, temporary, path)
-            return None if has_its_name else Reason.NO_LEASE
+            header = self._header(namespace, ticket)
+            write_object(self._device, temporary, header, buffer, self._direct, self._integrity)
+            self._device.rename(temporary, path)
+        except BaseException:
+            remove_quietly(self._device, temporary)
+            raise
         finally:
-            if not has_its_name:
-                remove_quietly(self._device, temporary)
             self._temporaries.discard(temporary)
 
-    def _header(self, namespace: DiskNamespace, ticket: StoreTicket, buffer: HostBuffer) -> ObjectHeader:
+    def _header(self, namespace: DiskNamespace, ticket: StoreTicket) -> ObjectHeader:
         planned = ticket.planned
         return ObjectHeader(
             fingerprint=bytes.fromhex(namespace.fingerprint_of(planned.object_id.tag)),
@@ -185,7 +173,6 @@ class DiskTierWorker(TierWorker):
             rank=self._rank,
             world_size=self._world_size,
             ticket=ticket.ticket,
-            payload_checksum=payload_checksum(buffer, self._integrity),
         )
 
     # Loads.
@@ -308,7 +295,9 @@ class DiskTierWorker(TierWorker):
 
     def _remove_bad(self, path: str) -> None:
         try:
-            self._ledger.remove_files([path])
+            self._device.unlink(path)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             _log.warning("remove", "disk tier: a bad object stays: %s", error)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.catalogue.objects import CHUNKS, MIB, NOW, OTHERS, SNAPSHOTS, member, name, names, store, stored
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged, Limits, Namespace, Refusal
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged, Limits, Namespace
 
 
 def test_what_a_dead_member_was_granted_is_free_only_when_it_is_buried(tmp_path: Path) -> None:
@@ -35,18 +35,21 @@ def test_files_that_a_dead_member_was_unlinking_are_named(tmp_path: Path) -> Non
     other.close()
 
 
-def test_orphans_of_a_dead_member_are_paid_from_its_grant(tmp_path: Path) -> None:
-    dying, other = member(tmp_path), member(tmp_path)
-    dying.grant(10_000, 10_000, MIB)
-    with pytest.raises(ValueError, match="no dead member"):
-        other.adopt([stored(1)], of_dead=dying.slot)
+def test_what_a_dead_member_was_unlinking_goes_to_one_heir_and_of_the_living_to_none(tmp_path: Path) -> None:
+    dying, heir, late = member(tmp_path), member(tmp_path), member(tmp_path)
+    store(dying, stored(1), stored(2))
+    dying.evict(Limits(1, 1), NOW)
     slot = dying.slot
+    assert heir.inherit(slot) == []
     dying.close()
-    found = other.adopt([stored(1), stored(2)], of_dead=slot)
-    assert [why for _, why in found.refused] == [Refusal.NO_GRANT]
-    assert other.bury(slot) == 10_000 - 8192
-    assert other.totals().num_bytes == 8192 and other.check() == []
-    other.close()
+    assert names(heir.inherit(slot)) == [name(1)]
+    assert late.inherit(slot) == [] == late.inherit(heir.slot)
+    assert late.bury(slot) == 0
+    assert late.totals().removing_bytes == 8192
+    heir.end_removal([name(1)], 0, MIB)
+    assert late.totals().num_bytes == 8192 and late.check() == []
+    heir.close()
+    late.close()
 
 
 def test_a_slot_of_the_dead_is_not_taken_before_it_is_buried(tmp_path: Path) -> None:

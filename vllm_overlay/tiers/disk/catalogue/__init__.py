@@ -17,7 +17,7 @@ from vllm_overlay.tiers.disk.catalogue.errors import (
 )
 from vllm_overlay.tiers.disk.catalogue.eviction import Limits
 from vllm_overlay.tiers.disk.catalogue.generations import replace_damaged
-from vllm_overlay.tiers.disk.catalogue.grants import Grant
+from vllm_overlay.tiers.disk.catalogue.grants import Grant, limit_bytes
 from vllm_overlay.tiers.disk.catalogue.members import DeadMember
 from vllm_overlay.tiers.disk.catalogue.rows import Name, Namespace, RemovedObject, StoredObject
 from vllm_overlay.tiers.disk.catalogue.totals import Totals
@@ -44,5 +44,6 @@ __all__ = [
     "Superseded",
     "Totals",
     "Unavailable",
+    "limit_bytes",
     "replace_damaged",
 ]

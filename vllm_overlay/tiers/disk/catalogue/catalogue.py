@@ -2,7 +2,7 @@
 """The door: every operation on the catalogue of a root, each in transactions of bounded size."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import TypeVar
 
 from vllm_overlay.tiers.disk.catalogue import (
@@ -22,12 +22,13 @@ from vllm_overlay.tiers.disk.catalogue import (
 from vllm_overlay.tiers.disk.catalogue.changes import Changes
 from vllm_overlay.tiers.disk.catalogue.commit import Commit
 from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
-from vllm_overlay.tiers.disk.catalogue.errors import Damaged
+from vllm_overlay.tiers.disk.catalogue.errors import Damaged, Superseded, translated
 from vllm_overlay.tiers.disk.catalogue.eviction import Choice, Limits
 from vllm_overlay.tiers.disk.catalogue.generations import DEFAULT_TIMEOUT_S
 from vllm_overlay.tiers.disk.catalogue.grants import Grant
 from vllm_overlay.tiers.disk.catalogue.load import Loader
 from vllm_overlay.tiers.disk.catalogue.members import DeadMember
+from vllm_overlay.tiers.disk.catalogue.namespaces import KnownNamespace
 from vllm_overlay.tiers.disk.catalogue.rows import (
     Fingerprint,
     Name,
@@ -73,10 +74,14 @@ class Catalogue:
 
     def close(self) -> None:
         """Close the file. A membership that was not left looks like a dead process's from now on."""
+        if (member := self.close_file()) is not None:
+            member.release()
+
+    def close_file(self) -> members.Membership | None:
+        """Close the file. ``count_living`` counts this process until the membership that this returns is released."""
         self._connection.close()
-        if self._member is not None:
-            self._member.release()
-            self._member = None
+        member, self._member = self._member, None
+        return member
 
     # Membership.
 
@@ -102,6 +107,12 @@ class Catalogue:
         self._member = member
         return member.slot
 
+    def check_membership(self) -> None:
+        """Raises Superseded when somebody has removed what others know this member by. Call it now and then."""
+        with translated(self.generation):
+            if self._member is not None and not self._member.is_in_place(self._root):
+                raise Superseded(f"the lock of member {self._member.slot} was removed")
+
     def serve(self, served: Iterable[Namespace], now: int) -> None:
         """Serve these namespaces, and no more those of before."""
         served = _checked_namespaces(served, now)
@@ -117,15 +128,30 @@ class Catalogue:
             self._member.release()
             self._member = None
 
+    def count_living(self) -> int:
+        """How many processes have joined, whatever catalogue of this root."""
+        with translated(self.generation):
+            return members.count_living(self._root)
+
     def dead_members(self) -> list[DeadMember]:
         """What processes left that ended without ``leave``. Remove or adopt their files, then ``bury`` each."""
         with self._connection.reading() as db:
             return members.find_dead(db, self._root)
 
+    def inherit(self, slot: int) -> list[RemovedObject]:
+        """Take over what a dead member wanted to unlink: it is this member's removal now. None of a living one's."""
+        with self._connection.writing() as db:
+            return members.inherit(db, self._root, slot, self.slot)
+
     def bury(self, slot: int) -> int:
         """Forget a dead member, whose files have been looked after; returns the bytes that this frees."""
         with self._connection.writing() as db:
             return members.bury(db, self._root, slot)
+
+    def namespaces(self) -> list[KnownNamespace]:
+        """All of them; takes no time that grows with the number of objects."""
+        with self._connection.reading() as db:
+            return namespaces.known(db, members.served(db, self._root))
 
     def drop_empty_namespaces(self) -> list[str]:
         """Forget namespaces without objects that no member serves, not even a dead one; returns their fingerprints."""
@@ -169,17 +195,13 @@ class Catalogue:
                 commit.from_grant(db, self.slot, part, result)
         return result
 
-    def adopt(self, batch: Iterable[StoredObject], of_dead: int | None = None) -> Commit:
-        """Take in objects whose files were found. In a rebuild they need no grant; else a dead member's covers them."""
+    def adopt(self, batch: Iterable[StoredObject]) -> Commit:
+        """Take in objects whose files a rebuild has found; they need no grant. Parents first."""
         result = Commit()
         for part in _batches(_checked_objects(batch)):
             with self._connection.writing() as db:
-                if of_dead is not None:
-                    members.check_dead(db, self._root, of_dead)
-                    commit.from_grant(db, of_dead, part, result)
-                else:
-                    rebuild.check_rebuilder(db, self.slot)
-                    commit.without_grant(db, part, result)
+                rebuild.check_rebuilder(db, self.slot)
+                commit.without_grant(db, part, result)
         return result
 
     def find(self, names: Iterable[Name]) -> list[StoredObject]:
@@ -231,17 +253,20 @@ class Catalogue:
         with self._connection.reading() as db:
             return Choice(db, members.served(db, self._root), limits).run().objects
 
-    def evict(self, limits: Limits, now: int) -> list[RemovedObject]:
+    def evict(
+        self, limits: Limits, now: int, may_go: Callable[[list[Name]], Set[Name]] | None = None
+    ) -> list[RemovedObject]:
         """Begin to remove at most 256 objects, those that are worth the least over all namespaces, leaves first.
 
-        One transaction chooses and removes, so no two processes choose the same.
+        One transaction chooses and removes, so no two processes choose the same. ``may_go`` is told what was chosen,
+        and says what of it may go; it must not wait.
         """
         if limits.num_objects > BATCH_ROWS:
             raise ValueError(f"at most {BATCH_ROWS} objects go at once, not {limits.num_objects}")
         self._expire_scores(now)
         with self._connection.writing() as db:
             victims = Choice(db, members.served(db, self._root), limits).run()
-            return removals.begin(db, self.slot, victims.numbers)
+            return removals.begin(db, self.slot, victims.that(may_go))
 
     def remove(self, names: Iterable[Name]) -> Iterator[list[RemovedObject]]:
         """Begin to remove these objects and everything on top of them, children first, at most 256 a list.
@@ -279,6 +304,12 @@ class Catalogue:
         """Whether this member shall ``adopt`` all files and ``end_rebuild``: nobody else does, and it is not done."""
         with self._connection.writing() as db:
             return rebuild.begin(db, self._root, self.slot)
+
+    def tell_of(self, found: Iterable[Namespace], now: int) -> None:
+        """There are directories of namespaces that perhaps nobody serves. Objects are adopted after that."""
+        found = _checked_namespaces(found, now)
+        with self._connection.writing() as db:
+            namespaces.add(db, found, now)
 
     def end_rebuild(self) -> None:
         """All files are known: room is granted from now on."""

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from vllm_overlay.common.file_lock import lock
-from vllm_overlay.tiers.disk.catalogue import generations, schema
-from vllm_overlay.tiers.disk.catalogue.errors import Busy, Superseded, Unavailable, is_busy, translated
+from vllm_overlay.tiers.disk.catalogue import generations, journal, schema
+from vllm_overlay.tiers.disk.catalogue.errors import Busy, Damaged, Superseded, Unavailable, is_busy, translated
 from vllm_overlay.tiers.disk.catalogue.holder import find_holder
 
 _POLL_S = 0.004
@@ -36,6 +36,7 @@ class Connection:
         self._pid = os.getpid()
         self._turn = threading.Lock()
         self._calls_left = DEFAULT_CALLS
+        self._num_bytes = 0
         with translated(0):
             self._take_newest(root, timeout_s)
         try:
@@ -60,8 +61,8 @@ class Connection:
             db = sqlite3.connect(uri, timeout=0, isolation_level=None, check_same_thread=False, uri=True)
             try:
                 db.set_progress_handler(self._is_too_long, _STEPS_A_CALL)
-                schema.configure(db)
-                self._patiently(lambda: schema.verify(db))
+                self._patiently(lambda: schema.configure(db))
+                self._patiently(lambda: schema.verify(db, journal.journal_mode(self.root)))
             except BaseException:
                 db.close()
                 raise
@@ -109,7 +110,7 @@ class Connection:
                 self._patiently(lambda: self._begin(begin))
                 try:
                     yield self._db
-                    self._db.execute("COMMIT")
+                    self._patiently(self._commit)
                 finally:
                     self._roll_back()
         finally:
@@ -124,8 +125,15 @@ class Connection:
             raise Unavailable(str(error)) from error
         if not os.path.samestat(found, self._file):
             raise Superseded(f"{self.path} is another file now")
+        if found.st_size < self._num_bytes:  # SQLite may go on for long with what it has in memory
+            raise Damaged("it was cut short", self.generation)
+        self._num_bytes = found.st_size
         if os.path.lexists(self._next_path):
             raise Superseded(f"{self._next_path} took its place")
+
+    def _commit(self) -> None:
+        """With a rollback journal it has to wait for who reads."""
+        self._db.execute("COMMIT")
 
     def _begin(self, begin: str) -> None:
         self._db.execute(begin)

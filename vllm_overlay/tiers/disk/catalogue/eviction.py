@@ -7,7 +7,7 @@ the object while it holds, else its last use. Both are in seconds since the epoc
 
 import heapq
 import sqlite3
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -54,6 +54,13 @@ class Victims:
 
     objects: list[RemovedObject]
     numbers: list[int]
+
+    def that(self, may_go: Callable[[list[Name]], Set[Name]] | None) -> list[int]:
+        """The numbers of those that may go."""
+        if may_go is None:
+            return self.numbers
+        allowed = may_go([item.name for item in self.objects])
+        return [number for item, number in zip(self.objects, self.numbers, strict=True) if item.name in allowed]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 
 from vllm_overlay.common.file_lock import is_held, try_lock
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.catalogue import schema
+from vllm_overlay.tiers.disk.catalogue import journal, schema
 from vllm_overlay.tiers.disk.catalogue.errors import Busy, CatalogueError, Damaged, translated
 
 MEMBERS = "members"
 _LOCK = "catalogue.lock"
 _NEW = "catalogue-new"
 _NAME = re.compile(r"catalogue-([1-9][0-9]{0,8})\.sqlite")
+_FILE = re.compile(r"catalogue-[1-9][0-9]{0,8}\.(?:sqlite(?:-wal|-shm|-journal)?|users)")
 _COMPANIONS = ("", "-wal", "-shm", "-journal")
 MAX_GENERATION = 999_999_999
 DEFAULT_TIMEOUT_S = 10.0
@@ -35,6 +36,16 @@ def path_of(root: str, generation: int) -> str:
 def users_path(root: str, generation: int) -> str:
     """The file on which everybody who has this generation open keeps a shared lock."""
     return os.path.join(root, f"catalogue-{generation}.users")
+
+
+def is_catalogue_name(name: str) -> bool:
+    """Whether this package gives that name to a file of a root."""
+    return name in (_LOCK, *(_NEW + companion for companion in _COMPANIONS)) or _FILE.fullmatch(name) is not None
+
+
+def is_catalogue(name: str) -> bool:
+    """Whether this is the name of one generation's file."""
+    return _NAME.fullmatch(name) is not None
 
 
 def newest(root: str) -> int:
@@ -83,7 +94,8 @@ def begin(root: str, generation: int) -> int:
         raise CatalogueError(f"{root} has no number left for a catalogue: remove catalogue-*.sqlite there")
     temporary = os.path.join(root, _NEW)
     _unlink(temporary)
-    schema.create(temporary)
+    schema.create(temporary, journal.journal_mode(root))
+    _unlink(path_of(root, generation))  # SQLite would play the journal of a file that was removed into this one
     os.rename(temporary, path_of(root, generation))
     return generation
 

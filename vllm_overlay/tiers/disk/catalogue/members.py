@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_overlay.common.file_lock import try_lock
+from vllm_overlay.common.file_lock import is_in_place, try_lock
 from vllm_overlay.tiers.disk.catalogue.errors import CatalogueError
 from vllm_overlay.tiers.disk.catalogue.generations import MEMBERS
 from vllm_overlay.tiers.disk.catalogue.namespaces import Namespaces
@@ -60,6 +60,10 @@ class Membership:
         self._fd = fd
         _held.add(self)
 
+    def is_in_place(self, root: str) -> bool:
+        """Whether others still see that this process holds the slot. Raises OSError."""
+        return is_in_place(slot_path(root, self.slot), self._fd)
+
     def release(self) -> None:
         """This process is no member from now on."""
         if self._fd >= 0:
@@ -97,6 +101,12 @@ def is_alive(root: str, slot: int) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def count_living(root: str) -> int:
+    """How many slots somebody holds, whatever catalogue it has open. Raises OSError."""
+    names = os.listdir(os.path.join(root, MEMBERS))
+    return sum(is_alive(root, int(name)) for name in names if name.isdecimal() and int(name) < NUM_SLOTS)
 
 
 def read_members(db: sqlite3.Connection) -> list[MemberRow]:
@@ -164,10 +174,16 @@ def find_dead(db: sqlite3.Connection, root: str) -> list[DeadMember]:
     ]
 
 
-def check_dead(db: sqlite3.Connection, root: str, slot: int) -> None:
-    """Raise ValueError unless this slot is a dead member's."""
-    if slot not in dead_slots(db, root):
-        raise ValueError(f"slot {slot} is no dead member's")
+def inherit(db: sqlite3.Connection, root: str, slot: int, heir: int) -> list[RemovedObject]:
+    """Give a dead process's removals to another slot; returns them. Raises OSError."""
+    if (fd := try_lock(slot_path(root, slot))) is None:
+        return []
+    try:
+        removed = read_removals(db, Namespaces(db), slot)
+        db.execute("UPDATE removal SET slot = ? WHERE slot = ?", (heir, slot))
+        return removed
+    finally:
+        os.close(fd)
 
 
 def bury(db: sqlite3.Connection, root: str, slot: int) -> int:

@@ -2,7 +2,8 @@
 """The rows of namespaces, and the numbers that stand for them in other rows."""
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
 
 import msgspec
 
@@ -26,6 +27,17 @@ class NamespaceRow(msgspec.Struct, array_like=True, frozen=True):
     def parents_id(self) -> int:
         """The namespace in which the parents of its objects lie."""
         return self.id if self.partner is None else self.partner
+
+
+@dataclass(frozen=True, slots=True)
+class KnownNamespace:
+    """``is_served``: a living member serves it. ``is_empty``: it has no object and no file to unlink."""
+
+    fingerprint: str
+    partner: str
+    is_temporary: bool
+    is_served: bool
+    is_empty: bool
 
 
 class Namespaces:
@@ -76,6 +88,28 @@ class Namespaces:
         row = NamespaceRow(cursor.lastrowid or 0, fingerprint, partner, int(is_temporary), now)
         self.by_id[row.id] = self.by_fingerprint[fingerprint] = row
         return row
+
+
+def known(db: sqlite3.Connection, served: Set[int]) -> list[KnownNamespace]:
+    """All of them. ``served`` are those that living members serve."""
+    namespaces = Namespaces(db)
+    return [
+        KnownNamespace(
+            row.fingerprint,
+            namespaces.fingerprint_of(row.parents_id),
+            bool(row.is_temporary),
+            row.id in served,
+            not _has_anything(db, row.id),
+        )
+        for row in namespaces.by_id.values()
+    ]
+
+
+def add(db: sqlite3.Connection, found: Iterable[Namespace], now: int) -> None:
+    """Make rows of namespaces, as if each had been served at ``now``."""
+    namespaces = Namespaces(db)
+    for namespace in found:
+        namespaces.serve(namespace, now)
 
 
 def drop_empty(db: sqlite3.Connection, keep: set[int]) -> list[str]:

@@ -6,9 +6,10 @@ import os
 import secrets
 import sqlite3
 
+from vllm_overlay import versions
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
 
-VERSION = 1
+VERSION = versions.CATALOGUE
 APPLICATION_ID = 0x48_4B_56_43  # "HKVC"
 _MAX_VALUE_BYTES = 1 << 20
 _CACHE_KIB = 4096
@@ -85,6 +86,7 @@ _SETTINGS = (
     "PRAGMA cell_size_check = ON",
     "PRAGMA mmap_size = 0",  # a file that is cut short must be an error, not a signal
     "PRAGMA synchronous = OFF",
+    "PRAGMA wal_autocheckpoint = 256",  # a MiB: on a small disk the log takes the objects' room
     f"PRAGMA journal_size_limit = {_MOST_LOG_BYTES}",  # what a stopped reader made of the log is cut off again
     "PRAGMA secure_delete = OFF",
     "PRAGMA temp_store = MEMORY",
@@ -99,13 +101,13 @@ def configure(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
-def create(path: str) -> None:
+def create(path: str, journal: str) -> None:
     """Write a catalogue that knows nothing at ``path``, where there must be no file. Raises OSError, sqlite3.Error."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
     db = sqlite3.connect(path, isolation_level=None)
     try:
         configure(db)
-        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"PRAGMA journal_mode = {journal}")
         db.execute("BEGIN IMMEDIATE")
         _write_schema(db)
         db.execute("INSERT INTO meta VALUES (1, ?, 0, NULL, 0, 0)", (secrets.token_hex(16),))
@@ -114,7 +116,7 @@ def create(path: str) -> None:
         db.close()
 
 
-def verify(db: sqlite3.Connection) -> None:
+def verify(db: sqlite3.Connection, journal: str) -> None:
     """Raise Damaged unless the file has this version's tables, to the letter, and nothing else."""
     application = db.execute("PRAGMA application_id").fetchone()[0]
     version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -124,8 +126,8 @@ def verify(db: sqlite3.Connection) -> None:
         raise Damaged(f"its schema has version {version}, not {VERSION}")
     if _schema_of(db) != _expected_schema():
         raise Damaged("its tables are not those of a catalogue")
-    if db.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
-        raise Damaged("it has no write-ahead log")
+    if db.execute("PRAGMA journal_mode").fetchone()[0] != journal:
+        raise Damaged(f"its journal is not the one of this file system, {journal}")
 
 
 def _write_schema(db: sqlite3.Connection) -> None:

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stores and loads files of one size: the disk tier, and other tiers' file code."""
+
+import importlib.util
+import itertools
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch  # noqa: F401  LMCache's extension is linked against its libraries
+
+from vllm_overlay.config import GIB, MIB
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.base import LoadTicket, StoreTicket
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.manager import DiskTierManager
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.disk.tickets import DiskLoad
+from vllm_overlay.tiers.disk.worker import DiskTierWorker
+from vllm_overlay.tiers.memory import unit_size
+
+STAGING_BYTES = 256 * MIB
+WRITE_THREADS, READ_THREADS = 2, 4
+_POLL_S = 0.0001
+
+
+class Ours:
+    """The disk tier as the connector's worker drives it, without the copies to and from the KV cache."""
+
+    def __init__(
+        self,
+        directory: Path,
+        object_bytes: int,
+        capacity_bytes: int = 64 * GIB,
+        integrity_key_file: str = "",
+        encryption_key_file: str = "",
+    ) -> None:
+        self.directory = directory
+        settings = DiskTierSettings(
+            root=str(directory),
+            capacity_bytes=capacity_bytes,
+            min_free_bytes=0,
+            staging_bytes=STAGING_BYTES,
+            write_threads=WRITE_THREADS,
+            read_threads=READ_THREADS,
+            integrity_key_file=integrity_key_file,
+            encryption_key_file=encryption_key_file,
+        )
+        namespace = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
+        self._object_bytes = object_bytes
+        self.tier = DiskTierManager(settings, namespace, 1, object_bytes)
+        self._worker = DiskTierWorker(settings, namespace, 0, 1, unit_size(object_bytes), object_bytes)
+        self._tickets: list[StoreTicket] = []
+        self._loads = itertools.count()
+
+    def planned(self, key: bytes) -> PlannedObject:
+        return PlannedObject(ObjectId("f0", key), (), 0, 64, self._object_bytes, 0)
+
+    def prepare(self, keys: Sequence[bytes]) -> None:
+        """Tickets; they need room, which the scheduler has ahead of its stores."""
+        self._tickets = []
+        for key in keys:
+            while (ticket := self.tier.reserve(self.planned(key))) is None:
+                self.tier.advance()
+                time.sleep(_POLL_S)
+            self._tickets.append(ticket)
+
+    def store(self) -> None:
+        left, num_stored = list(reversed(self._tickets)), 0
+        while num_stored < len(self._tickets):
+            while left and (buffer := self._worker.begin_store(left[-1])) is not None:
+                self._worker.submit_store(left.pop(), buffer)
+            stored, _ = self._worker.poll()
+            if any(result.reason for result in stored):
+                raise RuntimeError(f"a store failed: {stored}")
+            num_stored += len(stored)
+            if not stored:
+                time.sleep(_POLL_S)
+
+    def load(self) -> None:
+        load_id = str(next(self._loads))
+        tickets = [
+            LoadTicket(ticket.ticket, ticket.planned.object_id, ticket.planned.num_bytes, DiskLoad())
+            for ticket in self._tickets
+        ]
+        self._worker.begin_load(load_id, tickets)
+        num_loaded = 0
+        while num_loaded < len(tickets):
+            _, fetched = self._worker.poll()
+            for result in fetched:
+                if result.buffer is None:
+                    raise RuntimeError(f"a load failed: {result.reason}")
+                self._worker.end_fetch(load_id, result.position)
+            num_loaded += len(fetched)
+            if not fetched:
+                time.sleep(_POLL_S)
+
+    def remove(self) -> None:
+        for ticket in self._tickets:
+            self.tier.commit(ticket.ticket)
+            self.tier.drop(ticket.planned.object_id)
+
+    def close(self) -> None:
+        self._worker.close(4.0)
+        self.tier.close()
+
+
+class Vllm:
+    """vLLM's own file-system tier: its batch calls, one batch a thread, on as many threads."""
+
+    def __init__(self, directory: Path, object_bytes: int, memory: memoryview, direct: bool) -> None:
+        from vllm.v1.kv_offload.tiering.fs import io
+
+        self.directory = directory
+        self._io, self._memory, self._object_bytes, self._direct = io, memory, object_bytes, direct
+        self._writers, self._readers = ThreadPoolExecutor(WRITE_THREADS), ThreadPoolExecutor(READ_THREADS)
+        self._paths: list[str] = []
+
+    def prepare(self, keys: Sequence[bytes]) -> None:
+        self._paths = [str(self.directory / key.hex()[:2] / key.hex()) for key in keys]
+        for path in self._paths:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+
+    def store(self) -> None:
+        self._each(self._writers, WRITE_THREADS, self._io.batch_store_block)
+
+    def load(self) -> None:
+        self._each(self._readers, READ_THREADS, self._io.batch_load_block)
+
+    def _each(self, pool: ThreadPoolExecutor, num_threads: int, call: Callable[..., object]) -> None:
+        slots = len(self._memory) // self._object_bytes
+
+        def run(place: int) -> None:
+            paths = self._paths[place::num_threads]
+            own = range(place, slots, num_threads)
+            offsets = [own[turn % len(own)] * self._object_bytes for turn in range(len(paths))]
+            call(paths, self._memory, offsets, self._object_bytes, self._direct)
+
+        list(pool.map(run, range(num_threads)))
+
+    def remove(self) -> None:
+        for path in self._paths:
+            os.unlink(path)
+
+    def close(self) -> None:
+        self._writers.shutdown()
+        self._readers.shutdown()
+
+
+class LMCache:
+    """LMCache's native file-system client, with as many workers as we have readers."""
+
+    def __init__(self, directory: Path, object_bytes: int, memory: memoryview, direct: bool, unpacked: Path) -> None:
+        (found,) = (unpacked / "lmcache").glob("lmcache_fs.*.so")
+        spec = importlib.util.spec_from_file_location("lmcache_fs", found)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._client = module.LMCacheFSClient(str(directory), READ_THREADS, "", direct, 0)
+        slots = len(memory) // object_bytes
+        self._slots = [memory[place * object_bytes : (place + 1) * object_bytes] for place in range(slots)]
+        self._keys: list[str] = []
+
+    def prepare(self, keys: Sequence[bytes]) -> None:
+        self._keys = [f"model@00000001@0@{key.hex()}" for key in keys]
+
+    def store(self) -> None:
+        self._run(self._client.submit_batch_set)
+
+    def load(self) -> None:
+        self._run(self._client.submit_batch_get)
+
+    def _run(self, submit: Callable[[list[str], list[memoryview]], int]) -> None:
+        buffers = [self._slots[turn % len(self._slots)] for turn in range(len(self._keys))]
+        future = int(submit(self._keys, buffers))
+        while True:
+            select.select([self._client.event_fd()], [], [], 10.0)
+            for done in self._client.drain_completions():
+                if int(done[0]) == future:
+                    if not done[1]:
+                        raise RuntimeError(f"LMCache: {done}")
+                    return
+
+    def remove(self) -> None:
+        for path in self.directory.rglob("*"):
+            if path.is_file():
+                path.unlink()
+
+    def close(self) -> None:
+        self._client.close()
+
+
+Side = Ours | Vllm | LMCache

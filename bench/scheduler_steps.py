@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the disk tier keeps the scheduler's thread, at a reset and while a full tier stores (docs/benchmarks.md)."""
+
+import argparse
+import gc
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+from bench.measure import percentile, table
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.tiers.disk.files.format import file_bytes
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.manager import DiskTierManager
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.disk.worker import DiskTierWorker
+from vllm_overlay.tiers.memory import unit_size
+
+_NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
+_OBJECT_BYTES = 4096
+_PROMPT_CHUNKS = 100
+_STORES_A_STEP = 16
+_STEP_S = 0.001
+
+
+def prompts() -> Iterator[PlannedObject]:
+    """Chains of ``_PROMPT_CHUNKS`` chunks, parents first, for ever."""
+    parents: tuple[ObjectId, ...] = ()
+    number = 0
+    while True:
+        place = number % _PROMPT_CHUNKS
+        object_id = ObjectId("f0", hashlib.sha256(number.to_bytes(8, "little")).digest())
+        yield PlannedObject(object_id, parents if place else (), place * 64, place * 64 + 64, _OBJECT_BYTES, 0)
+        parents = (object_id,)
+        number += 1
+
+
+class Scheduler:
+    """Steps of one tier: it takes news in, commits what was stored, and asks for tickets. ``steps`` are its seconds."""
+
+    def __init__(self, root: str, num_objects: int) -> None:
+        settings = DiskTierSettings(root=root, capacity_bytes=num_objects * file_bytes(_OBJECT_BYTES), min_free_bytes=0)
+        self.tier = DiskTierManager(settings, _NAMESPACE, 1, _OBJECT_BYTES)
+        self._worker = DiskTierWorker(settings, _NAMESPACE, 0, 1, unit_size(_OBJECT_BYTES), _OBJECT_BYTES)
+        self._prompts = prompts()
+        self._next = next(self._prompts)
+        self._done: list[int] = []
+        self.num_stored = 0
+        self.steps: list[float] = []
+
+    def step(self, may_store: bool = True, may_reset: bool = False) -> None:
+        """One step, and what the worker does after it, which is not timed."""
+        began = time.perf_counter()
+        if may_reset:
+            self.tier.clear()
+        self.tier.advance()
+        for ticket in self._done:
+            self.tier.commit(ticket)
+        tickets = self._reserve() if may_store else []
+        self.steps.append(time.perf_counter() - began)
+        self._store(tickets)
+        time.sleep(_STEP_S)
+
+    def _reserve(self) -> list[StoreTicket]:
+        tickets: list[StoreTicket] = []
+        while len(tickets) < _STORES_A_STEP:
+            if (ticket := self.tier.reserve(self._next)) is None:
+                if not self.tier.has_or_awaits(self._next.object_id) and self._has_lost_its_prompt():
+                    self._next = next(self._prompts)
+                    continue
+                break
+            tickets.append(ticket)
+            self._next = next(self._prompts)
+        return tickets
+
+    def _has_lost_its_prompt(self) -> bool:
+        """After a reset, or when the chunk before was evicted."""
+        return not all(self.tier.has_or_awaits(parent) for parent in self._next.parents)
+
+    def _store(self, tickets: list[StoreTicket]) -> None:
+        for ticket in tickets:
+            while (buffer := self._worker.begin_store(ticket)) is None:
+                time.sleep(_STEP_S)
+            self._worker.submit_store(ticket, buffer)
+        stored, _ = self._worker.poll()
+        if any(result.reason for result in stored):
+            raise RuntimeError(f"a store failed: {stored}")
+        self._done = [result.ticket for result in stored]
+        self.num_stored += len(stored)
+
+    def close(self) -> None:
+        self._worker.close(10.0)
+        self.tier.close()
+
+
+def rows_of(what: str, steps: list[float]) -> tuple[str, ...]:
+    """One line of the table; in milliseconds."""
+    figures = (median(steps), percentile(steps, 0.99), percentile(steps, 0.999), max(steps))
+    return (what, str(len(steps)), *(f"{1000 * figure:.2f}" for figure in figures))
+
+
+def measure(root: str, num_objects: int, seconds: float) -> list[tuple[str, ...]]:
+    """Fill a tier, go on storing for so long, and reset it."""
+    scheduler = Scheduler(root, num_objects)
+    while scheduler.num_stored < num_objects and not scheduler.tier.usage().evicted_objects:
+        scheduler.step()
+    gc.collect()
+    rows = [rows_of("while the tier fills", scheduler.steps)]
+    scheduler.steps = []
+    stored, end = scheduler.num_stored, time.monotonic() + seconds
+    while time.monotonic() < end:
+        scheduler.step()
+    rate = (scheduler.num_stored - stored) / seconds
+    rows.append(rows_of(f"full: stores {rate:.0f}/s and evicts", scheduler.steps))
+    scheduler.steps = []
+    end = time.monotonic() + 3.0
+    scheduler.step(may_reset=True)
+    reset = scheduler.steps[0]
+    while time.monotonic() < end:
+        scheduler.step(may_store=False)
+    rows.append(rows_of(f"a reset ({1000 * reset:.2f} ms), and 3 s after", scheduler.steps))
+    scheduler.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--objects", type=int, default=50_000, help="that the tier holds; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of storing when full; default: %(default)s")
+    parser.add_argument("--directory", type=Path, default=Path(".benchmarks"), help="default: %(default)s")
+    arguments = parser.parse_args()
+    logging.getLogger("vllm_overlay").setLevel(logging.ERROR)
+    arguments.directory.mkdir(parents=True, exist_ok=True)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
+        rows = measure(os.path.join(scratch, "root"), arguments.objects, arguments.seconds)
+    columns = ("steps of the scheduler", "number", "median, ms", "p99", "p99.9", "longest")
+    print(f"{arguments.objects:,} objects, load average {load:.1f}\n\n{table(columns, rows)}")
+
+
+if __name__ == "__main__":
+    main()

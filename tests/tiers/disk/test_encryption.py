@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encryption at rest: what lies on the disk says nothing without the key, and nothing that was changed is loaded."""
+
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tiers.disk.files import lose_catalogue, object_files, on_disk
+from tests.tiers.disk.keys import OTHER_SECRET, SECRET, make_key
+from tests.tiers.disk.objects import OBJECT, UNIT, chain, content
+from tests.tiers.disk.tier_pair import TierPair, settings, tier_pair
+from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.disk.files import encryption
+from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
+from vllm_overlay.tiers.disk.files.object_file import BadObject, read_object, verify_file
+from vllm_overlay.tiers.memory import HostPool
+
+
+@pytest.fixture
+def key(tmp_path):
+    return make_key(tmp_path / "key")
+
+
+@pytest.fixture
+def other_key(tmp_path):
+    return make_key(tmp_path / "other-key", OTHER_SECRET)
+
+
+def encrypted(root: Path, key: str, **changes: object):
+    return tier_pair(root, encryption_key_file=key, **changes)
+
+
+# What is stored comes back.
+
+
+@pytest.mark.parametrize("num_bytes", [1, 15, 16, 4096, UNIT, UNIT + 1, OBJECT, 3 * UNIT])
+@pytest.mark.parametrize("direct_io", ["auto", "off"])
+def test_objects_read_back_as_written(tmp_path, key, num_bytes, direct_io):
+    with encrypted(tmp_path / "root", key, direct_io=direct_io, max_object_bytes=3 * UNIT) as made:
+        objects = chain("p", 4, num_bytes)
+        made.store(objects)
+        assert made.reasons(objects) == [""] * 5
+        assert {path.read_bytes()[56] for path in object_files(made.root)} == {3}
+
+
+@pytest.mark.parametrize("unit_bytes", [1000, 4096, 5000, 2 * OBJECT])
+def test_units_of_any_size_write_what_those_of_any_other_read(tmp_path, key, unit_bytes):
+    objects = chain("p", 2)
+    with encrypted(tmp_path / "root", key, unit_bytes=unit_bytes) as made:
+        made.store(objects)
+    with encrypted(tmp_path / "root", key) as again:
+        assert again.recovered().reasons(objects) == [""] * 3
+
+
+def test_objects_are_found_after_a_restart_with_the_key(tmp_path, key):
+    with encrypted(tmp_path / "root", key) as made:
+        made.store(chain("p", 3))
+    with encrypted(tmp_path / "root", key) as again:
+        assert again.recovered().coverage(chain("p", 3)) == [True] * 4
+
+
+def test_another_program_reads_a_file_as_documented(tmp_path, key):
+    planned = chain("p", 1)[0]
+    with encrypted(tmp_path / "root", key) as made:
+        made.store([planned])
+        raw = made.path(planned).read_bytes()
+    base = blake3(SECRET, derive_key_context="vllm-overlay disk tier: key of object keys, version 2").digest()
+    derived = blake3(raw[136:168], key=base).digest(length=44)
+    ciphertext, tag = raw[4096 : 4096 + OBJECT], raw[96:112]
+    assert AESGCM(derived[:32]).decrypt(derived[32:], ciphertext + tag, None) == bytes(content(planned, 0))
+    name = blake3(SECRET, derive_key_context="vllm-overlay disk tier: name of encryption key, version 2").digest()
+    assert raw[128:136] == name[:8]
+    assert raw[112:128] == bytes(16)
+    context = "vllm-overlay disk tier: key of header checksums of encrypted objects, version 2"
+    assert raw[4064:4096] == blake3(raw[:4064], key=blake3(SECRET, derive_key_context=context).digest()).digest()
+    assert raw[4096 + OBJECT :] == bytes(on_disk() - 4096 - OBJECT)
+
+
+@given(pieces=st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=8), cuts=st.lists(st.integers(0, 800)))
+def test_pieces_of_any_size_decrypt_what_pieces_of_any_other_encrypted(pieces, cuts):
+    plain = b"".join(pieces)
+    data = bytearray(plain)
+    ends = np.cumsum([len(piece) for piece in pieces])
+    views = [memoryview(data)[end - len(piece) : end] for piece, end in zip(pieces, ends, strict=True)]
+    tag = encryption.encrypt(bytes(32), b"salt", views)
+    for salt, wanted in ((b"salt", True), (b"tlas", False)):
+        copy = bytearray(data)
+        decryption = encryption.Decryption(bytes(32), salt)
+        places = [0, *sorted(cut % len(plain) for cut in cuts), len(plain)]
+        for begin, end in itertools.pairwise(places):
+            decryption.update(memoryview(copy)[begin:end])
+        assert decryption.verify(tag) == wanted
+        assert not wanted or copy == plain
+
+
+# What the disk gets to see.
+
+
+class Wiretap(Device):
+    """Keeps all bytes that were to be written, those of removed files too."""
+
+    def __init__(self) -> None:
+        self.written = bytearray()
+
+    def pwritev(self, fd, segments, offset):
+        self.written += b"".join(segments)
+        return super().pwritev(fd, segments, offset)
+
+
+def plaintext_on_disk(made: TierPair, tap: Wiretap, objects) -> int:
+    """How many of the objects' blocks of 16 bytes lie in any file under the root or went through the device."""
+    haystacks = [path.read_bytes() for path in made.root.rglob("*") if path.is_file()] + [bytes(tap.written)]
+    blocks = [
+        bytes(data[place : place + 16])
+        for data in (content(planned, 0) for planned in objects)
+        for place in range(0, len(data) - 16, 160)
+    ]
+    return sum(any(block in haystack for haystack in haystacks) for block in blocks)
+
+
+@pytest.mark.parametrize("is_encrypted", [True, False])
+def test_no_plaintext_reaches_the_disk(tmp_path, key, is_encrypted):
+    """Neither in new files nor in those that go over evicted ones. Without a key the same search finds it."""
+    tap, objects = Wiretap(), [planned for name in "abcdefgh" for planned in chain(name, 1)]
+    changes = {"encryption_key_file": key} if is_encrypted else {}
+    with tier_pair(tmp_path / "root", device=tap, capacity_bytes=9 * on_disk(), **changes) as made:
+        made.store(objects)
+        assert made.tier.usage().evicted_objects
+        found = plaintext_on_disk(made, tap, objects)
+    assert (found == 0) if is_encrypted else (found > 1000)
+
+
+def test_equal_objects_are_different_on_disk(tmp_path, key):
+    one, two = chain("p", 2)[:2]
+    with encrypted(tmp_path / "root", key) as made:
+        for planned in (one, two):
+            made.store_bytes(planned, bytes(OBJECT))
+        first, second = (made.path(planned).read_bytes() for planned in (one, two))
+    assert first[136:168] != second[136:168]
+    blocks = [raw[place : place + 16] for raw in (first, second) for place in range(4096, 4096 + OBJECT - 16, 16)]
+    assert len(set(blocks)) == len(blocks)
+
+
+# Whose files are taken.
+
+
+@pytest.mark.parametrize("kind", ["no key", "another key", "the same bytes as integrity key"])
+def test_without_the_key_nothing_is_loaded_or_recovered(tmp_path, key, other_key, kind):
+    with encrypted(tmp_path / "root", key) as made:
+        made.store(chain("p", 2))
+    lose_catalogue(made.root)  # namespaces of different keys are different ones, so no engine would look here
+    changes = {
+        "no key": {},
+        "another key": {"encryption_key_file": other_key},
+        "the same bytes as integrity key": {"integrity_key_file": key},
+    }[kind]
+    with tier_pair(tmp_path / "root", **changes) as again:
+        again.recovered()
+        assert again.coverage(chain("p", 2)) == [False] * 3
+        assert set(again.reasons(chain("p", 2))) <= {"header", "missing"}
+
+
+@pytest.mark.parametrize("has_integrity_key", [True, False])
+def test_with_the_key_nothing_else_is_loaded(tmp_path, key, has_integrity_key):
+    planned = chain("p", 1)[0]
+    with tier_pair(tmp_path / "root", integrity_key_file=key if has_integrity_key else "") as made:
+        made.store([planned])
+    with encrypted(tmp_path / "root", key) as again:
+        assert again.reasons([planned]) == ["header"]
+
+
+def small_file(root: Path, key: str) -> tuple[Path, Identity]:
+    """The file of an object of 100 bytes."""
+    planned = chain("p", 1, 100)[0]
+    with encrypted(root, key) as made:
+        made.store([planned])
+        fingerprint = bytes.fromhex(made.namespace.attention)
+        return made.path(planned), Identity(fingerprint, planned.object_id, 0, 1, 100)
+
+
+def test_every_flipped_byte_of_an_encrypted_file_is_refused(tmp_path, key):
+    path, identity = small_file(tmp_path / "root", key)
+    good, integrity, buffer = path.read_bytes(), integrity_of("", key), HostPool(1, UNIT).buffer([0], 100)
+    for place in range(len(good)):
+        flipped = bytearray(good)
+        flipped[place] ^= 1
+        path.write_bytes(flipped)
+        for read in (
+            lambda: read_object(Device(), str(path), identity, buffer, False, integrity),
+            lambda: verify_file(Device(), str(path), integrity=integrity),
+        ):
+            with pytest.raises(BadObject) as bad:
+                read()
+            assert bad.value.reason == ("header" if place < 4096 else "checksum")
+    path.write_bytes(good)
+    read_object(Device(), str(path), identity, buffer, False, integrity)
+    assert bytes(buffer.segments()[0]) == bytes(content(chain("p", 1, 100)[0], 0))
+
+
+@pytest.mark.parametrize("field", ["checksum", "salt"])
+def test_tag_and_salt_of_another_file_do_not_open_this_one(tmp_path, key, field):
+    """Not even under a header with a good checksum, which nobody without the key can make."""
+    one, two = chain("p", 2)[:2]
+    integrity = integrity_of("", key)
+    with encrypted(tmp_path / "root", key) as made:
+        made.store([one, two])
+        raw, other = made.path(one).read_bytes(), made.path(two).read_bytes()
+        header, foreign = (ObjectHeader.decode(page[:4096], integrity) for page in (raw, other))
+        seal = header.seal._replace(**{field: getattr(foreign.seal, field)})
+        made.path(one).write_bytes(header.sealed(seal).encode(integrity) + raw[4096:])
+        with pytest.raises(BadObject, match="checksum"):
+            verify_file(Device(), str(made.path(one)), integrity=integrity)
+        (result,) = made.fetch([one])
+        assert (result.reason, result.buffer, made.path(one).exists()) == ("checksum", None, False)
+
+
+def test_files_of_another_place_do_not_pass(tmp_path, key):
+    with encrypted(tmp_path / "root", key) as made:
+        one, two = chain("p", 2)[:2]
+        made.store([one, two])
+        os.replace(made.path(one), made.path(two))
+        assert made.reasons([two]) == ["header"]
+
+
+# The key's file.
+
+
+def test_the_name_of_a_key_differs_and_does_not_hold_it(key, other_key):
+    one, other, keyed = integrity_of("", key), integrity_of("", other_key), integrity_of(key)
+    assert one == integrity_of("", key)
+    assert len({one.name, other.name, keyed.name, XXH3.name}) == 4
+    assert len({one.key, one.encryption_key, keyed.key, keyed.payload_key, one.cache_key, SECRET}) == 6
+    for secret in (one.key, one.encryption_key, one.cache_key):
+        assert repr(secret) not in repr(one)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "mode", "words"),
+    [
+        (31, 0o600, r"holds 31 bytes: create it with 32 random ones, `\(umask 077; head -c 32 /dev/urandom > FILE\)`"),
+        (70_000, 0o600, "holds too many bytes"),
+        (32, 0o640, "has mode 0640, .* set its mode to 0600"),
+    ],
+)
+def test_a_key_that_is_short_or_not_private_is_refused_with_what_to_do(tmp_path, num_bytes, mode, words):
+    path = make_key(tmp_path / "key", bytes(num_bytes))
+    os.chmod(path, mode)
+    with pytest.raises(ConfigError, match=f"^encryption_key_file=.*{words}"):
+        integrity_of("", path)
+
+
+def test_a_missing_key_and_a_directory_are_refused_by_the_tier(tmp_path):
+    with pytest.raises(ConfigError, match=r"^encryption_key_file=.*No such file.* head -c 32 /dev/urandom"):
+        TierPair(tmp_path / "root", encryption_key_file=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="encryption_key_file"):
+        TierPair(tmp_path / "root", encryption_key_file=str(tmp_path))
+
+
+def test_both_keys_are_refused(tmp_path, key, other_key):
+    with pytest.raises(ConfigError, match=r"integrity_key_file=.* encryption_key_file=.* leave integrity_key_file out"):
+        TierPair(tmp_path / "root", integrity_key_file=key, encryption_key_file=other_key)
+
+
+def test_a_root_that_its_group_may_write_takes_an_encryption_key_for_a_key(tmp_path, key):
+    root = tmp_path / "root"
+    root.mkdir()
+    root.chmod(0o770)
+    with pytest.raises(ConfigError, match="group may write"):
+        TierPair(root)
+    with encrypted(root, key) as made:
+        made.store(chain("p", 1))
+        assert made.reasons(chain("p", 1)) == [""] * 2
+
+
+def test_the_setting_is_off_unless_it_is_given(tmp_path):
+    assert settings(tmp_path / "root").encryption_key_file == ""

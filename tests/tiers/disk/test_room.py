@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler's and the bookkeeper's threads share: bytes to write, and objects that must not go."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.catalogue.room import Room
+from vllm_overlay.tiers.disk.holds import Holds
+
+SIZES = st.integers(0, 100)
+STEPS = st.lists(st.tuples(st.sampled_from(["grow", "reserve", "commit", "release", "take_back"]), SIZES), max_size=60)
+
+
+@given(STEPS)
+def test_room_is_what_was_granted_less_what_stores_have_taken_and_never_negative(steps):
+    room, granted, in_flight = Room(), 0, []
+    for step, num_bytes in steps:
+        match step:
+            case "grow":
+                room.grow(num_bytes)
+                granted += num_bytes
+            case "reserve":
+                fits = num_bytes <= granted - sum(in_flight)
+                assert room.reserve(num_bytes) == fits
+                if fits:
+                    in_flight.append(num_bytes)
+            case "commit" if in_flight:
+                granted -= in_flight[0]
+                room.commit(in_flight.pop(0))
+            case "release" if in_flight:
+                room.release(in_flight.pop())
+            case "take_back":
+                taken = room.take_back(num_bytes)
+                assert taken == min(num_bytes, granted - sum(in_flight))
+                granted -= taken
+        assert room.in_flight == sum(in_flight)
+        assert room.available + room.in_flight == granted
+        assert room.available >= 0
+
+
+def test_the_room_gives_what_was_granted_and_no_more():
+    room = Room()
+    assert not room.reserve(1)
+    room.grow(100)
+    assert room.reserve(60)
+    assert not room.reserve(60)
+    assert room.largest_bytes == 60
+    room.commit(60)  # it was written: the grant is 60 smaller
+    assert room.available == 40
+    assert room.take_back(100) == 40
+    assert not room.reserve(1)
+
+
+def test_a_grant_that_is_lost_under_stores_gives_nothing_until_they_have_ended():
+    room = Room()
+    room.grow(100)
+    assert room.reserve(60)
+    room.set_granted(0)
+    assert room.available == -60
+    assert not room.reserve(0) and room.take_back(10) == 0
+    room.grow(70)
+    assert room.available == 10
+    room.release(60)
+    assert room.reserve(70)
+
+
+NAMES = st.integers(0, 5).map(lambda number: ObjectId("f0", bytes([number])))
+HOLD_STEPS = st.lists(
+    st.tuples(st.sampled_from(["hold", "release", "claim", "unclaim"]), st.lists(NAMES, max_size=4)), max_size=40
+)
+
+
+@given(HOLD_STEPS)
+def test_what_is_held_cannot_be_claimed_and_what_is_claimed_cannot_be_held(steps):
+    holds, held, going = Holds(), [], set()
+    for step, names in steps:
+        counts = Counter(name for group in held for name in group)
+        match step:
+            case "hold":
+                may = going.isdisjoint(names)
+                assert holds.hold(iter(names)) == may
+                if may:
+                    held.append(names)
+            case "release" if held:
+                holds.release(held.pop(0))
+            case "claim":
+                assert holds.claim(iter(names)) == set(names) - set(counts)
+                going |= set(names) - set(counts)
+            case "unclaim":
+                holds.unclaim(iter(names))
+                going -= set(names)
+        now = {name for group in held for name in group}
+        assert holds.held() == now
+        assert now.isdisjoint(going)
+
+
+def test_what_is_held_twice_is_released_twice():
+    one, two = (ObjectId("f0", bytes([number])) for number in range(2))
+    holds = Holds()
+    assert holds.hold([one, one]) and holds.hold([one, two])
+    holds.release([one, two])
+    assert holds.held() == {one}
+    assert holds.claim([one, two]) == {two}
+    holds.release([one, one])
+    assert holds.claim([one]) == {one}
+    assert not holds.hold([one]) and not holds.hold([two])
+    holds.unclaim([one])
+    assert holds.hold([one])
+
+
+def test_of_several_none_is_held_when_one_is_going():
+    one, two = (ObjectId("f0", bytes([number])) for number in range(2))
+    holds = Holds()
+    assert holds.claim([two]) == {two}
+    assert not holds.hold([one, two])
+    assert holds.held() == frozenset()

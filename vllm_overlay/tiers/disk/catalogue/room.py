@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that this process may write: what the catalogue has granted it, less what its stores have taken."""
+
+import threading
+
+
+class Room:
+    """Thread-safe, and never waits for more than arithmetic.
+
+    The scheduler's thread takes bytes for stores; the bookkeeper's thread does everything else.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._granted = 0
+        self._in_flight = 0
+        self.largest_bytes = 0
+        """The most that a store has asked for."""
+        self.wanted_bytes = 0
+        """What somebody waits for now beside the stores."""
+        self.settling = threading.Lock()
+        """Held between a call of the catalogue that changes what is granted and what this is told of it."""
+
+    @property
+    def available(self) -> int:
+        """Bytes that no store has taken. Negative when a grant was lost under stores."""
+        return self._granted - self._in_flight
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes of stores whose files are not in the catalogue yet."""
+        return self._in_flight
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Take bytes for a store; False, and nothing taken, when there are too few now."""
+        with self._lock:
+            self.largest_bytes = max(self.largest_bytes, num_bytes)
+            if num_bytes > self.available:
+                return False
+            self._in_flight += num_bytes
+            return True
+
+    def take(self, num_bytes: int) -> bool:
+        """As ``reserve``, for a file that no store of this process wrote."""
+        with self._lock:
+            if num_bytes > self.available:
+                return False
+            self._in_flight += num_bytes
+            return True
+
+    def commit(self, num_bytes: int) -> None:
+        """A store's files are in the catalogue, which took their bytes from the grant."""
+        with self._lock:
+            self._in_flight -= num_bytes
+            self._granted -= num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """A store has left no file: others may take its bytes."""
+        with self._lock:
+            self._in_flight -= num_bytes
+
+    def grow(self, num_bytes: int) -> None:
+        """The catalogue has granted so much more, or less where it is negative."""
+        with self._lock:
+            self._granted += num_bytes
+
+    def take_back(self, num_bytes: int) -> int:
+        """Up to so much of what no store has taken is not this process's any more; returns how much."""
+        with self._lock:
+            taken = max(0, min(num_bytes, self.available))
+            self._granted -= taken
+            return taken
+
+    def set_granted(self, num_bytes: int) -> None:
+        """The catalogue says what is granted in all: after a call whose end is not known, or 0 without a catalogue."""
+        with self._lock:
+            self._granted = num_bytes

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a file proves its bytes: by a checksum that finds accidents, or by one that only the owner of a key can make."""
+
+import hmac
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, Protocol
+
+import xxhash
+from blake3 import blake3
+
+from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.disk.files import encryption
+from vllm_overlay.tiers.disk.files.key_file import read_key
+
+KEY_ID_BYTES = 8
+_CONTEXT = "vllm-overlay disk tier: "
+_HEADER_CONTEXT = f"{_CONTEXT}key of header checksums, version 2"
+_PAYLOAD_CONTEXT = f"{_CONTEXT}key of payload checksums, version 2"
+_ENCRYPTED_HEADER_CONTEXT = f"{_CONTEXT}key of header checksums of encrypted objects, version 2"
+_ENCRYPTION_CONTEXT = f"{_CONTEXT}key of object keys, version 2"
+_NAME_CONTEXT = f"{_CONTEXT}name of key, version 1"
+_ENCRYPTION_NAME_CONTEXT = f"{_CONTEXT}name of encryption key, version 2"
+_CACHE_CONTEXT = f"{_CONTEXT}key of weight digests, version 1"
+_ENCRYPTED = "aes-256-gcm:"
+
+
+def _derive(secret: bytes, context: str) -> bytes:
+    return blake3(secret, derive_key_context=context).digest()
+
+
+class Seal(NamedTuple):
+    """What a header says of its payload: a checksum, or the tag and the salt that it was encrypted with."""
+
+    checksum: bytes
+    salt: bytes = b""
+
+
+NO_SEAL = Seal(b"")
+"""Of a header whose payload is not written yet."""
+
+
+class Digest(Protocol):
+    """Fed piece by piece; ``digest`` says what all pieces one after the other come to."""
+
+    def update(self, data: memoryview | bytes, /) -> object: ...
+
+    def digest(self) -> bytes: ...
+
+
+class Opening(Protocol):
+    """A payload that was read, fed segment by segment. An encrypted one is decrypted in place.
+
+    Nothing of it may be used before ``verify`` says that the header's checksum is that of all of it.
+    """
+
+    def update(self, segment: memoryview, /) -> None: ...
+
+    def verify(self, checksum: bytes, /) -> bool: ...
+
+
+class _Checked:
+    """The opening of a payload that lies there as it is."""
+
+    def __init__(self, digest: Digest) -> None:
+        self._digest = digest
+
+    def update(self, segment: memoryview) -> None:
+        self._digest.update(segment)
+
+    def verify(self, checksum: bytes) -> bool:
+        return hmac.compare_digest(checksum, self._digest.digest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Integrity(ABC):
+    """What the header's two checksums are. ``name`` tells algorithms and keys apart and gives no key away.
+
+    ``key`` is that of header checksums, ``cache_key`` seals the digests of weights that are kept under the root; each
+    has 32 bytes, or none without a key file. ``salt_bytes`` is not 0 where payloads are encrypted.
+    """
+
+    algorithm: ClassVar[int]
+    header_checksum_bytes: ClassVar[int]
+    payload_checksum_bytes: ClassVar[int]
+    salt_bytes: ClassVar[int] = 0
+    max_payload_bytes: ClassVar[int] = 1 << 40
+
+    name: str
+    key_id: bytes = bytes(KEY_ID_BYTES)
+    key: bytes = field(default=b"", repr=False)
+    cache_key: bytes = field(default=b"", repr=False)
+
+    @abstractmethod
+    def header_checksum(self, header: bytes) -> bytes:
+        """The checksum of a header's bytes before its checksum."""
+
+    def verify_header(self, checksum: bytes, header: bytes) -> bool:
+        """Whether it is that checksum. Takes as long for a near miss as for any other."""
+        return hmac.compare_digest(checksum, self.header_checksum(header))
+
+    @abstractmethod
+    def seal(self, segments: Sequence[memoryview]) -> Seal:
+        """What proves the payload in these segments, which are as they belong on the disk then: perhaps encrypted."""
+
+    @abstractmethod
+    def open(self, salt: bytes) -> Opening:
+        """For the payload of a header with that salt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainIntegrity(Integrity):
+    """XXH3-128, seed 0, big-endian as XXH prints it."""
+
+    algorithm = 1
+    header_checksum_bytes = payload_checksum_bytes = 16
+
+    def checksum_of(self, segments: Iterable[memoryview | bytes]) -> bytes:
+        """The checksum of the segments one after the other."""
+        digest = xxhash.xxh3_128()
+        for segment in segments:
+            digest.update(segment)
+        return digest.digest()
+
+    def header_checksum(self, header: bytes) -> bytes:
+        return xxhash.xxh3_128_digest(header)
+
+    def seal(self, segments: Sequence[memoryview]) -> Seal:
+        return Seal(self.checksum_of(segments))
+
+    def open(self, salt: bytes) -> Opening:
+        return _Checked(xxhash.xxh3_128())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyedIntegrity(Integrity):
+    """BLAKE3 with one key for headers and another for payloads: no payload's checksum is a header's."""
+
+    algorithm = 2
+    header_checksum_bytes = payload_checksum_bytes = 32
+
+    payload_key: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, secret: bytes) -> "KeyedIntegrity":
+        """With the keys that a key file of these bytes stands for."""
+        key_id = _derive(secret, _NAME_CONTEXT)[:KEY_ID_BYTES]
+        return cls(
+            name=f"blake3:{key_id.hex()}",
+            key_id=key_id,
+            key=_derive(secret, _HEADER_CONTEXT),
+            payload_key=_derive(secret, _PAYLOAD_CONTEXT),
+            cache_key=_derive(secret, _CACHE_CONTEXT),
+        )
+
+    def header_checksum(self, header: bytes) -> bytes:
+        return blake3(header, key=self.key).digest()
+
+    def seal(self, segments: Sequence[memoryview]) -> Seal:
+        digest = blake3(key=self.payload_key)
+        for segment in segments:
+            digest.update(segment)
+        return Seal(digest.digest())
+
+    def open(self, salt: bytes) -> Opening:
+        return _Checked(blake3(key=self.payload_key))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncryptedIntegrity(Integrity):
+    """AES-256-GCM for payloads, with a key an object. The header names salt and tag, and keyed BLAKE3 proves it."""
+
+    algorithm = 3
+    header_checksum_bytes = 32
+    payload_checksum_bytes = encryption.TAG_BYTES
+    salt_bytes = encryption.SALT_BYTES
+    max_payload_bytes = encryption.MAX_BYTES
+
+    encryption_key: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, secret: bytes) -> "EncryptedIntegrity":
+        """With the keys that an encryption key file of these bytes stands for."""
+        key_id = _derive(secret, _ENCRYPTION_NAME_CONTEXT)[:KEY_ID_BYTES]
+        return cls(
+            name=f"{_ENCRYPTED}{key_id.hex()}",
+            key_id=key_id,
+            key=_derive(secret, _ENCRYPTED_HEADER_CONTEXT),
+            encryption_key=_derive(secret, _ENCRYPTION_CONTEXT),
+            cache_key=_derive(secret, _CACHE_CONTEXT),
+        )
+
+    def header_checksum(self, header: bytes) -> bytes:
+        return blake3(header, key=self.key).digest()
+
+    def seal(self, segments: Sequence[memoryview]) -> Seal:
+        salt = os.urandom(encryption.SALT_BYTES)
+        return Seal(encryption.encrypt(self.encryption_key, salt, segments), salt)
+
+    def open(self, salt: bytes) -> Opening:
+        return encryption.Decryption(self.encryption_key, salt)
+
+
+XXH3 = PlainIntegrity(name="xxh3")
+
+
+def is_encrypted(name: str) -> bool:
+    """Whether that is the name of an encryption key. For ``namespace.json``, which says names only."""
+    return name.startswith(_ENCRYPTED)
+
+
+def integrity_of(key_file: str, encryption_key_file: str = "") -> Integrity:
+    """AES-256-GCM with an encryption key, else BLAKE3 with a key, else XXH3. Called at start; raises ConfigError."""
+    if key_file and encryption_key_file:
+        raise ConfigError(
+            f"integrity_key_file={key_file!r} and encryption_key_file={encryption_key_file!r} are both set: the key "
+            "that encrypts also proves who wrote a file, so leave integrity_key_file out"
+        )
+    if encryption_key_file:
+        return EncryptedIntegrity.of(read_key(encryption_key_file, "encryption_key_file"))
+    return KeyedIntegrity.of(read_key(key_file, "integrity_key_file")) if key_file else XXH3

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of a secret: read once at start, refused when others may know or change it."""
+
+import os
+import stat
+
+from vllm_overlay.config import ConfigError
+
+MIN_KEY_BYTES = 32
+_MAX_KEY_BYTES = 1 << 16
+
+
+def read_key(path: str, setting: str) -> bytes:
+    """All bytes of the file that ``setting`` names. A link to it is followed: that is how secrets are mounted.
+
+    Called by ``integrity_of``. Raises ConfigError, which names the setting.
+    """
+    said = f"{setting}={path!r}"
+    command = f"`(umask 077; head -c {MIN_KEY_BYTES} /dev/urandom > FILE)`"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as file:
+            state = os.fstat(fd)
+            secret = file.read(_MAX_KEY_BYTES + 1) if stat.S_ISREG(state.st_mode) else b""
+    except OSError as error:
+        raise ConfigError(f"{said} cannot be read ({error.strerror}): create it with {command}") from error
+    if not stat.S_ISREG(state.st_mode):
+        raise ConfigError(f"{said} is no regular file: set it to one that holds the key")
+    if state.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"{said} belongs to user {state.st_uid}, who knows the key then: make it this user's")
+    if stat.S_IMODE(state.st_mode) & 0o077:
+        raise ConfigError(
+            f"{said} has mode {stat.S_IMODE(state.st_mode):04o}, so others may read or change the key: set its mode "
+            "to 0600"
+        )
+    if not MIN_KEY_BYTES <= len(secret) <= _MAX_KEY_BYTES:
+        held = len(secret) if len(secret) <= _MAX_KEY_BYTES else "too many"
+        raise ConfigError(f"{said} holds {held} bytes: create it with {MIN_KEY_BYTES} random ones, {command}")
+    return secret

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file by which a root of the disk tier is known, in the words of the version that made it."""
+
+import contextlib
+import errno
+import os
+import stat
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from vllm_overlay import versions
+from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.disk.files.device import Device, remove_quietly, temporary_name, write_all
+from vllm_overlay.tiers.disk.files.ownership import why_not_ours
+
+MARKER = "vllm-overlay-root.json"
+_MAX_BYTES = 1024
+
+
+class _Words(msgspec.Struct, frozen=True):
+    """What every version's marker says. Later ones may say more."""
+
+    format: Literal["vllm-overlay disk tier root"]
+    version: Annotated[int, Meta(ge=1)]
+    written_by: Annotated[str, Meta(pattern=r"\A[0-9A-Za-z.+-]{1,64}\Z")]
+
+
+class NotARootError(ConfigError):
+    """The directory is no root of the disk tier, or not one of this version. ``why`` goes on from its name."""
+
+    def __init__(self, root: str, why: str) -> None:
+        super().__init__(f"{root} {why}")
+        self.why = why
+
+
+def encode_marker() -> bytes:
+    """The marker that this version writes."""
+    return (
+        msgspec.json.format(
+            msgspec.json.encode(_Words("vllm-overlay disk tier root", versions.DISK_ROOT, versions.PACKAGE))
+        )
+        + b"\n"
+    )
+
+
+def marked_version(root: str) -> int:
+    """The format in which ``root`` says that it is; 0 when it says nothing.
+
+    A marker that others may have written counts as none, and so does a damaged one. Raises NotARootError for a later
+    format than this version's, and OSError when nobody can say.
+    """
+    raw = _read(root)
+    if raw is None:
+        return 0
+    try:
+        words = msgspec.json.decode(raw, type=_Words)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return 0
+    if words.version > versions.DISK_ROOT:
+        raise NotARootError(
+            root,
+            f"was made by vllm-overlay {words.written_by} in format {words.version}, and {versions.PACKAGE} knows only "
+            f"format {versions.DISK_ROOT}: use that version or a later one, or choose an empty directory",
+        )
+    return words.version
+
+
+def _read(root: str) -> bytes | None:
+    """The marker's bytes; None when there is none that can be believed."""
+    try:
+        fd = os.open(os.path.join(root, MARKER), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            return None
+        raise
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or why_not_ours(found, root):
+            return None
+        raw = file.read(_MAX_BYTES + 1)
+    return raw if len(raw) <= _MAX_BYTES else None
+
+
+def write_marker(device: Device, root: str) -> None:
+    """Called when ``root`` was found to be empty or an old root. Raises OSError.
+
+    Two that start at once write the same bytes. The marker is synced, because all else may be lost in a power cut.
+    """
+    temporary = os.path.join(root, temporary_name())
+    try:
+        fd = device.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            write_all(device, fd, [memoryview(encode_marker())])
+            _sync(fd)
+        finally:
+            device.close(fd)
+        device.rename(temporary, os.path.join(root, MARKER))
+    except BaseException:
+        remove_quietly(device, temporary)
+        raise
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _sync(fd)
+    finally:
+        os.close(fd)
+
+
+def mark_old_root(device: Device, root: str) -> None:
+    """As ``write_marker``, of a root that a version without markers has made. Raises OSError.
+
+    On a full disk the marker stays empty, which takes no block. Then eviction can make room, and the next start writes
+    it.
+    """
+    try:
+        write_marker(device, root)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        device.close(device.open(os.path.join(root, MARKER), os.O_WRONLY | os.O_CREAT))
+
+
+def _sync(fd: int) -> None:
+    """Where the file system cannot, a power cut may cost the marker."""
+    with contextlib.suppress(OSError):
+        os.fsync(fd)
+
+
+def is_marked(root: str) -> bool:
+    """Whether anything has the marker's name: ``marked_version`` was asked when the root was opened.
+
+    Raises OSError when nobody can say.
+    """
+    try:
+        os.lstat(os.path.join(root, MARKER))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def require_marker(root: str) -> None:
+    """Called before something is made in a root that was opened. Raises OSError when another directory is there."""
+    if not is_marked(root):
+        raise FileNotFoundError(errno.ENOENT, f"no {MARKER}: the root was removed or replaced", root)

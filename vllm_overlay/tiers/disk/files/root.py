@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which directory is the root: the configured one or, where its file system has no locks, one sub-root a host."""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from blake3 import blake3
+
+from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.disk.files.device import Device, make_directory, remove_quietly, temporary_name
+from vllm_overlay.tiers.disk.files.marker import NotARootError, mark_old_root, write_marker
+from vllm_overlay.tiers.disk.files.old_root import take_over
+from vllm_overlay.tiers.disk.files.ownership import EVERYONE_MAY_WRITE, shut_bits
+from vllm_overlay.tiers.disk.files.recognition import HOST_ROOT, RootKind, recognise
+
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
+_MACHINE_ID = Path("/etc/machine-id")
+logger = logging.getLogger(__name__)
+
+
+def choose_root(device: Device, root: str, has_key: bool = False) -> str:
+    """The directory for objects: ``root``, or this host's own below it. Called at start by both halves.
+
+    Raises ConfigError as ``open_root`` does.
+    """
+    open_root(device, root, has_key)
+    if _takes_locks(device, root):
+        return root
+    own = os.path.join(root, f"host-{_this_host()}")
+    logger.warning(
+        "disk tier: the file system of %s has no file locks: this host keeps to %s, shares it with no other host, and "
+        "capacity_bytes is its limit for this host alone (locks are in %s)",
+        root, own, lock_directory(own),
+    )  # fmt: skip
+    open_with_locks(device, own, has_key)
+    if not _takes_locks(device, locks := lock_directory(own)):
+        raise ConfigError(
+            f"root={root!r} takes no file locks, nor does {locks!r}: set root, or TMPDIR, to a directory of a local "
+            "file system"
+        )
+    return own
+
+
+def open_with_locks(device: Device, root: str, has_key: bool = False) -> None:
+    """``open_root`` of what ``choose_root`` chose, and of the directory of its locks if that is another one."""
+    for directory in dict.fromkeys((root, lock_directory(root))):
+        open_root(device, directory, has_key)
+
+
+def open_root(device: Device, root: str, has_key: bool = False) -> None:
+    """Create or check the root directory, and mark it if it has no marker. Called at start by both halves.
+
+    Raises ConfigError; then nothing in a directory that was there before has changed. A disk that takes no file now is
+    logged: ``require_marker`` says later whether there is a root.
+    """
+    kind = _check_directory(device, root)
+    _check_mode(root, os.stat(root).st_mode, has_key)
+    try:
+        if kind is RootKind.EMPTY:
+            write_marker(device, root)
+        take_over(device, root)
+        if kind is RootKind.OLD:
+            mark_old_root(device, root)
+        elif kind is RootKind.MARKED:
+            _try_to_write(device, root)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ConfigError(f"root={root!r} is not writable: set it to a directory of mode 0700 that is") from error
+        logger.warning("disk tier: %s takes no file now: %s", root, error)
+
+
+def _check_directory(device: Device, root: str) -> RootKind:
+    try:
+        make_directory(device, root)
+        found = os.stat(root)
+    except OSError as error:
+        raise ConfigError(
+            f"root={root!r} cannot be created ({error.strerror}): set it to a writable directory"
+        ) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"root={root!r} is not a directory: set it to one that this user owns")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(f"root={root!r} belongs to user {found.st_uid}: set it to a directory that this user owns")
+    try:
+        return recognise(root)
+    except NotARootError as error:
+        raise ConfigError(f"root={root!r} {error.why}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"root={root!r} cannot be read ({error.strerror}): set it to a directory of mode 0700 that can"
+        ) from error
+
+
+def _check_mode(root: str, mode: int, has_key: bool) -> None:
+    if mode & EVERYONE_MAY_WRITE:
+        raise ConfigError(f"root={root!r} is writable by everyone: set its mode to 0700")
+    if mode & shut_bits(has_key):
+        raise ConfigError(
+            f"root={root!r} has mode {stat.S_IMODE(mode):04o}, so its group may write it: set "
+            "integrity_key_file, or set its mode to 0700 (and on a root in use run `vllm-overlay fsck --repair`)"
+        )
+
+
+def _try_to_write(device: Device, root: str) -> None:
+    path = os.path.join(root, temporary_name())
+    try:
+        device.close(device.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    finally:
+        remove_quietly(device, path)
+
+
+def lock_directory(root: str) -> str:
+    """Where the catalogue of ``root`` lies: there, but for a host's sub-root on this host's own disk."""
+    if not HOST_ROOT.fullmatch(os.path.basename(root)):
+        return root
+    name = blake3(os.path.realpath(root).encode()).hexdigest(8)
+    return os.path.join(tempfile.gettempdir(), f"vllm-overlay-locks-{os.geteuid()}-{name}")
+
+
+def _takes_locks(device: Device, root: str) -> bool:
+    path = os.path.join(root, temporary_name())
+    try:
+        fd = device.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            device.close(fd)
+    except OSError as error:
+        return error.errno not in _NO_LOCKS
+    finally:
+        remove_quietly(device, path)
+    return True
+
+
+def _this_host() -> str:
+    """The same after a restart, and another in a container that has a name of its own."""
+    try:
+        machine = _MACHINE_ID.read_text().strip()
+    except OSError:
+        machine = ""
+    return blake3(f"{machine}:{socket.gethostname()}".encode()).hexdigest(8)

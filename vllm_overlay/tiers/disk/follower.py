@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells the scheduler what the catalogue has of the served namespace, and what changes there, whoever did it."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from vllm_overlay.planner.objects import PlannedObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, FellBehind, StoredObject
+from vllm_overlay.tiers.disk.files.format import file_bytes
+from vllm_overlay.tiers.disk.updates import Found, Gone, ReloadBegins, ReloadEnds, ServedNamespace
+
+_OBJECTS_AN_UPDATE = 64
+_MAX_WAITING = 4096
+"""So many updates may wait for the scheduler; an idle one takes none."""
+
+
+class Follower:
+    """Called in the bookkeeper's thread. Raises CatalogueError."""
+
+    def __init__(self, catalogue: Catalogue, served: ServedNamespace, world_size: int) -> None:
+        self._catalogue = catalogue
+        self._served = served
+        self._world_size = world_size
+        self._seq: int | None = None
+
+    def follow(self) -> bool:
+        """Tell of what has changed since the last call; returns whether to call again at once."""
+        if len(self._served.updates) > _MAX_WAITING:
+            return False
+        is_complete = self._catalogue.totals().is_complete
+        if self._seq is None:
+            if self._served.is_loaded and not is_complete:
+                return False  # what the scheduler knows is still there; a rebuild is about to find it
+            self._load()
+        has_more = self._read_changes()
+        if is_complete and not has_more and self._seq is not None:
+            self._served.is_complete = True
+        return has_more
+
+    def _load(self) -> None:
+        updates = self._served.updates
+        seq, slices = self._catalogue.load(self._served.namespace.fingerprints)
+        going = self._served.holds.going()
+        updates.append(ReloadBegins())
+        for found in slices:
+            self._tell(found)
+        updates.append(ReloadEnds(going))
+        self._seq = seq
+        self._served.is_loaded = True
+
+    def _read_changes(self) -> bool:
+        assert self._seq is not None
+        try:
+            changes = self._catalogue.changes_since(self._seq, self._served.namespace.fingerprints)
+        except FellBehind:
+            self._seq = None
+            return True
+        found: list[StoredObject] = []
+        for change in changes.changes:
+            if isinstance(change, StoredObject):
+                found.append(change)
+                continue
+            self._tell(found)
+            found = []
+            self._served.updates.append(Gone(change.object_id))
+        self._tell(found)
+        self._seq = changes.seq
+        return changes.has_more
+
+    def _tell(self, found: Iterable[StoredObject]) -> None:
+        objects = [_as_counted(item) for item in found if self._is_ours(item)]
+        for start in range(0, len(objects), _OBJECTS_AN_UPDATE):
+            self._served.updates.append(Found(objects[start : start + _OBJECTS_AN_UPDATE]))
+
+    def _is_ours(self, item: StoredObject) -> bool:
+        """Whether the row is what our own store would have written."""
+        num_bytes = file_bytes(item.planned.num_bytes) * self._world_size
+        fingerprint = self._served.namespace.fingerprint_of(item.planned.object_id.tag)
+        return (item.fingerprint, item.world_size, item.num_bytes) == (fingerprint, self._world_size, num_bytes)
+
+
+def _as_counted(item: StoredObject) -> PlannedObject:
+    return msgspec.structs.replace(item.planned, num_bytes=item.num_bytes)
