@@ -102,6 +102,7 @@ class Fuzz:
         self._integrity = integrity_of(keys.get(KINDS[1], ""), keys.get(KINDS[2], ""))
         self._objects = chain("p", 3)
         self._pair.store(self._objects)
+        self._pair.settled()  # the catalogue looks at files once more when it has their rows
         self._target = self._objects[1]
         self._path = self._pair.path(self._target)
         self._good = self._path.read_bytes()

@@ -63,5 +63,5 @@ def test_an_object_whose_store_is_given_up_while_recovery_adopts_it_is_not_there
         with tier_pair(made.root, device=device) as looking:
             assert device.has_acted.wait(20)
             looking.recovered()
-        assert catalogue_of(made.tier).find([name]) == []
-        until(lambda: counted(made.root)[0] == bytes_under(made.root))
+            until(lambda: catalogue_of(made.tier).find([name]) == [])
+            until(lambda: counted(made.root)[0] == bytes_under(made.root))

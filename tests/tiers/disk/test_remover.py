@@ -11,7 +11,7 @@ import pytest
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Name, Namespace, RemovedObject
 from vllm_overlay.tiers.disk.files.device import Device
-from vllm_overlay.tiers.disk.maintenance.remover import Remover
+from vllm_overlay.tiers.disk.maintenance.remover import UNLINK_THREADS, Remover
 
 FINGERPRINT = "a" * 64
 NUM_OBJECTS = 8
@@ -50,10 +50,10 @@ def removed_objects(root: Path) -> list[RemovedObject]:
     return [RemovedObject(name, 1, 4096) for name in names]
 
 
-def remover_of(root: Path, device: Device) -> Remover:
+def remover_of(root: Path, device: Device, num_threads: int = UNLINK_THREADS) -> Remover:
     catalogue = Catalogue(str(root))
     catalogue.join([Namespace(FINGERPRINT, FINGERPRINT)], 1)
-    return Remover(catalogue, str(root), device)
+    return Remover(catalogue, str(root), device, num_threads)
 
 
 def files_of(root: Path) -> list[str]:
