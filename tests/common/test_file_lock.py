@@ -16,7 +16,7 @@ import pytest
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.common import file_lock
+from vllm_overlay.common import file_lock, rate_limited_log
 from vllm_overlay.common.file_lock import lock, locked_if_possible, try_lock
 
 HOLDER = """
@@ -111,7 +111,10 @@ def test_a_long_wait_is_told_once(tmp_path, monkeypatch, caplog):
     ]
 
 
-def test_a_tool_that_is_stopped_with_the_catalogue_locked_holds_no_start_and_stores_come_back(tmp_path, caplog):
+def test_a_tool_that_is_stopped_with_the_catalogue_locked_holds_no_start_and_stores_come_back(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(rate_limited_log, "INTERVAL_S", 0.0)  # another test may have met the same
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 2))

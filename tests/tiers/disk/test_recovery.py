@@ -27,6 +27,7 @@ from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
+from vllm_overlay.common import rate_limited_log
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.files.checksum import Seal
 from vllm_overlay.tiers.disk.files.device import Device, temporary_name
@@ -189,7 +190,8 @@ def test_what_builds_on_a_directory_that_could_not_be_listed_now_stays_for_the_n
         until(lambda: again.tier.advance() or all(again.coverage(objects)))
 
 
-def test_a_scan_that_fails_removes_nothing_and_is_tried_again(tmp_path, caplog):
+def test_a_scan_that_fails_removes_nothing_and_is_tried_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(rate_limited_log, "INTERVAL_S", 0.0)
     objects = chain("p", 5)
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
