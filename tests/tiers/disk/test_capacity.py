@@ -312,3 +312,10 @@ def test_what_is_used_stays_when_its_engine_was_started_again(tmp_path):
         assert again.settled().coverage(used) == [True] * 3
         assert again.reasons(used) == [""] * 3
         assert not all(again.coverage(chain("unused 0", 2)))
+
+
+def test_the_least_capacity_holds_an_object(tmp_path):
+    with tier_pair(tmp_path / "root", capacity_bytes=2 * on_disk()) as made:
+        for name in "pq":
+            made.store(chain(name, 1)[:1])
+            assert made.settled().has(chain(name, 1)[0])

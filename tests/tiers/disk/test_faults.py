@@ -309,13 +309,12 @@ def test_what_the_catalogue_needs_and_somebody_removed_is_made_anew(tmp_path, pa
     assert members_of(made.root)[0] == 0
 
 
-def test_a_new_root_that_everyone_may_write_is_not_taken(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(rate_limited_log, "INTERVAL_S", 0.0)
+def test_a_new_root_that_everyone_may_write_is_not_taken(tmp_path, all_logged):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
         replace_with_nothing(made.root)
         made.root.chmod(0o777)
-        until(lambda: "writable by everyone" in caplog.text)
+        until(lambda: "writable by everyone" in all_logged.text)
         assert made.reasons(chain("p", 1)) == ["missing", "missing"]
         for _ in range(20):
             assert made.try_store(chain("q", 1)[0]) == "no_room"

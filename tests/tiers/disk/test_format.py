@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.planner.objects import TAG_PATTERN, ObjectId
+from vllm_overlay.tiers.disk.catalogue.rows import StoredObject, check_object
 from vllm_overlay.tiers.disk.files.checksum import XXH3, EncryptedIntegrity, KeyedIntegrity, Seal
-from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
-from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, parse_file_name
+from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, MAX_TOKENS, FormatError, ObjectHeader, file_bytes
+from vllm_overlay.tiers.disk.files.namespace import MAX_RANKS, DiskNamespace, parse_file_name
 
 HEADER = ObjectHeader(
     fingerprint=bytes(range(32)),
@@ -119,6 +120,9 @@ def test_a_header_of_another_length_is_refused():
     "change",
     [
         {"parents": (HEADER.object_id,) * 9},
+        {"parents": (HEADER.object_id,) * 2},
+        {"end_tokens": MAX_TOKENS + 1},
+        {"world_size": MAX_RANKS + 1},
         {"object_id": ObjectId("f1234", b"k")},
         {"object_id": ObjectId("f0", b"k" * 65)},
         {"ticket": 1 << 64},
@@ -152,6 +156,7 @@ NAMES = st.builds(
     st.binary(min_size=1, max_size=64),
 )
 UNSIGNED = st.integers(0, 2**64 - 1)
+TOKENS = st.integers(0, MAX_TOKENS)
 KEYS = st.sampled_from([XXH3, KeyedIntegrity.of(bytes(32)), EncryptedIntegrity.of(bytes(32))])
 
 
@@ -159,13 +164,13 @@ KEYS = st.sampled_from([XXH3, KeyedIntegrity.of(bytes(32)), EncryptedIntegrity.o
 def sealed_headers(draw):
     """Any header that can be written, and what it is written with."""
     integrity = draw(KEYS)
-    start, end = sorted((draw(UNSIGNED), draw(UNSIGNED)))
-    world_size = draw(st.integers(1, 2**32 - 1))
+    start, end = sorted((draw(TOKENS), draw(TOKENS)))
+    world_size = draw(st.integers(1, MAX_RANKS))
     sizes = integrity.payload_checksum_bytes, integrity.salt_bytes
     return integrity, ObjectHeader(
         fingerprint=draw(st.binary(min_size=32, max_size=32)),
         object_id=draw(NAMES),
-        parents=tuple(draw(st.lists(NAMES, max_size=8))),
+        parents=tuple(draw(st.lists(NAMES, max_size=8, unique=True))),
         start_tokens=start,
         end_tokens=end,
         payload_bytes=draw(st.integers(1, integrity.max_payload_bytes)),
@@ -174,6 +179,13 @@ def sealed_headers(draw):
         ticket=draw(UNSIGNED),
         seal=Seal(*(draw(st.binary(min_size=size, max_size=size)) for size in sizes)),
     )
+
+
+@given(made=sealed_headers())
+def test_the_catalogue_takes_any_object_whose_header_can_be_written(made):
+    _, header = made
+    num_bytes = file_bytes(header.payload_bytes)
+    check_object(StoredObject(header.fingerprint.hex(), header.planned, header.world_size, num_bytes, 0, 0))
 
 
 @given(made=sealed_headers(), place=st.integers(0, HEADER_BYTES - 1), change=st.integers(1, 255))

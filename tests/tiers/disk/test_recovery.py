@@ -27,7 +27,6 @@ from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, tier_pair
 from tests.tiers.disk.waiting import until
-from vllm_overlay.common import rate_limited_log
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.files.checksum import Seal
 from vllm_overlay.tiers.disk.files.device import Device, temporary_name
@@ -190,8 +189,7 @@ def test_what_builds_on_a_directory_that_could_not_be_listed_now_stays_for_the_n
         until(lambda: again.tier.advance() or all(again.coverage(objects)))
 
 
-def test_a_scan_that_fails_removes_nothing_and_is_tried_again(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(rate_limited_log, "INTERVAL_S", 0.0)
+def test_a_scan_that_fails_removes_nothing_and_is_tried_again(tmp_path, all_logged):
     objects = chain("p", 5)
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
@@ -199,7 +197,7 @@ def test_a_scan_that_fails_removes_nothing_and_is_tried_again(tmp_path, monkeypa
     time.sleep(0.1)
     device = Refusing(made.path(objects[2]), RuntimeError("nobody has thought of this"))
     with tier_pair(tmp_path / "root", device=device) as failed:
-        until(lambda: any("nobody has thought of this" in message for message in caplog.messages))
+        until(lambda: any("nobody has thought of this" in message for message in all_logged.messages))
         assert len(failed.tier.index) == 0
         assert len(object_files(made.root)) == 6
         device.error = None
@@ -395,3 +393,35 @@ def test_a_header_that_says_an_impossible_size_is_none():
     with pytest.raises(FormatError):
         header.encode()
     assert ObjectHeader.decode(msgspec.structs.replace(header, payload_bytes=MAX_PAYLOAD_BYTES).encode())
+
+
+@pytest.mark.parametrize("forged", [{"end_tokens": 2**50}, {"parents": (chain("p", 2)[0].object_id,) * 2}])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_header_that_no_row_can_hold_keeps_nothing_else_from_being_recovered(tmp_path, forged, is_lost):
+    """Whoever may write under a root without a key can make one."""
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 2))
+        until(lambda: counted(made.root)[0] == 3 * on_disk())
+    donor = made.path(chain("p", 2)[1])
+    hostile = donor.parents[1] / "00" / f"{bytes(32).hex()}.f0.r0"
+    hostile.parent.mkdir(exist_ok=True)
+    header = ObjectHeader.decode(donor.read_bytes()[:4096])
+    changed = msgspec.structs.replace(header, object_id=ObjectId("f0", bytes(32)), **forged)
+    hostile.write_bytes(page_of(changed) + donor.read_bytes()[4096:])
+    os.utime(hostile, (time.time() - 60,) * 2)
+    if is_lost:
+        lose_catalogue(made.root)
+    with tier_pair(tmp_path / "root") as again:
+        until(lambda: again.tier.advance() or again.coverage(chain("p", 2)) == [True] * 3)
+        again.store(chain("q", 1))
+        until(lambda: not hostile.exists())
+
+
+def page_of(header: ObjectHeader) -> bytes:
+    """As ``encode`` would write it if it looked at no field."""
+    checks = ObjectHeader._check_ranges
+    ObjectHeader._check_ranges = lambda self, max_payload_bytes: None
+    try:
+        return header.encode()
+    finally:
+        ObjectHeader._check_ranges = checks

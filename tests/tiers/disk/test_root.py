@@ -14,35 +14,15 @@ import pytest
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import counted, lose_catalogue, on_disk, temporaries
 from tests.tiers.disk.foreign import KINDS, forget_marker, make_counted_root, make_foreign, make_old, state_of
-from tests.tiers.disk.objects import OBJECT, chain
-from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, settings, tier_pair
+from tests.tiers.disk.halves import HALVES, open_tier
+from tests.tiers.disk.objects import chain
+from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay import versions
-from vllm_overlay.common import rate_limited_log
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker, require_marker
 from vllm_overlay.tiers.disk.files.root import open_root
-from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.worker import DiskTierWorker
-
-
-def open_tier(root, device=None, **changes):
-    DiskTierManager(settings(root, **changes), NAMESPACE, 1, OBJECT, device).close()
-
-
-def open_worker(root, device=None, **changes):
-    DiskTierWorker(settings(root, **changes), NAMESPACE, 0, 1, 8192, OBJECT, device).close(1.0)
-
-
-@pytest.fixture
-def all_logged(monkeypatch, caplog):
-    """Every warning, however often it was given before."""
-    monkeypatch.setattr(rate_limited_log, "INTERVAL_S", 0.0)
-    return caplog
-
-
-HALVES = pytest.mark.parametrize("start", [open_tier, open_worker])
 
 
 def assert_marked(root):
@@ -357,98 +337,6 @@ def test_nothing_is_made_where_no_marker_is(tmp_path):
     assert (root / "ledger").read_text() == "2026-01-01 * opening balances"
 
 
-# Owner and mode.
-
-
-@pytest.fixture
-def key_file(tmp_path):
-    path = tmp_path / "key"
-    path.write_bytes(bytes(range(32)))
-    path.chmod(0o600)
-    return path
-
-
-@HALVES
-def test_a_root_that_its_group_may_write_needs_a_key(tmp_path, key_file, start):
-    root = tmp_path / "root"
-    start(root)
-    root.chmod(0o2770)
-    with pytest.raises(ConfigError, match=r"root=.* mode 2770.*set integrity_key_file, or set its mode to 0700"):
-        start(root)
-    start(root, integrity_key_file=str(key_file))
-    assert stat.S_IMODE(root.stat().st_mode) == 0o2770
-
-
-def test_with_a_key_a_shared_root_is_served_again_after_it_was_replaced(tmp_path, key_file):
-    root = tmp_path / "root"
-    root.mkdir()
-    root.chmod(0o770)
-    with tier_pair(root, integrity_key_file=str(key_file)) as made:
-        made.store(chain("p", 1))
-        root.rename(tmp_path / "was")
-        root.mkdir()
-        root.chmod(0o770)
-        made.store_at_last(chain("q", 1)[0])
-
-
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_a_file_that_others_may_write_is_a_miss_and_stays(tmp_path, all_logged, mode):
-    objects = chain("p", 2)
-    with tier_pair(tmp_path / "root") as made:
-        made.store(objects)
-        made.path(objects[0]).chmod(mode)
-        assert made.reasons(objects) == ["owner", "", ""]
-        assert not made.fetch(objects[:1])[0].is_bad
-        assert made.path(objects[0]).exists()
-        assert "an object was not loaded (owner)" in all_logged.text
-    lose_catalogue(made.root)  # which would know the object, and the file would be a miss again
-    with tier_pair(tmp_path / "root") as made:
-        made.recovered()
-        assert made.coverage(objects) == [False] * 3
-        until(lambda: "not recovered (owner)" in all_logged.text)
-    assert all(made.path(planned).exists() for planned in objects)
-    made.path(objects[0]).chmod(0o600)
-    with tier_pair(tmp_path / "root") as made:
-        made.recovered()
-        until(lambda: made.tier.advance() or made.coverage(objects) == [True] * 3)
-
-
-def test_a_file_of_another_user_is_a_miss_and_stays(tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("only root can give files away")
-    objects = chain("p", 2)
-    with tier_pair(tmp_path / "root") as made:
-        made.store(objects)
-        os.chown(made.path(objects[0]), 65534, 65534)
-        assert made.reasons(objects) == ["owner", "", ""]
-    lose_catalogue(made.root)
-    with tier_pair(tmp_path / "root") as made:
-        made.recovered()
-        assert made.coverage(objects) == [False] * 3
-    assert all(made.path(planned).exists() for planned in objects)
-
-
-@pytest.mark.parametrize("depth", ["namespace", "fan-out"])
-def test_what_lies_in_a_directory_that_others_may_write_is_not_recovered_and_stays(tmp_path, all_logged, depth):
-    objects = chain("p", 3)
-    with tier_pair(tmp_path / "root") as made:
-        made.store(objects)
-    for planned in objects:
-        os.utime(made.path(planned), (1, 1))  # too old to be on its way
-    directory = made.path(objects[0]).parent if depth == "fan-out" else tmp_path / "root" / NAMESPACE.attention
-    directory.chmod(0o770)
-    lose_catalogue(made.root)
-    with tier_pair(tmp_path / "root") as made:
-        made.recovered()
-        assert made.coverage(objects) == [False] * 4
-        assert f"{directory} has mode 0770" in all_logged.text
-    assert all(made.path(planned).exists() for planned in objects)
-    directory.chmod(0o700)
-    with tier_pair(tmp_path / "root") as made:
-        made.recovered()
-        until(lambda: made.tier.advance() or made.coverage(objects) == [True] * 4)
-
-
 # Temporaries.
 
 
@@ -507,16 +395,3 @@ def test_an_old_root_on_a_full_disk_is_served_and_marked_later(old_root):
         until(lambda: not made.path(objects[-1]).exists(), "a removal, which makes room")
     open_root(Device(), str(root))
     assert (root / MARKER).read_bytes() == encode_marker()
-
-
-def test_with_a_key_files_that_their_group_may_write_are_verified_by_it(tmp_path, key_file):
-    """As on a volume whose group and modes Kubernetes sets at each mount."""
-    root = tmp_path / "root"
-    with tier_pair(root, integrity_key_file=str(key_file)) as made:
-        made.store(chain("p", 2))
-    for path in (root, *root.rglob("*")):
-        path.chmod(path.stat().st_mode | (0o2070 if path.is_dir() else 0o060))
-    with tier_pair(root, integrity_key_file=str(key_file)) as again:
-        again.recovered()
-        assert again.coverage(chain("p", 2)) == [True] * 3
-        assert again.reasons(chain("p", 2)) == [""] * 3

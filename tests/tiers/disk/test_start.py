@@ -15,18 +15,14 @@ import pytest
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import bytes_under, on_disk, temporaries
 from tests.tiers.disk.foreign import forget_marker, make_foreign, make_old, state_of
-from tests.tiers.disk.objects import OBJECT, chain
-from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
+from tests.tiers.disk.halves import open_tier
+from tests.tiers.disk.objects import chain
+from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker
 from vllm_overlay.tiers.disk.files.root import lock_directory
-from vllm_overlay.tiers.disk.manager import DiskTierManager
-
-
-def open_tier(root, **changes):
-    DiskTierManager(settings(root, **changes), NAMESPACE, 1, OBJECT).close()
 
 
 def test_the_root_is_created_private_and_says_whose_it_is(tmp_path):

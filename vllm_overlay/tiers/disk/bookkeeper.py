@@ -91,6 +91,7 @@ class Bookkeeper:
         self._integrity = integrity
         self._room = Room()
         self._steps: deque[Step] = deque()
+        self._stuck: list[Discarded] = []
         self._used: deque[Name] = deque(maxlen=_MOST_USED)
         self._retired: deque[PrefixIndex] = deque()
         self._session: _Session | None = None
@@ -166,10 +167,10 @@ class Bookkeeper:
         0 bytes: nobody waits any more.
         """
         self._room.wanted_bytes = num_bytes
-        is_taken = bool(num_bytes) and self._room.take(num_bytes)
-        if not is_taken:
-            self._wake()
-        return is_taken
+        if not num_bytes or self._room.take(num_bytes):
+            return bool(num_bytes)
+        self._wake()
+        return False
 
     # In the bookkeeper's thread.
 
@@ -285,7 +286,7 @@ class Bookkeeper:
             catalogue,
             served,
             remover,
-            Committer(catalogue, remover, self._room, self._move),
+            Committer(catalogue, remover, self._room, self._stuck, self._move),
             Evictor(catalogue, remover, self._room, self._quota, self._root, self._device),
             Follower(catalogue, served, self._world_size),
             Recovery(

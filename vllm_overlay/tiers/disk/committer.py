@@ -68,17 +68,21 @@ class Committer:
         catalogue: Catalogue,
         remover: Remover,
         room: Room,
+        stuck: list[Discarded],
         move: Callable[[ServedNamespace], None],
     ) -> None:
+        """``stuck`` is the caller's, for as long as it keeps ``room``: what could not be unlinked."""
         self._catalogue = catalogue
         self._remover = remover
         self._room = room
-        self._discarded: list[Discarded] = []
+        self._stuck = stuck
         self._move = move
 
     def carry_out(self, steps: deque[Step]) -> None:
         """Take away what is done, each step once. Another thread may append meanwhile."""
-        self._unlink_discarded()
+        for step in tuple(self._stuck):
+            if self._discard(step):
+                self._stuck.remove(step)
         while steps:
             if stored := _leading_stores(steps):
                 self._commit(stored, steps)
@@ -89,11 +93,8 @@ class Committer:
     def _carry_out(self, step: Step) -> None:
         match step:
             case Discarded():
-                if not self._catalogue.find([step.item.name]):  # else another process has stored the same object
-                    self._discarded.append(step)
-                    self._unlink_discarded()
-                else:
-                    self._end_discard(step)
+                if not self._discard(step):
+                    self._stuck.append(step)
             case Lost(name):
                 self._remover.remove([name])
             case Dropped(served, object_id):
@@ -129,20 +130,18 @@ class Committer:
             _log.warning("row", "disk tier: an object cannot be kept: %s", error)
             return {stored[0].item.name}
 
-    def _unlink_discarded(self) -> None:
-        """Also what could not be unlinked before: its bytes stay taken until it is gone."""
-        waiting, self._discarded = self._discarded, []
-        for step in waiting:
-            if self._remover.unlink_all(self._remover.paths_of(step.item.name, step.item.world_size)):
-                self._end_discard(step)
-            else:
-                self._discarded.append(step)
-
-    def _end_discard(self, step: Discarded) -> None:
-        object_id = step.item.planned.object_id
-        self._room.release(step.item.num_bytes)
-        step.served.holds.release(step.item.planned.parents)
+    def _discard(self, step: Discarded) -> bool:
+        """Whether its files are gone, or another process's, which has stored the same object. Else its bytes stay
+        taken."""
+        item = step.item
+        is_others = bool(self._catalogue.find([item.name]))
+        if not is_others and not self._remover.unlink_all(self._remover.paths_of(item.name, item.world_size)):
+            return False
+        object_id = item.planned.object_id
+        self._room.release(item.num_bytes)
+        step.served.holds.release(item.planned.parents)
         step.served.updates.append(Refused(object_id) if step.is_refused else Forgotten(object_id))
+        return True
 
 
 def _leading_stores(steps: deque[Step]) -> list[Stored]:

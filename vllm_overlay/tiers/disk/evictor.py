@@ -14,6 +14,8 @@ from vllm_overlay.tiers.disk.updates import ServedNamespace
 
 _LARGEST_AHEAD = 2
 """A prompt's chunks come before its snapshot, and must not take the room of that."""
+_MOST_STUCK = 4
+"""With so many objects that cannot be unlinked nothing more is evicted: it would free no room either."""
 _FULL_BYTES = 1 << 20
 """With less free space SQLite may not be able to write."""
 logger = logging.getLogger(__name__)
@@ -54,14 +56,14 @@ class Evictor:
         capacity = self._usable_bytes(totals)
         self._give_back(totals.num_bytes - capacity)
         largest = self._room.largest_bytes or self._quota.largest_bytes
-        at_least = max(_LARGEST_AHEAD * largest, self._room.wanted_bytes)
+        at_least = max(largest, min(_LARGEST_AHEAD * largest, capacity // 2), self._room.wanted_bytes)
         target = limit_bytes(totals, capacity, at_least)
         if self._room.available * 2 >= target and self._room.available >= at_least:
             return 0, False
         grant = self._catalogue.grant(max(0, target - self._room.available), at_least, capacity)
         self._room.grow(grant.num_bytes)
         self._give_back(grant.surplus_bytes)
-        if not grant.short_bytes or self._remover.is_stuck:  # what cannot be unlinked frees no room
+        if not grant.short_bytes or self._remover.num_stuck >= _MOST_STUCK:
             return 0, False
         return self._evict(served, grant.short_bytes, capacity)
 
@@ -88,7 +90,7 @@ class Evictor:
         self.has_evicted_others |= any(item.name.fingerprint not in served.namespace.fingerprints for item in removed)
         kept = self._remover.finish(removed, short_bytes, capacity)
         self._room.grow(kept)
-        return len(removed), bool(removed) and kept < short_bytes and not self._remover.is_stuck
+        return len(removed), bool(removed) and kept < short_bytes and not self._remover.num_stuck
 
     def _held_names(self, served: ServedNamespace) -> frozenset[Name]:
         return frozenset(Name(served.namespace.fingerprint_of(each.tag), each) for each in served.holds.held())

@@ -9,13 +9,15 @@ import msgspec
 from vllm_overlay import versions
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.files.checksum import NO_SEAL, XXH3, Integrity, Seal
-from vllm_overlay.tiers.disk.files.namespace import check_object_id
+from vllm_overlay.tiers.disk.files.namespace import MAX_RANKS, check_object_id
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
 MAGIC = b"HKVOBJ\r\n"
 VERSION = versions.DISK_OBJECT
 HEADER_BYTES = PAGE_BYTES
 MAX_PARENTS = 8
+MAX_TOKENS = 1 << 40
+"""No prompt has as many, and the catalogue takes no more."""
 MAX_PAYLOAD_BYTES = 1 << 40
 """An object passes through host memory as a whole, so none has a TiB in one rank."""
 
@@ -120,10 +122,11 @@ class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
 
     def _check_ranges(self, max_payload_bytes: int) -> None:
         """Raise ValueError for what no object can be."""
-        if len(self.parents) > MAX_PARENTS:
-            raise ValueError(f"an object has at most {MAX_PARENTS} parents")
-        is_possible = 0 < self.payload_bytes <= max_payload_bytes
-        if not (self.start_tokens <= self.end_tokens and self.rank < self.world_size and is_possible):
+        if len(self.parents) > MAX_PARENTS or len(set(self.parents)) < len(self.parents):
+            raise ValueError(f"an object has at most {MAX_PARENTS} parents, each once")
+        are_tokens_possible = self.start_tokens <= self.end_tokens <= MAX_TOKENS
+        is_rank_possible = self.rank < self.world_size <= MAX_RANKS
+        if not (are_tokens_possible and is_rank_possible and 0 < self.payload_bytes <= max_payload_bytes):
             raise ValueError("token range, rank or size is impossible")
 
     @classmethod

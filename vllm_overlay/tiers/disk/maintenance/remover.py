@@ -30,9 +30,9 @@ class Remover:
         self._stuck: list[RemovedObject] = []
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether something could not be unlinked."""
-        return bool(self._pending or self._stuck)
+    def num_stuck(self) -> int:
+        """How many objects could not be unlinked."""
+        return len(self._pending) + len(self._stuck)
 
     def is_there(self, item: StoredObject) -> bool:
         """Whether no file of the object is missing."""

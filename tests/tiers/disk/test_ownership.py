@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose files under a root are believed: by owner and mode, or by a key."""
+
+import os
+import stat
+
+import pytest
+
+from tests.tiers.disk.files import lose_catalogue
+from tests.tiers.disk.halves import HALVES
+from tests.tiers.disk.keys import make_key
+from tests.tiers.disk.objects import chain
+from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
+from tests.tiers.disk.waiting import until
+from vllm_overlay.config import ConfigError
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    return make_key(tmp_path / "key")
+
+
+@HALVES
+def test_a_root_that_its_group_may_write_needs_a_key(tmp_path, key_file, start):
+    root = tmp_path / "root"
+    start(root)
+    root.chmod(0o2770)
+    with pytest.raises(ConfigError, match=r"root=.* mode 2770.*set integrity_key_file, or set its mode to 0700"):
+        start(root)
+    start(root, integrity_key_file=key_file)
+    assert stat.S_IMODE(root.stat().st_mode) == 0o2770
+
+
+def test_with_a_key_a_shared_root_is_served_again_after_it_was_replaced(tmp_path, key_file):
+    root = tmp_path / "root"
+    root.mkdir()
+    root.chmod(0o770)
+    with tier_pair(root, integrity_key_file=key_file) as made:
+        made.store(chain("p", 1))
+        root.rename(tmp_path / "was")
+        root.mkdir()
+        root.chmod(0o770)
+        made.store_at_last(chain("q", 1)[0])
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_a_file_that_others_may_write_is_a_miss_and_stays(tmp_path, all_logged, mode):
+    objects = chain("p", 2)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(objects)
+        made.path(objects[0]).chmod(mode)
+        assert made.reasons(objects) == ["owner", "", ""]
+        assert not made.fetch(objects[:1])[0].is_bad
+        assert made.path(objects[0]).exists()
+        assert "an object was not loaded (owner)" in all_logged.text
+    lose_catalogue(made.root)  # which would know the object, and the file would be a miss again
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered()
+        assert made.coverage(objects) == [False] * 3
+        until(lambda: "not recovered (owner)" in all_logged.text)
+    assert all(made.path(planned).exists() for planned in objects)
+    made.path(objects[0]).chmod(0o600)
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered()
+        until(lambda: made.tier.advance() or made.coverage(objects) == [True] * 3)
+
+
+def test_a_file_of_another_user_is_a_miss_and_stays(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    objects = chain("p", 2)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(objects)
+        os.chown(made.path(objects[0]), 65534, 65534)
+        assert made.reasons(objects) == ["owner", "", ""]
+    lose_catalogue(made.root)
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered()
+        assert made.coverage(objects) == [False] * 3
+    assert all(made.path(planned).exists() for planned in objects)
+
+
+@pytest.mark.parametrize("depth", ["namespace", "fan-out"])
+def test_what_lies_in_a_directory_that_others_may_write_is_not_recovered_and_stays(tmp_path, all_logged, depth):
+    objects = chain("p", 3)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(objects)
+    for planned in objects:
+        os.utime(made.path(planned), (1, 1))  # too old to be on its way
+    directory = made.path(objects[0]).parent if depth == "fan-out" else tmp_path / "root" / NAMESPACE.attention
+    directory.chmod(0o770)
+    lose_catalogue(made.root)
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered()
+        assert made.coverage(objects) == [False] * 4
+        assert f"{directory} has mode 0770" in all_logged.text
+    assert all(made.path(planned).exists() for planned in objects)
+    directory.chmod(0o700)
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered()
+        until(lambda: made.tier.advance() or made.coverage(objects) == [True] * 4)
+
+
+def test_with_a_key_files_that_their_group_may_write_are_verified_by_it(tmp_path, key_file):
+    """As on a volume whose group and modes Kubernetes sets at each mount."""
+    root = tmp_path / "root"
+    with tier_pair(root, integrity_key_file=key_file) as made:
+        made.store(chain("p", 2))
+    for path in (root, *root.rglob("*")):
+        path.chmod(path.stat().st_mode | (0o2070 if path.is_dir() else 0o060))
+    with tier_pair(root, integrity_key_file=key_file) as again:
+        again.recovered()
+        assert again.coverage(chain("p", 2)) == [True] * 3
+        assert again.reasons(chain("p", 2)) == [""] * 3
