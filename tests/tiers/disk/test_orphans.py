@@ -5,7 +5,7 @@ import errno
 import shutil
 import time
 
-from tests.tiers.disk.devices import FailingDevice, UnreadableFile
+from tests.tiers.disk.devices import FailingDevice, Meanwhile, UnreadableFile
 from tests.tiers.disk.files import bytes_under, counted, lose_catalogue, object_files, on_disk
 from tests.tiers.disk.inside import room_bytes
 from tests.tiers.disk.objects import UNIT, chain
@@ -142,3 +142,19 @@ def test_room_for_a_large_orphan_is_not_kept_once_it_is_adopted(tmp_path):
             again.store(chain(f"q-{turn}", 1)[:1])
         again.settled()
         assert room_bytes(again.tier) < num_bytes // 2
+
+
+def test_nothing_goes_for_an_orphan_that_another_process_removes_meanwhile(tmp_path):
+    capacity = 40 * on_disk()
+    with tier_pair(tmp_path / "root", capacity_bytes=capacity) as made:
+        made.store(chain("p", 35))
+    path, _ = put_large_orphan(made.root, 50)
+    useless = path.with_name(path.name[:2] + "0" * 62 + path.name[64:])  # goes last of its namespace
+    useless.write_bytes(bytes(8192))
+    useless.chmod(0o600)
+    device = Meanwhile(path, "close", path.unlink)
+    time.sleep(0.1)
+    with tier_pair(made.root, capacity_bytes=capacity, device=device) as again:
+        until(lambda: not useless.exists(), "the end of the look around")
+        assert device.has_acted.is_set()
+        assert all(again.recovered().settled().coverage(chain("p", 35)))

@@ -352,7 +352,7 @@ def test_a_strangers_temporary_stays_at_a_start_and_under_want_of_room(tmp_path,
     with tier_pair(root) as again:
         again.store(chain("q", 1))
     with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=3 * on_disk()) as newcomer:
-        newcomer.store(chain("r", 1))  # all of the idle namespace has to go for it
+        newcomer.store(chain("r", 1)[:1])  # all of the idle namespace has to go for it
     assert not made.path(chain("p", 2)[0]).exists()
     assert [path.read_text() for path in theirs] == ["mine"] * 3
 
@@ -366,7 +366,7 @@ def test_a_namespace_that_goes_leaves_strangers_in_its_directories(tmp_path):
     theirs[0].mkdir()
     theirs[1].write_text("mine")
     with tier_pair(root, capacity_bytes=3 * on_disk()) as made:
-        made.store(chain("p", 1))
+        made.store(chain("p", 1)[:1])
         until(lambda: not path.exists())
         until(lambda: made.tier.advance() or not (root / OTHER_NAMESPACE.snapshot).exists())
     assert all(path.exists() for path in theirs)

@@ -108,7 +108,11 @@ class Orphans:
     def _adopt(self, item: StoredObject) -> Refusal | None:
         deadline = time.monotonic() + _ROOM_S
         try:
-            while not self._take(item.num_bytes):
+            while True:
+                if not self._remover.is_there(item):  # somebody evicts it: nothing else need go for it
+                    return Refusal.REMOVING
+                if self._take(item.num_bytes):
+                    break
                 if self._is_closing() or time.monotonic() > deadline:
                     return Refusal.NO_GRANT
                 time.sleep(_POLL_S)
