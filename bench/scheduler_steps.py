@@ -6,9 +6,11 @@ import gc
 import hashlib
 import logging
 import os
+import resource
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -41,8 +43,35 @@ def prompts() -> Iterator[PlannedObject]:
         number += 1
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Seconds of one step by the clock and of the processor, and how often it waited for another thread or lost its
+    core. A step that waits for nothing on disk waits for Python's interpreter lock or for a core."""
+
+    seconds: float
+    cpu_seconds: float
+    num_waits: int
+    num_preemptions: int
+
+
+class Stopwatch:
+    """Times what runs between its start and ``stop``, in one thread."""
+
+    def __init__(self) -> None:
+        self._usage = resource.getrusage(resource.RUSAGE_THREAD)
+        self._cpu = time.thread_time()
+        self._began = time.perf_counter()
+
+    def stop(self) -> Step:
+        seconds = time.perf_counter() - self._began
+        cpu_seconds = time.thread_time() - self._cpu
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+        waits, preemptions = usage.ru_nvcsw - self._usage.ru_nvcsw, usage.ru_nivcsw - self._usage.ru_nivcsw
+        return Step(seconds, cpu_seconds, waits, preemptions)
+
+
 class Scheduler:
-    """Steps of one tier: it takes news in, commits what was stored, and asks for tickets. ``steps`` are its seconds."""
+    """One tier's scheduler: a step takes news in, commits what was stored, and asks for tickets."""
 
     def __init__(self, root: str, num_objects: int) -> None:
         settings = DiskTierSettings(root=root, capacity_bytes=num_objects * file_bytes(_OBJECT_BYTES), min_free_bytes=0)
@@ -52,18 +81,18 @@ class Scheduler:
         self._next = next(self._prompts)
         self._done: list[int] = []
         self.num_stored = 0
-        self.steps: list[float] = []
+        self.steps: list[Step] = []
 
     def step(self, may_store: bool = True, may_reset: bool = False) -> None:
         """One step, and what the worker does after it, which is not timed."""
-        began = time.perf_counter()
+        watch = Stopwatch()
         if may_reset:
             self.tier.clear()
         self.tier.advance()
         for ticket in self._done:
             self.tier.commit(ticket)
         tickets = self._reserve() if may_store else []
-        self.steps.append(time.perf_counter() - began)
+        self.steps.append(watch.stop())
         self._store(tickets)
         time.sleep(_STEP_S)
 
@@ -99,32 +128,42 @@ class Scheduler:
         self.tier.close()
 
 
-def rows_of(what: str, steps: list[float]) -> tuple[str, ...]:
+def row_of(what: str, steps: Sequence[Step]) -> tuple[str, ...]:
     """One line of the table; in milliseconds."""
-    figures = (median(steps), percentile(steps, 0.99), percentile(steps, 0.999), max(steps))
-    return (what, str(len(steps)), *(f"{1000 * figure:.2f}" for figure in figures))
+    seconds = [step.seconds for step in steps]
+    longest = max(steps, key=lambda step: step.seconds)
+    most_cpu = max(step.cpu_seconds for step in steps)
+    figures = (median(seconds), percentile(seconds, 0.99), percentile(seconds, 0.999), longest.seconds)
+    return (
+        what,
+        str(len(steps)),
+        *(f"{1000 * figure:.2f}" for figure in figures),
+        f"{1000 * longest.cpu_seconds:.2f}, {longest.num_waits}, {longest.num_preemptions}",
+        f"{1000 * most_cpu:.2f}",
+    )
 
 
 def measure(root: str, num_objects: int, seconds: float) -> list[tuple[str, ...]]:
     """Fill a tier, go on storing for so long, and reset it."""
     scheduler = Scheduler(root, num_objects)
+    gc.collect()
+    gc.freeze()  # as vLLM's engine does when it has started
     while scheduler.num_stored < num_objects and not scheduler.tier.usage().evicted_objects:
         scheduler.step()
-    gc.collect()
-    rows = [rows_of("while the tier fills", scheduler.steps)]
+    rows = [row_of("while the tier fills", scheduler.steps)]
     scheduler.steps = []
     stored, end = scheduler.num_stored, time.monotonic() + seconds
     while time.monotonic() < end:
         scheduler.step()
     rate = (scheduler.num_stored - stored) / seconds
-    rows.append(rows_of(f"full: stores {rate:.0f}/s and evicts", scheduler.steps))
+    rows.append(row_of(f"full: stores {rate:.0f}/s and evicts", scheduler.steps))
     scheduler.steps = []
     end = time.monotonic() + 3.0
     scheduler.step(may_reset=True)
-    reset = scheduler.steps[0]
+    reset = scheduler.steps[0].seconds
     while time.monotonic() < end:
         scheduler.step(may_store=False)
-    rows.append(rows_of(f"a reset ({1000 * reset:.2f} ms), and 3 s after", scheduler.steps))
+    rows.append(row_of(f"a reset ({1000 * reset:.2f} ms), and 3 s after", scheduler.steps))
     scheduler.close()
     return rows
 
@@ -140,7 +179,16 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
         rows = measure(os.path.join(scratch, "root"), arguments.objects, arguments.seconds)
-    columns = ("steps of the scheduler", "number", "median, ms", "p99", "p99.9", "longest")
+    columns = (
+        "steps of the scheduler",
+        "number",
+        "median, ms",
+        "p99",
+        "p99.9",
+        "longest",
+        "its CPU, waits, lost cores",
+        "most CPU",
+    )
     print(f"{arguments.objects:,} objects, load average {load:.1f}\n\n{table(columns, rows)}")
 
 
