@@ -3,11 +3,12 @@
 
 import errno
 import shutil
+import threading
 import time
 
 from tests.tiers.disk.devices import FailingDevice, Meanwhile, UnreadableFile
 from tests.tiers.disk.files import bytes_under, counted, lose_catalogue, object_files, on_disk
-from tests.tiers.disk.inside import room_bytes
+from tests.tiers.disk.inside import catalogue_of, room_bytes
 from tests.tiers.disk.objects import UNIT, chain
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
@@ -158,3 +159,26 @@ def test_nothing_goes_for_an_orphan_that_another_process_removes_meanwhile(tmp_p
         until(lambda: not useless.exists(), "the end of the look around")
         assert device.has_acted.is_set()
         assert all(again.recovered().settled().coverage(chain("p", 35)))
+
+
+def test_an_orphan_that_goes_as_it_is_adopted_is_never_promised(tmp_path, monkeypatch):
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+    forget(made, chain("p", 1))
+    path, adopt, tried = made.path(chain("p", 1)[0]), Catalogue.commit, threading.Event()
+
+    def commit(catalogue, batch, *is_there):
+        path.unlink(missing_ok=True)
+        result = adopt(catalogue, batch, *is_there)
+        tried.set()
+        return result
+
+    monkeypatch.setattr(Catalogue, "commit", commit)
+    with tier_pair(made.root) as again:
+        again.recovered()
+        assert tried.wait(20)
+        until(lambda: object_files(made.root) == [], "the end of what builds on it")
+        again.settled()
+        news = catalogue_of(again.tier).changes_since(0, NAMESPACE.fingerprints).changes
+        assert len(news) == len(chain("p", 1)), "nothing came after forget()"
+        assert counted(made.root)[0] == 0

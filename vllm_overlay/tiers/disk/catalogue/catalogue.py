@@ -183,16 +183,17 @@ class Catalogue:
 
     # Objects.
 
-    def commit(self, batch: Iterable[StoredObject]) -> Commit:
+    def commit(self, batch: Iterable[StoredObject], is_there: Callable[[StoredObject], bool] | None = None) -> Commit:
         """Take in objects, parents first, whose files are in place; their bytes come from this member's grant.
 
-        A name that is there is replaced, as its file was. Look at the files again afterwards if others may have removed
-        the object meanwhile: the name was free between ``end_removal`` and this call.
+        A name that is there is replaced, as its file was. The name was free between another's ``end_removal`` and this
+        call, so the files may be gone. ``is_there`` is asked while nobody else can begin a removal; without it, look
+        afterwards.
         """
         result = Commit()
         for part in _batches(_checked_objects(batch)):
             with self._connection.writing() as db:
-                commit.from_grant(db, self.slot, part, result)
+                commit.from_grant(db, self.slot, part, result, is_there)
         return result
 
     def adopt(self, batch: Iterable[StoredObject]) -> Commit:

@@ -2,7 +2,7 @@
 """Objects come in."""
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -24,6 +24,8 @@ class Refusal(StrEnum):
     """A parent is not there."""
     REMOVING = "removing"
     """Files of this name are about to be unlinked. Store it again later."""
+    GONE = "gone"
+    """A file of it is not there any more."""
     OTHER_PARENTS = "other_parents"
     """It is there and depends on other objects."""
     NO_GRANT = "no_grant"
@@ -41,9 +43,18 @@ class Commit:
 class Writer:
     """Takes objects in, in one transaction."""
 
-    def __init__(self, db: sqlite3.Connection, granted_bytes: int | None) -> None:
-        """``granted_bytes`` is None where files are told of that were there before: they need no grant."""
+    def __init__(
+        self,
+        db: sqlite3.Connection,
+        granted_bytes: int | None = None,
+        is_there: Callable[[StoredObject], bool] | None = None,
+    ) -> None:
+        """``granted_bytes`` is None where files are told of that were there before: they need no grant.
+
+        ``is_there``, where files may be gone, looks for them.
+        """
         self._db = db
+        self._is_there = is_there
         self._namespaces = Namespaces(db)
         self._ids: dict[tuple[int, ObjectId], int | None] = {}
         self._num_objects = self._num_bytes = 0
@@ -62,6 +73,8 @@ class Writer:
         name = namespace.id, item.planned.object_id.key, item.planned.object_id.tag
         if self._db.execute(f"SELECT 1 FROM removal WHERE {BY_NAME}", name).fetchone():
             return Refusal.REMOVING
+        if self._is_there is not None and not self._is_there(item):
+            return Refusal.GONE
         return self._insert(namespace.id, item, found)
 
     def finish(self) -> None:
@@ -122,9 +135,15 @@ class Writer:
         )  # fmt: skip
 
 
-def from_grant(db: sqlite3.Connection, payer: int, batch: Sequence[StoredObject], result: Commit) -> None:
+def from_grant(
+    db: sqlite3.Connection,
+    payer: int,
+    batch: Sequence[StoredObject],
+    result: Commit,
+    is_there: Callable[[StoredObject], bool] | None,
+) -> None:
     """Take in objects; their bytes come from the grant of ``payer``."""
-    writer = Writer(db, read_grant(db, payer))
+    writer = Writer(db, read_grant(db, payer), is_there)
     _add_all(writer, batch, result)
     result.granted_bytes = writer.granted_bytes or 0
     write_grant(db, payer, result.granted_bytes)
@@ -133,7 +152,7 @@ def from_grant(db: sqlite3.Connection, payer: int, batch: Sequence[StoredObject]
 
 def without_grant(db: sqlite3.Connection, batch: Sequence[StoredObject], result: Commit) -> None:
     """Take in objects whose files were there before the catalogue was."""
-    _add_all(Writer(db, None), batch, result)
+    _add_all(Writer(db), batch, result)
     changes.trim(db)
 
 

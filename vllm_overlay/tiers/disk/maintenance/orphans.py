@@ -110,7 +110,7 @@ class Orphans:
         try:
             while True:
                 if not self._remover.is_there(item):  # somebody evicts it: nothing else need go for it
-                    return Refusal.REMOVING
+                    return Refusal.GONE
                 if self._take(item.num_bytes):
                     break
                 if self._is_closing() or time.monotonic() > deadline:
@@ -120,18 +120,16 @@ class Orphans:
             self._take(0)
         try:
             with self._room.settling:
-                refused = self._catalogue.commit([item]).refused
+                refused = self._catalogue.commit([item], self._remover.is_there).refused
                 if not refused:
                     self._room.commit(item.num_bytes)
         except BaseException:
             self._room.release(item.num_bytes)
             raise
-        if refused:
-            self._room.release(item.num_bytes)
-            return refused[0][1]
-        if not self._remover.is_there(item):  # somebody removed it meanwhile
-            self._remover.remove([item.name])
-        return None
+        if not refused:
+            return None
+        self._room.release(item.num_bytes)
+        return refused[0][1]
 
     def _in_order(self, listing: Listing) -> list[FoundObject]:
         """Each after its parents, wherever else those may be."""
