@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.objects import OBJECT
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged, Superseded
 from vllm_overlay.tiers.disk.catalogue.generations import newest
 from vllm_overlay.tiers.disk.files.format import file_bytes
 
@@ -57,13 +57,13 @@ def on_disk(num_bytes: int = OBJECT) -> int:
 
 def counted(root: Path) -> tuple[int, int]:
     """(bytes of objects and of files about to be unlinked, bytes granted) as the catalogue has them; (-1, -1) while it
-    is not there or damaged."""
+    is not there, damaged or being replaced."""
     if not newest(str(root)):
         return -1, -1
     try:
         with contextlib.closing(Catalogue(str(root))) as catalogue:
             totals = catalogue.totals()
-    except Damaged:
+    except (Damaged, Superseded):
         return -1, -1
     return totals.object_bytes + totals.removing_bytes, totals.granted_bytes
 
