@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's side of tests/engine/client.py: ``python -m tests.engine.driver '{"model": ...}'``."""
 
+import itertools
 import json
 import sys
 import time
@@ -19,6 +20,7 @@ class Driver:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.llm = LLM(**arguments)
+        self._num_aborted = itertools.count()
         faults.wait_for_recovery(self)
 
     @property
@@ -34,11 +36,8 @@ class Driver:
         **sampling: Any,
     ) -> list[dict[str, Any]]:
         parameters = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, **sampling)
-        inputs = [{"prompt_token_ids": tokens} for tokens in prompts]
-        if salts is not None:
-            for item, salt in zip(inputs, salts, strict=True):
-                item["cache_salt"] = salt
         answers = []
+        inputs = _inputs(prompts, salts)
         lora_request = LoRARequest(**adapter) if adapter is not None else None
         for output in self.llm.generate(inputs, parameters, use_tqdm=False, lora_request=lora_request):
             completion = output.outputs[0]
@@ -51,6 +50,20 @@ class Driver:
                 }
             )
         return answers
+
+    def abort_after(
+        self, prompts: list[list[int]], max_tokens: int, num_steps: int, salts: list[str] | None = None
+    ) -> bool:
+        """Starts requests and aborts them so many steps later, as far as they are not done."""
+        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        names = [f"to-abort-{next(self._num_aborted)}" for _ in prompts]
+        for name, item in zip(names, _inputs(prompts, salts), strict=True):
+            self.llm.llm_engine.add_request(name, item, parameters)
+        for _ in range(num_steps):
+            self._step()
+        self.llm.llm_engine.abort_request(names)
+        self._step()
+        return True
 
     def forced_logprobs(self, prompt: list[int], output: list[int]) -> list[list[float]]:
         """For each token of ``output`` when it is forced: its logprob, and the best one at its place."""
@@ -114,6 +127,15 @@ class Driver:
 
     def fault(self, name: str, **arguments: Any) -> Any:
         return getattr(faults, name)(self, **arguments)
+
+
+def _inputs(prompts: list[list[int]], salts: list[str] | None) -> list[dict[str, Any]]:
+    """As vLLM takes them; an empty salt is none."""
+    salted = salts if salts is not None else [""] * len(prompts)
+    return [
+        {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
+        for tokens, salt in zip(prompts, salted, strict=True)
+    ]
 
 
 def _serve(driver: Driver) -> None:

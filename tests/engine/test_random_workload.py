@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A short random workload over both tiers and a restart; ``tests/engine/random_workload.py`` runs long ones."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.random_workload import RandomWorkload
+from tests.engine.workload import Kind
+
+pytestmark = pytest.mark.engine
+
+
+def test_random_requests_over_two_lives_are_answered_as_without_a_cache(tiny_model: Path) -> None:
+    seen = RandomWorkload(tiny_model, seed=1).run(num_requests=60, num_lives=2)
+    assert seen.wrong == []
+    assert seen.counters["cpu: failed_loads"] == seen.counters["disk: failed_loads"] == 0
+    assert seen.turns[Kind.ABORT] and seen.turns[Kind.CONTINUE] and seen.turns[Kind.SALT]
+    for happened in ("preemptions", "cpu: restored_tokens", "cpu: evicted_objects", "disk: restored_tokens"):
+        assert seen.counters[happened], happened
