@@ -8,6 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.config import AttentionConfig, CacheConfig, KernelConfig
+from vllm.config.mamba import MambaConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.connector.fingerprint import compute_fingerprints
@@ -16,6 +23,7 @@ from vllm_overlay.tiers.base import Fingerprints
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 
 KEY = b"k" * 32
+SPEC = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
 
 
 class HfConfig:
@@ -62,10 +70,18 @@ def namespace(model: Path, root: Path, **changes: Any) -> Fingerprints:
             revision=given["revision"],
             dtype=given["dtype"],
             quantization=given["quantization"],
+            quantization_config=None,
+            architecture="Model",
+            architectures=["Model"],
+            model_class_overrides={},
+            multimodal_config=None,
             hf_config=HfConfig(hidden_size=given["hidden_size"], _name_or_path=given["name"]),
         ),
         load_config=SimpleNamespace(load_format="auto"),
-        cache_config=SimpleNamespace(cache_dtype=given["cache_dtype"], prefix_caching_hash_algo=given["hash"]),
+        cache_config=CacheConfig(cache_dtype=given["cache_dtype"], prefix_caching_hash_algo=given["hash"]),
+        attention_config=AttentionConfig(),
+        kernel_config=KernelConfig(),
+        mamba_config=MambaConfig(),
         parallel_config=SimpleNamespace(tensor_parallel_size=given["tensor_parallel_size"]),
     )
     groups = [
@@ -74,7 +90,9 @@ def namespace(model: Path, root: Path, **changes: Any) -> Fingerprints:
     ]
     geometry = Geometry.build(groups, 64, given["chunk_size"])
     kv_cache_config = SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(layer_names=["layers.0"]), SimpleNamespace(layer_names=[given["layer"]])]
+        kv_cache_groups=[
+            SimpleNamespace(layer_names=[name], kv_cache_spec=SPEC) for name in ("layers.0", given["layer"])
+        ]
     )
     facts = {"integrity": integrity_of(given.get("key_file", "")).name}
     return compute_fingerprints(

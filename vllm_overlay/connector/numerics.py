@@ -25,14 +25,14 @@ PRECISION_VARIABLES: dict[str, object] = {
     "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
-    "VLLM_HUMMING_USE_F16_ACCUM": None,
+    "VLLM_HUMMING_USE_F16_ACCUM": False,
     "VLLM_MARLIN_INPUT_DTYPE": None,
     "VLLM_ROCM_FP8_MFMA_PAGE_ATTN": False,
     "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16": True,
     "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
     "VLLM_ROCM_USE_AITER_FP4BMM": True,
     "VLLM_ROCM_USE_AITER_FP8BMM": True,
-    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": False,
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": None,
     "VLLM_USE_DEEP_GEMM_E8M0": True,
 }
 """Environment variables that say how precise numbers are, or that promise equal bits, and their defaults."""
@@ -122,7 +122,7 @@ def _kernels(vllm_config: "VllmConfig") -> dict[str, Any]:
     if vllm_config.model_config.quantization is None:
         return {}
     chosen = _differing(vllm_config.kernel_config, KERNELS_OF_QUANTIZED_MODELS)
-    return {**chosen, "device": current_platform.get_device_name()}
+    return {**chosen, "device": f"{current_platform.device_type} {current_platform.get_device_capability()}"}
 
 
 def _multimodal(model: "ModelConfig") -> dict[str, Any]:
