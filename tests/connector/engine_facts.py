@@ -46,7 +46,7 @@ class Settings:
     """Of ``MultiModalConfig``; None for a model of text."""
     edit: Callable[[VllmConfig], None] = lambda _: None
     patches: Mapping[str, Any] = field(default_factory=dict)
-    """Module attributes to replace."""
+    """Module attributes to replace once vLLM has made its configuration."""
     position_factor: int = 0
     """The model makes its rotary embedding for so many times ``max_model_len``; 0: for the model's own length."""
     window: int = 0
@@ -66,9 +66,9 @@ def fingerprints(model: Path, settings: Settings) -> Fingerprints:
         root = stack.enter_context(TemporaryDirectory())
         stack.enter_context(patch.dict(os.environ, settings.environment))
         stack.enter_context(patch.object(rotary_embedding, "_ROPE_DICT", {}))
+        config = vllm_config(model, settings)
         for target, value in settings.patches.items():
             stack.enter_context(patch(target, value))
-        config = vllm_config(model, settings)
         _make_rotary_embedding(config, settings)
         groups = _kv_cache_config(config, settings)
         return compute_fingerprints(

@@ -3,15 +3,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
+from vllm.platforms.interface import DeviceCapability
 
 from tests.connector.engine_facts import Settings
 
 BOTH, SNAPSHOT, NONE = "both", "snapshot", "none"
 QUANTIZED = {"quantization": "fp8"}
 TRAINED_TOKENS = 2048
+REGISTERED = "vllm.model_executor.models.ModelRegistry.models"
+STATE_DTYPES = "tests.connector.engine_facts.MambaStateDtypeCalculator.gated_delta_net_state_dtype"
+KEPT = (torch.bfloat16, torch.float32)
+REPLAYED = MambaStateDtypeCalculator.append_replayssm_ring(KEPT, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,10 @@ HELD: dict[str, list[Change]] = {
         edit(put("kernel_config.moe_backend", "marlin"), **QUANTIZED),
         edit(put("kernel_config.linear_backend_per_quant", {"fp8": "marlin"}), **QUANTIZED),
         Change(
-            Settings(QUANTIZED, patches={"vllm.platforms.current_platform.get_device_capability": lambda: "another"}),
+            Settings(
+                QUANTIZED,
+                patches={"vllm.platforms.current_platform.get_device_capability": lambda: DeviceCapability(8, 0)},
+            ),
             Settings(QUANTIZED),
         ),
     ],
@@ -152,6 +163,9 @@ HELD: dict[str, list[Change]] = {
             Settings({"mamba_ssm_cache_dtype": "float32", "mamba_cache_dtype": "float32"}),
             Settings({"mamba_ssm_cache_dtype": "float32"}),
         ),
+        Change(
+            Settings(patches={STATE_DTYPES: lambda *_: REPLAYED}), Settings(patches={STATE_DTYPES: lambda *_: KEPT})
+        ),
     ],
     "`--enable-mamba-cache-stochastic-rounding`, `--mamba-cache-philox-rounds`": [
         edit(put("mamba_config.enable_stochastic_rounding", True)),
@@ -164,9 +178,10 @@ HELD: dict[str, list[Change]] = {
     "`VLLM_BATCH_INVARIANT`, variables of precision": [
         environment(**{name: value}) for name, value in SET_VARIABLES.items()
     ],
-    "`--model-impl`, `--model-class-overrides`": [
+    "`--model-impl`, `--model-class-overrides`, models of plug-ins": [
         arguments(model_impl="transformers"),
         edit(put("model_config.model_class_overrides", {"Qwen3_5ForCausalLM": "other:Model"})),
+        Change(Settings(patches={REGISTERED: {"Qwen3_5ForCausalLM": SimpleNamespace(module_name="plugin.model")}})),
     ],
     "`--disable-sliding-window`, groups and their layers": [Change(Settings(window=256))],
     "`--tensor-parallel-size`": [edit(put("parallel_config.tensor_parallel_size", 2))],
@@ -189,7 +204,7 @@ HELD: dict[str, list[Change]] = {
         Change(Settings(chunk_size=128)),
         Change(Settings(facts={"integrity": "blake3:00"})),
         Change(Settings(facts={"object_format": 3})),
-        Change(Settings(patches={"vllm_overlay.versions.FINGERPRINT": 2})),
+        Change(Settings(patches={"vllm_overlay.versions.FINGERPRINT": 3})),
     ],
 }
 """What both fingerprints hold."""

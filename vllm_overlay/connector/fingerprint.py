@@ -48,7 +48,7 @@ def compute_fingerprints(
     Args:
         page_facts: Everything that decides what a raw page's bytes mean.
         cell_facts: For each group that is cut in opaque cells, their order and what is in one. The other groups have
-            the canonical order of keys and values, and no fact, so that their digests stay those of older versions.
+            the canonical order of keys and values, and no fact.
     """
     import vllm
 

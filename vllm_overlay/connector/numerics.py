@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's settings that change the numbers in a KV cache. Runs in the workers, once the model is there.
 
-The rule, and a row for each setting: docs/disk-format.md. What is at vLLM's default is no fact, so that digests stay
-those of older versions.
+The rule, and a row for each setting: docs/disk-format.md. What is at vLLM's default is no fact, so that a new fact
+changes no digest of an engine that leaves the setting alone.
 """
 
 from pathlib import Path
@@ -111,8 +111,14 @@ def _state_rounding(vllm_config: "VllmConfig") -> list[Any]:
 
 def _implementation(model: "ModelConfig") -> list[Any]:
     """Which code computes the model, where it is not vLLM's own for it."""
-    is_own = model.architecture in model.architectures and not model.model_class_overrides
-    return [] if is_own else [model.architecture, model.model_class_overrides]
+    from vllm.model_executor.models import ModelRegistry
+
+    registered = ModelRegistry.models.get(model.architecture)
+    module = getattr(registered, "module_name", None) or getattr(registered, "model_cls", object).__module__
+    is_own = model.architecture in model.architectures and module.startswith("vllm.")
+    if is_own and not model.model_class_overrides:
+        return []
+    return [model.architecture, module, model.model_class_overrides]
 
 
 def _kernels(vllm_config: "VllmConfig") -> dict[str, Any]:
