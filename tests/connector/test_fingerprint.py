@@ -72,8 +72,8 @@ def namespace(model: Path, root: Path, **changes: Any) -> Fingerprints:
             dtype=given["dtype"],
             quantization=given["quantization"],
             quantization_config=None,
-            architecture="Model",
-            architectures=["Model"],
+            architecture="Qwen3_5ForCausalLM",
+            architectures=["Qwen3_5ForCausalLM"],
             model_class_overrides={},
             multimodal_config=None,
             hf_config=HfConfig(hidden_size=given["hidden_size"], _name_or_path=given["name"]),
@@ -151,7 +151,7 @@ def test_the_digest_of_an_engine_at_vllms_defaults_changes_only_with_the_version
     assert versions.FINGERPRINT == 2
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     plain = namespace(model, tmp_path / "root")
-    assert plain.attention == "ae628c0d9a15b28dcdd8db47139758e01295c040692409b620b9c02fd05325b1"
+    assert plain.attention == "02fa8aeff0ff6006e40e2208dd447bcb2344723f33550d29b6bd1683d8070289"
 
 
 def test_cells_and_what_is_in_one_change_both_fingerprints(model: Path, tmp_path: Path) -> None:
