@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the tiny hybrid models of demo and tests, with random weights: Qwen3.5 (three GDN layers, one full attention),
-and Gemma 3 (sliding windows between full attention).
+"""Makes the tiny models of demo and tests, with random weights: Qwen3.5 (three GDN layers, one full attention), Gemma 3
+(sliding windows between full attention) and Phi-3 (LongRoPE).
 
 A plain random model forgets its recurrent state within a few tokens and hardly looks at its attention: a restore of
 zeros would pass unnoticed. The factors below make it remember and look, so that a wrong restore changes its output.
@@ -14,6 +14,8 @@ from pathlib import Path
 VOCAB_SIZE = 1024
 DEFAULT_CONTEXT_TOKENS = 8192
 SLIDING_WINDOW = 256
+LONG_ROPE_FROM_TOKENS = 2048
+"""With a longer ``--max-model-len`` the Phi-3 model has its long factors."""
 
 
 def _config(context_tokens: int) -> dict[str, object]:
@@ -132,6 +134,46 @@ def make_sliding_window_model(directory: Path, *, context_tokens: int = DEFAULT_
             for name, parameter in model.named_parameters():
                 if "q_norm" in name or "k_norm" in name:
                     parameter.add_(1.0)
+                for part, factor in factors.items():
+                    if part in name:
+                        parameter.mul_(factor)
+        return model
+
+    return _write(directory, make)
+
+
+def make_long_rope_model(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) -> Path:
+    """Writes a Phi-3 model, whose rotary embedding depends on ``--max-model-len``, as ``make_tiny_model`` does."""
+
+    def make():
+        import torch
+        from transformers import Phi3Config, Phi3ForCausalLM
+
+        config = Phi3Config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=context_tokens,
+            original_max_position_embeddings=LONG_ROPE_FROM_TOKENS,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 16,
+                "long_factor": [1.0 + index for index in range(16)],
+                "original_max_position_embeddings": LONG_ROPE_FROM_TOKENS,
+            },
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        torch.manual_seed(0)
+        model = Phi3ForCausalLM(config).to(torch.bfloat16)
+        factors = {"qkv_proj": 8.0, "o_proj": 16.0, "lm_head": 8.0}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
                 for part, factor in factors.items():
                     if part in name:
                         parameter.mul_(factor)

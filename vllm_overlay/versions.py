@@ -20,8 +20,8 @@ DISK_OBJECT = 2
 CATALOGUE = 1
 """The tables of a root's catalogue. One of another version is made anew from the objects' files."""
 
-FINGERPRINT = 1
-"""Which facts decide that stored numbers may be used (connector/fingerprint.py)."""
+FINGERPRINT = 2
+"""Which facts decide that stored numbers may be used (connector/fingerprint.py). Version 1 left some out."""
 
 WEIGHT_DIGESTS = 2
 """The digests of weights under a root (connector/digest_cache.py). What 0.2.0 kept there had no version."""

@@ -8,7 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+pytest.importorskip("vllm")
+
+from vllm.config import AttentionConfig, CacheConfig, KernelConfig
+from vllm.config.mamba import MambaConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_overlay import versions
 from vllm_overlay.config import ConfigError
 from vllm_overlay.connector.fingerprint import compute_fingerprints
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
@@ -16,6 +24,7 @@ from vllm_overlay.tiers.base import Fingerprints
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 
 KEY = b"k" * 32
+SPEC = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
 
 
 class HfConfig:
@@ -62,10 +71,18 @@ def namespace(model: Path, root: Path, **changes: Any) -> Fingerprints:
             revision=given["revision"],
             dtype=given["dtype"],
             quantization=given["quantization"],
+            quantization_config=None,
+            architecture="Qwen3_5ForCausalLM",
+            architectures=["Qwen3_5ForCausalLM"],
+            model_class_overrides={},
+            multimodal_config=None,
             hf_config=HfConfig(hidden_size=given["hidden_size"], _name_or_path=given["name"]),
         ),
         load_config=SimpleNamespace(load_format="auto"),
-        cache_config=SimpleNamespace(cache_dtype=given["cache_dtype"], prefix_caching_hash_algo=given["hash"]),
+        cache_config=CacheConfig(cache_dtype=given["cache_dtype"], prefix_caching_hash_algo=given["hash"]),
+        attention_config=AttentionConfig(),
+        kernel_config=KernelConfig(),
+        mamba_config=MambaConfig(),
         parallel_config=SimpleNamespace(tensor_parallel_size=given["tensor_parallel_size"]),
     )
     groups = [
@@ -74,7 +91,9 @@ def namespace(model: Path, root: Path, **changes: Any) -> Fingerprints:
     ]
     geometry = Geometry.build(groups, 64, given["chunk_size"])
     kv_cache_config = SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(layer_names=["layers.0"]), SimpleNamespace(layer_names=[given["layer"]])]
+        kv_cache_groups=[
+            SimpleNamespace(layer_names=[name], kv_cache_spec=SPEC) for name in ("layers.0", given["layer"])
+        ]
     )
     facts = {"integrity": integrity_of(given.get("key_file", "")).name}
     return compute_fingerprints(
@@ -125,13 +144,14 @@ def test_how_pages_lie_concerns_snapshots_only(model: Path, tmp_path: Path, chan
     assert other.snapshot != plain.snapshot
 
 
-def test_a_root_written_before_there_were_cells_is_found_again(
+def test_the_digest_of_an_engine_at_vllms_defaults_changes_only_with_the_version_of_the_facts(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The digest of chunks with keys and values apart is that of the versions that knew no other."""
+    """A new fact that says nothing of this engine must not cost it its cache."""
+    assert versions.FINGERPRINT == 2
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     plain = namespace(model, tmp_path / "root")
-    assert plain.attention == "99d72dc202da1dedffeaad7f556fa73619805fb5ac1060799aed384be001a55a"
+    assert plain.attention == "02fa8aeff0ff6006e40e2208dd447bcb2344723f33550d29b6bd1683d8070289"
 
 
 def test_cells_and_what_is_in_one_change_both_fingerprints(model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from blake3 import blake3
 
 from vllm_overlay import versions
 from vllm_overlay.config import ConfigError
+from vllm_overlay.connector.model_files import safetensors_files
+from vllm_overlay.connector.numerics import cache_dtype, numeric_facts
 from vllm_overlay.connector.weights import weights_digest
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import Fingerprints
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype"}
+_VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "max_model_len"}
+"""Fields of a model's configuration that change no number. Some models write the last one there while they load."""
 
 
 def compute_fingerprints(
@@ -45,7 +48,7 @@ def compute_fingerprints(
     Args:
         page_facts: Everything that decides what a raw page's bytes mean.
         cell_facts: For each group that is cut in opaque cells, their order and what is in one. The other groups have
-            the canonical order of keys and values, and no fact, so that their digests stay those of older versions.
+            the canonical order of keys and values, and no fact.
     """
     import vllm
 
@@ -85,11 +88,12 @@ def _attention_facts(
         "config": config,
         "dtype": str(model.dtype),
         "quantization": model.quantization,
-        "cache_dtype": cache.cache_dtype,
+        "cache_dtype": cache_dtype(vllm_config),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "hash": [cache.prefix_caching_hash_algo, os.getenv("PYTHONHASHSEED"), geometry.match_unit],
         "chunk_size": geometry.chunk_size,
         "groups": groups,
+        **numeric_facts(vllm_config, kv_cache_config),
     }
 
 
@@ -101,7 +105,7 @@ def _weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Pat
     model, load = vllm_config.model_config, vllm_config.load_config
     if name:
         return f"namespace:{name} revision:{model.revision}"
-    files = _safetensors_files(model.model, model.revision) if load.load_format in ("auto", "safetensors") else []
+    files = safetensors_files(model.model, model.revision) if load.load_format in ("auto", "safetensors") else []
     if not files:
         raise ConfigError(
             f"the weights of {model.model} (load format {load.load_format}) are not safetensors files on this machine, "
@@ -109,16 +113,3 @@ def _weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Pat
             'such as "my-model-2026-11"'
         )
     return weights_digest(files, cache_directory / "weights.json", cache_key)
-
-
-def _safetensors_files(model: str, revision: str | None) -> list[Path]:
-    directory = Path(model)
-    if not directory.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-        try:
-            directory = Path(snapshot_download(model, revision=revision, local_files_only=True))
-        except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError):
-            return []
-    return sorted(directory.glob("*.safetensors"))

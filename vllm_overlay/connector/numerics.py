@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's settings that change the numbers in a KV cache. Runs in the workers, once the model is there.
+
+The rule, and a row for each setting: docs/disk-format.md. What is at vLLM's default is no fact, so that a new fact
+changes no digest of an engine that leaves the setting alone.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_overlay.connector.model_files import file_digest, processor_digests
+from vllm_overlay.connector.rotary import rotary_facts
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config.multimodal import MultiModalConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+PRECISION_VARIABLES: dict[str, object] = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_BATCH_INVARIANT": False,
+    "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": False,
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": False,
+    "VLLM_FLOAT32_MATMUL_PRECISION": "highest",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_HUMMING_USE_F16_ACCUM": False,
+    "VLLM_MARLIN_INPUT_DTYPE": None,
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN": False,
+    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16": True,
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
+    "VLLM_ROCM_USE_AITER_FP4BMM": True,
+    "VLLM_ROCM_USE_AITER_FP8BMM": True,
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": None,
+    "VLLM_USE_DEEP_GEMM_E8M0": True,
+}
+"""Environment variables that say how precise numbers are, or that promise equal bits, and their defaults."""
+
+MEDIA_VARIABLES: dict[str, object] = {"VLLM_MEDIA_CONNECTOR": "http", "VLLM_VIDEO_LOADER_BACKEND": "opencv"}
+"""Environment variables that say how media are read, which their hashes do not."""
+
+QUANTIZED_ATTENTION = ("disable_flashinfer_q_quantization", "indexer_kv_dtype", "use_prefill_query_quantization")
+KERNELS_OF_QUANTIZED_MODELS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
+"""With quantised weights they decide whether a layer's input is quantised too."""
+
+NO_FACTS_OF_MEDIA = {
+    "allow_missing_mm_embeddings",
+    "enable_mm_embeds",
+    "interleave_mm_strings",
+    "language_model_only",
+    "limit_per_prompt",
+    "mm_encoder_attn_backend",
+    "mm_encoder_fp8_scale_path",
+    "mm_encoder_fp8_scale_save_margin",
+    "mm_encoder_fp8_scale_save_path",
+    "mm_encoder_only",
+    "mm_encoder_tp_mode",
+    "mm_hasher_algorithm",
+    "mm_ipc_gpu_memory_gb",
+    "mm_processor_cache_gb",
+    "mm_processor_cache_type",
+    "mm_shm_cache_max_object_size_mb",
+    "mm_tensor_ipc",
+    "skip_mm_profiling",
+}
+"""Fields of vLLM's ``MultiModalConfig`` that change no number, or tokens and hashes with it. All others are facts."""
+
+
+def numeric_facts(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict[str, Any]:
+    """By name; those that say nothing are left out."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    facts = {
+        "attention": _differing(vllm_config.attention_config, QUANTIZED_ATTENTION),
+        "environment": _variables(PRECISION_VARIABLES),
+        "implementation": _implementation(model),
+        "kernels": _kernels(vllm_config),
+        "multimodal": _multimodal(model),
+        "quantization_config": model.quantization_config,
+        "rotary": rotary_facts(),
+        "skip_layers": sorted(cache.kv_cache_dtype_skip_layers),
+        "state_rounding": _state_rounding(vllm_config),
+        "states": _states(kv_cache_config),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def cache_dtype(vllm_config: "VllmConfig") -> str:
+    """What keys and values are kept as. ``auto`` where that is what the model computes with, however it was said."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model, name = vllm_config.model_config, vllm_config.cache_config.cache_dtype
+    if kv_cache_dtype_str_to_dtype(name, model) == model.dtype:
+        return "auto"
+    return "fp8" if name == "fp8_e4m3" else name
+
+
+def _states(kv_cache_config: "KVCacheConfig") -> list[str]:
+    """What recurrent states are kept as: attention above them depends on it."""
+    from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
+
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    found = {f"{spec.mamba_type}: {', '.join(map(str, spec.dtypes))}" for spec in specs if isinstance(spec, MambaSpec)}
+    return sorted(found)
+
+
+def _state_rounding(vllm_config: "VllmConfig") -> list[Any]:
+    mamba = vllm_config.mamba_config
+    return ["stochastic", mamba.stochastic_rounding_philox_rounds] if mamba.enable_stochastic_rounding else []
+
+
+def _implementation(model: "ModelConfig") -> list[Any]:
+    """Which code computes the model, where it is not vLLM's own for it."""
+    from vllm.model_executor.models import ModelRegistry
+
+    registered = ModelRegistry.models.get(model.architecture)
+    module = getattr(registered, "module_name", None) or getattr(registered, "model_cls", object).__module__
+    is_own = model.architecture in model.architectures and module.startswith("vllm.")
+    if is_own and not model.model_class_overrides:
+        return []
+    return [model.architecture, module, model.model_class_overrides]
+
+
+def _kernels(vllm_config: "VllmConfig") -> dict[str, Any]:
+    """What decides, for quantised weights, whether the input of a layer is quantised too."""
+    from vllm.platforms import current_platform
+
+    if vllm_config.model_config.quantization is None:
+        return {}
+    chosen = _differing(vllm_config.kernel_config, KERNELS_OF_QUANTIZED_MODELS)
+    return {**chosen, "device": f"{current_platform.device_type} {current_platform.get_device_capability()}"}
+
+
+def _multimodal(model: "ModelConfig") -> dict[str, Any]:
+    """How media become a model's input, of what their hashes do not say."""
+    config = model.multimodal_config
+    if config is None:
+        return {}
+    names = sorted(vars(config).keys() - NO_FACTS_OF_MEDIA)
+    facts = {
+        "settings": _differing(config, [name for name in names if not name.startswith("_")]),
+        "scales": _scales(config),
+        "processor": processor_digests(model.model, model.revision),
+        "environment": _variables(MEDIA_VARIABLES),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _scales(config: "MultiModalConfig") -> str:
+    path = config.mm_encoder_fp8_scale_path
+    return file_digest(Path(path)) if path else ""
+
+
+def _differing(config: Any, names: list[str] | tuple[str, ...]) -> dict[str, Any]:
+    """Those of a config's fields that are not as vLLM makes it."""
+    default = type(config)()
+    return {
+        name: getattr(config, name)
+        for name in names
+        if (getattr(config, name) or None) != (getattr(default, name) or None)
+    }
+
+
+def _variables(defaults: dict[str, object]) -> dict[str, object]:
+    from vllm import envs
+
+    return {name: getattr(envs, name) for name, default in defaults.items() if getattr(envs, name) != default}
