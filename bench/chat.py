@@ -7,13 +7,14 @@ It prints one JSON line for each run. Answers are the engine's own, and become p
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
 
 from vllm_overlay.planner.objects import PlannedObject
+from vllm_overlay.tiers.base import LoadTicket, StoreTicket
 from vllm_overlay.tiers.cpu import CpuTierManager
 
 SYSTEM_TOKENS = 500
@@ -54,20 +55,20 @@ class Watch:
         self.loaded: list[int] = []
         reserve, acquire = CpuTierManager.reserve, CpuTierManager.acquire
 
-        def watched_reserve(tier: CpuTierManager, planned: PlannedObject) -> Any:
+        def watched_reserve(tier: CpuTierManager, planned: PlannedObject) -> StoreTicket | None:
             ticket = reserve(tier, planned)
             if ticket is not None and planned.group_id is None:
                 self.stored.append(planned.end_tokens)
             return ticket
 
-        def watched_acquire(tier: CpuTierManager, planned: Any) -> Any:
+        def watched_acquire(tier: CpuTierManager, planned: Sequence[PlannedObject]) -> list[LoadTicket] | None:
             tickets = acquire(tier, planned)
             if tickets is not None:
                 self.loaded += [one.end_tokens for one in planned if one.group_id is None]
             return tickets
 
-        CpuTierManager.reserve = watched_reserve  # type: ignore[method-assign]
-        CpuTierManager.acquire = watched_acquire  # type: ignore[method-assign]
+        CpuTierManager.reserve = watched_reserve  # type: ignore[method-assign, assignment]
+        CpuTierManager.acquire = watched_acquire  # type: ignore[method-assign, assignment]
 
     def take(self) -> tuple[list[int], list[int]]:
         """What was stored and loaded since the last call."""
@@ -97,6 +98,8 @@ class Chatter:
         prompt = _text(source, SYSTEM_TOKENS)
         for _ in range(self._side.turns):
             prompt = prompt + _text(source, source.randrange(30, 250))
+            if len(prompt) % 64 == 1:  # vLLM itself is not exact there
+                prompt.append(0)
             turn = self._answer(prompt, source.randrange(40, 150))
             yield turn
             prompt = prompt + turn.token_ids

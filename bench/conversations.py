@@ -6,11 +6,12 @@ caching then answers the same prompts, and each turn is compared with it: tokens
 """
 
 import argparse
+import importlib
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from bench.chat import Side, Turn
 from bench.measure import table
 
 BLOCK_SIZES = {"float32": 1152, "bfloat16": 640}
+NONE = "none"
 REPOSITORY = Path(__file__).resolve().parent.parent
 UNCACHED = {"enable_prefix_caching": False, "prefix_match_unit": None}
 
@@ -34,26 +36,27 @@ class Kind:
     keeps_device_cache: bool
 
 
-DECODED = {"store_decoded_tokens": True}
+PREFILLED, DECODED = {"store_decoded_tokens": False}, {"store_decoded_tokens": True}
 KINDS = (
     Kind("vLLM's device cache, no connector", None, True),
-    Kind("CPU tier, device cache emptied before each turn", {}, False),
-    Kind("the same, decoded tokens stored", DECODED, False),
-    Kind("CPU tier beside the device cache", {}, True),
-    Kind("the same, decoded tokens stored", DECODED, True),
+    Kind("CPU tier alone", PREFILLED, False),
+    Kind("CPU tier alone, decoded tokens stored", DECODED, False),
+    Kind("CPU tier beside the device cache", PREFILLED, True),
+    Kind("CPU tier beside it, decoded tokens stored", DECODED, True),
 )
+"""Where the tier is alone the device cache is emptied before each turn."""
 
 
 def engine_arguments(states: str, **more: Any) -> dict[str, Any]:
     """Of ``vllm.LLM``: match unit 64, and the block size that vLLM finds for states of that dtype."""
+    of_states = {} if states == NONE else {"mamba_ssm_cache_dtype": states, "block_size": BLOCK_SIZES[states]}
     return {
         "max_model_len": 8192,
         "max_num_batched_tokens": 2304,
         "prefix_match_unit": 64,
         "enable_prefix_caching": True,
         "enforce_eager": True,
-        "mamba_ssm_cache_dtype": states,
-        "block_size": BLOCK_SIZES[states],
+        **of_states,
         **more,
     }
 
@@ -114,7 +117,7 @@ def judge_all(model: Path, states: str, sides: Sequence[Sequence[Turn]]) -> list
     return [[judge(turn, uncached[tuple(turn.prompt), len(turn.token_ids)]) for turn in turns] for turns in sides]
 
 
-def summary(name: str, judged: Sequence[Judged], num_turns: int) -> Iterable[object]:
+def summary(name: str, judged: Sequence[Judged], num_turns: int) -> Sequence[object]:
     """One row; a snapshot is known by its chat and boundary."""
     turns = [one.turn for one in judged]
     stored = sum(len(turn.stored) for turn in turns)
@@ -133,7 +136,7 @@ def summary(name: str, judged: Sequence[Judged], num_turns: int) -> Iterable[obj
 COLUMNS = ("side", "exact turns", "same tokens", "logprobs off by", "tokens hit", "snapshots stored", "ever loaded")
 
 
-def turn_row(name: str, one: Judged) -> Iterable[object]:
+def turn_row(name: str, one: Judged) -> Sequence[object]:
     turn = one.turn
     sizes = len(turn.prompt), len(turn.token_ids), turn.num_cached_tokens
     return (name, *sizes, turn.stored, turn.loaded, one.has_same_tokens, f"{one.distance:.4f}")
@@ -142,35 +145,42 @@ def turn_row(name: str, one: Judged) -> Iterable[object]:
 TURN_COLUMNS = ("side", "prompt", "answer", "tokens hit", "stored", "loaded", "same tokens", "logprobs off by")
 
 
+def measure(kinds: Sequence[Kind], states: str, num_chats: int, num_turns: int) -> list[list[Judged]]:
+    """The turns of each kind, one engine after the other."""
+    models = importlib.import_module("tools.tiny_model")  # untyped
+    make = models.make_sliding_window_model if states == NONE else models.make_tiny_model
+    with tempfile.TemporaryDirectory() as directory:
+        model = make(Path(directory) / "tiny")
+        sides = [
+            Side(
+                model=str(model),
+                arguments=engine_arguments(states, **with_tier(kind.tier)),
+                seeds=list(range(num_chats)),
+                turns=num_turns,
+                keeps_device_cache=kind.keeps_device_cache,
+            )
+            for kind in kinds
+        ]
+        return judge_all(model, states, [run(side) for side in sides])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.conversations", description=__doc__)
     parser.add_argument("--turns", type=int, default=10, help="of a chat (default: 10)")
     parser.add_argument("--chats", type=int, default=2, help="how many (default: 2)")
     parser.add_argument(
-        "--states", choices=sorted(BLOCK_SIZES), default="float32", help="their dtype (default: float32)"
+        "--states",
+        choices=[*BLOCK_SIZES, NONE],
+        default="float32",
+        help="their dtype (default: float32); none: a model with sliding windows",
     )
     parser.add_argument(
         "--side", type=int, action="append", help=f"0 to {len(KINDS) - 1}; default: all; may be repeated"
     )
     parser.add_argument("--each-turn", action="store_true", help="a row for each turn too")
     arguments = parser.parse_args(argv)
-    from tools.tiny_model import make_tiny_model
-
     kinds = [KINDS[place] for place in arguments.side or range(len(KINDS))]
-    with tempfile.TemporaryDirectory() as directory:
-        model = make_tiny_model(Path(directory) / "tiny")
-        sides = []
-        for kind in kinds:
-            options = engine_arguments(arguments.states, **with_tier(kind.tier))
-            side = Side(
-                model=str(model),
-                arguments=options,
-                seeds=list(range(arguments.chats)),
-                turns=arguments.turns,
-                keeps_device_cache=kind.keeps_device_cache,
-            )
-            sides.append(run(side))
-        judged = judge_all(model, arguments.states, sides)
+    judged = measure(kinds, arguments.states, arguments.chats, arguments.turns)
     if arguments.each_turn:
         rows = [turn_row(kind.name, one) for kind, turns in zip(kinds, judged, strict=True) for one in turns]
         print(table(TURN_COLUMNS, rows) + "\n")
