@@ -57,6 +57,13 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[int, Meta(gt=0)] | Literal["auto"],
         Meta(description='tokens in a chunk of attention KV, or `"auto"`'),
     ] = "auto"
+    store_decoded_tokens: Annotated[
+        bool | Literal["auto"],
+        Meta(
+            description="whether a request's own answer is stored as decode steps wrote it; "
+            "`auto`: only for models without recurrent states"
+        ),
+    ] = "auto"
     load_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(description="what a failed load does to its request (vLLM's own default is `fail`)"),

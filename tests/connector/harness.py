@@ -3,7 +3,7 @@
 
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -16,6 +16,8 @@ from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.tiers.cpu import CpuTierManager
 
 GEOMETRY = Geometry.build([Group(0, GroupKind.FULL, 64, 8, 512, True)], 16, 64)
+HYBRID = Geometry.build([*GEOMETRY.groups, Group(1, GroupKind.RECURRENT, 64, 0, 512, False)], 16, 64)
+"""The same attention beside states."""
 NOTHING: Any = KVConnectorOutput()
 """What vLLM reports of a step in which no load ended."""
 
@@ -23,26 +25,43 @@ NOTHING: Any = KVConnectorOutput()
 class Harness:
     """Two ranks; every request has the same blocks, of 64 tokens."""
 
-    def __init__(self, tier: CpuTierManager | None = None, report_timeout_s: float = 100.0) -> None:
+    def __init__(
+        self,
+        tier: CpuTierManager | None = None,
+        report_timeout_s: float = 100.0,
+        *,
+        geometry: Geometry = GEOMETRY,
+        store_decoded_tokens: bool | Literal["auto"] = "auto",
+    ) -> None:
         self.stats = OffloadStats.make("test")
         self.tier = tier or CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
         self.scheduler = OffloadScheduler(
-            GEOMETRY, self.tier, 2, max_load_attempts=3, report_timeout_s=report_timeout_s, stats=self.stats
-        )  # fmt: skip
+            geometry,
+            self.tier,
+            2,
+            store_decoded_tokens=store_decoded_tokens,
+            max_load_attempts=3,
+            report_timeout_s=report_timeout_s,
+            stats=self.stats,
+        )
 
     def request(self, name: str, num_tokens: int = 200, adapter_id: int = 0) -> Any:
         hashes = block_hashes(name.encode() * max(50, num_tokens))[: num_tokens // 16]
         adapter = SimpleNamespace(lora_int_id=adapter_id) if adapter_id else None
         return SimpleNamespace(
-            request_id=name, block_hashes=hashes, num_tokens=num_tokens, num_computed_tokens=0,
-            shared_prefix_boundary=0, lora_request=adapter,
+            request_id=name, block_hashes=hashes, num_tokens=num_tokens, num_prompt_tokens=num_tokens,
+            num_computed_tokens=0, shared_prefix_boundary=0, lora_request=adapter,
         )  # fmt: skip
 
-    def plan(self, request: Any, num_tokens: int, *others: Any) -> tuple[StoreJob, ...]:
-        """The stores of a step that computes so many tokens of each request; nobody has reported them yet."""
+    def plan(self, request: Any, num_tokens: int, *others: Any, states_at: int = 0) -> tuple[StoreJob, ...]:
+        """The stores of a step that computes so many tokens of each request; nobody has reported them yet.
+
+        ``states_at`` is a boundary of the first request whose state vLLM offers.
+        """
         requests = (request, *others)
         blocks = list(range(1, 1 + max(one.num_tokens for one in requests) // 64 + 1))
-        state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=lambda _: [blocks])
+        offers = {request.request_id: [(1, blocks[-1], states_at)]} if states_at else {}
+        state = SimpleNamespace(boundary_state_offloads=offers, get_block_ids=lambda _: [blocks, blocks])
         output: Any = SimpleNamespace(
             num_scheduled_tokens={one.request_id: num_tokens for one in requests}, kv_connector_block_state=state
         )

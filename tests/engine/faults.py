@@ -50,6 +50,11 @@ def _rows(entry: Any) -> Any:
     return tier_worker("cpu")._pool.array, list(entry.units)
 
 
+def snapshots(driver: "Driver") -> list[int]:
+    """No fault: the boundaries of the CPU tier's snapshots."""
+    return [entry.end_tokens for entry in _entries(driver, SNAPSHOT_TAG)]
+
+
 def zero_snapshot(driver: "Driver") -> int:
     """The last snapshot's bytes become zeros."""
     array, units = _rows(_entries(driver, SNAPSHOT_TAG)[-1])

@@ -71,3 +71,16 @@ def test_the_second_sibling_leaves_a_state_at_the_shared_prefix_for_the_third(en
         cached.append(engine.generate(shared + prompt(300, seed=42 + sibling)).num_cached_tokens)
     assert cached[0] == 0
     assert min(cached[2:]) >= restorable(2401)
+
+
+def test_restoring_a_unit_less_does_not_change_a_prompt_one_token_past_a_match_unit(engine: Engine) -> None:
+    """vLLM ends the prefill at the last match unit and computes the last token alone, wherever the prefill begins."""
+    tokens = prompt(961, seed=41)
+    cold = engine.generate(tokens, salts=["all"])
+    engine.generate(tokens[:900], salts=["less"])
+    engine.wait_for_stores()
+    engine.reset_device_cache()
+    restored = engine.generate(tokens, salts=["all"])
+    restored_less = engine.generate(tokens, salts=["less"])
+    assert [answer.num_cached_tokens for answer in (restored, restored_less)] == [960, 896]
+    assert restored.same_as(cold) and restored_less.same_as(cold)

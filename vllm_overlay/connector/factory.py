@@ -75,6 +75,7 @@ def build_scheduler(
         first.geometry,
         spec.build_manager(first.geometry, world_size, first.tier_part),
         world_size,
+        store_decoded_tokens=settings.store_decoded_tokens,
         max_load_attempts=settings.max_load_attempts,
         report_timeout_s=settings.report_timeout_s,
         stats=stats,

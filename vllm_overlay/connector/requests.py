@@ -90,6 +90,8 @@ class TrackedRequest:
     request: "Request"
     names: RequestNames
     num_local: int
+    num_prompt_tokens: int
+    """When it came. A streaming session takes what it has decoded into its prompt later."""
     failed_loads: int = 0
     cursors: dict[int, StoreCursor] = field(default_factory=dict)
     stalled_at: ObjectId | None = None

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vllm.v1.request import RequestStatus
 
@@ -40,6 +40,7 @@ class OffloadScheduler:
         tier: TierManager,
         world_size: int,
         *,
+        store_decoded_tokens: bool | Literal["auto"],
         max_load_attempts: int,
         report_timeout_s: float,
         stats: OffloadStats,
@@ -49,6 +50,7 @@ class OffloadScheduler:
         self._placer = Placer(geometry)
         self._tier = tier
         self._world_size = world_size
+        self._stores_decoded = not geometry.recurrent if store_decoded_tokens == "auto" else store_decoded_tokens
         self._max_load_attempts = max_load_attempts
         self._stats = stats
         self._lora = LoraNames(world_size)
@@ -86,7 +88,8 @@ class OffloadScheduler:
 
     def _track(self, request: "Request", num_local: int) -> TrackedRequest:
         before = self._tracked.pop(request.request_id, None)
-        tracked = TrackedRequest(request, self._lora.names(request, num_local), num_local)
+        names = self._lora.names(request, num_local)
+        tracked = TrackedRequest(request, names, num_local, request.num_prompt_tokens)
         tracked.failed_loads = before.failed_loads if before is not None else 0
         self._tracked[request.request_id] = tracked
         return tracked
@@ -162,7 +165,8 @@ class OffloadScheduler:
         for request_id, num_tokens in num_scheduled.items():
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.names.keys is not None:
-                computed = min(tracked.request.num_computed_tokens + num_tokens, tracked.request.num_tokens)
+                computed = tracked.request.num_computed_tokens + num_tokens
+                computed = min(computed, self._storable_tokens(tracked))
                 jobs += self._store_chunks(tracked, tracked.names.keys, computed, block_state)
         for request_id, offers in block_state.boundary_state_offloads.items():
             tracked = self._tracked.get(request_id)
@@ -170,6 +174,14 @@ class OffloadScheduler:
             if tracked is not None and tracked.names.keys is not None and block_ids is not None:
                 jobs += self._store_snapshots(tracked, tracked.names.keys, offers, block_ids)
         return jobs
+
+    def _storable_tokens(self, tracked: TrackedRequest) -> int:
+        """Of the prompt alone where decode steps must not write what is stored: they round otherwise than a prefill.
+
+        The next turn prefills the answer and stores it then. A model with states loses no hit: vLLM offers none of
+        the states that decode steps go through, so the next turn begins at the prompt's last state in any case.
+        """
+        return tracked.request.num_tokens if self._stores_decoded else tracked.num_prompt_tokens
 
     def _store_chunks(
         self,
@@ -226,7 +238,7 @@ class OffloadScheduler:
         wanted = {group.group_id for group in self._geometry.recurrent}
         jobs = []
         for boundary, states in pages.items():
-            known = len(keys) * self._geometry.match_unit
+            known = min(len(keys) * self._geometry.match_unit, self._storable_tokens(tracked))
             if set(states) != wanted or boundary > known or not self._geometry.is_restore_point(boundary):
                 continue
             snapshot = self._planner.snapshot(keys, boundary)
