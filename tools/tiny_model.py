@@ -18,12 +18,12 @@ LONG_ROPE_FROM_TOKENS = 2048
 """With a longer ``--max-model-len`` the Phi-3 model has its long factors."""
 
 
-def _config(context_tokens: int) -> dict[str, object]:
+def _config(context_tokens: int, num_layers: int) -> dict[str, object]:
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 128,
         "intermediate_size": 256,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -82,11 +82,17 @@ def _save_tokenizer(directory: Path) -> None:
 
 
 def make_tiny_model(
-    directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS, seed: int = 0, nudge: float = 0.0
+    directory: Path,
+    *,
+    context_tokens: int = DEFAULT_CONTEXT_TOKENS,
+    seed: int = 0,
+    nudge: float = 0.0,
+    num_layers: int = 4,
 ) -> Path:
     """Writes the Qwen3.5 model and a tokenizer to ``directory`` unless they are there; atomic. Returns ``directory``.
 
-    ``nudge`` is added to one single weight: two models of one name and shape that must never share a cache.
+    ``nudge`` is added to one single weight: two models of one name and shape that must never share a cache. Every
+    fourth layer has attention: with more than ``num_layers`` = 4, states depend on attention too.
     """
 
     def make():
@@ -94,7 +100,7 @@ def make_tiny_model(
         from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
         torch.manual_seed(seed)
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_config(context_tokens))).to(torch.bfloat16)
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_config(context_tokens, num_layers))).to(torch.bfloat16)
         _remember_and_look(model)
         if nudge:
             with torch.no_grad():

@@ -107,7 +107,7 @@ class RandomWorkload:
         """What vLLM's device cache makes of the request when it holds so much of it, and nothing else."""
         self._plain.reset_device_cache()
         if num_cached:
-            self._plain.generate(request.tokens[:num_cached], 1)
+            self._plain.generate(request.tokens[: num_cached + 1], 1)  # its last token is never found
         return self._plain.generate(request.tokens, request.max_tokens)
 
     def _judge(self, verdict: str, what: str) -> None:
@@ -141,10 +141,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000, help="default: %(default)s")
     parser.add_argument("--lives", type=int, default=3, help="engines on one root, one after the other")
+    parser.add_argument("--layers", type=int, default=4, help="of the model; every fourth has attention")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="model-") as scratch:
-        model = make_tiny_model(Path(scratch) / "tiny")
+        model = make_tiny_model(Path(scratch) / "tiny", num_layers=arguments.layers)
         seen = RandomWorkload(model, arguments.seed).run(arguments.requests, arguments.lives)
     print(json.dumps({"turns": seen.turns, "answers": seen.answers, "counters": seen.counters}, indent=2))
     print("\n".join(seen.wrong))
