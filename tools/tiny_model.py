@@ -40,27 +40,47 @@ def _config(context_tokens: int, num_layers: int) -> dict[str, object]:
 
 
 def _remember_and_look(model) -> None:
-    """Scales weights in place: slow decay and strong input for the states, sharp attention, no near-ties."""
+    """Changes weights in place: slow decay and strong input for the states, sharp attention, no near-ties."""
     import torch
 
-    factors = {
-        "in_proj_qkv": 4.0,
-        "in_proj_z": 4.0,
-        "in_proj_b": 4.0,
-        "in_proj_a": 4.0,
-        "linear_attn.out_proj": 8.0,
-        "v_proj": 8.0,
-        "o_proj": 16.0,
-        "lm_head": 8.0,
-    }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
                 parameter.fill_(-7.0)
             elif name.endswith("dt_bias"):
                 parameter.zero_()
-            elif "q_norm" in name or "k_norm" in name:
+    _sharpen(model)
+    _scale(
+        model,
+        {
+            "in_proj_qkv": 4.0,
+            "in_proj_z": 4.0,
+            "in_proj_b": 4.0,
+            "in_proj_a": 4.0,
+            "linear_attn.out_proj": 8.0,
+            "v_proj": 8.0,
+            "o_proj": 16.0,
+            "lm_head": 8.0,
+        },
+    )
+
+
+def _sharpen(model) -> None:
+    """Attention looks at few tokens."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_norm" in name or "k_norm" in name:
                 parameter.add_(1.0)
+
+
+def _scale(model, factors: dict[str, float]) -> None:
+    """Multiplies the weights whose names have a part."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
             for part, factor in factors.items():
                 if part in name:
                     parameter.mul_(factor)
@@ -135,14 +155,8 @@ def make_sliding_window_model(directory: Path, *, context_tokens: int = DEFAULT_
         )
         torch.manual_seed(0)
         model = Gemma3ForCausalLM(config).to(torch.bfloat16)
-        factors = {"embed_tokens": 8.0, "v_proj": 8.0, "o_proj": 16.0}
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "q_norm" in name or "k_norm" in name:
-                    parameter.add_(1.0)
-                for part, factor in factors.items():
-                    if part in name:
-                        parameter.mul_(factor)
+        _sharpen(model)
+        _scale(model, {"embed_tokens": 8.0, "v_proj": 8.0, "o_proj": 16.0})
         return model
 
     return _write(directory, make)
@@ -177,12 +191,7 @@ def make_long_rope_model(directory: Path, *, context_tokens: int = DEFAULT_CONTE
         )
         torch.manual_seed(0)
         model = Phi3ForCausalLM(config).to(torch.bfloat16)
-        factors = {"qkv_proj": 8.0, "o_proj": 16.0, "lm_head": 8.0}
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                for part, factor in factors.items():
-                    if part in name:
-                        parameter.mul_(factor)
+        _scale(model, {"qkv_proj": 8.0, "o_proj": 16.0, "lm_head": 8.0})
         return model
 
     return _write(directory, make)

@@ -20,13 +20,12 @@ from typing import Any
 
 from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi
-from tests.engine.states import FLOAT32
+from tests.engine.states import FLOAT32, STATES, States
 from tests.engine.workload import Kind, Request, Turn, Workload
 from tools.tiny_model import make_tiny_model
 
 _NUM_BLOCKS = 16
 """Of the device: bursts are preempted."""
-_GEOMETRY = {**FLOAT32.arguments, "max_model_len": 2 * FLOAT32.block_size}
 _PROGRESS = 50
 
 
@@ -43,9 +42,10 @@ class Seen:
 class RandomWorkload:
     """One run. Use ``run``."""
 
-    def __init__(self, model: Path, seed: int) -> None:
+    def __init__(self, model: Path, seed: int, states: States = FLOAT32) -> None:
         self._model = model
-        self._workload = Workload(seed, FLOAT32.block_size)
+        self._arguments = {**states.arguments, "max_model_len": 2 * states.block_size}
+        self._workload = Workload(seed, states.block_size)
         self._uncached: Engine
         self._plain: Engine
         self.seen = Seen()
@@ -54,8 +54,8 @@ class RandomWorkload:
         """Split over ``num_lives`` engines."""
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="workload-")))
-            self._uncached = stack.enter_context(Engine(self._model, **_GEOMETRY, **UNCACHED))
-            self._plain = stack.enter_context(Engine(self._model, **_GEOMETRY))
+            self._uncached = stack.enter_context(Engine(self._model, **self._arguments, **UNCACHED))
+            self._plain = stack.enter_context(Engine(self._model, **self._arguments))
             for life in range(1, 1 + num_lives):
                 self._live(scratch / "root", num_requests * life // num_lives)
         return self.seen
@@ -66,7 +66,7 @@ class RandomWorkload:
             disk_child(root, capacity_bytes="64 MiB", min_free_bytes=0, load_weight=0.9),
         )
         with Engine(
-            self._model, **_GEOMETRY, num_gpu_blocks_override=_NUM_BLOCKS, kv_transfer_config=multi(*children)
+            self._model, **self._arguments, num_gpu_blocks_override=_NUM_BLOCKS, kv_transfer_config=multi(*children)
         ) as engine:
             while self.seen.turns.total() < until:
                 self._turn(engine, self._workload.next())
@@ -142,11 +142,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000, help="default: %(default)s")
     parser.add_argument("--lives", type=int, default=3, help="engines on one root, one after the other")
     parser.add_argument("--layers", type=int, default=4, help="of the model; every fourth has attention")
+    parser.add_argument("--states", choices=[states.dtype for states in STATES], default=FLOAT32.dtype)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="model-") as scratch:
         model = make_tiny_model(Path(scratch) / "tiny", num_layers=arguments.layers)
-        seen = RandomWorkload(model, arguments.seed).run(arguments.requests, arguments.lives)
+        (states,) = (states for states in STATES if states.dtype == arguments.states)
+        seen = RandomWorkload(model, arguments.seed, states).run(arguments.requests, arguments.lives)
     print(json.dumps({"turns": seen.turns, "answers": seen.answers, "counters": seen.counters}, indent=2))
     print("\n".join(seen.wrong))
     return 1 if seen.wrong else 0
