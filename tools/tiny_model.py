@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the tiny models of demo and tests, with random weights: Qwen3.5 (three GDN layers, one full attention), Gemma 3
-(sliding windows between full attention) and Phi-3 (LongRoPE).
+"""Makes the tiny model of demo and tests, with random weights: Qwen3.5 (three GDN layers, one full attention).
+
+Other architectures are in tests/models; they share what is public here.
 
 A plain random model forgets its recurrent state within a few tokens and hardly looks at its attention: a restore of
 zeros would pass unnoticed. The factors below make it remember and look, so that a wrong restore changes its output.
@@ -13,9 +14,6 @@ from pathlib import Path
 
 VOCAB_SIZE = 1024
 DEFAULT_CONTEXT_TOKENS = 8192
-SLIDING_WINDOW = 256
-LONG_ROPE_FROM_TOKENS = 2048
-"""With a longer ``--max-model-len`` the Phi-3 model has its long factors."""
 
 
 def _config(context_tokens: int, num_layers: int) -> dict[str, object]:
@@ -49,8 +47,8 @@ def _remember_and_look(model) -> None:
                 parameter.fill_(-7.0)
             elif name.endswith("dt_bias"):
                 parameter.zero_()
-    _sharpen(model)
-    _scale(
+    sharpen(model)
+    scale(
         model,
         {
             "in_proj_qkv": 4.0,
@@ -65,7 +63,7 @@ def _remember_and_look(model) -> None:
     )
 
 
-def _sharpen(model) -> None:
+def sharpen(model) -> None:
     """Attention looks at few tokens."""
     import torch
 
@@ -75,7 +73,7 @@ def _sharpen(model) -> None:
                 parameter.add_(1.0)
 
 
-def _scale(model, factors: dict[str, float]) -> None:
+def scale(model, factors: dict[str, float]) -> None:
     """Multiplies the weights whose names have a part."""
     import torch
 
@@ -127,77 +125,10 @@ def make_tiny_model(
                 model.lm_head.weight[0, 0] += nudge
         return model
 
-    return _write(directory, make)
+    return write_model(directory, make)
 
 
-def make_sliding_window_model(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) -> Path:
-    """Writes a Gemma 3 model (windows of 256 tokens, two of six layers full attention) as ``make_tiny_model`` does."""
-
-    def make():
-        import torch
-        from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-        config = Gemma3TextConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=6,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            query_pre_attn_scalar=32,
-            sliding_window=SLIDING_WINDOW,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            max_position_embeddings=context_tokens,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        torch.manual_seed(0)
-        model = Gemma3ForCausalLM(config).to(torch.bfloat16)
-        _sharpen(model)
-        _scale(model, {"embed_tokens": 8.0, "v_proj": 8.0, "o_proj": 16.0})
-        return model
-
-    return _write(directory, make)
-
-
-def make_long_rope_model(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) -> Path:
-    """Writes a Phi-3 model, whose rotary embedding depends on ``--max-model-len``, as ``make_tiny_model`` does."""
-
-    def make():
-        import torch
-        from transformers import Phi3Config, Phi3ForCausalLM
-
-        config = Phi3Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=context_tokens,
-            original_max_position_embeddings=LONG_ROPE_FROM_TOKENS,
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "short_factor": [1.0] * 16,
-                "long_factor": [1.0 + index for index in range(16)],
-                "original_max_position_embeddings": LONG_ROPE_FROM_TOKENS,
-            },
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
-        torch.manual_seed(0)
-        model = Phi3ForCausalLM(config).to(torch.bfloat16)
-        _scale(model, {"qkv_proj": 8.0, "o_proj": 16.0, "lm_head": 8.0})
-        return model
-
-    return _write(directory, make)
-
-
-def _write(directory: Path, make) -> Path:
+def write_model(directory: Path, make) -> Path:
     """What ``make`` returns, with a tokenizer, appears in ``directory`` at once or not at all."""
     if (directory / "config.json").exists():
         return directory

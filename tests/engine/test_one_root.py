@@ -8,7 +8,7 @@ import pytest
 from tests.engine.client import Engine, Output, disk_child, multi, prompt
 from tests.engine.restore import assert_restored
 from tests.engine.states import BFLOAT16, FLOAT32
-from tools.tiny_model import LONG_ROPE_FROM_TOKENS, make_long_rope_model
+from tests.models.phi3 import LONG_ROPE_FROM_TOKENS, make_phi3
 
 pytestmark = pytest.mark.engine
 
@@ -34,7 +34,7 @@ def assert_same(found: dict[int, Output], right: dict[int, Output]) -> None:
 
 def test_other_long_rope_factors_have_other_objects(tmp_path: Path) -> None:
     """vLLM chooses the factors by ``--max-model-len``. Two limits on one side of the threshold share all objects."""
-    model = make_long_rope_model(tmp_path / "phi")
+    model = make_phi3(tmp_path / "phi")
     options = {"block_size": 64, "kv_transfer_config": multi(disk_child(tmp_path / "root"))}
     with Engine(model, max_model_len=LONG_ROPE_FROM_TOKENS, **options) as engine:
         short = outputs(engine)

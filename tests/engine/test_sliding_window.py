@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
-from tools.tiny_model import SLIDING_WINDOW, make_sliding_window_model
+from tests.models.gemma3 import SLIDING_WINDOW, make_gemma3
 
 pytestmark = pytest.mark.engine
 
@@ -16,7 +16,7 @@ U = 64
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_sliding_window_model(tmp_path_factory.mktemp("models") / "gemma")
+    return make_gemma3(tmp_path_factory.mktemp("models") / "gemma")
 
 
 def test_windows_restore_what_the_device_cache_would_from_cpu_and_after_a_restart_from_disk(
