@@ -37,7 +37,7 @@ def _config(context_tokens: int, num_layers: int) -> dict[str, object]:
     }
 
 
-def _remember_and_look(model) -> None:
+def remember_and_look(model) -> None:
     """Changes weights in place: slow decay and strong input for the states, sharp attention, no near-ties."""
     import torch
 
@@ -119,7 +119,7 @@ def make_tiny_model(
 
         torch.manual_seed(seed)
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_config(context_tokens, num_layers))).to(torch.bfloat16)
-        _remember_and_look(model)
+        remember_and_look(model)
         if nudge:
             with torch.no_grad():
                 model.lm_head.weight[0, 0] += nudge

@@ -55,6 +55,19 @@ def snapshots(driver: "Driver") -> list[int]:
     return [entry.end_tokens for entry in _entries(driver, SNAPSHOT_TAG)]
 
 
+def kinds(driver: "Driver") -> list[str]:
+    """No fault: the kinds of objects in the CPU tier."""
+    entries = entries_of(tier_manager(driver, "cpu").index)
+    return sorted({entry.object_id.tag for entry in entries.values()})
+
+
+def zero_last(driver: "Driver", kind: str) -> int:
+    """The object of a kind that ends last becomes zeros."""
+    array, units = _rows(_entries(driver, kind)[-1])
+    array[units] = 0
+    return len(units)
+
+
 def zero_snapshot(driver: "Driver") -> int:
     """The last snapshot's bytes become zeros."""
     array, units = _rows(_entries(driver, SNAPSHOT_TAG)[-1])

@@ -3,7 +3,8 @@
 
 from pathlib import Path
 
-from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, VOCAB_SIZE, scale, sharpen, write_model
+from tests.models.configuration import common
+from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, scale, sharpen, write_model
 
 SLIDING_WINDOW = 256
 
@@ -16,20 +17,12 @@ def make_gemma3(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS
         from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
         config = Gemma3TextConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=256,
+            **common(context_tokens),
             num_hidden_layers=6,
-            num_attention_heads=4,
-            num_key_value_heads=2,
             head_dim=32,
             query_pre_attn_scalar=32,
             sliding_window=SLIDING_WINDOW,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            max_position_embeddings=context_tokens,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
         )
         torch.manual_seed(0)
         model = Gemma3ForCausalLM(config).to(torch.bfloat16)

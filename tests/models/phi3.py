@@ -3,7 +3,8 @@
 
 from pathlib import Path
 
-from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, VOCAB_SIZE, scale, write_model
+from tests.models.configuration import common
+from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, scale, write_model
 
 LONG_ROPE_FROM_TOKENS = 2048
 """With a longer ``--max-model-len`` the model has its long factors."""
@@ -17,13 +18,8 @@ def make_phi3(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) 
         from transformers import Phi3Config, Phi3ForCausalLM
 
         config = Phi3Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=256,
+            **common(context_tokens),
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=context_tokens,
             original_max_position_embeddings=LONG_ROPE_FROM_TOKENS,
             rope_parameters={
                 "rope_type": "longrope",
@@ -32,9 +28,6 @@ def make_phi3(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) 
                 "long_factor": [1.0 + index for index in range(16)],
                 "original_max_position_embeddings": LONG_ROPE_FROM_TOKENS,
             },
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
         )
         torch.manual_seed(0)
         model = Phi3ForCausalLM(config).to(torch.bfloat16)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares answers with those of engines that have no connector."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tests.engine.client import Engine, Output
+from tests.matrix.cells import Cell, Verdict
+from tests.matrix.rows import UNIT
+
+
+class Judge:
+    """One model's. Its two engines are started when they are first asked, and closed with ``engines``."""
+
+    def __init__(self, model: Path, arguments: dict[str, Any], engines: ExitStack) -> None:
+        self._model = model
+        self._arguments = arguments
+        self._engines = engines
+        self._uncached: Engine | None = None
+        self._device_cached: Engine | None = None
+
+    def verdict(self, tokens: list[int], answer: Output, num_restorable: int) -> Cell:
+        """``num_restorable``: of the prompt, so many tokens had to come from a cache."""
+        if answer.num_cached_tokens < num_restorable:
+            return Cell(Verdict.NO_HIT, f"{answer.num_cached_tokens} of {num_restorable} tokens")
+        computed = self._without_cache(tokens)
+        if answer.same_as(computed):
+            return Cell(Verdict.EXACT)
+        if answer.same_as(self._with_device_cache(tokens, answer.num_cached_tokens)):
+            return Cell(Verdict.AS_DEVICE, "vLLM's kernels round by where a prefill begins")
+        return Cell(Verdict.WRONG, f"{answer} instead of {computed}")
+
+    def _without_cache(self, tokens: list[int]) -> Output:
+        if self._uncached is None:
+            plain = {**self._arguments, "enable_prefix_caching": False, "prefix_match_unit": None}
+            self._uncached = self._engines.enter_context(Engine(self._model, **plain))
+        return self._uncached.generate(tokens)
+
+    def _with_device_cache(self, tokens: list[int], num_cached: int) -> Output:
+        if self._device_cached is None:
+            self._device_cached = self._engines.enter_context(Engine(self._model, **self._arguments))
+        self._device_cached.reset_device_cache()
+        if num_cached:
+            self._device_cached.generate(tokens[: num_cached + 1], 1)  # its last token is never found
+        return self._device_cached.generate(tokens)
+
+
+def restorable(num_tokens: int) -> int:
+    """Of a prompt that was sent before."""
+    return (num_tokens - 1) // UNIT * UNIT

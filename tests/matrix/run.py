@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills one row of the matrix with real engines."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tests.engine.binding import BINDING
+from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
+from tests.matrix.cells import Cell, Column, Verdict, worst
+from tests.matrix.judge import Judge, restorable
+from tests.matrix.rows import UNIT, Row
+
+_BEFORE_THE_END = 5
+"""Prompts end so few tokens after a boundary: what is recomputed behind it would hide a wrong restore."""
+_LONG = prompt(24 * UNIT + _BEFORE_THE_END, seed=1)
+_SHORT = prompt(3 * UNIT + _BEFORE_THE_END, seed=2)
+_EXTENDED = [*_LONG, *prompt(2 * UNIT, seed=3)]
+_SHARED = prompt(9 * UNIT + 11, seed=4)
+_SIBLINGS = [[*_SHARED, *prompt(UNIT + _BEFORE_THE_END, seed=5 + number)] for number in range(3)]
+
+
+class RowRun:
+    """One model in engines of its own; ``cells`` fills as ``run`` goes."""
+
+    def __init__(self, row: Row, scratch: Path) -> None:
+        self._row = row
+        self._root = scratch / "root"
+        self._model = row.make(scratch / "model")
+        self.cells: dict[Column, Cell] = {}
+
+    def run(self, with_two_ranks: bool = True) -> dict[Column, Cell]:
+        """All columns; those of two ranks cost two more starts."""
+        with ExitStack() as engines:
+            judge = Judge(self._model, self._row.arguments, engines)
+            with self._engine(cpu_child(), disk_child(self._root)) as engine:
+                self._first_life(engine, judge)
+                self.cells[Column.WRONG_BYTES] = self._wrong_bytes(engine)
+            with self._engine(disk_child(self._root)) as engine:
+                self.cells[Column.DISK] = worst(
+                    [
+                        judge.verdict(_LONG, engine.generate(_LONG), restorable(len(_LONG))),
+                        judge.verdict(_SHORT, engine.generate(_SHORT), restorable(len(_SHORT))),
+                        judge.verdict(_SIBLINGS[2], engine.generate(_SIBLINGS[2]), restorable(len(_SIBLINGS[2]))),
+                    ]
+                )
+        if with_two_ranks:
+            self.cells[Column.TWO_RANKS] = self._two_ranks()
+        return self.cells
+
+    def _engine(self, *children: dict[str, Any], **more: Any) -> Engine:
+        return Engine(self._model, **{**self._row.arguments, **more, "kv_transfer_config": multi(*children)})
+
+    def _first_life(self, engine: Engine, judge: Judge) -> None:
+        for tokens in (_LONG, _SHORT):
+            engine.generate(tokens)
+        self.cells[Column.DEVICE] = judge.verdict(_LONG, engine.generate(_LONG), restorable(len(_LONG)))
+        for column, tokens in ((Column.CPU, _LONG), (Column.SUB_BLOCK, _SHORT)):
+            self._forget(engine)
+            self.cells[column] = judge.verdict(tokens, engine.generate(tokens), restorable(len(tokens)))
+        self._forget(engine)
+        self.cells[Column.EXTENSION] = judge.verdict(_EXTENDED, engine.generate(_EXTENDED), restorable(len(_LONG)))
+        for sibling in _SIBLINGS[:2]:
+            self._forget(engine)
+            engine.generate(sibling)
+        self._forget(engine)
+        third = engine.generate(_SIBLINGS[2])
+        self.cells[Column.SHARED_PREFIX] = judge.verdict(_SIBLINGS[2], third, restorable(len(_SHARED) + 1))
+        engine.wait_for_stores()
+
+    @staticmethod
+    def _forget(engine: Engine) -> None:
+        engine.wait_for_stores()
+        engine.reset_device_cache()
+
+    def _wrong_bytes(self, engine: Engine) -> Cell:
+        """Zeros the last object of each kind in turn."""
+        kinds: list[str] = []
+        seen: list[str] = []
+        for attempt in range(8):
+            tokens = prompt(24 * UNIT + _BEFORE_THE_END, seed=100 + attempt)
+            engine.call("reset_everything")
+            engine.generate(tokens)
+            self._forget(engine)
+            restored = engine.generate(tokens)
+            kinds = engine.call("fault", name="kinds")
+            missing = [kind for kind in kinds if kind not in seen]
+            if not missing:
+                return Cell(Verdict.EXACT, ", ".join(seen))
+            self._forget(engine)
+            engine.call("fault", name="zero_last", kind=missing[0])
+            if engine.generate(tokens).same_as(restored):
+                return Cell(Verdict.UNSEEN, f"zeros in the last {missing[0]!r}")
+            seen.append(missing[0])
+        raise AssertionError(f"more kinds than expected: {kinds}")
+
+    def _two_ranks(self) -> Cell:
+        """Compared with its own cold run: two ranks add up in another order than one."""
+        root = self._root.with_name("two-ranks")
+        more = {"environment": BINDING, "tensor_parallel_size": 2}
+        with self._engine(cpu_child(), disk_child(root), **more) as engine:
+            cold = engine.generate(_LONG)
+            by_device = engine.generate(_LONG)
+            self._forget(engine)
+            from_cpu = engine.generate(_LONG)
+            engine.wait_for_stores()
+        with self._engine(disk_child(root), **more) as engine:
+            from_disk = engine.generate(_LONG)
+        for restored in (from_cpu, from_disk):
+            if restored.num_cached_tokens < restorable(len(_LONG)):
+                return Cell(Verdict.NO_HIT, f"{restored.num_cached_tokens} of {restorable(len(_LONG))} tokens")
+        if from_cpu.same_as(cold) and from_disk.same_as(cold):
+            return Cell(Verdict.EXACT)
+        if from_cpu.same_as(by_device) and from_disk.same_as(by_device):
+            return Cell(Verdict.AS_DEVICE, "vLLM's kernels round by where a prefill begins")
+        return Cell(Verdict.WRONG, f"{from_cpu}, {from_disk} instead of {cold}")

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix as a table: kept in results.json, shown in the README between two markers."""
+
+import json
+from pathlib import Path
+
+from tests.matrix.cells import Cell, Column, Verdict
+from tests.matrix.rows import ROWS
+from tests.python_path import REPOSITORY
+
+RESULTS = Path(__file__).with_name("results.json")
+README = REPOSITORY / "README.md"
+BEGIN = "<!-- models:begin (python -m tests.matrix made it from tests/matrix/results.json) -->\n"
+END = "<!-- models:end -->\n"
+
+Results = dict[str, dict[Column, Cell]]
+"""By the row's name."""
+
+
+def load() -> Results:
+    """What was found when each row was run last; ``KeyError`` or ``ValueError`` if the file is not one of ours."""
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return {
+        name: {Column(column): Cell(Verdict(verdict), note) for column, (verdict, note) in cells.items()}
+        for name, cells in rows.items()
+    }
+
+
+def save(results: Results) -> None:
+    """In the order of the rows, so that a new run changes only what it found anew."""
+    ordered = {row.name: results[row.name] for row in ROWS if row.name in results}
+    plain = {
+        name: {column: [cells[column].verdict, cells[column].note] for column in Column if column in cells}
+        for name, cells in ordered.items()
+    }
+    RESULTS.write_text(json.dumps(plain, indent=1) + "\n")
+
+
+def render(results: Results) -> str:
+    """Markdown: a row a model, and a numbered reason for each cell that is not exact."""
+    reasons: list[str] = []
+    lines = [f"| | {' | '.join(Column)} |", f"| --- |{' --- |' * len(Column)}"]
+    for row in ROWS:
+        cells = [_words(results[row.name][column], reasons) for column in Column]
+        lines.append(f"| **{row.name}**: {row.layers} | {' | '.join(cells)} |")
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *notes, ""] if notes else [*lines, ""])
+
+
+def _words(cell: Cell, reasons: list[str]) -> str:
+    if cell.verdict is Verdict.EXACT:
+        return "exact"
+    if cell.note not in reasons:
+        reasons.append(cell.note)
+    return f"{cell.verdict} ({reasons.index(cell.note) + 1})"
+
+
+def shown() -> str:
+    """The table that the README has."""
+    return README.read_text().split(BEGIN)[1].split(END)[0]
+
+
+def show(results: Results) -> None:
+    """Puts the table into the README."""
+    before, rest = README.read_text().split(BEGIN)
+    README.write_text(before + BEGIN + render(results) + END + rest.split(END)[1])

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's table of models is what the matrix found."""
+
+from tests.matrix import table
+from tests.matrix.cells import Cell, Column, Verdict
+from tests.matrix.rows import ROWS
+
+
+def test_the_readme_shows_what_was_found() -> None:
+    assert table.shown() == table.render(table.load())
+
+
+def test_every_model_has_every_cell_and_none_is_wrong() -> None:
+    results = table.load()
+    assert set(results) == {row.name for row in ROWS}
+    for name, cells in results.items():
+        assert set(cells) == set(Column), name
+        for column, cell in cells.items():
+            assert cell.verdict in (Verdict.EXACT, Verdict.AS_DEVICE, Verdict.NOT_RUN), (name, column, cell)
+
+
+def test_a_cell_that_is_not_exact_says_why() -> None:
+    for name, cells in table.load().items():
+        for column, cell in cells.items():
+            assert cell.verdict is Verdict.EXACT or len(cell.note) > 20, (name, column)
+
+
+def test_equal_reasons_have_one_number() -> None:
+    same = Cell(Verdict.NOT_RUN, "the same reason")
+    results = {row.name: dict.fromkeys(Column, same) for row in ROWS}
+    assert table.render(results).count("the same reason") == 1
