@@ -35,6 +35,8 @@ RULES = (
     Rule("tiers", allowed=("planner", "common", "config", "registry", "setting_check", "versions"), without=NO_ENGINE),
     Rule("transfer", allowed=("planner", "common", "tiers.memory")),
     Rule("multi_connector", forbidden=("connector", "tiers", "transfer", "planner")),
+    Rule("server", allowed=("metrics",), without=NO_ENGINE),
+    Rule("verification", allowed=("server", "metrics"), without=NO_ENGINE),
     Rule("cli", forbidden=("connector", "multi_connector", "transfer"), without=NO_ENGINE),
 )
 NOT_SHIPPED = ("tests", "tools", "devtools", "bench")
@@ -122,6 +124,8 @@ def test_a_planted_circle_is_found() -> None:
         ("multi_connector.child", "import vllm_overlay.planner.objects", "vllm_overlay.planner.objects"),
         ("patching.diff", "import numpy", "numpy"),
         ("patching.diff", "from vllm_overlay import plugin", "vllm_overlay.plugin"),
+        ("server.api_client", "from vllm_overlay.verification import prompts", "vllm_overlay.verification.prompts"),
+        ("verification.prompts", "import vllm", "vllm"),
         ("cli.gc", "from vllm_overlay.transfer import base", "vllm_overlay.transfer.base"),
         ("config", "from tests.strategies import layouts", "tests.strategies"),
         ("plugin", "import devtools.rooms", "devtools.rooms"),

@@ -116,6 +116,13 @@ HYBRID_OFFLOAD_GAUGES = (
     CounterName(
         "state_bytes", "vllm:hybrid_offload_state_bytes", "Recurrent states of a snapshot in bytes, all ranks."
     ),
+    CounterName("chunk_tokens", "vllm:hybrid_offload_chunk_tokens", "Tokens in a chunk of attention."),
+    CounterName(
+        "restore_unit_tokens",
+        "vllm:hybrid_offload_restore_unit_tokens",
+        "Restore points are multiples of so many tokens.",
+    ),
+    CounterName("block_tokens", "vllm:hybrid_offload_block_tokens", "Tokens in the largest block of vLLM's cache."),
     CounterName("evicted_objects", "vllm:hybrid_offload_evicted_objects", "Objects evicted since start."),
     CounterName("pending_stores", "vllm:hybrid_offload_pending_stores", "Stores that are not reported yet."),
     CounterName("pending_loads", "vllm:hybrid_offload_pending_loads", "Loads that are not reported yet."),

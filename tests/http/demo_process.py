@@ -16,8 +16,8 @@ from types import TracebackType
 import psutil
 
 from tests.python_path import REPOSITORY
-from tools.process_group import members, segments
-from tools.server import free_port
+from vllm_overlay.server.process_group import members, segments
+from vllm_overlay.server.server_process import free_port
 
 
 class DemoProcess:

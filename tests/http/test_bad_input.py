@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.engine.client import cpu_child, disk_child, multi
-from tools.server import Server, ServerError
+from tools.server import Server
+from vllm_overlay.server.server_process import ServerError
 
 pytestmark = pytest.mark.engine
 

@@ -10,8 +10,8 @@ import pytest
 from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
 from tests.engine.states import FLOAT32
-from tools.api_client import ApiClient, Completion
 from tools.server import Server
+from vllm_overlay.server.api_client import ApiClient, Completion
 
 pytestmark = pytest.mark.engine
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.http.demo_process import DemoProcess
 from tools import demo
-from tools.api_client import Completion
 from tools.demo import Demo, Geometry, Row, restorable_tokens
+from vllm_overlay.server.api_client import Completion
 
 RESTORABLE = restorable_tokens(demo.DEFAULT_PROMPT_TOKENS)
 

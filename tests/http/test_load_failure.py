@@ -9,8 +9,8 @@ import pytest
 from tests.engine.client import multi, prompt
 from tests.engine.states import FLOAT32
 from tests.python_path import python_path
-from tools.api_client import ApiError
 from tools.server import Server
+from vllm_overlay.server.api_client import ApiError
 
 pytestmark = pytest.mark.engine
 

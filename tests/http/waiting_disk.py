@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that waits to be told: a vLLM plugin for a server under test, installed by an environment variable."""
+"""A disk that waits to be told: a vLLM plugin for a server under test."""
 
-import os
 from pathlib import Path
+
+from tests.http.plugin import plugin
 
 _PLUGIN = """
 import os
@@ -29,9 +30,4 @@ def waiting_disk(directory: Path, gate: Path) -> dict[str, str]:
 
     No object gets its name until the file ``gate`` is there.
     """
-    package = directory / "waiting_disk-1.dist-info"
-    package.mkdir(parents=True)
-    (directory / "waiting_disk.py").write_text(_PLUGIN.format(gate=str(gate)))
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: waiting-disk\nVersion: 1\n")
-    (package / "entry_points.txt").write_text("[vllm.general_plugins]\nwaiting_disk = waiting_disk:register\n")
-    return {"PYTHONPATH": os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return plugin(directory, "waiting_disk", _PLUGIN.format(gate=str(gate)))

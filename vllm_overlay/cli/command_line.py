@@ -13,9 +13,10 @@ from vllm_overlay.cli.console import shown
 from vllm_overlay.cli.fsck import FSCK
 from vllm_overlay.cli.gc import GC
 from vllm_overlay.cli.stats import STATS
+from vllm_overlay.cli.verify import VERIFY
 from vllm_overlay.config import ConfigError
 
-COMMANDS: tuple[Command, ...] = (FSCK, STATS, GC)
+COMMANDS: tuple[Command, ...] = (VERIFY, FSCK, STATS, GC)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-overlay",
-        description="Looks after the disk tier's files. May run while others serve the same root.",
+        description="Looks after a server's tiers. Commands on a disk root may run while others serve it.",
         epilog=f"""examples:
 {_examples()}
 

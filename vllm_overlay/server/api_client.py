@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo and the tests say to vLLM's OpenAI-compatible server, over HTTP with the standard library."""
+"""What we say to vLLM's OpenAI-compatible server, over HTTP with the standard library."""
 
 import http.client
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -29,13 +31,17 @@ class ApiError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one request answered. ``num_cached_tokens`` is the server's usage: device and external hits."""
+    """What one request answered. ``num_cached_tokens`` is the server's usage: device and external hits.
+
+    ``candidates`` holds, for each token, the logprobs of the most likely ones by id, as far as they were asked for.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     num_prompt_tokens: int
     num_cached_tokens: int
     seconds_to_first_token: float
+    candidates: list[dict[int, float]] = field(default_factory=list)
 
     def same_as(self, other: "Completion") -> bool:
         """Equal tokens with exactly equal logprobs (NaN is never equal)."""
@@ -69,10 +75,21 @@ class Metrics:
 
 
 class ApiClient:
-    """One server's client. Methods may be called from several threads."""
+    """One server's client. Methods may be called from several threads.
 
-    def __init__(self, port: int, model: str) -> None:
-        self._port = port
+    ``url`` is the server's, such as ``http://127.0.0.1:8000``; ValueError if it is no such thing. ``model`` is the name
+    in requests; "" asks the server for the one it serves. As vLLM does, it takes a key from VLLM_API_KEY.
+    """
+
+    def __init__(self, url: str, model: str = "") -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000")
+        self._connection_type = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, parts.port
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        key = os.environ.get("VLLM_API_KEY")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._model = model
         self._lock = threading.Lock()
         self._num_answered = 0
@@ -84,10 +101,31 @@ class ApiClient:
         except (OSError, http.client.HTTPException):
             return False
 
+    @property
+    def model(self) -> str:
+        """The name in requests. Raises ApiError."""
+        if not self._model:
+            served = self._json("GET", "/v1/models")["data"]
+            self._model = served[0]["id"]
+        return self._model
+
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer. Raises ApiError."""
+        served = {model["id"]: model for model in self._json("GET", "/v1/models")["data"]}
+        if self.model not in served:
+            raise ApiError(f"the server does not serve {self.model!r}; it serves {', '.join(served)}")
+        return int(served[self.model]["max_model_len"])
+
+    def tokenize(self, text: str) -> list[int]:
+        """The server's own tokens of ``text``, without special ones. Raises ApiError."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        tokens: list[int] = self._json("POST", "/tokenize", body)["tokens"]
+        return tokens
+
     def complete(self, prompt: str | Sequence[int], max_tokens: int = 8, **options: Any) -> Completion:
         """Greedy completion with logprobs. ``options`` go into the request. Raises ApiError."""
         body = {
-            "model": self._model,
+            "model": self.model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -98,10 +136,10 @@ class ApiClient:
             "stream_options": {"include_usage": True},
             **options,
         }
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_TIMEOUT_S)
+        connection = self._connect(REQUEST_TIMEOUT_S)
         try:
             started = time.monotonic()
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            self._send(connection, "POST", "/v1/completions", body)
             response = connection.getresponse()
             if response.status != 200:
                 raise ApiError(f"/v1/completions answered {response.status}: {response.read().decode()}")
@@ -163,19 +201,36 @@ class ApiClient:
                 raise ApiError(f"stores are still pending after {timeout_s:.0f} s: {pending or 'none was reported'}")
             time.sleep(_POLL_S)
 
-    def _request(self, method: str, path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=timeout_s)
+    def _json(self, method: str, path: str, body: Any = None) -> Any:
+        status, text = self._request(method, path, body=body)
+        if status != 200:
+            raise ApiError(f"{path} answered {status}: {text}")
+        return json.loads(text)
+
+    def _request(
+        self, method: str, path: str, timeout_s: float = REQUEST_TIMEOUT_S, body: Any = None
+    ) -> tuple[int, str]:
+        connection = self._connect(timeout_s)
         try:
-            connection.request(method, path)
+            self._send(connection, method, path, body)
             response = connection.getresponse()
             return response.status, response.read().decode()
         finally:
             connection.close()
 
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        return self._connection_type(self._host, self._port, timeout=timeout_s)
+
+    def _send(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> None:
+        content = {} if body is None else {"Content-Type": "application/json"}
+        text = None if body is None else json.dumps(body)
+        connection.request(method, self._path + path, text, {**self._headers, **content})
+
 
 def _read_stream(response: http.client.HTTPResponse, started: float) -> Completion:
     token_ids: list[int] = []
     logprobs: list[float] = []
+    candidates: list[dict[int, float]] = []
     first_token_s = 0.0
     usage: dict[str, Any] | None = None
     for line in response:
@@ -189,8 +244,15 @@ def _read_stream(response: http.client.HTTPResponse, started: float) -> Completi
             first_token_s = first_token_s or time.monotonic() - started
             token_ids += choice["token_ids"]
             logprobs += choice["logprobs"]["token_logprobs"]
+            candidates += [_by_id(likely) for likely in choice["logprobs"].get("top_logprobs") or []]
         usage = chunk.get("usage") or usage
     if usage is None:
         raise ApiError("/v1/completions broke off: the answer ended without its usage")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Completion(token_ids, logprobs, usage["prompt_tokens"], cached, first_token_s)
+    return Completion(token_ids, logprobs, usage["prompt_tokens"], cached, first_token_s, candidates)
+
+
+def _by_id(likely: dict[str, float] | None) -> dict[int, float]:
+    """Tokens that the server wrote as ``token_id:17``; others are left out."""
+    named = {token.removeprefix("token_id:"): logprob for token, logprob in (likely or {}).items()}
+    return {int(token): logprob for token, logprob in named.items() if token.isdigit()}
