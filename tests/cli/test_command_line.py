@@ -50,7 +50,7 @@ def test_help_says_what_each_exit_status_means(capsys):
         cli.main(["--help"])
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    for status in ("0    fsck", "1    fsck", "2    wrong usage", "130  interrupted"):
+    for status in ("0    verify: all restored", "1    verify: an answer", "2    wrong usage", "130  interrupted"):
         assert f"\n  {status}" in shown
 
 

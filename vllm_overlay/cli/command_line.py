@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 exit status:
   0    {_meanings(SOUND)}
   1    {_meanings(PROBLEMS)}
-  2    wrong usage, no root, or one that cannot be read
+  2    wrong usage; no root or server, or one that does not answer as it should
   130  interrupted; what was done is whole
 """,
         formatter_class=argparse.RawDescriptionHelpFormatter,
