@@ -81,7 +81,7 @@ def test_a_command_brings_its_own_help_examples_and_statuses(capsys, monkeypatch
     help_text = capsys.readouterr().out
     assert re.search(r"^    count +count to a number$", help_text, re.MULTILINE)
     assert re.search(r"^  vllm-overlay count 3 +one, two, three$", help_text, re.MULTILINE)
-    assert re.search(r"^  0    fsck: .*; count: counted$", help_text, re.MULTILINE)
+    assert re.search(r"^  0    verify: .*; fsck: .*; count: counted$", help_text, re.MULTILINE)
 
 
 def test_ctrl_c_ends_it_with_130_and_what_is_left_is_sound(tmp_path):
