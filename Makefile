@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup, demo, test, test-avx2, test-crash, test-faults, test-adapters, test-upstream, test-poison, compare-latency, lint, format, clean.
+# make setup, demo, test, test-avx2, test-crash, test-faults, test-adapters, test-matrix, test-upstream, test-poison, compare-latency, lint, format, clean.
 # Another Python: make setup PYTHON=python3.12
 # A lesser processor than this one: make demo PROCESSOR=avx2 (or avx512, avx512_bf16), and so any target.
 # make test-upstream SOURCE=path: vLLM's source distribution; without it pip downloads it.
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PROCESSORS := avx2 avx512 avx512_bf16
 CODE := vllm_overlay tools devtools tests bench hatch_build.py
 
-.PHONY: setup demo test test-avx2 test-crash test-faults test-adapters test-upstream test-poison compare-latency lint format clean
+.PHONY: setup demo test test-avx2 test-crash test-faults test-adapters test-matrix test-upstream test-poison compare-latency lint format clean
 .DEFAULT_GOAL := setup
 
 # tests/processor/sitecustomize.py says how this reaches every Python process.
@@ -62,6 +62,10 @@ test-faults: setup
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.matrix .faults/tiny
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.churn .faults/tiny --requests 1000
 	$(BIN)/python -m tests.multi_connector.report_fuzz --seeds 300
+
+# Every model of the README's table in real engines, and the table anew: about twenty minutes.
+test-matrix: setup
+	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.matrix
 
 # An adapter whose weights change at random under its name and path, in a real engine: about three minutes.
 test-adapters: setup
