@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from tests.multi_connector.fakes import ENDINGS, FAULTS, FakeChild, FakeStats, child, multi, vllm_config
-from vllm_overlay.metrics import MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS
+from vllm_overlay.metrics import MULTI_CONNECTOR, MULTI_CONNECTOR_ERRORS, MULTI_CONNECTOR_GAUGES
 from vllm_overlay.multi_connector import MultiConnector, harmless, stats
 from vllm_overlay.multi_connector.stats import Counters, MultiStats
 
@@ -206,6 +206,16 @@ def test_each_childs_counters_are_exported_under_its_name():
     assert front.value("vllm:kv_connector_errors_total", connector="a", hook="take_events") == 3
 
 
+def test_every_series_is_there_from_the_start():
+    front = Front(child("a"), child("b"))
+    for name in "ab":
+        for engine in "01":
+            for counter in MULTI_CONNECTOR:
+                assert front.value(f"{counter.name}_total", connector=name, engine=engine) == 0
+            for gauge in MULTI_CONNECTOR_GAUGES:
+                assert front.value(gauge.name, connector=name, engine=engine) == 0
+
+
 def test_gauges_hold_their_latest_value():
     front = Front(child("a"))
     front.metrics.observe(own(a={"gauges": {"state": 1, "quarantined_requests": 3}}))
@@ -218,7 +228,7 @@ def test_another_engines_counters_are_its_own():
     front = Front(child("a"))
     front.metrics.observe(own(a={"queries": 2}), engine_idx=1)
     assert front.value("vllm:kv_connector_queries_total", connector="a", engine="1") == 2
-    assert front.value("vllm:kv_connector_queries_total", connector="a") is None
+    assert front.value("vllm:kv_connector_queries_total", connector="a") == 0
 
 
 def test_every_counter_has_a_metric_and_every_metric_a_counter():

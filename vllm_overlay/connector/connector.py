@@ -286,7 +286,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        name = tier_spec(vllm_config.kv_transfer_config.kv_connector_extra_config).settings.name
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, name)
 
     def take_events(self) -> Iterable[Any]:
         return ()

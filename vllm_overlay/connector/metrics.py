@@ -8,6 +8,7 @@ import prometheus_client
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from vllm_overlay import metrics
+from vllm_overlay.common.reasons import DROPPED_STORES, FAILED_LOADS, LOOKUP_LIMITS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,6 +65,10 @@ class OffloadStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
 Metrics = dict[str, Any]
 
 
+_REASONS = {"lookup_limits": LOOKUP_LIMITS, "dropped_stores": DROPPED_STORES, "failed_loads": FAILED_LOADS}
+"""Of the counters with this label; those of hooks are not known before."""
+
+
 class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ignore]
     """Exposes ``OffloadStats``. Several connectors share each metric and differ in the label ``connector``."""
 
@@ -73,10 +78,21 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-i
         metric_types: dict[type, type],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
+        name: str,
     ) -> None:
+        """``name`` is the connector's. Its counters are there before anything is counted, with 0."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = self._make(metric_types[prometheus_client.Counter], metrics.HYBRID_OFFLOAD_COUNTERS)
         self._gauges = self._make(metric_types[prometheus_client.Gauge], metrics.HYBRID_OFFLOAD_GAUGES)
+        for engine in per_engine_labelvalues.values():
+            self._begin([*engine, name])
+
+    def _begin(self, labels: list[object]) -> None:
+        for counter in metrics.HYBRID_OFFLOAD_COUNTERS:
+            if metrics.REASON not in counter.labels:
+                self._counters[counter.field].labels(*labels)
+            for reason in _REASONS.get(counter.field, ()):
+                self._counters[counter.field].labels(*labels, reason.value)
 
     def _make(self, metric_type: Any, names: tuple[metrics.CounterName, ...]) -> Metrics:
         return {

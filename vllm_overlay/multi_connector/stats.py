@@ -8,7 +8,7 @@ into the loop that serves metrics: what cannot be added up or exported is droppe
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -304,7 +304,7 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
         metric_types: dict[Any, Any],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-        children: Iterable[tuple[str, type[Any], Any]],
+        children: Sequence[tuple[str, type[Any], Any]],
     ) -> None:
         """``children``: name, class and configuration of each."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -320,6 +320,9 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
             )
             for gauge in MULTI_CONNECTOR_GAUGES
         }
+        names = [name for name, _, _ in children]
+        for engine in per_engine_labelvalues.values():
+            self._begin(engine, names)
         registry = _Registry({kind: metric_types[kind] for kind in (Gauge, Counter, Histogram)})
         self._children: dict[str, KVConnectorPromMetrics] = {}
         for name, cls, config in children:
@@ -328,6 +331,12 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
                 made = cls.build_prom_metrics(config, registry.types_for(name), labelnames, per_engine_labelvalues)
             if made is not None:
                 self._children[name] = made
+
+    def _begin(self, engine: list[object], names: Sequence[str]) -> None:
+        """Every series is there before anything is counted, with 0; but for errors, whose hooks nobody knows."""
+        for name in names:
+            for metric in (*MULTI_CONNECTOR, *MULTI_CONNECTOR_GAUGES):
+                (self._counters.get(metric.field) or self._gauges[metric.field]).labels(*engine, name)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Called by vLLM with what ``MultiStats.to_dict`` wrote. Never raises."""
