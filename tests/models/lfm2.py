@@ -19,6 +19,7 @@ def make_lfm2(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) 
             num_hidden_layers=6,
             block_auto_adjust_ff_dim=False,
             conv_dim=128,
+            block_dim=128,
             layer_types=["conv", "conv", "full_attention"] * 2,
         )
         torch.manual_seed(0)
