@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
@@ -66,7 +67,8 @@ def planner_groups(kv_cache_config: "KVCacheConfig", tensors: dict[int, GroupTen
                 token_bytes=own.token_bytes if sliceable else 0,
                 page_bytes=own.page_bytes,
                 sliceable=sliceable,
-                window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
+                window=_window(spec),
+                is_chunked=isinstance(spec, ChunkedLocalAttentionSpec),
             )
         )
     return groups
@@ -126,14 +128,21 @@ def _spec(spec: KVCacheSpec) -> KVCacheSpec:
 def _kind(spec: KVCacheSpec, layer_name: str) -> GroupKind:
     if isinstance(spec, MambaSpec):
         return GroupKind.RECURRENT
-    if isinstance(spec, SlidingWindowSpec):
+    if isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
         return GroupKind.WINDOW
     if isinstance(spec, FullAttentionSpec):
         return GroupKind.FULL
     raise ConfigError(
         f"layer {layer_name} has a {type(spec).__name__}: HybridOffloadConnector knows full attention, sliding "
-        "windows and recurrent states"
+        "windows, chunked local attention and recurrent states"
     )
+
+
+def _window(spec: KVCacheSpec) -> int:
+    """Tokens that a layer sees at most; 0 where that is all of them."""
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(spec.attention_chunk_size)
+    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
 
 
 def _common_page_map(
