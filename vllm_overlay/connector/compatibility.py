@@ -59,7 +59,10 @@ def _check_engine(vllm_config: "VllmConfig") -> None:
 
 def _check_prefix_cache(vllm_config: "VllmConfig") -> None:
     if not vllm_config.cache_config.enable_prefix_caching:
-        raise ConfigError("HybridOffloadConnector needs the prefix cache: set --enable-prefix-caching")
+        why = ""
+        if vllm_config.model_config.use_mla:
+            why = " (vLLM's CPU platform switches it off for MLA where the processor has no AMX)"
+        raise ConfigError(f"HybridOffloadConnector needs the prefix cache: set --enable-prefix-caching{why}")
 
 
 def _check_groups(kv_cache_config: "KVCacheConfig") -> None:
