@@ -9,7 +9,10 @@ ATTENTION_CHUNK = 256
 
 
 def make_llama4(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) -> Path:
-    """Writes a Llama 4 text model (chunks of 256 tokens, one of four layers full attention) as ``make_tiny_model`` does."""
+    """Writes a Llama 4 text model (chunks of 256 tokens, one of four layers full attention).
+
+    As ``make_tiny_model`` does.
+    """
 
     def make():
         import torch
