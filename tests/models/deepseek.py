@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek V2: multi-head latent attention (MLA), which keeps one latent vector a token."""
+"""DeepSeek V2: multi-head latent attention (MLA), which keeps one latent vector a token.
+
+Without AMX vLLM's CPU platform switches its prefix cache off.
+"""
 
 from pathlib import Path
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba, the first version, alone: no attention at all."""
+"""Mamba, the first version, alone: no attention at all.
+
+vLLM 0.32.0's CPU build has no scan kernel for it: the first request fails, with a connector or without.
+"""
 
 from pathlib import Path
 
