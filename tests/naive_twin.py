@@ -46,7 +46,7 @@ class NaivePlanner:
         ends = range(size, boundary + 1, size)
         if group.kind is GroupKind.FULL:
             return [end for end in ends if end > num_local]
-        first_visible = boundary - group.window + 1
+        first_visible = boundary - (boundary % group.window if group.is_chunked else group.window - 1)
         return [end for end in ends if end - 1 >= first_visible and end > num_local]
 
     def needs(self, keys: Sequence[bytes], boundary: int, num_local: int) -> list[ObjectId]:

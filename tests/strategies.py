@@ -23,7 +23,8 @@ def geometries(draw, max_groups=8, hybrid=False):
         page_bytes = block_size * token_bytes + draw(st.integers(1, 9))
         sliceable = kind is not GroupKind.RECURRENT and draw(st.booleans())
         window = draw(st.integers(1, 30)) if kind is GroupKind.WINDOW else 0
-        groups.append(Group(group_id, kind, block_size, token_bytes, page_bytes, sliceable, window))
+        is_chunked = kind is GroupKind.WINDOW and draw(st.booleans())
+        groups.append(Group(group_id, kind, block_size, token_bytes, page_bytes, sliceable, window, is_chunked))
     cut = [group for group in groups if group.sliceable]
     common = common_block_size(cut) if cut else unit
     setting = draw(st.sampled_from(["auto", *(n for n in range(unit, common + 1, unit) if common % n == 0)]))

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.connector.compatibility import check_supported
+from vllm_overlay.connector.compatibility import check_supported, states_end_with_requests
 from vllm_overlay.connector.connector import _hit_source
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.cpu import CpuTierSettings, CpuTierSpec
@@ -28,6 +30,7 @@ def engine(**changes: object) -> Any:
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo="sha256"),
         device_config=SimpleNamespace(device_type="cpu"),
+        model_config=SimpleNamespace(use_mla=False),
     )
     for path, value in changes.items():
         section, _, name = path.rpartition("__")
@@ -48,6 +51,10 @@ def test_what_is_supported_is_not_refused(spec: TierSpec[Any]) -> None:
         ({"parallel_config__decode_context_parallel_size": 2}, "set --decode-context-parallel-size 1"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 1"),
         ({"cache_config__enable_prefix_caching": False}, "set --enable-prefix-caching"),
+        (
+            {"cache_config__enable_prefix_caching": False, "model_config__use_mla": True},
+            "vLLM's CPU platform switches it off for MLA where the processor has no AMX",
+        ),
         ({"device_config__device_type": "cuda"}, "this engine runs on 'cuda'"),
     ],
 )
@@ -81,3 +88,29 @@ def test_a_tier_whose_hits_vllm_cannot_name_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="hit_source='tape' of Elsewhere must be one of device, host"):
         _hit_source(Elsewhere(CpuTierSettings(name="mine")))
+
+
+def one_layer(spec: KVCacheSpec) -> Any:
+    return SimpleNamespace(kv_cache_groups=[KVCacheGroupSpec(["model.layers.0"], spec)])
+
+
+@pytest.mark.parametrize("mode", ["none", "align"])
+def test_states_that_end_with_their_request_make_a_connector_idle_and_no_refusal(mode: str) -> None:
+    groups = one_layer(
+        MambaSpec(block_size=8192, shapes=((3, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode),
+    )
+    assert states_end_with_requests(groups) == (mode == "none")
+    check_supported(engine(cache_config__enable_prefix_caching=mode == "align"), groups, DISK)
+
+
+def test_a_mode_of_states_that_is_not_known_is_refused() -> None:
+    groups = one_layer(MambaSpec(block_size=64, shapes=((3, 8),), dtypes=(torch.float32,), mamba_cache_mode="all"))
+    with pytest.raises(ConfigError, match=r"mamba_cache_mode='all' .* set --mamba-cache-mode align"):
+        check_supported(engine(), groups, CPU)
+
+
+def test_a_layer_without_a_reusable_prefix_is_refused_by_layer_and_spec() -> None:
+    """The ring of keys that DeepSeek's sparse attention is still compressing."""
+    groups = one_layer(CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=8, dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match=r"layers model\.layers\.0\.\.\. have a CircularBufferSpec"):
+        check_supported(engine(), groups, CPU)

@@ -9,7 +9,19 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tests.transfer.layouts import (
@@ -31,6 +43,8 @@ from tests.transfer.layouts import (
 from tests.transfer.naive import memory_of
 from vllm_overlay.config import ConfigError
 from vllm_overlay.connector.kv_cache_groups import cell_facts, group_tensors, page_facts, planner_groups
+from vllm_overlay.planner.geometry import Group, GroupKind
+from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.page_map import CellMap
 
 BF16 = KINDS[0]
@@ -101,6 +115,62 @@ def test_states_are_moved_whole() -> None:
     )
     group = group_tensors(vllm_config({}), config, {"states": states}, 16)[0]
     assert (group.page_map, group.page_bytes) == (None, 96)
+
+
+SHAPE: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": SIZE, "dtype": torch.bfloat16}
+LATENT: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "dtype": torch.bfloat16}
+
+
+def planned(spec: KVCacheSpec) -> Group:
+    """What the planner hears of a group with this spec that is moved whole."""
+    config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(list(LAYERS), spec)])
+    (group,) = planner_groups(config, {0: GroupTensors((torch.zeros(NUM_BLOCKS, 8),))})
+    return group
+
+
+def test_chunked_local_attention_is_a_window_that_does_not_slide() -> None:
+    group = planned(ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=256))
+    assert (group.kind, group.window, group.is_chunked) == (GroupKind.WINDOW, 256, True)
+    group = planned(SlidingWindowSpec(**SHAPE, sliding_window=256))
+    assert (group.kind, group.window, group.is_chunked) == (GroupKind.WINDOW, 256, False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (FullAttentionSpec(**SHAPE), FullAttentionSpec(**{**SHAPE, "head_size": 2 * SIZE})),
+        (MLAAttentionSpec(**LATENT, head_size=SIZE), MLAAttentionSpec(**LATENT, head_size=2 * SIZE)),
+    ],
+    ids=["heads of two sizes", "latent attention and its sparse indexer"],
+)
+def test_layers_of_one_type_and_unlike_pages_are_moved_whole(one: Any, other: Any) -> None:
+    specs = UniformTypeKVCacheSpecs.from_specs({"one": one, "other": other})
+    assert specs is not None
+    config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["one", "other"], specs)])
+    caches = {
+        name: torch.zeros(NUM_BLOCKS, spec.num_kv_heads, BLOCK, spec.page_size_bytes // BLOCK // 2 // spec.num_kv_heads)
+        for name, spec in specs.kv_cache_specs.items()
+    }
+    tensors = group_tensors(vllm_config(dict.fromkeys(caches, layer(BF16))), config, caches, 16)
+    (group,) = planner_groups(config, tensors)
+    assert (group.kind, group.sliceable) == (GroupKind.FULL, False)
+    assert group.page_bytes == sum(cache[0].nbytes for cache in caches.values())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [RSWASpec(**SHAPE, rswa_window=64), SinkFullAttentionSpec(**SHAPE, sink_len=BLOCK)],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_attention_that_only_looks_like_full_attention_is_refused_by_layer_and_spec(spec: Any) -> None:
+    """R-SWA forgets answers while it decodes, and sinks hold what no prompt has."""
+    refusal = rf"layer {LAYERS[1]} has a {type(spec).__name__}"
+    with pytest.raises(ConfigError, match=refusal):
+        planned(
+            UniformTypeKVCacheSpecs(
+                block_size=BLOCK, kv_cache_specs={LAYERS[0]: FullAttentionSpec(**SHAPE), LAYERS[1]: spec}
+            )
+        )
 
 
 def test_facts_say_what_a_cell_is() -> None:

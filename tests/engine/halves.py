@@ -35,7 +35,7 @@ def worker_half(tier: str) -> Any:
 def tier_managers(driver: "Driver") -> list[Any]:
     """Every tier's index half."""
     found = _offload_connectors(driver.engine_core.scheduler.connector)
-    return [connector._scheduler._tier for connector in found]
+    return [connector._scheduler._tier for connector in found if connector._scheduler is not None]
 
 
 def tier_manager(driver: "Driver", tier: str) -> Any:

@@ -175,6 +175,15 @@ def test_a_window_needs_the_chunks_of_the_tokens_before_the_next_one():
     assert list(geometry.window_chunks(group, 64)) == []
 
 
+def test_chunked_local_attention_needs_what_follows_the_last_multiple_of_its_size():
+    geometry = Geometry.build([window(0, 64)], 16, 16)
+    group = Group(0, GroupKind.WINDOW, 64, 3, 192, True, window=48, is_chunked=True)
+    assert list(geometry.window_chunks(group, 32)) == [0, 1]
+    assert list(geometry.window_chunks(group, 48)) == []
+    assert list(geometry.window_chunks(group, 80)) == [3, 4]
+    assert list(geometry.window_chunks(group, 80, num_local=64)) == [4]
+
+
 def test_the_log_line_says_exactness_and_the_flag_that_would_refine():
     coarse = Geometry.build([full(0, 1056), state(1, 1056)], 1056, "auto").describe()
     assert "chunks of 1056" in coarse and "are not bit-exact" in coarse and "--prefix-match-unit 48" in coarse

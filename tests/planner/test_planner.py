@@ -121,7 +121,7 @@ def test_a_plan_loads_every_token_that_a_group_needs_and_does_not_have(tier, dat
     boundary = planner.lookup(keys, num_tokens, num_local, set_view(known, held)).restore_point
     plan = planner.load_plan(keys, num_local, boundary)
     for group in geometry.attention:
-        start = 0 if group.is_full else max(0, boundary - group.window + 1)
+        start = 0 if group.is_full else group.first_visible(boundary)
         spans = [
             item
             for item in plan

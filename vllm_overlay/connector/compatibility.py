@@ -14,9 +14,21 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
+def states_end_with_requests(kv_cache_config: "KVCacheConfig") -> bool:
+    """Whether vLLM keeps a recurrent state only while its request runs (``mamba_cache_mode`` "none").
+
+    That is the mode of every such model without a prefix cache. Nothing can be restored then: a connector is idle.
+    """
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    return any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in specs)
+
+
 def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", spec: TierSpec[Any]) -> None:
     """Called when a HybridOffloadConnector is built, in every process; raises ConfigError."""
     _check_engine(vllm_config)
+    if states_end_with_requests(kv_cache_config):
+        return  # The connector is idle: what its objects would need does not matter.
+    _check_prefix_cache(vllm_config)
     _check_groups(kv_cache_config)
     if spec.outlives_engine:
         _check_keys_survive_restart(vllm_config)
@@ -37,14 +49,20 @@ def _check_engine(vllm_config: "VllmConfig") -> None:
             "HybridOffloadConnector does not support context parallelism yet: "
             "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1"
         )
-    if not vllm_config.cache_config.enable_prefix_caching:
-        raise ConfigError("HybridOffloadConnector needs the prefix cache: set --enable-prefix-caching")
     device = vllm_config.device_config.device_type
     if device != "cpu":
         raise ConfigError(
             f"HybridOffloadConnector copies on vLLM's CPU platform only until its CUDA copy engine is there, "
             f"and this engine runs on {device!r}: use the CPU build of vLLM"
         )
+
+
+def _check_prefix_cache(vllm_config: "VllmConfig") -> None:
+    if not vllm_config.cache_config.enable_prefix_caching:
+        why = ""
+        if vllm_config.model_config.use_mla:
+            why = " (vLLM's CPU platform switches it off for MLA where the processor has no AMX)"
+        raise ConfigError(f"HybridOffloadConnector needs the prefix cache: set --enable-prefix-caching{why}")
 
 
 def _check_groups(kv_cache_config: "KVCacheConfig") -> None:

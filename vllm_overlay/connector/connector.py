@@ -20,7 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.config import ConfigError
-from vllm_overlay.connector.compatibility import check_supported
+from vllm_overlay.connector.compatibility import check_supported, states_end_with_requests
 from vllm_overlay.connector.guard import never_fatal
 from vllm_overlay.connector.metadata import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.metrics import OffloadPromMetrics, OffloadStats
@@ -102,6 +102,13 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         self._worker: OffloadWorker | None = None
         self._handshake: OffloadHandshake | None = None
         self._failures_logged: set[str] = set()
+        self._is_idle = states_end_with_requests(kv_cache_config)
+        if self._is_idle and role is KVConnectorRole.SCHEDULER:
+            logger.warning(
+                "%s: nothing is stored or restored, because vLLM keeps no state of this model beyond its request: "
+                "set --enable-prefix-caching --mamba-cache-mode align",
+                self.settings.name,
+            )
 
     def _set_failure_policy(self) -> None:
         """vLLM's default fails the request; a cache should only cost time. Read by the scheduler after us."""
@@ -139,6 +146,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
     # Start: workers tell the scheduler what they have learned.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._is_idle:
+            return
         # Not at the top: it imports numba, which vLLM's rebinding of Triton kernels at worker start trips over.
         from vllm_overlay.connector.factory import build_worker
 
@@ -150,6 +159,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         return self._handshake
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        if self._is_idle:
+            return
         handshakes = [metadata[rank] for rank in sorted(metadata)]
         known = [handshake for handshake in handshakes if isinstance(handshake, OffloadHandshake)]
         if len(known) != len(handshakes):

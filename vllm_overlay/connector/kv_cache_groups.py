@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
     group_kernel_blocks,
     iter_layer_specs,
 )
@@ -25,7 +27,7 @@ from vllm_overlay.transfer.page_map import CellMap, PageMap
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 
 def group_tensors(
@@ -56,7 +58,7 @@ def planner_groups(kv_cache_config: "KVCacheConfig", tensors: dict[int, GroupTen
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = _spec(group.kv_cache_spec)
         own = tensors[group_id]
-        kind = _kind(spec, group.layer_names[0])
+        kind = _kind(group)
         sliceable = own.page_map is not None
         groups.append(
             Group(
@@ -66,7 +68,8 @@ def planner_groups(kv_cache_config: "KVCacheConfig", tensors: dict[int, GroupTen
                 token_bytes=own.token_bytes if sliceable else 0,
                 page_bytes=own.page_bytes,
                 sliceable=sliceable,
-                window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0,
+                window=_window(spec),
+                is_chunked=isinstance(spec, ChunkedLocalAttentionSpec),
             )
         )
     return groups
@@ -123,17 +126,35 @@ def _spec(spec: KVCacheSpec) -> KVCacheSpec:
     return next(iter(iter_layer_specs(spec)))
 
 
-def _kind(spec: KVCacheSpec, layer_name: str) -> GroupKind:
-    if isinstance(spec, MambaSpec):
-        return GroupKind.RECURRENT
-    if isinstance(spec, SlidingWindowSpec):
-        return GroupKind.WINDOW
-    if isinstance(spec, FullAttentionSpec):
-        return GroupKind.FULL
-    raise ConfigError(
-        f"layer {layer_name} has a {type(spec).__name__}: HybridOffloadConnector knows full attention, sliding "
-        "windows and recurrent states"
-    )
+_KINDS: dict[type[KVCacheSpec], GroupKind] = {
+    FullAttentionSpec: GroupKind.FULL,
+    MLAAttentionSpec: GroupKind.FULL,
+    SlidingWindowSpec: GroupKind.WINDOW,
+    SlidingWindowMLASpec: GroupKind.WINDOW,
+    ChunkedLocalAttentionSpec: GroupKind.WINDOW,
+    MambaSpec: GroupKind.RECURRENT,
+}
+"""By the very class: a subclass is another kind of attention (R-SWA forgets answers, sinks precede the prompt)."""
+
+
+def _kind(group: "KVCacheGroupSpec") -> GroupKind:
+    """The kind of a group's layers; raises ConfigError for a layer of a kind that is not known."""
+    own = group.kv_cache_spec
+    specs = own.kv_cache_specs if isinstance(own, UniformTypeKVCacheSpecs) else {group.layer_names[0]: own}
+    for name, spec in specs.items():
+        if type(spec) not in _KINDS:
+            raise ConfigError(
+                f"layer {name} has a {type(spec).__name__}: HybridOffloadConnector knows full attention, sliding "
+                "windows, chunked local attention, MLA and recurrent states"
+            )
+    return _KINDS[type(_spec(own))]
+
+
+def _window(spec: KVCacheSpec) -> int:
+    """Tokens that a layer sees at most; 0 where that is all of them."""
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(spec.attention_chunk_size)
+    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
 
 
 def _common_page_map(

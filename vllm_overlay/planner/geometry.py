@@ -31,7 +31,8 @@ class Group:
 
     ``block_size`` is in tokens. ``token_bytes`` is the attention KV of one token in all layers of the group (0 when
     recurrent); ``page_bytes`` what moves when a whole block of all its layers moves raw. ``sliceable`` says that a
-    page can be cut by token. ``window`` is the sliding window in tokens, the token being computed included.
+    page can be cut by token. ``window`` is the sliding window in tokens, the token being computed included. With
+    ``is_chunked`` it does not slide: attention is local to chunks of the prompt, of ``window`` tokens each.
     """
 
     group_id: int
@@ -41,6 +42,7 @@ class Group:
     page_bytes: int
     sliceable: bool
     window: int = 0
+    is_chunked: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -49,6 +51,12 @@ class Group:
     @property
     def is_full(self) -> bool:
         return self.kind is GroupKind.FULL
+
+    def first_visible(self, boundary: int) -> int:
+        """The first token that the one at ``boundary`` sees, in a group with a window."""
+        if self.is_chunked:
+            return boundary - boundary % self.window
+        return max(0, boundary - self.window + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +186,11 @@ class Geometry:
     def window_chunks(self, group: Group, boundary: int, num_local: int = 0) -> range:
         """Indices of the chunks that a window group needs to go on at ``boundary`` beyond ``num_local`` local tokens.
 
-        The next token sees [boundary - window + 1, boundary) and itself. The tail of that range is the snapshot's,
-        what lies below ``num_local`` is in the KV cache already (a local hit holds its own window).
+        The next token sees what follows ``group.first_visible``. The tail of that range is the snapshot's, what lies
+        below ``num_local`` is in the KV cache already (a local hit holds its own window).
         """
         size = self.chunk_size_of(group)
-        return range(max(0, boundary - group.window + 1, num_local) // size, boundary // size)
+        return range(max(group.first_visible(boundary), num_local) // size, boundary // size)
 
     def chunk_id(self, keys: Sequence[bytes], group: Group, index: int) -> ObjectId:
         """Names the ``index``-th chunk of an attention group."""

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jamba: Mamba, the first version, between attention.
+
+vLLM 0.32.0's CPU build has no scan kernel for it: the first request fails, with a connector or without.
+"""
+
+from pathlib import Path
+
+from tests.models.slow_decay import decay_slowly
+from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, VOCAB_SIZE, scale, write_model
+
+
+def make_jamba(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) -> Path:
+    """Writes a Jamba model (three layers of Mamba, one of attention) as ``make_tiny_model`` does."""
+
+    def make():
+        import torch
+        from transformers import JambaConfig, JambaForCausalLM
+
+        config = JambaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            attn_layer_period=4,
+            attn_layer_offset=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_experts=1,
+            num_experts_per_tok=1,
+            mamba_d_state=16,
+            max_position_embeddings=context_tokens,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        torch.manual_seed(0)
+        model = JambaForCausalLM(config).to(torch.bfloat16)
+        decay_slowly(model)
+        scale(
+            model,
+            {
+                "mamba.in_proj": 4.0,
+                "mamba.x_proj": 4.0,
+                "mamba.out_proj": 8.0,
+                "q_proj": 8.0,
+                "k_proj": 8.0,
+                "v_proj": 8.0,
+                "o_proj": 16.0,
+                "lm_head": 8.0,
+            },
+        )
+        return model
+
+    return write_model(directory, make)

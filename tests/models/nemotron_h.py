@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nemotron-H: Mamba2, attention and MLP, each in layers of their own."""
+
+from pathlib import Path
+
+from tests.models.slow_decay import decay_slowly
+from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, VOCAB_SIZE, scale, write_model
+
+
+def make_nemotron_h(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) -> Path:
+    """Writes a Nemotron-H model (three layers of Mamba2, one of attention, one MLP) as ``make_tiny_model`` does."""
+
+    def make():
+        import torch
+        from transformers import NemotronHConfig, NemotronHForCausalLM
+
+        config = NemotronHConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=128,
+            intermediate_size=256,
+            layers_block_type=["linear_attention", "mlp", "linear_attention", "linear_attention", "full_attention"],
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            mamba_num_heads=4,
+            mamba_head_dim=64,
+            ssm_state_size=128,
+            n_groups=2,
+            max_position_embeddings=context_tokens,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        torch.manual_seed(0)
+        model = NemotronHForCausalLM(config).to(torch.bfloat16)
+        decay_slowly(model)
+        scale(
+            model,
+            {
+                "mixer.in_proj": 4.0,
+                "mixer.out_proj": 8.0,
+                "q_proj": 8.0,
+                "k_proj": 8.0,
+                "v_proj": 8.0,
+                "o_proj": 16.0,
+                "lm_head": 8.0,
+            },
+        )
+        return model
+
+    return write_model(directory, make)
