@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares answers with those of engines that have no connector."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,16 @@ class Judge:
         self._uncached: Engine | None = None
         self._device_cached: Engine | None = None
 
-    def verdict(self, tokens: list[int], answer: Output, num_restorable: int) -> Cell:
-        """``num_restorable``: of the prompt, so many tokens had to come from a cache."""
+    def verdict(self, tokens: list[int], answer: Output, num_restorable: int, before: Sequence[list[int]] = ()) -> Cell:
+        """``num_restorable``: of the prompt, so many tokens had to come from a cache. ``before``: the prompts whose
+        computation left them there; none: the prompt's own beginning."""
         if answer.num_cached_tokens < num_restorable:
             return Cell(Verdict.NO_HIT, f"{answer.num_cached_tokens} of {num_restorable} tokens")
         computed = self._without_cache(tokens)
         if answer.same_as(computed):
             return Cell(Verdict.EXACT)
-        if answer.same_as(self._with_device_cache(tokens, answer.num_cached_tokens)):
+        by_device = self._with_device_cache(tokens, before or [tokens[: answer.num_cached_tokens + 1]])
+        if answer.same_as(by_device) and answer.num_cached_tokens == by_device.num_cached_tokens:
             return Cell(Verdict.AS_DEVICE, "vLLM's kernels round by where a prefill begins")
         return Cell(Verdict.WRONG, f"{answer} instead of {computed}")
 
@@ -37,12 +40,12 @@ class Judge:
             self._uncached = self._engines.enter_context(Engine(self._model, **plain))
         return self._uncached.generate(tokens)
 
-    def _with_device_cache(self, tokens: list[int], num_cached: int) -> Output:
+    def _with_device_cache(self, tokens: list[int], before: Sequence[list[int]]) -> Output:
         if self._device_cached is None:
             self._device_cached = self._engines.enter_context(Engine(self._model, **self._arguments))
         self._device_cached.reset_device_cache()
-        if num_cached:
-            self._device_cached.generate(tokens[: num_cached + 1], 1)  # its last token is never found
+        for earlier in before:
+            self._device_cached.generate(earlier)
         return self._device_cached.generate(tokens)
 
 

@@ -9,12 +9,20 @@ from typing import Any
 
 from tests.engine.states import BFLOAT16, FLOAT32
 from tests.models.cohere2 import make_cohere2
+from tests.models.deepseek import make_deepseek
+from tests.models.falcon_h1 import make_falcon_h1
 from tests.models.gemma3 import make_gemma3
 from tests.models.gpt_oss import make_gpt_oss
+from tests.models.granite4 import make_granite4
+from tests.models.jamba import make_jamba
 from tests.models.lfm2 import make_lfm2
 from tests.models.llama import make_llama
+from tests.models.llama4 import make_llama4
+from tests.models.mamba2 import make_mamba2
 from tests.models.mistral import make_mistral
+from tests.models.nemotron_h import make_nemotron_h
 from tests.models.phi3 import make_phi3
+from tests.models.qwen3 import make_qwen3
 from tests.models.qwen3_5_moe import make_qwen3_5_moe
 from tests.models.qwen3_next import make_qwen3_next
 from tools.tiny_model import make_tiny_model
@@ -25,27 +33,49 @@ SINGLE_GROUP = {"prefix_match_unit": None, "block_size": UNIT}
 
 
 @dataclass(frozen=True, slots=True)
+class Excuse:
+    """Why a model may not run at all: what its engine then says, and that in words."""
+
+    error: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One model. ``layers`` says in words what lies in it."""
+    """One model. ``layers`` says in words what lies in it. Without its ``excuse`` it runs."""
 
     name: str
     layers: str
     make: Callable[[Path], Path]
     arguments: dict[str, Any] = field(default_factory=dict)
+    excuse: Excuse | None = None
 
+
+NO_MAMBA = Excuse("IndexError", "vLLM's CPU build has no kernel for it, with a connector or without")
+NO_MLA = Excuse(
+    "needs the prefix cache", "vLLM's CPU platform has no prefix cache for MLA where the processor has no AMX, as here"
+)
 
 ROWS = (
     Row("Qwen3.5, float32 states", "GDN, full attention", partial(make_tiny_model, num_layers=8), FLOAT32.arguments),
     Row("Qwen3.5, bfloat16 states", "GDN, full attention", partial(make_tiny_model, num_layers=8), BFLOAT16.arguments),
     Row("Qwen3.5-MoE", "GDN, full attention, experts", make_qwen3_5_moe),
     Row("Qwen3-Next", "GDN, full attention, experts", make_qwen3_next),
+    Row("Nemotron-H", "Mamba2, full attention", make_nemotron_h),
+    Row("Falcon-H1", "Mamba2 and full attention in each layer", make_falcon_h1),
+    Row("Granite 4", "Mamba2, full attention", make_granite4),
+    Row("Mamba2", "Mamba2 alone", make_mamba2, SINGLE_GROUP),
+    Row("Jamba", "Mamba (the first version), full attention", make_jamba, excuse=NO_MAMBA),
     Row("LFM2", "short convolutions, full attention", make_lfm2),
     Row("Gemma 3", "windows, full attention", make_gemma3),
     Row("gpt-oss", "windows, full attention, sinks, experts", make_gpt_oss),
     Row("Cohere2", "windows, full attention without positions", make_cohere2),
+    Row("Llama 4", "chunked local attention, full attention without positions", make_llama4, {"block_size": UNIT}),
     Row("Mistral", "windows alone", make_mistral, SINGLE_GROUP),
     Row("Llama 3", "full attention alone", make_llama, SINGLE_GROUP),
+    Row("Qwen3", "full attention alone", make_qwen3, SINGLE_GROUP),
     Row("Phi-3", "full attention alone, LongRoPE", make_phi3, SINGLE_GROUP),
+    Row("DeepSeek V2", "MLA", make_deepseek, {"prefix_match_unit": None}, NO_MLA),
 )
 
 

@@ -3,8 +3,9 @@
 
 from pathlib import Path
 
+from tests.models.configuration import common
 from tests.models.slow_decay import decay_slowly
-from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, VOCAB_SIZE, scale, write_model
+from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, scale, write_model
 
 
 def make_falcon_h1(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) -> Path:
@@ -15,12 +16,8 @@ def make_falcon_h1(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOK
         from transformers import FalconH1Config, FalconH1ForCausalLM
 
         config = FalconH1Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=256,
+            **common(context_tokens),
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
             mamba_d_ssm=256,
             mamba_n_heads=4,
             mamba_d_head=64,
@@ -28,10 +25,6 @@ def make_falcon_h1(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOK
             mamba_n_groups=2,
             mamba_chunk_size=64,
             mamba_rms_norm=True,
-            max_position_embeddings=context_tokens,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
         )
         torch.manual_seed(0)
         model = FalconH1ForCausalLM(config).to(torch.bfloat16)

@@ -6,8 +6,9 @@ vLLM 0.32.0's CPU build has no scan kernel for it: the first request fails, with
 
 from pathlib import Path
 
+from tests.models.configuration import common
 from tests.models.slow_decay import decay_slowly
-from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, VOCAB_SIZE, scale, write_model
+from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, scale, write_model
 
 
 def make_jamba(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) -> Path:
@@ -18,21 +19,13 @@ def make_jamba(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS)
         from transformers import JambaConfig, JambaForCausalLM
 
         config = JambaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=256,
+            **common(context_tokens),
             num_hidden_layers=4,
             attn_layer_period=4,
             attn_layer_offset=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
             num_experts=1,
             num_experts_per_tok=1,
             mamba_d_state=16,
-            max_position_embeddings=context_tokens,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
         )
         torch.manual_seed(0)
         model = JambaForCausalLM(config).to(torch.bfloat16)

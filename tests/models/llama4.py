@@ -3,7 +3,8 @@
 
 from pathlib import Path
 
-from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, VOCAB_SIZE, scale, write_model
+from tests.models.configuration import common
+from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, scale, write_model
 
 ATTENTION_CHUNK = 256
 
@@ -19,21 +20,13 @@ def make_llama4(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS
         from transformers import Llama4ForCausalLM, Llama4TextConfig
 
         config = Llama4TextConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=256,
+            **common(context_tokens),
             intermediate_size_mlp=256,
             num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
             head_dim=32,
             attention_chunk_size=ATTENTION_CHUNK,
             num_local_experts=2,
             interleave_moe_layer_step=4,
-            max_position_embeddings=context_tokens,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
         )
         torch.manual_seed(0)
         model = Llama4ForCausalLM(config).to(torch.bfloat16)

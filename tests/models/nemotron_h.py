@@ -3,8 +3,9 @@
 
 from pathlib import Path
 
+from tests.models.configuration import common
 from tests.models.slow_decay import decay_slowly
-from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, VOCAB_SIZE, scale, write_model
+from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, scale, write_model
 
 
 def make_nemotron_h(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) -> Path:
@@ -15,21 +16,13 @@ def make_nemotron_h(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TO
         from transformers import NemotronHConfig, NemotronHForCausalLM
 
         config = NemotronHConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=256,
+            **common(context_tokens),
             layers_block_type=["linear_attention", "mlp", "linear_attention", "linear_attention", "full_attention"],
-            num_attention_heads=4,
-            num_key_value_heads=2,
             head_dim=32,
             mamba_num_heads=4,
             mamba_head_dim=64,
             ssm_state_size=128,
             n_groups=2,
-            max_position_embeddings=context_tokens,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
         )
         torch.manual_seed(0)
         model = NemotronHForCausalLM(config).to(torch.bfloat16)

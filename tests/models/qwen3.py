@@ -3,7 +3,8 @@
 
 from pathlib import Path
 
-from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, VOCAB_SIZE, scale, sharpen, write_model
+from tests.models.configuration import common
+from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, scale, sharpen, write_model
 
 
 def make_qwen3(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS) -> Path:
@@ -14,17 +15,9 @@ def make_qwen3(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TOKENS)
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         config = Qwen3Config(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=128,
-            intermediate_size=256,
+            **common(context_tokens),
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
             head_dim=32,
-            max_position_embeddings=context_tokens,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
         )
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config).to(torch.bfloat16)
