@@ -128,6 +128,16 @@ class Driver:
     def fault(self, name: str, **arguments: Any) -> Any:
         return getattr(faults, name)(self, **arguments)
 
+    def fault_in_rank(self, rank: int, name: str, **arguments: Any) -> Any:
+        """A fault of what one of several ranks has in its own process."""
+        answers = self.engine_core.model_executor.collective_rpc(_fault_in_rank, args=(rank, name, arguments))
+        return answers[rank]
+
+
+def _fault_in_rank(worker: Any, rank: int, name: str, arguments: dict[str, Any]) -> Any:
+    """Called in every rank's process."""
+    return getattr(faults, name)(None, **arguments) if worker.rank == rank else None
+
 
 def _inputs(prompts: list[list[int]], salts: list[str] | None) -> list[dict[str, Any]]:
     """As vLLM takes them; an empty salt is none."""
