@@ -130,13 +130,14 @@ def test_a_store_that_fails_in_one_rank_is_never_found_and_leaves_nothing(
 ) -> None:
     seed = 20_000 + 1_000 * rank + 100 * len(call)
     disk.works(seed)
-    before, dropped = disk.names(), disk.counted("dropped_stores")
+    before, dropped, failed = disk.names(), disk.counted("dropped_stores"), disk.counted("failed_loads")
     with disk.fault(rank, "disk_raises", calls=[call], error=error):
         cold = disk.answers(seed)
         recomputed = disk.answers(seed)
     assert recomputed.same_as(cold)
     assert recomputed.num_cached_tokens == 0
     assert disk.counted("dropped_stores") > dropped
+    assert disk.counted("failed_loads") == failed  # it was not even offered
     wait_until(lambda: disk.names() <= before, "files of a failed store are left")
     disk.works(seed + 500)
     cold = disk.answers(seed)
