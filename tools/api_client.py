@@ -84,8 +84,13 @@ class ApiClient:
         except (OSError, http.client.HTTPException):
             return False
 
-    def complete(self, prompt: str | Sequence[int], max_tokens: int = 8, **options: Any) -> Completion:
-        """Greedy completion with logprobs. ``options`` go into the request. Raises ApiError."""
+    def complete(
+        self, prompt: str | Sequence[int], max_tokens: int = 8, *, engine: int | None = None, **options: Any
+    ) -> Completion:
+        """Greedy completion with logprobs. ``options`` go into the request. Raises ApiError.
+
+        ``engine`` is the data-parallel rank that is to answer; without one the server chooses.
+        """
         body = {
             "model": self._model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -98,10 +103,13 @@ class ApiClient:
             "stream_options": {"include_usage": True},
             **options,
         }
+        headers = {"Content-Type": "application/json"}
+        if engine is not None:
+            headers["X-data-parallel-rank"] = str(engine)
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_TIMEOUT_S)
         try:
             started = time.monotonic()
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise ApiError(f"/v1/completions answered {response.status}: {response.read().decode()}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.binding import BINDING
-from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
+from tests.engine.client import Engine, EngineError, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
 
@@ -81,3 +81,11 @@ def test_an_object_that_one_rank_lacks_is_not_there(first: FirstLife, second: En
     recomputed = second.generate(first.halved)
     assert recomputed.num_cached_tokens == 0
     assert recomputed.same_as(first.halved_cold)
+
+
+def test_pipeline_parallelism_is_refused_at_start(tiny_model: Path, tmp_path: Path) -> None:
+    config = multi(cpu_child(), disk_child(tmp_path / "root"))
+    engine = Engine(tiny_model, BINDING, pipeline_parallel_size=2, **FLOAT32.arguments, kv_transfer_config=config)
+    with pytest.raises(EngineError, match="pipeline parallelism yet: set --pipeline-parallel-size 1"), engine:
+        pass
+    assert not (tmp_path / "root").exists()
