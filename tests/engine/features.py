@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of features ask of an engine beyond ``generate``. Run inside the driver's process, like faults.py."""
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -158,7 +159,7 @@ def session(driver: "Driver", parts: list[list[int]], max_tokens: int) -> list[d
                 ]
                 said["num_cached_tokens"] = output.num_cached_tokens
             if time.monotonic() > deadline:
-                raise TimeoutError("a part of the session is not answered")
+                raise TimeoutError(f"a part of the session is not answered: {answered}, {said}")
         answered.append(said)
         driver.rest(0.02)
     _add_part(driver, name, [0], parameters, is_last=True)
@@ -178,10 +179,10 @@ def _add_part(driver: "Driver", name: str, tokens: list[int], parameters: Sampli
     )
     request.external_req_id = name
     engine.output_processor.add_request(request, None, None, 0)
-    engine.engine_core.add_request(request)
+    engine.engine_core.add_request(copy.deepcopy(request))  # both extend the list of its tokens
 
 
-def capabilities(driver: "Driver") -> dict[str, Any]:
+def mode(driver: "Driver") -> dict[str, Any]:
     """What the engine has made of its settings."""
     config = driver.llm.llm_engine.vllm_config
     return {
