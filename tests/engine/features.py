@@ -131,7 +131,6 @@ def preempted(
                 for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True)
             ],
             "num_preemptions": requests[name].num_preemptions,
-            "num_external_tokens": requests[name].num_external_computed_tokens,
         }
         for name in names
     ]
