@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.bar import UNCACHED, distance
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.restore import assert_restored, restorable
 from tests.engine.states import FLOAT32
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.engine
 
 N = FLOAT32.block_size
 LENGTH = N + 150
+FAR = 0.2
+"""How far decode steps and prefills of the same tokens may be from each other, in logprobs."""
 
 Start = Callable[[], Engine]
 
@@ -43,8 +46,7 @@ def engine(start: Start) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def uncached(tiny_model: Path) -> Iterator[Engine]:
     """It judges."""
-    arguments = {"enable_prefix_caching": False, "prefix_match_unit": None, "max_num_seqs": 1}
-    with Engine(tiny_model, **FLOAT32.arguments, **arguments) as running:
+    with Engine(tiny_model, **FLOAT32.arguments, **UNCACHED, max_num_seqs=1) as running:
         yield running
 
 
@@ -160,19 +162,20 @@ def test_a_session_of_streaming_input_restores_its_first_part_and_is_right(engin
     cold = engine.call("feature", name="session", parts=parts, max_tokens=5)
     evicted(engine)
     restored = engine.call("feature", name="session", parts=parts, max_tokens=5)
-    judged = uncached.call("feature", name="session", parts=parts, max_tokens=5)
     assert [(each["token_ids"], each["logprobs"]) for each in restored] == [
         (each["token_ids"], each["logprobs"]) for each in cold
     ]
-    # A later part begins off the kernels' grid of 64 tokens, and an engine with a cache splits it elsewhere.
-    for each, judge in zip(restored, judged, strict=True):
-        assert each["token_ids"] == judge["token_ids"]
-        assert each["logprobs"] == pytest.approx(judge["logprobs"], abs=0.2)
+    # A later part begins off the kernels' grid of 64 tokens, and an engine without a cache computes it in other steps.
+    heard: list[int] = []
+    for part, each in zip(parts, restored, strict=True):
+        heard += part
+        assert distance(uncached, heard, Output(each["token_ids"], each["logprobs"], 0)) <= FAR
+        heard += each["token_ids"][:-1]  # vLLM drops the last one, which nothing was computed for
     assert restored[0]["num_cached_tokens"] == restorable(LENGTH)
     assert pending(engine) == {"pending_loads": 0, "pending_stores": 0, "hook_errors": 0}
     evicted(engine)
     # What the session computed of its later parts went on from decoded tokens: no other request may find it.
-    whole = parts[0] + judged[0]["token_ids"][:-1] + parts[1]
+    whole = parts[0] + restored[0]["token_ids"][:-1] + parts[1]
     assert engine.generate(whole).same_as(uncached.generate(whole))
 
 
