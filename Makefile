@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup, demo, test, test-avx2, test-crash, test-faults, test-adapters, test-matrix, test-upstream, test-poison, compare-latency, lint, format, clean.
+# make setup, demo, test, test-avx2, test-compiled, test-crash, test-faults, test-adapters, test-matrix, test-upstream, test-poison, compare-latency, lint, format, clean.
 # Another Python: make setup PYTHON=python3.12
 # A lesser processor than this one: make demo PROCESSOR=avx2 (or avx512, avx512_bf16), and so any target.
 # make test-upstream SOURCE=path: vLLM's source distribution; without it pip downloads it.
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PROCESSORS := avx2 avx512 avx512_bf16
 CODE := vllm_overlay tools devtools tests bench hatch_build.py
 
-.PHONY: setup demo test test-avx2 test-crash test-faults test-adapters test-matrix test-upstream test-poison compare-latency lint format clean
+.PHONY: setup demo test test-avx2 test-compiled test-crash test-faults test-adapters test-matrix test-upstream test-poison compare-latency lint format clean
 .DEFAULT_GOAL := setup
 
 # tests/processor/sitecustomize.py says how this reaches every Python process.
@@ -36,6 +36,10 @@ test: setup
 # The demo and the tests marked `processor`: where what vLLM chooses by the processor shows.
 test-avx2:
 	$(MAKE) test PROCESSOR=avx2 TESTS="-m processor"
+
+# Engines that compile their model, for about a minute each.
+test-compiled:
+	$(MAKE) test TESTS="-m compiled"
 
 test-crash: setup
 	$(BIN)/python -m tests.tiers.disk.crash --kills 500 --seed 1

@@ -11,7 +11,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests.engine import faults
+from tests.engine import faults, features
 from tests.engine.forcing import FORCED
 
 
@@ -127,6 +127,20 @@ class Driver:
 
     def fault(self, name: str, **arguments: Any) -> Any:
         return getattr(faults, name)(self, **arguments)
+
+    def feature(self, name: str, **arguments: Any) -> Any:
+        """One of features.py."""
+        return getattr(features, name)(self, **arguments)
+
+    def fault_in_rank(self, rank: int, name: str, **arguments: Any) -> Any:
+        """A fault of what one of several ranks has in its own process."""
+        answers = self.engine_core.model_executor.collective_rpc(_fault_in_rank, args=(rank, name, arguments))
+        return answers[rank]
+
+
+def _fault_in_rank(worker: Any, rank: int, name: str, arguments: dict[str, Any]) -> Any:
+    """Called in every rank's process."""
+    return getattr(faults, name)(None, **arguments) if worker.rank == rank else None
 
 
 def _inputs(prompts: list[list[int]], salts: list[str] | None) -> list[dict[str, Any]]:

@@ -297,6 +297,18 @@ def lose_permission(driver: "Driver", directory: str) -> int:
 
 def disk_works(driver: "Driver", root: str) -> bool:
     """Everything is as it was; breakers are closed, so that the next fault begins anew."""
+    disk_of_rank_works(driver, root)
+    resume_loads(driver)
+    return True
+
+
+def resume_loads(driver: "Driver") -> None:
+    """The scheduler's half offers the disk tier at once, whatever a rank's breaker has told it."""
+    scheduler_half(driver, "disk")._loads_resume_at = 0.0
+
+
+def disk_of_rank_works(driver: "Driver | None", root: str) -> bool:
+    """The same for the rank in this process."""
     if os.geteuid() != os.getuid():
         os.seteuid(os.getuid())
     elif os.path.exists(root):
@@ -311,7 +323,6 @@ def disk_works(driver: "Driver", root: str) -> bool:
     _FAULTY.clear()
     tier = tier_worker("disk")
     tier._read_breaker, tier._write_breaker = CircuitBreaker("reads"), CircuitBreaker("writes")
-    scheduler_half(driver, "disk")._loads_resume_at = 0.0
     return True
 
 

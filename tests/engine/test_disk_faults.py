@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every way a disk can fail, in one running engine: a miss or a dropped store, counted; the output is equal."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.client import Engine, disk_child, multi, prompt
+from tests.engine.damage import DAMAGES
 from tests.engine.disk_alone import LENGTH, MAX_TOKENS, counted, stored, works
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
@@ -161,38 +161,13 @@ def test_a_permission_that_is_lost_costs_a_recomputation(engine: Engine, root: P
     works(engine, 62)
 
 
-def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def extend(path: Path) -> None:
-    os.truncate(path, path.stat().st_size + 4096)
-
-
-def swap(path: Path) -> None:
-    other = next(one for one in path.parents[1].glob("??/*") if one.stat().st_size == path.stat().st_size)
-    content, others = path.read_bytes(), other.read_bytes()
-    path.write_bytes(others)
-    other.write_bytes(content)
-
-
-DAMAGES = [flip, truncate, extend, swap, Path.unlink]
-
-
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_files_that_were_changed_are_never_loaded(engine: Engine, root: Path, damage: Any) -> None:
     seed = 70 + DAMAGES.index(damage)
     before = set(root.glob("*/??/*"))
     tokens, cold = stored(engine, seed)
     failed = counted(engine, "failed_loads")
-    for path in sorted(set(root.glob("*/??/*")) - before):
-        damage(path)
+    damage(sorted(set(root.glob("*/??/*")) - before))
     recomputed = engine.generate(tokens, MAX_TOKENS)
     assert recomputed.same_as(cold)
     assert recomputed.num_cached_tokens == 0

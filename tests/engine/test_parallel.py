@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.engine.binding import BINDING
-from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
+from tests.engine.client import Engine, EngineError, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
+from tools.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -81,3 +82,13 @@ def test_an_object_that_one_rank_lacks_is_not_there(first: FirstLife, second: En
     recomputed = second.generate(first.halved)
     assert recomputed.num_cached_tokens == 0
     assert recomputed.same_as(first.halved_cold)
+
+
+def test_pipeline_parallelism_is_refused_at_start(tmp_path: Path) -> None:
+    """With attention in both stages: else vLLM's stages disagree on the layout of the KV cache before we are built."""
+    model = make_tiny_model(tmp_path / "model", num_layers=8)
+    config = multi(cpu_child(), disk_child(tmp_path / "root"))
+    engine = Engine(model, BINDING, pipeline_parallel_size=2, **FLOAT32.arguments, kv_transfer_config=config)
+    with pytest.raises(EngineError, match="pipeline parallelism yet: set --pipeline-parallel-size 1"), engine:
+        pass
+    assert not (tmp_path / "root").exists()

@@ -7,8 +7,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -122,8 +123,13 @@ class ApiClient:
         tokens: list[int] = self._json("POST", "/tokenize", body)["tokens"]
         return tokens
 
-    def complete(self, prompt: str | Sequence[int], max_tokens: int = 8, **options: Any) -> Completion:
-        """Greedy completion with logprobs. ``options`` go into the request. Raises ApiError."""
+    def complete(
+        self, prompt: str | Sequence[int], max_tokens: int = 8, *, engine: int | None = None, **options: Any
+    ) -> Completion:
+        """Greedy completion with logprobs. ``options`` go into the request. Raises ApiError.
+
+        ``engine`` is the data-parallel rank that is to answer; without one the server chooses.
+        """
         body = {
             "model": self.model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -137,9 +143,10 @@ class ApiClient:
             **options,
         }
         connection = self._connect(REQUEST_TIMEOUT_S)
+        headers = {} if engine is None else {"X-data-parallel-rank": str(engine)}
         try:
             started = time.monotonic()
-            self._send(connection, "POST", "/v1/completions", body)
+            self._send(connection, "POST", "/v1/completions", body, headers)
             response = connection.getresponse()
             if response.status != 200:
                 raise ApiError(f"/v1/completions answered {response.status}: {response.read().decode()}")
@@ -221,10 +228,17 @@ class ApiClient:
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         return self._connection_type(self._host, self._port, timeout=timeout_s)
 
-    def _send(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any) -> None:
+    def _send(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: Any,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         content = {} if body is None else {"Content-Type": "application/json"}
         text = None if body is None else json.dumps(body)
-        connection.request(method, self._path + path, text, {**self._headers, **content})
+        connection.request(method, self._path + path, text, {**self._headers, **content, **headers})
 
 
 def _read_stream(response: http.client.HTTPResponse, started: float) -> Completion:

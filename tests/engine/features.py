@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of features ask of an engine beyond ``generate``. Run inside the driver's process, like faults.py."""
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.request import RequestStatus
+
+from tests.engine.faults import disk_delays, disk_works
+from tests.engine.halves import scheduler_half
+from tests.models.qwen3_5_vl import TOKEN_PIXELS
+
+if TYPE_CHECKING:
+    from tests.engine.driver import Driver
+
+_numbers = itertools.count()
+_PATIENCE_S = 60.0
+
+
+def answers(
+    driver: "Driver", tokens: list[int], salt: str = "", images: Sequence[int] = (), **sampling: Any
+) -> dict[str, Any]:
+    """All that one request answers: of each of its completions, and of the prompt when ``prompt_logprobs`` asks.
+
+    ``images`` are seeds of pictures, one for each place of an image in the prompt.
+    """
+    if "structured_outputs" in sampling:
+        sampling["structured_outputs"] = StructuredOutputsParams(**sampling["structured_outputs"])
+    parameters = SamplingParams(**{"temperature": 0, "logprobs": 0, "ignore_eos": True, **sampling})
+    item = {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
+    if images:
+        item["multi_modal_data"] = {"image": [_picture(seed) for seed in images]}
+    (output,) = driver.llm.generate([item], parameters, use_tqdm=False)
+    asked = output.prompt_logprobs
+    return {
+        "num_cached_tokens": output.num_cached_tokens,
+        "prompt": asked and [_ranked(candidates) for candidates in asked],
+        "completions": [
+            {
+                "token_ids": list(each.token_ids),
+                "logprobs": [_ranked(candidates) for candidates in each.logprobs],
+                "text": each.text,
+                "finish_reason": each.finish_reason,
+                "stop_reason": each.stop_reason,
+            }
+            for each in output.outputs
+        ],
+    }
+
+
+def _picture(seed: int) -> Image.Image:
+    """Random squares of one token each."""
+    squares = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    return Image.fromarray(squares).resize((8 * TOKEN_PIXELS, 8 * TOKEN_PIXELS), Image.Resampling.NEAREST)
+
+
+def _ranked(candidates: Any) -> list[list[float]] | None:
+    return candidates and [[token, item.logprob] for token, item in sorted(candidates.items())]
+
+
+def num_free_blocks(driver: "Driver") -> int:
+    return int(driver.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def abort_in(driver: "Driver", phase: str, tokens: list[int], root: str) -> int:
+    """Aborts a request in a phase of its life. Returns how many tokens of it were computed or promised by then.
+
+    While the phase is loading the disk takes for ever, and is well again when the request is gone.
+    """
+    reached: dict[str, Callable[[Any], bool]] = {
+        "waiting": lambda request: request.status == RequestStatus.WAITING,
+        "loading": lambda request: request.status == RequestStatus.WAITING_FOR_REMOTE_KVS,
+        "prefill": lambda request: 0 < request.num_computed_tokens < request.num_prompt_tokens - 1,
+        "decode": lambda request: request.num_output_tokens >= 2,
+    }
+    if phase == "loading":
+        disk_delays(driver, seconds=_PATIENCE_S)
+    name = f"to-abort-{phase}-{next(_numbers)}"
+    parameters = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    name = driver.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, parameters)
+    request = driver.engine_core.scheduler.requests[name]
+    _step_until(driver, lambda: reached[phase](request))
+    num_computed = int(request.num_computed_tokens)
+    driver.llm.llm_engine.abort_request([name], internal=True)
+    driver.rest(0.05)
+    if phase == "loading":
+        disk_works(driver, root)
+    driver.wait_for_stores()
+    _step_until(driver, lambda: name not in driver.engine_core.scheduler.requests)
+    return num_computed
+
+
+def _step_until(driver: "Driver", is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not is_so():
+        driver._step()
+        if time.monotonic() > deadline:
+            raise TimeoutError("a request does not get there")
+
+
+def preempted(
+    driver: "Driver", prompts: list[list[int]], priorities: list[int], max_tokens: int
+) -> list[dict[str, Any]]:
+    """Requests that come a few steps apart, each with its priority; and how often each was preempted."""
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
+    engine, found = driver.llm.llm_engine, {}
+    requests: dict[str, Any] = {}
+    names = [f"priority-{next(_numbers)}" for _ in prompts]
+    for name, tokens, priority in zip(names, prompts, priorities, strict=True):
+        internal = engine.add_request(name, {"prompt_token_ids": tokens}, parameters, priority=priority)
+        requests[name] = driver.engine_core.scheduler.requests[internal]
+        for _ in range(4):
+            found.update({output.request_id: output for output in engine.step() if output.finished})
+    deadline = time.monotonic() + 5 * _PATIENCE_S
+    while engine.has_unfinished_requests():
+        found.update({output.request_id: output for output in engine.step() if output.finished})
+        if time.monotonic() > deadline:
+            raise TimeoutError("requests do not end")
+    return [
+        {
+            "token_ids": list((completion := found[name].outputs[0]).token_ids),
+            "logprobs": [
+                candidates[token].logprob
+                for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True)
+            ],
+            "num_preemptions": requests[name].num_preemptions,
+        }
+        for name in names
+    ]
+
+
+def session(driver: "Driver", parts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
+    """A session of streaming input: its prompt comes in parts, each is answered before the next one comes."""
+    engine = driver.llm.llm_engine
+    parameters = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, output_kind=RequestOutputKind.DELTA
+    )
+    name = f"session-{next(_numbers)}"
+    answered: list[dict[str, Any]] = []
+    for tokens in parts:
+        _add_part(driver, name, tokens, parameters, is_last=False)
+        said: dict[str, Any] = {"token_ids": [], "logprobs": []}
+        deadline = time.monotonic() + _PATIENCE_S
+        while len(said["token_ids"]) < max_tokens:
+            for output in engine.step():
+                completion = output.outputs[0]
+                said["token_ids"] += completion.token_ids
+                said["logprobs"] += [
+                    candidates[token].logprob
+                    for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True)
+                ]
+                said["num_cached_tokens"] = output.num_cached_tokens
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a part of the session is not answered: {answered}, {said}")
+        answered.append(said)
+        driver.rest(0.02)
+    _add_part(driver, name, [0], parameters, is_last=True)
+    _step_until(driver, lambda: not engine.has_unfinished_requests())
+    return answered
+
+
+def _add_part(driver: "Driver", name: str, tokens: list[int], parameters: SamplingParams, is_last: bool) -> None:
+    """What vLLM's asynchronous engine does with a part; the synchronous one has no call for it."""
+    engine = driver.llm.llm_engine
+    request = engine.input_processor.process_inputs(
+        name,
+        {"prompt_token_ids": tokens},
+        parameters.clone(),
+        supported_tasks=engine.get_supported_tasks(),
+        resumable=not is_last,
+    )
+    request.external_req_id = name
+    engine.output_processor.add_request(request, None, None, 0)
+    engine.engine_core.add_request(copy.deepcopy(request))  # both extend the list of its tokens
+
+
+def mode(driver: "Driver") -> dict[str, Any]:
+    """What the engine has made of its settings."""
+    config = driver.llm.llm_engine.vllm_config
+    return {
+        "cache_dtype": str(config.cache_config.cache_dtype),
+        "block_size": config.cache_config.block_size,
+        "compilation_mode": int(config.compilation_config.mode or 0),
+        "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+        "policy": config.scheduler_config.policy,
+        "connector": type(driver.engine_core.scheduler.connector).__name__,
+    }
+
+
+def only_disk_loads(driver: "Driver", on: bool) -> bool:
+    """The CPU tier offers nothing meanwhile."""
+    half = scheduler_half(driver, "cpu")
+    half._loads_resume_at = float("inf") if on else 0.0
+    return on

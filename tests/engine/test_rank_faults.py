@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One of two ranks fails a load or a store: the object has failed, in all ranks; the engine goes on."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.binding import BINDING
+from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
+from tests.engine.damage import DAMAGES
+from tests.engine.restore import assert_restored
+from tests.engine.states import FLOAT32
+
+pytestmark = pytest.mark.engine
+
+LENGTH = 150
+RANKS = (0, 1)
+LOOKED_AT_S = 1.5
+"""The control file is looked at once a second, in engine steps."""
+
+
+class TwoRanks:
+    """An engine of two ranks with both tiers, of which the control file lets one serve."""
+
+    def __init__(self, engine: Engine, root: Path, control: Path) -> None:
+        self.engine, self.root, self._control = engine, root, control
+        self._tier = ""
+
+    def serves(self, tier: str) -> None:
+        """From now on this tier alone stores and loads."""
+        if self._tier != tier:
+            other = {"cpu": "disk", "disk": "cpu"}[tier]
+            fresh = self._control.with_suffix(".new")
+            fresh.write_text(json.dumps({other: {"load": False, "store": False}}))
+            os.replace(fresh, self._control)
+            self.engine.call("rest", seconds=LOOKED_AT_S)
+            self._tier = tier
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.engine.metric(f"vllm:hybrid_offload_{name}", connector=self._tier, **labels)
+
+    def answers(self, seed: int) -> Output:
+        """To a prompt that the device cache has lost."""
+        self.engine.wait_for_stores()
+        self.engine.reset_device_cache()
+        answer = self.engine.generate(prompt(LENGTH, seed), max_tokens=3)
+        self.engine.wait_for_stores()
+        return answer
+
+    def works(self, seed: int) -> None:
+        """What is stored now is restored. A write may need a second: room comes with the bookkeeper's next turn."""
+        deadline = time.monotonic() + 60
+        while True:
+            seed += 1
+            cold, restored = self.answers(seed), self.answers(seed)
+            if restored.num_cached_tokens:
+                assert_restored(cold, restored, LENGTH)
+                return
+            assert restored.same_as(cold)
+            assert time.monotonic() < deadline, "the tier does not store any more"
+            self.engine.call("rest", seconds=0.2)
+
+    def files(self) -> set[Path]:
+        return set(self.root.glob("*/??/*"))
+
+    def names(self) -> set[str]:
+        """Of objects of which some rank has a file."""
+        return {path.with_suffix("").name for path in self.files()}
+
+    @contextmanager
+    def fault(self, rank: int, name: str, **arguments: Any) -> Iterator[None]:
+        """Of the disk tier of one rank."""
+        self.engine.call("fault_in_rank", rank=rank, name=name, **arguments)
+        try:
+            yield
+        finally:
+            self.engine.call("fault_in_rank", rank=rank, name="disk_of_rank_works", root=str(self.root))
+            self.engine.call("fault", name="resume_loads")
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
+    directory = tmp_path_factory.mktemp("ranks")
+    control = directory / "control.json"
+    config = multi(cpu_child(), disk_child(directory / "root"), control_file=str(control))
+    arguments = {"tensor_parallel_size": 2, **FLOAT32.arguments, "kv_transfer_config": config}
+    with Engine(tiny_model, BINDING, **arguments) as engine:
+        yield TwoRanks(engine, directory / "root", control)
+
+
+@pytest.fixture
+def disk(ranks: TwoRanks) -> TwoRanks:
+    ranks.serves("disk")
+    return ranks
+
+
+@pytest.fixture
+def cpu(ranks: TwoRanks) -> TwoRanks:
+    ranks.serves("cpu")
+    return ranks
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_rank_that_cannot_read_fails_the_load_and_the_request_is_computed(
+    disk: TwoRanks, call: str, rank: int
+) -> None:
+    seed = 10_000 + 1_000 * rank + 100 * len(call)
+    cold = disk.answers(seed)
+    failed = disk.counted("failed_loads")
+    with disk.fault(rank, "disk_raises", calls=[call], error="EIO"):
+        recomputed = disk.answers(seed)
+    assert recomputed.same_as(cold)
+    assert recomputed.num_cached_tokens == 0
+    assert disk.counted("failed_loads") == failed + 1
+    assert disk.answers(seed).same_as(cold)
+    disk.works(seed)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(("call", "error"), [("pwritev", "ENOSPC"), ("rename", "EIO")])
+def test_a_store_that_fails_in_one_rank_is_never_found_and_leaves_nothing(
+    disk: TwoRanks, call: str, error: str, rank: int
+) -> None:
+    seed = 20_000 + 1_000 * rank + 100 * len(call)
+    disk.works(seed)
+    before, dropped, failed = disk.names(), disk.counted("dropped_stores"), disk.counted("failed_loads")
+    with disk.fault(rank, "disk_raises", calls=[call], error=error):
+        cold = disk.answers(seed)
+        recomputed = disk.answers(seed)
+    assert recomputed.same_as(cold)
+    assert recomputed.num_cached_tokens == 0
+    assert disk.counted("dropped_stores") > dropped
+    assert disk.counted("failed_loads") == failed  # it was not even offered
+    wait_until(lambda: disk.names() <= before, "files of a failed store are left")
+    disk.works(seed + 500)
+    cold = disk.answers(seed)
+    assert_restored(cold, disk.answers(seed), LENGTH)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_file_of_one_rank_is_a_failed_load_and_the_object_is_stored_anew(
+    disk: TwoRanks, damage: Any, rank: int
+) -> None:
+    seed = 30_000 + 1_000 * rank + 100 * DAMAGES.index(damage)
+    before, failed = disk.files(), disk.counted("failed_loads")
+    cold = disk.answers(seed)
+    mine = sorted(path for path in disk.files() - before if path.suffix == f".r{rank}")
+    assert mine
+    damage(mine)
+    recomputed = disk.answers(seed)
+    assert recomputed.same_as(cold)
+    assert recomputed.num_cached_tokens == 0
+    assert disk.counted("failed_loads") == failed + 1
+    disk.works(seed)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("name", ["set_loads_broken", "set_loads_silent"])
+def test_a_rank_whose_cpu_tier_fails_or_is_silent_costs_a_recomputation(cpu: TwoRanks, name: str, rank: int) -> None:
+    seed = 40_000 + 1_000 * rank + 100 * len(name)
+    cold = cpu.answers(seed)
+    failed = cpu.counted("failed_loads")
+    cpu.engine.call("fault_in_rank", rank=rank, name=name, on=True)
+    recomputed = cpu.answers(seed)
+    cpu.engine.call("fault_in_rank", rank=rank, name=name, on=False)
+    assert recomputed.same_as(cold)
+    assert recomputed.num_cached_tokens == 0
+    assert cpu.counted("failed_loads") > failed
+    cpu.works(seed)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_rank_that_cannot_copy_out_keeps_the_object_from_all(cpu: TwoRanks, rank: int) -> None:
+    seed = 50_000 + 1_000 * rank
+    cpu.works(seed)
+    objects, dropped = cpu.counted("objects"), cpu.counted("dropped_stores")
+    cpu.engine.call("fault_in_rank", rank=rank, name="set_gather_broken", on=True)
+    cold = cpu.answers(seed)
+    recomputed = cpu.answers(seed)
+    cpu.engine.call("fault_in_rank", rank=rank, name="set_gather_broken", on=False)
+    assert recomputed.same_as(cold)
+    assert recomputed.num_cached_tokens == 0
+    assert cpu.counted("dropped_stores") > dropped
+    assert cpu.counted("objects") == objects
+    cpu.works(seed)
+
+
+def test_after_all_that_nothing_is_pending_and_the_root_is_sound(disk: TwoRanks) -> None:
+    from vllm_overlay.tiers.disk.maintenance.fsck import Check
+
+    disk.engine.wait_for_stores()
+    assert disk.counted("pending_loads") == 0
+    assert disk.counted("pending_stores") == 0
+    problems = Check(str(disk.root)).run().problems
+    assert problems == [], problems
+
+
+def wait_until(is_so: Callable[[], bool], complaint: str) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.05)
