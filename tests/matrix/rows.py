@@ -49,12 +49,16 @@ class Row:
     make: Callable[[Path], Path]
     arguments: dict[str, Any] = field(default_factory=dict)
     excuse: Excuse | None = None
+    misses_shared_prefix: str = ""
+    """Why a shared prefix is not found, if that is so."""
 
 
 NO_MAMBA = Excuse("IndexError", "vLLM's CPU build has no kernel for it, with a connector or without")
 NO_MLA = Excuse(
     "needs the prefix cache", "vLLM's CPU platform has no prefix cache for MLA where the processor has no AMX, as here"
 )
+
+NO_ATTENTION = "without attention nothing tells how far two prompts are alike, so no state is kept there"
 
 ROWS = (
     Row("Qwen3.5, float32 states", "GDN, full attention", partial(make_tiny_model, num_layers=8), FLOAT32.arguments),
@@ -64,7 +68,7 @@ ROWS = (
     Row("Nemotron-H", "Mamba2, full attention", make_nemotron_h),
     Row("Falcon-H1", "Mamba2 and full attention in each layer", make_falcon_h1),
     Row("Granite 4", "Mamba2, full attention", make_granite4),
-    Row("Mamba2", "Mamba2 alone", make_mamba2, SINGLE_GROUP),
+    Row("Mamba2", "Mamba2 alone", make_mamba2, SINGLE_GROUP, misses_shared_prefix=NO_ATTENTION),
     Row("Jamba", "Mamba (the first version), full attention", make_jamba, excuse=NO_MAMBA),
     Row("LFM2", "short convolutions, full attention", make_lfm2),
     Row("Gemma 3", "windows, full attention", make_gemma3),

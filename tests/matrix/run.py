@@ -13,7 +13,7 @@ from tests.matrix.rows import UNIT, Row
 
 _BEFORE_THE_END = 5
 """Prompts end so few tokens after a boundary: what is recomputed behind it would hide a wrong restore."""
-_LONG = prompt(24 * UNIT + _BEFORE_THE_END, seed=1)
+_LONG = prompt(25 * UNIT + _BEFORE_THE_END, seed=1)
 _SHORT = prompt(3 * UNIT + _BEFORE_THE_END, seed=2)
 _EXTENDED = [*_LONG, *prompt(2 * UNIT, seed=3)]
 _SHARED = prompt(9 * UNIT + 11, seed=4)
@@ -79,6 +79,8 @@ class RowRun:
         self.cells[Column.SHARED_PREFIX] = judge.verdict(
             _SIBLINGS[2], third, restorable(len(_SHARED) + 1), _SIBLINGS[:2]
         )
+        if self._row.misses_shared_prefix and third.num_cached_tokens == 0:
+            self.cells[Column.SHARED_PREFIX] = Cell(Verdict.NO_HIT, self._row.misses_shared_prefix)
         engine.wait_for_stores()
 
     @staticmethod
@@ -91,7 +93,7 @@ class RowRun:
         kinds: list[str] = []
         seen: list[str] = []
         for attempt in range(8):
-            tokens = prompt(24 * UNIT + _BEFORE_THE_END, seed=100 + attempt)
+            tokens = prompt(len(_LONG), seed=100 + attempt)
             engine.call("reset_everything")
             engine.generate(tokens)
             self._forget(engine)

@@ -3,7 +3,7 @@
 
 from tests.matrix import table
 from tests.matrix.cells import Cell, Column, Verdict
-from tests.matrix.rows import ROWS
+from tests.matrix.rows import ROWS, row
 
 
 def test_the_readme_shows_what_was_found() -> None:
@@ -16,7 +16,8 @@ def test_every_model_has_every_cell_and_none_is_wrong() -> None:
     for name, cells in results.items():
         assert set(cells) == set(Column), name
         for column, cell in cells.items():
-            assert cell.verdict in (Verdict.EXACT, Verdict.AS_DEVICE, Verdict.NOT_RUN), (name, column, cell)
+            is_known = cell.verdict is Verdict.NO_HIT and cell.note == row(name).misses_shared_prefix
+            assert is_known or cell.verdict in (Verdict.EXACT, Verdict.AS_DEVICE, Verdict.NOT_RUN), (name, column, cell)
 
 
 def test_a_cell_that_is_not_exact_says_why() -> None:
