@@ -41,15 +41,15 @@ def render(results: Results) -> str:
     reasons: list[str] = []
     lines = [f"| | {' | '.join(Column)} |", f"| --- |{' --- |' * len(Column)}"]
     for row in ROWS:
-        cells = [_words(results[row.name][column], reasons) for column in Column]
+        cells = [_words(column, results[row.name][column], reasons) for column in Column]
         lines.append(f"| **{row.name}**: {row.layers} | {' | '.join(cells)} |")
     notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     return "\n".join([*lines, "", *notes, ""] if notes else [*lines, ""])
 
 
-def _words(cell: Cell, reasons: list[str]) -> str:
+def _words(column: Column, cell: Cell, reasons: list[str]) -> str:
     if cell.verdict is Verdict.EXACT:
-        return "exact"
+        return "yes" if column is Column.WRONG_BYTES else "exact"
     if cell.note not in reasons:
         reasons.append(cell.note)
     return f"{cell.verdict} ({reasons.index(cell.note) + 1})"
