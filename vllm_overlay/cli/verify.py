@@ -2,12 +2,14 @@
 """``vllm-overlay verify``: on one's own model and settings, what is restored equals what is computed."""
 
 import argparse
+import contextlib
+import http.client
 import json
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
@@ -73,8 +75,9 @@ def _run(arguments: argparse.Namespace) -> int:
         if is_url:
             _verify(verification, _client(arguments.server[0], arguments.model))
         else:
-            _verify_own(verification, arguments)
-    except (NothingToVerify, ApiError) as error:
+            with _terminated_as_interrupted():
+                _verify_own(verification, arguments)
+    except (NothingToVerify, ApiError, http.client.HTTPException) as error:
         raise ConfigError(str(error)) from error
     except ServerError as error:
         raise ConfigError(f"{str(error).splitlines()[0]} Its log: {arguments.log}") from error
@@ -102,8 +105,7 @@ def _verify(verification: Verification, api: ApiClient) -> None:
 
 
 def _verify_own(verification: Verification, arguments: argparse.Namespace) -> None:
-    """Starts the server, and a second one after it. SIGTERM ends them as Ctrl-C does."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Starts the server, and a second one after it."""
     if arguments.log is None:
         descriptor, arguments.log = tempfile.mkstemp(prefix="vllm-overlay-verify-", suffix=".log")
         os.close(descriptor)
@@ -122,6 +124,16 @@ def _verify_own(verification: Verification, arguments: argparse.Namespace) -> No
         with server() as api:
             verification.restore(api, _RESTARTED)
             say("stop the server")
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Meanwhile SIGTERM ends servers as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say() -> Callable[[str], None]:
