@@ -69,7 +69,8 @@ def test_a_disk_that_others_keep_full_drops_stores_and_is_given_up_to_them(disk,
         with disk.full():
             outcomes = outcomes_until(made, "no_room")
             assert outcomes[0] == "no_space"
-            assert set(outcomes[1:-1]) <= {"no_space", "breaker"}
+            # "": what an eviction has freed may be ours before it is the others'.
+            assert set(outcomes[1:-1]) <= {"no_space", "breaker", ""}
             until(lambda: made.tier.advance() or made.tier.usage().evicted_objects, "an eviction")
             assert set(made.reasons(chain("p", 10))) <= {"", "missing"}
             monkeypatch.setattr(bookkeeper, "TICK_S", 0.05)
