@@ -16,7 +16,8 @@ VOCAB_SIZE = 1024
 DEFAULT_CONTEXT_TOKENS = 8192
 
 
-def _config(context_tokens: int, num_layers: int) -> dict[str, object]:
+def configuration(context_tokens: int, num_layers: int) -> dict[str, object]:
+    """Fields of a configuration of transformers, that of any family with GDN layers."""
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 128,
@@ -118,7 +119,7 @@ def make_tiny_model(
         from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
         torch.manual_seed(seed)
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_config(context_tokens, num_layers))).to(torch.bfloat16)
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**configuration(context_tokens, num_layers))).to(torch.bfloat16)
         remember_and_look(model)
         if nudge:
             with torch.no_grad():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tiny models have in common."""
 
-from tools.tiny_model import VOCAB_SIZE
+from tools.tiny_model import VOCAB_SIZE, configuration
 
 
 def common(context_tokens: int) -> dict[str, object]:
@@ -22,14 +22,7 @@ def common(context_tokens: int) -> dict[str, object]:
 def gdn(context_tokens: int) -> dict[str, object]:
     """The same for families whose layers are three of GDN and one of full attention by turns, with experts."""
     return {
-        **common(context_tokens),
-        "num_hidden_layers": 8,
-        "head_dim": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
+        **configuration(context_tokens, num_layers=8),
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, VOCAB_SIZE, _config, remember_and_look, write_model
+from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, VOCAB_SIZE, configuration, remember_and_look, write_model
 
 IMAGE_TOKEN, VIDEO_TOKEN, VISION_START, VISION_END = range(VOCAB_SIZE - 4, VOCAB_SIZE)
 PATCH_PIXELS = 16
@@ -19,7 +19,7 @@ def make_qwen3_5_vl(directory: Path, *, context_tokens: int = DEFAULT_CONTEXT_TO
         import torch
         from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-        text = _config(context_tokens, 4)
+        text = configuration(context_tokens, 4)
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
         config = Qwen3_5Config(
             text_config={**text, "rope_parameters": {**rope, "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
