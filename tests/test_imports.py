@@ -37,7 +37,8 @@ RULES = (
     Rule("multi_connector", forbidden=("connector", "tiers", "transfer", "planner")),
     Rule("server", allowed=("metrics",), without=NO_ENGINE),
     Rule("verification", allowed=("server", "metrics"), without=NO_ENGINE),
-    Rule("cli", forbidden=("connector", "multi_connector", "transfer"), without=NO_ENGINE),
+    Rule("planning", allowed=("planner", "tiers", "config"), without=NO_ENGINE),
+    Rule("cli", forbidden=("connector", "multi_connector", "transfer", "dry_start"), without=NO_ENGINE),
 )
 NOT_SHIPPED = ("tests", "tools", "devtools", "bench")
 
@@ -126,6 +127,8 @@ def test_a_planted_circle_is_found() -> None:
         ("patching.diff", "from vllm_overlay import plugin", "vllm_overlay.plugin"),
         ("server.api_client", "from vllm_overlay.verification import prompts", "vllm_overlay.verification.prompts"),
         ("verification.prompts", "import vllm", "vllm"),
+        ("planning.formula", "import vllm.config", "vllm.config"),
+        ("planning.capacity", "from vllm_overlay.connector import metadata", "vllm_overlay.connector.metadata"),
         ("cli.gc", "from vllm_overlay.transfer import base", "vllm_overlay.transfer.base"),
         ("config", "from tests.strategies import layouts", "tests.strategies"),
         ("plugin", "import devtools.rooms", "devtools.rooms"),

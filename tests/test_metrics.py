@@ -5,40 +5,67 @@ import ast
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
+from tests.metrics_page import PAGE, documented_metrics
 from vllm_overlay import metrics
 from vllm_overlay.common import reasons
-from vllm_overlay.common.reasons import DROPPED_STORES, FAILED_LOADS, LOOKUP_LIMITS, Reason
+from vllm_overlay.common.reasons import (
+    DROPPED_STORES,
+    FAILED_LOADS,
+    GROUP_KINDS,
+    IGNORED_OFFERS,
+    LOOKUP_LIMITS,
+    LOST_TOKENS,
+    Reason,
+)
+from vllm_overlay.connector import metrics as connector_metrics
+from vllm_overlay.connector.metrics import Source
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "vllm_overlay"
-PAGE = REPOSITORY / "docs" / "metrics.md"
-SETS = {"lookup_limits": LOOKUP_LIMITS, "dropped_stores": DROPPED_STORES, "failed_loads": FAILED_LOADS}
-"""Field of a counter -> the reasons it is labelled with."""
+SETS = {
+    "vllm:hybrid_offload_lookup_limits": LOOKUP_LIMITS,
+    "vllm:hybrid_offload_lost_tokens": LOST_TOKENS,
+    "vllm:hybrid_offload_dropped_stores": DROPPED_STORES,
+    "vllm:hybrid_offload_failed_loads": FAILED_LOADS,
+    "vllm:kv_connector_ignored_offers": IGNORED_OFFERS,
+    "vllm:kv_connector_ignored_offer_tokens": IGNORED_OFFERS,
+}
+"""A counter -> the reasons it is labelled with."""
+OF_HOOKS = "vllm:hybrid_offload_hook_errors"
 
 
 # The page.
 
 
-def meanings() -> dict[Reason, str]:
+E = TypeVar("E", bound=Enum)
+
+
+def meanings_of(path: Path, enum: type[E]) -> dict[E, str]:
     """The docstring of each member, which exists in the source alone."""
-    module = ast.parse(Path(reasons.__file__).read_text())
-    body = next(node for node in module.body if isinstance(node, ast.ClassDef)).body
+    module = ast.parse(path.read_text())
+    body = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == enum.__name__).body
     found = {}
     for member, text in itertools.pairwise(body):
         if isinstance(member, ast.Assign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             assert isinstance(member.targets[0], ast.Name) and isinstance(text.value.value, str)
-            found[Reason[member.targets[0].id]] = " ".join(text.value.value.split()).replace("``", "`")
+            found[enum[member.targets[0].id]] = " ".join(text.value.value.split()).replace("``", "`")
     return found
 
 
-def table(field: str) -> str:
+def meanings() -> dict[Reason, str]:
+    return meanings_of(Path(reasons.__file__), Reason)
+
+
+def table(name: str) -> str:
     """What the page says of one counter's reasons, in the order of the enum."""
     means = meanings()
-    rows = [f"| `{reason.value}` | {means[reason]} |" for reason in Reason if reason in SETS[field]]
+    rows = [f"| `{reason.value}` | {means[reason]} |" for reason in Reason if reason in SETS[name]]
     return "\n".join(["| reason | meaning |", "| --- | --- |", *rows])
 
 
@@ -46,22 +73,64 @@ def test_every_reason_says_what_it_means() -> None:
     assert set(meanings()) == set(Reason)
 
 
-@pytest.mark.parametrize("field", SETS)
-def test_the_page_lists_the_reasons_of_each_counter(field: str) -> None:
-    heading = f"`vllm:hybrid_offload_{field}`"
-    sections = [part for part in PAGE.read_text().split("\n## ") if part.splitlines()[0].endswith(heading)]
+@pytest.mark.parametrize("name", SETS)
+def test_the_page_lists_the_reasons_of_each_counter(name: str) -> None:
+    heading = f"`{name}`"
+    sections = [part for part in PAGE.read_text().split("\n## ") if heading in part.splitlines()[0]]
     assert len(sections) == 1, f"docs/metrics.md has {len(sections)} sections of {heading}"
     rows = [line for line in sections[0].splitlines() if line.startswith("|")]
-    assert "\n".join(rows) == table(field)
+    assert "\n".join(rows) == table(name)
 
 
 def test_every_counter_with_this_label_has_its_set_but_the_one_of_hooks() -> None:
-    labelled = {name.field for name in metrics.HYBRID_OFFLOAD_COUNTERS if metrics.REASON in name.labels}
-    assert labelled == {*SETS, "hook_errors"}
+    counters = (*metrics.HYBRID_OFFLOAD_COUNTERS, *metrics.MULTI_CONNECTOR_BY_REASON)
+    assert {name.name for name in counters if metrics.REASON in name.labels} == {*SETS, OF_HOOKS}
 
 
 def test_every_reason_is_said_by_some_counter() -> None:
-    assert set(Reason) == LOOKUP_LIMITS | DROPPED_STORES | FAILED_LOADS
+    assert set(Reason) == LOST_TOKENS | DROPPED_STORES | FAILED_LOADS | IGNORED_OFFERS
+
+
+def test_what_loses_tokens_is_what_limits_lookups_or_comes_after_them() -> None:
+    assert set(GROUP_KINDS) < LOOKUP_LIMITS < LOST_TOKENS
+
+
+# Its tables of metrics.
+
+
+def metrics_in_the_code() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    """Name, kind, labels beside ``connector``, and what Prometheus says of it."""
+    kinds = (
+        ("counter", metrics.HYBRID_OFFLOAD_COUNTERS),
+        ("histogram", metrics.HYBRID_OFFLOAD_HISTOGRAMS),
+        ("gauge", metrics.HYBRID_OFFLOAD_GAUGES),
+        ("counter", (*metrics.MULTI_CONNECTOR, *metrics.MULTI_CONNECTOR_BY_HOOK, *metrics.MULTI_CONNECTOR_BY_REASON)),
+        ("histogram", metrics.MULTI_CONNECTOR_HISTOGRAMS),
+        ("gauge", metrics.MULTI_CONNECTOR_GAUGES),
+    )
+    for kind, names in kinds:
+        for name in names:
+            labels = tuple(label for label in name.labels if label != metrics.CONNECTOR)
+            yield name.name, kind, labels, name.documentation
+
+
+def test_the_page_has_a_row_for_every_metric() -> None:
+    rows = [(row.name, row.kind, row.labels, row.meaning) for row in documented_metrics()]
+    assert rows == list(metrics_in_the_code())
+
+
+def test_the_unit_on_the_page_is_that_of_the_name() -> None:
+    for row in documented_metrics():
+        for one in ("tokens", "seconds", "bytes"):
+            assert (row.unit == one) == row.name.endswith(f"_{one}"), row.name
+        no_unit = ("kv_connector_state", "kv_connector_load_weight", "hybrid_offload_loads_paused")
+        assert row.unit or row.name.removeprefix("vllm:") in no_unit
+
+
+def test_the_page_lists_the_sources_of_a_prompt() -> None:
+    means = meanings_of(Path(connector_metrics.__file__), Source)
+    rows = [f"| `{source.value}` | {means[source]} |" for source in Source]
+    assert "\n".join(["| source | meaning |", "| --- | --- |", *rows, "\n"]) in PAGE.read_text()
 
 
 # The code.

@@ -51,8 +51,9 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = ""
     load_weight: Annotated[
-        float, Meta(description="weight of this child in a MultiConnector: `matched_tokens x load_weight`")
-    ] = 1.0
+        float | Literal["auto"],
+        Meta(description="weight of this child in a MultiConnector: `matched_tokens x load_weight`; `auto`: measured"),
+    ] = "auto"
     hybrid_chunk_size: Annotated[
         Annotated[int, Meta(gt=0)] | Literal["auto"],
         Meta(description='tokens in a chunk of attention KV, or `"auto"`'),
@@ -87,9 +88,13 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = "lru"
 
 
-def load_weight_of(extra_config: Mapping[str, Any], name: str) -> float:
+def load_weight_of(extra_config: Mapping[str, Any], name: str) -> float | Literal["auto"]:
     """The checked ``load_weight`` of a MultiConnector's child; any connector may carry one."""
-    weight = extra_config.get("load_weight", 1.0)
+    weight = extra_config.get("load_weight", "auto")
+    if weight == "auto":
+        return "auto"
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
-        raise ConfigError(f"load_weight={weight!r} of connector {name!r} must be a number of at least 0, such as 1.0")
+        raise ConfigError(
+            f'load_weight={weight!r} of connector {name!r} must be "auto" or a number of at least 0, such as 0.8'
+        )
     return float(weight)

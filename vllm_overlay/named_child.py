@@ -26,3 +26,8 @@ class NamedChild:
         Returns what no other child of the same MultiConnector may have: setting -> value, two of them compared as they
         are.
         """
+
+    @classmethod
+    @abstractmethod
+    def prior_load_weight(cls, extra_config: Mapping[str, Any]) -> float:
+        """What ``"load_weight": "auto"`` is until it is measured; below 1. Called after ``check_child``."""

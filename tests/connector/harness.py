@@ -51,6 +51,7 @@ class Harness:
         return SimpleNamespace(
             request_id=name, block_hashes=hashes, num_tokens=num_tokens, num_prompt_tokens=num_tokens,
             num_computed_tokens=0, shared_prefix_boundary=0, lora_request=adapter,
+            num_output_tokens=0, arrival_time=0.0,
         )  # fmt: skip
 
     def plan(self, request: Any, num_tokens: int, *others: Any, states_at: int = 0) -> tuple[StoreJob, ...]:

@@ -46,16 +46,18 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
 
 def cpu_child(**settings: Any) -> dict[str, Any]:
     """A CPU-tier HybridOffloadConnector as a MultiConnector's child."""
-    return _child({"name": "cpu", "tier": "cpu", "capacity_bytes": "512 MiB", "hybrid_chunk_size": 64, **settings})
+    return _child({"name": "cpu", "tier": "cpu", "capacity_bytes": "512 MiB", "hybrid_chunk_size": 64, **settings}, 1.0)
 
 
 def disk_child(root: Path, **settings: Any) -> dict[str, Any]:
     """A disk-tier HybridOffloadConnector as a MultiConnector's child."""
     own = {"name": "disk", "tier": "disk", "root": str(root), "capacity_bytes": "4 GiB", "hybrid_chunk_size": 64}
-    return _child({**own, "load_weight": 0.5, **settings})
+    return _child({**own, **settings}, 0.5)
 
 
-def _child(settings: dict[str, Any]) -> dict[str, Any]:
+def _child(settings: dict[str, Any], load_weight: float) -> dict[str, Any]:
+    # A number, because "auto" rests on what this machine measures.
+    settings = {"load_weight": load_weight, **settings}
     return {
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",
@@ -189,5 +191,5 @@ class Engine:
         self.call("wait_for_stores")
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all samples of one Prometheus metric that carry ``labels``."""
+        """The sum over all samples of one Prometheus metric that carry ``labels``; observations of a histogram."""
         return float(self.call("metric", name=name, labels=labels))

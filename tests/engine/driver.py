@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.metrics.reader import Histogram
 
 from tests.engine import faults, features
 from tests.engine.forcing import FORCED
@@ -122,7 +123,7 @@ class Driver:
         total = 0.0
         for metric in self.llm.get_metrics():
             if metric.name == name and labels.items() <= metric.labels.items():
-                total += metric.value
+                total += metric.count if isinstance(metric, Histogram) else metric.value
         return total
 
     def fault(self, name: str, **arguments: Any) -> Any:

@@ -61,6 +61,14 @@ def kinds(driver: "Driver") -> list[str]:
     return sorted({entry.object_id.tag for entry in entries.values()})
 
 
+def drop_snapshots(driver: "Driver") -> int:
+    """The CPU tier loses its snapshots and keeps its attention; returns how many it had."""
+    found = _entries(driver, SNAPSHOT_TAG)
+    for entry in found:
+        tier_manager(driver, "cpu").drop(entry.object_id)
+    return len(found)
+
+
 def zero_last(driver: "Driver", kind: str) -> int:
     """The object of a kind that ends last becomes zeros."""
     array, units = _rows(_entries(driver, kind)[-1])

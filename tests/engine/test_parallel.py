@@ -71,6 +71,12 @@ def test_two_ranks_restore_from_both_tiers_and_one_rank_never_loads_their_object
     for length in LENGTHS:
         assert_restored(first.cold[length], second.generate(prompt(length, seed=length)), length)
     assert second.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") > 0
+    counted = {
+        name: second.metric(f"vllm:hybrid_offload_{name}", connector=tier)
+        for tier, name in (("disk", "load_seconds"), ("disk", "restored_requests"), ("cpu", "store_seconds"))
+    }
+    assert counted["load_seconds"] == counted["restored_requests"] == len(LENGTHS)  # of both ranks together
+    assert counted["store_seconds"] == second.metric("vllm:hybrid_offload_stored_objects", connector="cpu") > 0
 
     with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(disk_child(first.root))) as engine:
         for length in LENGTHS:

@@ -53,15 +53,18 @@ class TwoRanks:
         self.engine.wait_for_stores()
         return answer
 
-    def works(self, seed: int) -> None:
-        """What is stored now is restored. A write may need a second: room comes with the bookkeeper's next turn."""
+    def works(self, seed: int) -> tuple[int, Output]:
+        """What is stored now is restored. A write may need a second: room comes with the bookkeeper's next turn.
+
+        Returns the seed of the prompt that was, and its answer.
+        """
         deadline = time.monotonic() + 60
         while True:
             seed += 1
             cold, restored = self.answers(seed), self.answers(seed)
             if restored.num_cached_tokens:
                 assert_restored(cold, restored, LENGTH)
-                return
+                return seed, cold
             assert restored.same_as(cold)
             assert time.monotonic() < deadline, "the tier does not store any more"
             self.engine.call("rest", seconds=0.2)
@@ -150,8 +153,9 @@ def test_a_damaged_file_of_one_rank_is_a_failed_load_and_the_object_is_stored_an
     disk: TwoRanks, damage: Any, rank: int
 ) -> None:
     seed = 30_000 + 1_000 * rank + 100 * DAMAGES.index(damage)
-    before, failed = disk.files(), disk.counted("failed_loads")
-    cold = disk.answers(seed)
+    before = disk.files()
+    seed, cold = disk.works(seed)
+    failed = disk.counted("failed_loads")
     mine = sorted(path for path in disk.files() - before if path.suffix == f".r{rank}")
     assert mine
     damage(mine)

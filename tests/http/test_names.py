@@ -1,25 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's configuration on a server: metrics of both families and the control file call a child alike."""
+"""The README's configuration on a server: metrics of both families, log and control file call a child alike."""
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.engine.client import prompt
 from tests.engine.states import FLOAT32
+from tests.metrics_page import documented_metrics
 from tests.test_readme import example
 from tools.server import Server
-from vllm_overlay.metrics import CONNECTOR, HYBRID_OFFLOAD_COUNTERS, HYBRID_OFFLOAD_GAUGES, MULTI_CONNECTOR
+from vllm_overlay import cli
+from vllm_overlay.metrics import (
+    CONNECTOR,
+    HOOK,
+    HYBRID_OFFLOAD_COUNTERS,
+    HYBRID_OFFLOAD_GAUGES,
+    HYBRID_OFFLOAD_HISTOGRAMS,
+    MULTI_CONNECTOR,
+    MULTI_CONNECTOR_BY_HOOK,
+    MULTI_CONNECTOR_BY_REASON,
+    MULTI_CONNECTOR_GAUGES,
+    MULTI_CONNECTOR_HISTOGRAMS,
+)
+from vllm_overlay.multi_connector.hooks import HOOKS
+from vllm_overlay.server.api_client import ApiClient, Metrics
 
 pytestmark = pytest.mark.engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "multi-connector.md"
 SMALLER = {"8 GiB": "256 MiB", "200 GiB": "1 GiB"}
 COUNTERS = [f"{one.name}_total" for one in HYBRID_OFFLOAD_COUNTERS]
-OURS = [*COUNTERS, *(one.name for one in HYBRID_OFFLOAD_GAUGES)]
-MULTIS = [f"{one.name}_total" for one in MULTI_CONNECTOR]
+OURS = [
+    *COUNTERS,
+    *(one.name for one in HYBRID_OFFLOAD_GAUGES),
+    *(f"{one.name}_count" for one in HYBRID_OFFLOAD_HISTOGRAMS),
+]
+NOT_OURS = {"model_name", "engine", "le", CONNECTOR}
+"""Labels of vLLM, of Prometheus, and the one that all have."""
+MULTI_COUNTERS = (*MULTI_CONNECTOR, *MULTI_CONNECTOR_BY_HOOK, *MULTI_CONNECTOR_BY_REASON)
+MULTIS = [
+    *(f"{one.name}_total" for one in MULTI_COUNTERS),
+    *(one.name for one in MULTI_CONNECTOR_GAUGES),
+    *(f"{one.name}_count" for one in MULTI_CONNECTOR_HISTOGRAMS),
+]
+TIMED = [
+    {CONNECTOR: child, HOOK: hook}
+    for child in ("cpu", "disk")
+    for hook in ("get_num_new_matched_tokens", "wait_for_save")  # one of the scheduler's process, one of the worker's
+]
 
 
 def documented_switches() -> str:
@@ -28,7 +60,31 @@ def documented_switches() -> str:
     return str(found)
 
 
-def test_the_readmes_configuration_has_one_name_for_a_child_everywhere(tiny_model: Path, tmp_path: Path) -> None:
+def metrics_with_hook_seconds(api: ApiClient) -> Metrics:
+    """They are reported about once a second, while the engine steps."""
+    deadline = time.monotonic() + 120
+    for number in range(10_000):
+        api.complete(prompt(20, seed=1000 + number))
+        metrics = api.wait_for_stores()
+        if all(metrics.value("vllm:kv_connector_hook_seconds_total", **labels) > 0 for labels in TIMED):
+            return metrics
+        assert time.monotonic() < deadline
+    raise AssertionError("the engine is too fast for this test")
+
+
+def lines_of(log: Path, text: str) -> list[str]:
+    """The log's lines with this text, which comes within an interval of vLLM's log."""
+    deadline = time.monotonic() + 60
+    while True:
+        if found := [line for line in log.read_text().splitlines() if text in line]:
+            return found
+        assert time.monotonic() < deadline, f"no line with {text!r}"
+        time.sleep(0.1)
+
+
+def test_the_readmes_configuration_has_one_name_for_a_child_everywhere(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = example().replace("/var/cache/vllm-kv", str(tmp_path / "root"))
     for size, smaller in SMALLER.items():
         text = text.replace(size, smaller)
@@ -37,15 +93,75 @@ def test_the_readmes_configuration_has_one_name_for_a_child_everywhere(tiny_mode
     switches.write_text(documented_switches())
     config["kv_connector_extra_config"]["control_file"] = str(switches)
     log_path = tmp_path / "server.log"
-    with Server(tiny_model, config, log_path=log_path, arguments=FLOAT32.flags) as api:
-        api.complete(prompt(1300, seed=1))
-        metrics = api.wait_for_stores()
+    often = {"VLLM_LOG_STATS_INTERVAL": "1"}
+    server = Server(tiny_model, config, log_path=log_path, arguments=FLOAT32.flags, environment=often)
+    with server as api:
+        long, short = prompt(1300, seed=1), prompt(300, seed=2)
+        cold = [api.complete(tokens) for tokens in (long, short)]
+        stored = api.wait_for_stores().values("vllm:hybrid_offload_stored_objects_total", CONNECTOR)
+        for tokens, output in zip((long, short), cold, strict=True):
+            api.reset_prefix_cache()
+            assert api.complete(tokens).same_as(output)
+        metrics = metrics_with_hook_seconds(api)
+        check_the_probe(server.url, capsys)
+        summaries = lines_of(log_path, "KV Transfer metrics: ")
     in_tiers = {label for name in OURS for label in metrics.values(name, CONNECTOR)}
-    in_multi = {label for name in MULTIS for label in metrics.values(name, CONNECTOR)}
-    assert in_tiers == in_multi == {"cpu", "disk"}
-    stored = metrics.values("vllm:hybrid_offload_stored_objects_total", CONNECTOR)
+    assert in_tiers == {"cpu", "disk"}
+    assert {name: set(metrics.values(name, CONNECTOR)) for name in MULTIS} == dict.fromkeys(MULTIS, in_tiers)
     assert stored.get("cpu", 0) > 0
     assert stored.get("disk", 0) == 0
     log = log_path.read_text()
     assert "the children's switches are now {'cpu': {'min_tokens': 512," in log
     assert "changes nothing" not in log
+    assert (
+        "MultiConnector: selection weighted; cpu (HybridOffloadConnector, weight auto, 0.95 until measured), disk ("
+        in log
+    )
+    assert f"; control file {switches}" in log
+    for tier in ("cpu", "disk"):
+        (line,) = [line for line in log.splitlines() if f"] {tier}: chunks of" in line]
+        assert "; blocks of 1152 tokens; capacity " in line and " snapshots of " in line
+    check_what_was_measured(metrics)
+    check_the_page(metrics)
+    assert all(len(line) < 400 and ("cpu={'" in line or "disk={'" in line) for line in summaries)
+
+
+def check_the_probe(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``vllm-overlay probe`` shows the load of the long prompt, from the CPU tier."""
+    assert cli.main(["probe", url, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    cpu, disk = found["connectors"]
+    assert (cpu["connector"], cpu["state"], cpu["chosen"], disk["chosen"]) == ("cpu", "serving", "1", "0")
+    assert [tier["tier"] for tier in found["tiers"]] == ["cpu", "disk"]
+    lost = found["tokens that were not restored, by reason"]
+    assert {"attention (full)", "prompt_end"} <= {row["reason"] for row in lost}
+    assert "tier" in {row["source"] for row in found["time to first token, by where most of the prompt came from"]}
+
+
+def check_the_page(metrics: Metrics) -> None:
+    """docs/metrics.md has what a server exports, and no more."""
+    ours = {
+        name: kind
+        for name, kind in metrics.kinds.items()
+        if name.startswith(("vllm:hybrid_offload_", "vllm:kv_connector_")) and not name.endswith("_created")
+    }
+    assert ours == {row.name: row.kind for row in documented_metrics()}
+    without_series = {name for name in ours if not metrics.labels[name]}
+    assert without_series == {"vllm:hybrid_offload_hook_errors"}  # its hooks are not known before they fail
+    labels = {name: metrics.labels[name] - NOT_OURS for name in ours.keys() - without_series}
+    assert labels == {row.name: set(row.labels) for row in documented_metrics() if row.name in labels}
+
+
+def check_what_was_measured(metrics: Metrics) -> None:
+    """One load of the long prompt; the short one is below ``min_tokens`` of the control file."""
+    of = "vllm:kv_connector"
+    assert metrics.values(f"{of}_load_seconds_count", CONNECTOR) == {"cpu": 1, "disk": 0}
+    assert metrics.value(f"{of}_load_seconds_sum", connector="cpu") > 0
+    assert metrics.value(f"{of}_load_seconds_bucket", connector="cpu", le="+Inf") == 1
+    ignored = {CONNECTOR: "cpu", "reason": "min_tokens"}
+    assert metrics.value(f"{of}_ignored_offers_total", **ignored) == 1
+    assert 0 < metrics.value(f"{of}_ignored_offer_tokens_total", **ignored) < 300
+    queries = metrics.values(f"{of}_queries_total", CONNECTOR)
+    assert all(metrics.value(f"{of}_lookup_seconds_count", connector=name) >= queries[name] > 0 for name in queries)
+    assert set(metrics.values(f"{of}_errors_total", HOOK)) == set(metrics.values(f"{of}_hook_seconds_total", HOOK))
+    assert metrics.values(f"{of}_errors_total", HOOK) == dict.fromkeys(HOOKS, 0)

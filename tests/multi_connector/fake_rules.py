@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection rules for tests, named in settings by module path."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 
+from vllm_overlay.multi_connector.load_weight import LoadWeight
 from vllm_overlay.multi_connector.selection_rules.base import SelectionRule
 
 
@@ -11,25 +12,25 @@ class Fewest(SelectionRule):
 
     refused: int | None = None
 
-    def __init__(self, load_weights: Sequence[float]) -> None:
+    def __init__(self, load_weights: Sequence[LoadWeight]) -> None:
         self.load_weights = list(load_weights)
         self.heard: list[tuple[object, ...]] = []
 
-    def value_of(self, child: int) -> Callable[[int], float]:
-        return lambda tokens: 1e6 / tokens if tokens and child != self.refused else 0.0
+    def worth(self, child: int, tokens: int) -> float:
+        return 1e6 / tokens if child != self.refused else 0.0
 
-    def load_measured(self, child: int, tokens: int, seconds: float) -> None:
-        self.heard.append(("load", child, tokens, seconds))
+    def load_ended(self, child: int, tokens: int, seconds: float, failed: bool) -> None:
+        self.heard.append(("load", child, tokens, seconds, failed))
 
-    def step_measured(self, tokens: int, seconds: float) -> None:
+    def step_ended(self, tokens: int, seconds: float) -> None:
         self.heard.append(("step", tokens, seconds))
 
-    def lost_to_computing(self, child: int) -> None:
-        self.heard.append(("lost", child))
+    def decided(self, offers: Sequence[int], asked_tokens: int, loader: int | None) -> None:
+        self.heard.append(("decided", list(offers), asked_tokens, loader))
 
 
 class Raising(Fewest):
-    """Raises ``error`` in the method ``where``, or in the value it gives."""
+    """Raises ``error`` in the method ``where``, or answers garbage."""
 
     where = ""
     error: type[BaseException] = Exception
@@ -39,31 +40,31 @@ class Raising(Fewest):
         if self.where == where:
             raise self.error(where)
 
-    def value_of(self, child: int) -> Callable[[int], float]:
-        # Of the second child only: the first has already got its value.
-        if child == 1:
-            self._maybe_raise("value_of")
+    def worth(self, child: int, tokens: int) -> float:
+        self._maybe_raise("worth")
+        return "much" if self.where == "garbage" else super().worth(child, tokens)  # type: ignore[return-value]
 
-        def value(tokens: int) -> float:
-            self._maybe_raise("value")
-            return "much" if self.where == "garbage" else super(Raising, self).value_of(child)(tokens)  # type: ignore
+    def try_instead(self, offers: Sequence[int], best: int | None) -> int | None:
+        self._maybe_raise("try_instead")
+        return 99 if self.where == "nobody" else None
 
-        return value
+    def about_to_decide(self, num_waiting: int, loads: Collection[tuple[int, int, float]]) -> None:
+        self._maybe_raise("about_to_decide")
 
-    def load_measured(self, child: int, tokens: int, seconds: float) -> None:
-        self._maybe_raise("load_measured")
+    def load_ended(self, child: int, tokens: int, seconds: float, failed: bool) -> None:
+        self._maybe_raise("load_ended")
 
-    def step_measured(self, tokens: int, seconds: float) -> None:
-        self._maybe_raise("step_measured")
+    def step_ended(self, tokens: int, seconds: float) -> None:
+        self._maybe_raise("step_ended")
 
-    def lost_to_computing(self, child: int) -> None:
-        self._maybe_raise("lost_to_computing")
+    def decided(self, offers: Sequence[int], asked_tokens: int, loader: int | None) -> None:
+        self._maybe_raise("decided")
 
 
 class Unfit(SelectionRule):
     """Cannot be made."""
 
-    def __init__(self, load_weights: Sequence[float]) -> None:
+    def __init__(self, load_weights: Sequence[LoadWeight]) -> None:
         raise OverflowError("too heavy")
 
 

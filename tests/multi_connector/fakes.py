@@ -330,7 +330,9 @@ def worker(*children: dict[str, Any], **settings: Any) -> MultiConnector:
 
 
 def request(request_id: str = "r", num_tokens: int = 1000, junction: int = 0) -> Any:
-    return SimpleNamespace(request_id=request_id, num_tokens=num_tokens, shared_prefix_boundary=junction)
+    return SimpleNamespace(
+        request_id=request_id, num_tokens=num_tokens, shared_prefix_boundary=junction, kv_transfer_params=None
+    )
 
 
 def blocks(*ids: int, groups: int = 1) -> Any:

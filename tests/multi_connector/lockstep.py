@@ -2,6 +2,7 @@
 """MultiConnectors over fakes, one a process, joined step by step as vLLM joins them."""
 
 import pickle
+from types import SimpleNamespace
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -16,6 +17,7 @@ from tests.multi_connector.fakes import (
     scheduler_output,
     worker,
 )
+from vllm_overlay.multi_connector.lifecycle import Phase
 
 
 class Clock:
@@ -120,3 +122,30 @@ class Lockstep:
 
     def tables_are_empty(self):
         return not self.scheduler._scheduler.tracked and not any(w._worker.tracked for w in self.workers)
+
+
+class Returning(Lockstep):
+    """An engine whose clock the test moves, and which rests for a second after a first failure."""
+
+    def __init__(self, *children, ranks=1, **settings):
+        super().__init__(*children, ranks=ranks, retry_first_s=1.0, **settings)
+        self.clock = Clock()
+        self.scheduler._scheduler._clock = self.clock
+        self.manager = SimpleNamespace(block_pool="pool")
+        self.scheduler.bind_kv_cache_manager(self.manager)
+        for rank, connector in enumerate(self.workers):
+            connector._worker._clock = self.clock
+            connector.register_kv_caches({"layer": rank})
+            connector.set_host_xfer_buffer_ops("copy")
+
+    def state(self, index=0):
+        return self.scheduler._scheduler.supervisor.lifecycles[index].phase
+
+    def recover(self, steps=4):
+        """Lets the pause pass and steps until the first child serves again."""
+        self.clock.now += 100
+        for _ in range(steps):
+            self.step()
+            if self.state() is Phase.SERVING:
+                return True
+        return False

@@ -22,8 +22,10 @@ from tests.multi_connector.fakes import (
     vllm_config,
     worker,
 )
+from tests.multi_connector.faulty import AT_RETURN
 from vllm_overlay.multi_connector import MultiConnector
 from vllm_overlay.multi_connector.child import Child
+from vllm_overlay.multi_connector.hooks import HOOKS, NOT_CALLED
 from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiMetadata
 
 INHERITED = {
@@ -102,6 +104,13 @@ def use(connector, hook):
 @pytest.mark.parametrize("hook", sorted(public_hooks()))
 def test_every_hook_of_the_interface_is_overridden_or_excused(hook):
     assert hook in MultiConnector.__dict__ or hook in INHERITED
+
+
+def test_the_metric_label_has_every_hook_that_a_child_meets_while_it_serves_or_comes_back():
+    serving = {CHILDS_NAME.get(hook, hook) for hook in RUNTIME} | {"request_finished"}  # of a child without SupportsHMA
+    at_return = set(AT_RETURN) - set(NOT_CALLED)
+    assert set(HOOKS) == serving | at_return
+    assert set(NOT_CALLED) <= set(public_hooks())
 
 
 @pytest.mark.parametrize("hook", [*RUNTIME, *sorted(STARTUP)])

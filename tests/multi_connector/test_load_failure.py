@@ -59,7 +59,7 @@ def test_the_policy_is_the_engines_and_every_childs_and_is_logged_once(children,
     policy, built = start(*children, **settings)
     assert policy == value
     assert {one._kv_transfer_config.kv_load_failure_policy for one in built.sub_connectors} == {value}
-    (line,) = lines
+    _, line = lines  # the first says which children there are
     assert line.startswith(f"kv_load_failure_policy is {value!r} for all connectors of the MultiConnector")
 
 
@@ -68,7 +68,7 @@ def test_a_worker_says_nothing_and_leaves_the_engines_configuration_alone(lines)
     MultiConnector(config, KVConnectorRole.WORKER, cache_config())
     assert lines == [] and config.kv_transfer_config.kv_load_failure_policy == "fail"
     MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config())  # in one process, with one configuration
-    (line,) = lines
+    _, line = lines
     assert "that is the default" in line
 
 

@@ -232,10 +232,10 @@ def test_a_lookup_is_counted_once_at_admission_however_often_it_is_made():
     connector.update_state_after_alloc(request(), blocks(1), 100)
     connector.update_state_after_alloc(request(), blocks(1), 0)  # vLLM calls again when the load is done
     a, b, c = (counters(connector, name) for name in "abc")
-    assert [(x.queries, x.asked_tokens, x.offered_tokens, x.chosen, x.outbid) for x in (a, b, c)] == [
-        (1, 800, 100, 1, 0),
-        (1, 800, 90, 0, 1),
-        (1, 800, 0, 0, 0),
+    assert [(x.queries, x.asked_tokens, x.offered_tokens, x.chosen, x.outbid, x.outbid_tokens) for x in (a, b, c)] == [
+        (1, 800, 100, 1, 0, 0),
+        (1, 800, 90, 0, 1, 90),
+        (1, 800, 0, 0, 0, 0),
     ]
 
 
@@ -261,4 +261,13 @@ def test_load_seconds_run_from_allocation_to_completion():
     connector.update_state_after_alloc(request(), blocks(1), 16)
     connector._scheduler._clock.now += 0.5
     connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
-    assert (counters(connector).load_seconds, counters(connector).loaded_tokens) == (0.5, 16)
+    found = counters(connector)
+    assert (found.load_seconds.count, found.load_seconds.sum, found.loaded_tokens) == (1, 0.5, 16)
+
+
+def test_a_load_that_fails_is_not_among_the_load_seconds():
+    connector = answering(16)
+    connector.get_num_new_matched_tokens(request(), 0)
+    connector.update_state_after_alloc(request(), blocks(1), 16)
+    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
+    assert (counters(connector).load_seconds.count, counters(connector).failed_loads) == (0, 1)

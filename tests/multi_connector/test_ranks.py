@@ -39,14 +39,14 @@ def test_a_child_that_fails_on_one_rank_leaves_all_and_comes_back_on_all(tiny_mo
             under_fault = engine.generate(tokens, salts=["first"])
             assert under_fault.same_as(cold)
             assert under_fault.num_cached_tokens >= RESTORABLE
-        assert counted("isolations") >= 3  # the scheduler and both ranks
+        assert counted("isolations") >= 1
 
         fault.unlink()
         for number in range(60):
             assert engine.generate(tokens, salts=[f"meanwhile {number}"]).same_as(cold)
             if engine.metric("vllm:kv_connector_state", connector="faulty") == 0:
                 break
-        assert counted("returns") >= 1
+        assert counted("returns") == counted("isolations") >= 1  # incidents, not processes
         chosen = counted("chosen")
         assert engine.generate(tokens, salts=["last"]).same_as(cold)
         engine.wait_for_stores()

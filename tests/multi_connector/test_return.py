@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -16,36 +15,9 @@ from tests.multi_connector.fakes import (
     request,
     scheduler_output,
 )
-from tests.multi_connector.lockstep import Clock, Lockstep, counters
+from tests.multi_connector.lockstep import Returning, counters
 from vllm_overlay.multi_connector.lifecycle import Phase
 from vllm_overlay.multi_connector.metadata import MultiWorkerMetadata
-
-
-class Returning(Lockstep):
-    """An engine whose clock the test moves, and which rests for a second after a first failure."""
-
-    def __init__(self, *children, ranks=1, **settings):
-        super().__init__(*children, ranks=ranks, retry_first_s=1.0, **settings)
-        self.clock = Clock()
-        self.scheduler._scheduler._clock = self.clock
-        self.manager = SimpleNamespace(block_pool="pool")
-        self.scheduler.bind_kv_cache_manager(self.manager)
-        for rank, connector in enumerate(self.workers):
-            connector._worker._clock = self.clock
-            connector.register_kv_caches({"layer": rank})
-            connector.set_host_xfer_buffer_ops("copy")
-
-    def state(self, index=0):
-        return self.scheduler._scheduler.supervisor.lifecycles[index].phase
-
-    def recover(self, steps=4):
-        """Lets the pause pass and steps until the first child serves again."""
-        self.clock.now += 100
-        for _ in range(steps):
-            self.step()
-            if self.state() is Phase.SERVING:
-                return True
-        return False
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -222,7 +194,7 @@ def test_a_child_that_cannot_be_stopped_keeps_its_blocks_until_it_has_reported_t
         assert (output.finished_recving, output.finished_sending) == (None, None)
     assert not engine.recover()
     engine.scheduler._scheduler.record_gauges()
-    assert counters(engine.scheduler).gauges == {"state": 1.0, "quarantined_requests": 2.0}
+    assert counters(engine.scheduler).gauges.items() >= {"state": 1.0, "quarantined_requests": 2.0}.items()
     engine.report(0, recving={"r"}, failed={"r"}, sending={"s"})
     output = engine.step()
     assert (output.failed_recving, output.finished_sending) == ({"r"}, {"s"})

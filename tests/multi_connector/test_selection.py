@@ -5,20 +5,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.replay import best_child, best_junction
 from tests.multi_connector.fakes import FAULTS
-from vllm_overlay.multi_connector.selection import Offer, decide, merge_junctions, valid_tokens
+from vllm_overlay.multi_connector.selection import decide, merge_junctions, valid_tokens
 
 CEILING = 100
 tokens = st.none() | st.integers(0, CEILING)
 weights = st.sampled_from([0.0, 0.5, 1.0, 2.0, 1e308]) | st.floats(0, 1e6)
-offers = st.lists(st.builds(Offer, tokens, weights), max_size=6)
+offers = st.lists(st.tuples(tokens, weights), max_size=6)
+"""(tokens, load_weight) of each child."""
+
+
+def verdict_of(found, ceiling, may_wait):
+    weights = [weight for _, weight in found]
+    return decide([number for number, _ in found], lambda child, number: number * weights[child], ceiling, may_wait)
 
 
 def ready_winner(found):
     """The naive rule: walk in order, keep what is strictly better than all before."""
     best, best_score = None, 0.0
-    for index, offer in enumerate(found):
-        score = 0.0 if offer.tokens is None else offer.tokens * offer.weight
+    for index, (number, weight) in enumerate(found):
+        score = 0.0 if number is None else number * weight
         if score > best_score:
             best, best_score = index, score
     return best
@@ -26,24 +33,24 @@ def ready_winner(found):
 
 def outcomes(found):
     """Every child still looking, answered with nothing and with everything: the extremes of what can come."""
-    if not any(offer.tokens is None for offer in found):
+    if not any(number is None for number, _ in found):
         yield found
         return
-    pending = next(i for i, offer in enumerate(found) if offer.tokens is None)
+    pending = next(i for i, (number, _) in enumerate(found) if number is None)
     for answer in (0, CEILING):
-        yield from outcomes([*found[:pending], Offer(answer, found[pending].weight), *found[pending + 1 :]])
+        yield from outcomes([*found[:pending], (answer, found[pending][1]), *found[pending + 1 :]])
 
 
 @given(offers)
 def test_without_time_the_best_ready_offer_wins(found):
-    verdict = decide(found, CEILING, may_wait=False)
+    verdict = verdict_of(found, CEILING, may_wait=False)
     assert not verdict.wait
     assert verdict.chosen == ready_winner(found)
 
 
 @given(offers)
 def test_with_time_it_waits_exactly_when_the_winner_is_open(found):
-    verdict = decide(found, CEILING, may_wait=True)
+    verdict = verdict_of(found, CEILING, may_wait=True)
     winners = {ready_winner(outcome) for outcome in outcomes(found)}
     assert verdict.wait == (len(winners) > 1)
     if not verdict.wait:
@@ -52,36 +59,36 @@ def test_with_time_it_waits_exactly_when_the_winner_is_open(found):
 
 @given(offers)
 def test_weight_zero_and_zero_tokens_never_load(found):
-    chosen = decide(found, CEILING, may_wait=False).chosen
+    chosen = verdict_of(found, CEILING, may_wait=False).chosen
     if chosen is not None:
-        assert found[chosen].tokens and found[chosen].weight > 0
+        assert found[chosen][0] and found[chosen][1] > 0
 
 
 @pytest.mark.parametrize(
     ("found", "chosen"),
     [
         ([], None),
-        ([Offer(0, 1.0), Offer(0, 1.0)], None),
-        ([Offer(16, 1.0), Offer(5000, 1.0)], 1),
-        ([Offer(1000, 10.0), Offer(5000, 1.0)], 0),
-        ([Offer(64, 1.0), Offer(64, 1.0)], 0),
-        ([Offer(64, 1.0), Offer(32, 2.0)], 0),
-        ([Offer(5000, 0.0), Offer(16, 1.0)], 1),
-        ([Offer(5000, 1e308), Offer(16, 1.0)], 0),
-        ([Offer(16, 1.0)], 0),
-        ([Offer(0, 1.0)] * 8, None),
-        ([Offer(100 + i, 1.0) for i in range(8)], 7),
-        ([Offer(100, 1.0)] * 8, 0),
+        ([(0, 1.0), (0, 1.0)], None),
+        ([(16, 1.0), (5000, 1.0)], 1),
+        ([(1000, 10.0), (5000, 1.0)], 0),
+        ([(64, 1.0), (64, 1.0)], 0),
+        ([(64, 1.0), (32, 2.0)], 0),
+        ([(5000, 0.0), (16, 1.0)], 1),
+        ([(5000, 1e308), (16, 1.0)], 0),
+        ([(16, 1.0)], 0),
+        ([(0, 1.0)] * 8, None),
+        ([(100 + i, 1.0) for i in range(8)], 7),
+        ([(100, 1.0)] * 8, 0),
     ],
 )
 def test_decisions_a_user_would_expect(found, chosen):
-    assert decide(found, 10_000, may_wait=True).chosen == chosen
+    assert verdict_of(found, 10_000, may_wait=True).chosen == chosen
 
 
 @pytest.mark.parametrize(("pending_first", "waits"), [(True, True), (False, False)])
 def test_a_tie_is_waited_for_only_where_order_would_decide_for_the_pending_one(pending_first, waits):
-    found = [Offer(None, 1.0), Offer(CEILING, 1.0)]
-    assert decide(found if pending_first else found[::-1], CEILING, may_wait=True).wait == waits
+    found = [(None, 1.0), (CEILING, 1.0)]
+    assert verdict_of(found if pending_first else found[::-1], CEILING, may_wait=True).wait == waits
 
 
 @pytest.mark.parametrize("answer", [-1, 101, 10**30, 1.0, math.nan, "16", True, [16], object()])
@@ -126,3 +133,10 @@ def test_a_childs_junction_is_taken_only_when_it_helps(schedulers, childrens, re
     merged = merge_junctions(schedulers, childrens, resume, 1000)
     useful = sorted(value for value in childrens if resume < value < 1000)
     assert merged == (useful[-1] if useful else schedulers)
+
+
+@given(st.lists(st.integers(0, CEILING), min_size=1, max_size=4), st.integers(0, CEILING), st.integers(1, CEILING))
+def test_the_replay_of_traces_chooses_as_equal_weights_do(points, resumed, num_tokens):
+    verdict = verdict_of([(point, 1.0) for point in points], CEILING, may_wait=False)
+    assert (best_child(points) if any(points) else None) == verdict.chosen
+    assert best_junction(points, resumed, num_tokens) == merge_junctions(0, points, resumed, num_tokens)

@@ -2,9 +2,12 @@
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from tests.engine.client import cpu_child, disk_child
 from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, child, multi
 from vllm_overlay.config import ConfigError
+from vllm_overlay.multi_connector import children
 from vllm_overlay.multi_connector.children import child_specs
+from vllm_overlay.multi_connector.load_weight import LoadWeight
 from vllm_overlay.multi_connector.settings import RENAMED, multi_settings
 
 
@@ -33,8 +36,41 @@ def test_a_default_name_avoids_the_given_ones():
     assert [spec.name for spec in specs(child(), child("FakeChild"))] == ["FakeChild#2", "FakeChild"]
 
 
-def test_weights_default_to_one_and_are_read_per_child():
-    assert [spec.settings.load_weight for spec in specs(child(), child(weight=0), child(weight=2.5))] == [1.0, 0.0, 2.5]
+def test_weights_are_measured_by_default_and_read_per_child():
+    found = specs(child(), child(weight=0), child(weight=2.5), child(weight="auto"))
+    assert [spec.load_weight for spec in found] == [
+        LoadWeight(0.8, is_measured=True),
+        LoadWeight(0.0),
+        LoadWeight(2.5),
+        LoadWeight(0.8, is_measured=True),
+    ]
+
+
+def test_a_tier_says_what_its_weight_is_until_it_is_measured(tmp_path):
+    tiers = [
+        {**tier, "kv_connector_module_path": "vllm_overlay.connector.connector"}
+        for tier in (cpu_child(load_weight="auto"), disk_child(tmp_path, load_weight="auto"))
+    ]
+    assert [spec.load_weight.number for spec in specs(*tiers)] == [0.95, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("weights", "warned"),
+    [((None, None), 0), ((1, 0.5), 0), ((1, None), 1), ((None, 0.5), 1), ((0, None), 1)],
+)
+def test_numbers_beside_measured_weights_are_warned_of(weights, warned, monkeypatch):
+    lines = []
+    monkeypatch.setattr(children.logger, "warning", lambda message, *args: lines.append(message % args))
+    multi(child("a", weight=weights[0]), child("b", weight=weights[1]))
+    assert len(lines) == warned
+    assert all("load_weight of " in line and "is a number, and of " in line for line in lines)
+
+
+def test_a_child_that_never_loads_is_not_warned_of(monkeypatch):
+    lines = []
+    monkeypatch.setattr(children.logger, "warning", lambda *message: lines.append(message))
+    multi(child("a", weight=1), child("b", load=False))
+    assert not lines
 
 
 def test_a_child_inherits_what_it_does_not_give():
@@ -66,7 +102,7 @@ def test_two_children_of_one_name_are_refused():
 
 @pytest.mark.parametrize("weight", [-1, "2", True, float("nan"), float("inf"), []])
 def test_a_weight_that_is_none_is_refused_by_child(weight):
-    assert "of connector 'cpu' must be a number of at least 0" in refusal(child("cpu", weight=weight))
+    assert "of connector 'cpu' must be \"auto\" or a number of at least 0" in refusal(child("cpu", weight=weight))
 
 
 def test_an_unknown_key_of_a_child_is_refused_by_child():
@@ -136,8 +172,9 @@ def test_a_setting_of_a_child_beside_the_children_is_refused_with_the_place():
         ({"lookup_timeout_ms": "5"}, "lookup_timeout_ms='5' of the MultiConnector must be a number"),
         ({"isolate_after_s": -1}, "isolate_after_s=-1 of the MultiConnector must be a number of at least 0"),
         ({"selection": 5}, 'selection=5 of the MultiConnector must be a string, such as "weighted"'),
-        ({"selection": "costs"}, 'set it to "weighted" or "cost", or to "module:Class"; did you mean cost?'),
-        ({"selection": "no:X"}, 'No module named \'no\'; set it to "weighted" or "cost", or to a class that can be'),
+        ({"selection": "weigthed"}, 'set it to "weighted", or to "module:Class"; did you mean weighted?'),
+        ({"selection": "cost"}, "is no rule any more: leave selection out, and load_weight of each child at its"),
+        ({"selection": "no:X"}, "No module named 'no'; set it to \"weighted\", or to a class that can be"),
         ({"load_failure_policy": "ignore"}, 'must be "fail" or "recompute", such as "recompute"'),
         (
             {"retry_first_s": 5, "retry_longest_s": 1},
@@ -176,11 +213,10 @@ def test_the_directory_of_a_control_file_may_come_later_too(tmp_path):
     assert multi(child("a"), control_file=path)
 
 
-@pytest.mark.parametrize("selection", ["weighted", "cost"])
-def test_weights_of_zero_throughout_are_refused(selection):
-    assert refusal(child("a", weight=0), child("b", weight=0), selection=selection) == (
+def test_weights_of_zero_throughout_are_refused():
+    assert refusal(child("a", weight=0), child("b", weight=0)) == (
         "load_weight=0 of every connector of the MultiConnector (a, b), so that none would ever load: set load_weight "
-        "of one above 0, such as 1.0, or load of each to false"
+        'of one to "auto" or above 0, or load of each to false'
     )
 
 

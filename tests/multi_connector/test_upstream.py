@@ -21,6 +21,12 @@ FILES = ("__init__.py", "conftest.py", "utils.py")
 PASSING = {"test_multi_connector.py": 29, "test_nixl_simple_cpu_offload.py": 4}
 """Files with the numbers of their tests that pass without a GPU, with either class."""
 
+KNOWN = {
+    "test_multi_connector_overrides_all_base_methods": "patch 0012 gives the base class a method more",
+    "test_build_kv_connector_stats_raises_error_for_unknown_connector": "patch 0011 lets names be unknown",
+}
+"""Of vLLM's own class with our series: what fails and why (docs/patches.md)."""
+
 
 def make_llama(directory: Path) -> Path:
     """A tiny Llama with a tokenizer of words, in place of the models of vLLM's tests."""
@@ -88,5 +94,6 @@ def test_vllms_own_tests_pass_against_our_class_as_against_vllms(tmp_path: Path,
     if not source:
         pytest.skip("VLLM_SOURCE names no unpacked source distribution of vLLM 0.32.0")
     outcomes, output = run_upstream(tmp_path, Path(source), whose, tests)
-    passed = outcomes.get("passed")
-    assert passed == PASSING[tests] and not outcomes.get("failed") and not outcomes.get("error"), output[-8000:]
+    failed = set(re.findall(r"^FAILED \S+::(\w+)", output, flags=re.MULTILINE))
+    assert failed <= (KNOWN.keys() if whose == "shipped" else set()), output[-8000:]
+    assert outcomes.get("passed", 0) + len(failed) == PASSING[tests] and not outcomes.get("error"), output[-8000:]

@@ -16,11 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from vllm_overlay.multi_connector import MultiConnector
 from vllm_overlay.multi_connector.child import Child
+from vllm_overlay.multi_connector.load_weight import LoadWeight
 from vllm_overlay.multi_connector.lookup import Lookup
 from vllm_overlay.multi_connector.metadata import MultiMetadata, MultiWorkerMetadata
+from vllm_overlay.multi_connector.prom_metrics import MultiPromMetrics
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
-from vllm_overlay.multi_connector.stats import MultiPromMetrics, MultiStats
+from vllm_overlay.multi_connector.stats import MultiStats
 
 
 class _Chosen(MutableMapping[str, int]):
@@ -52,7 +54,11 @@ def _set_connectors(self: MultiConnector, connectors: list[Any]) -> None:
     self._children = [Child(i, str(i), connector, lambda: None) for i, connector in enumerate(connectors)]
     settings = {child.name: ChildSettings() for child in self._children}
     self._scheduler = SchedulerSide(
-        self._children, MultiSettings(connectors=[{}]), settings, has_recurrent_groups=False
+        self._children,
+        MultiSettings(connectors=[{}]),
+        settings,
+        has_recurrent_groups=False,
+        load_weights=[LoadWeight(1.0)] * len(connectors),
     )
 
 

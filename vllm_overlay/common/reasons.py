@@ -14,7 +14,7 @@ class Reason(StrEnum):
     NONE = "none"
     """The prompt has no whole match unit below its last token."""
     PROMPT_END = "prompt_end"
-    """Nothing: it is the last match unit below the prompt's last token."""
+    """Nothing is missing: what follows the last match unit below the prompt's last token is always computed."""
     GRANULARITY = "granularity"
     """Nothing is missing, but restore points are so coarse that a match unit or more is recomputed."""
     ATTENTION = "attention"
@@ -23,6 +23,12 @@ class Reason(StrEnum):
     """Attention reaches further, but no snapshot does."""
     WINDOW = "window"
     """A snapshot or attention reaches further, but a chunk of a sliding window there is missing."""
+
+    # An offer that was not used.
+    NOT_TAKEN = "not_taken"
+    """It was offered, and the request was admitted without it: another tier loads, or computing is faster."""
+    LOAD_FAILED = "load_failed"
+    """It was offered, and its load failed: `vllm:hybrid_offload_failed_loads` says why."""
 
     # The request or its adapter.
     ADAPTER = "adapter"
@@ -78,14 +84,30 @@ class Reason(StrEnum):
     ERROR = "error"
     """An unexpected exception in a thread of the tier; the log has it."""
 
+    # An offer below a MultiConnector.
+    LOAD_OFF = "load_off"
+    """The child's switch `load` is off."""
+    MIN_TOKENS = "min_tokens"
+    """It is of fewer tokens than the child's `min_tokens`."""
+    ATTEMPTS = "attempts"
+    """Loads of the request have failed `max_load_attempts` times."""
+    WITHHELD = "withheld"
+    """The child gets no blocks of the request since its first admission: its switch `store` or `promote` is off."""
+
 
 LOOKUP_LIMITS = frozenset(
     {
         Reason.NONE, Reason.PROMPT_END, Reason.GRANULARITY, Reason.ATTENTION, Reason.STATE, Reason.WINDOW,
-        Reason.ADAPTER, Reason.BREAKER,
+        Reason.ADAPTER, Reason.BREAKER, Reason.ATTEMPTS,
     }
 )  # fmt: skip
 """What ``vllm:hybrid_offload_lookup_limits`` says."""
+
+LOST_TOKENS = LOOKUP_LIMITS | {Reason.NOT_TAKEN, Reason.LOAD_FAILED}
+"""What ``vllm:hybrid_offload_lost_tokens`` says."""
+
+GROUP_KINDS = {Reason.ATTENTION: "full", Reason.STATE: "recurrent", Reason.WINDOW: "sliding"}
+"""The kind of KV cache group that a reason speaks of: the label ``group_kind``, which is empty for all others."""
 
 DROPPED_STORES = frozenset(
     {
@@ -104,3 +126,6 @@ FAILED_LOADS = frozenset(
     }
 )  # fmt: skip
 """What ``vllm:hybrid_offload_failed_loads`` says."""
+
+IGNORED_OFFERS = frozenset({Reason.LOAD_OFF, Reason.MIN_TOKENS, Reason.ATTEMPTS, Reason.WITHHELD})
+"""What ``vllm:kv_connector_ignored_offers`` and ``vllm:kv_connector_ignored_offer_tokens`` say."""

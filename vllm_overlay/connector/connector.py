@@ -23,7 +23,7 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.connector.compatibility import check_supported, states_end_with_requests
 from vllm_overlay.connector.guard import never_fatal
 from vllm_overlay.connector.metadata import OffloadHandshake, OffloadMetadata, OffloadWorkerMetadata, StoreJob
-from vllm_overlay.connector.metrics import OffloadPromMetrics, OffloadStats
+from vllm_overlay.connector.metrics import LoggedOffloadStats, OffloadPromMetrics, OffloadStats
 from vllm_overlay.connector.placement import NULL_BLOCK
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.worker import OffloadWorker
@@ -142,6 +142,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
     @classmethod
     def check_child(cls, extra_config: Mapping[str, Any]) -> dict[str, str]:
         return tier_spec(extra_config).exclusive()
+
+    @classmethod
+    def prior_load_weight(cls, extra_config: Mapping[str, Any]) -> float:
+        return tier_spec(extra_config).prior_load_weight
 
     # Start: workers tell the scheduler what they have learned.
 
@@ -287,7 +291,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return OffloadStats(data=data) if data is not None else OffloadStats.make("")
+        return LoggedOffloadStats(data=data) if data is not None else LoggedOffloadStats.make("")
 
     @classmethod
     def build_prom_metrics(

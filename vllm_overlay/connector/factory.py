@@ -16,6 +16,7 @@ from vllm_overlay.connector.lora.digests import loaded_adapters
 from vllm_overlay.connector.metadata import OffloadHandshake
 from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.scheduler import OffloadScheduler
+from vllm_overlay.connector.start_line import start_line
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import TierSpec, WorkerContext
@@ -45,7 +46,7 @@ def build_worker(
     parallel = vllm_config.parallel_config
     rank = parallel.rank % parallel.world_size
     if rank == 0:
-        logger.info("%s: %s", settings.name, geometry.describe())
+        logger.info("%s", start_line(settings.name, geometry, parallel.world_size, spec.capacity_bytes))
     facts = page_facts(vllm_config, kv_cache_config, tensors)
     cells = cell_facts(vllm_config, kv_cache_config, tensors)
     fingerprints = partial(compute_fingerprints, vllm_config, kv_cache_config, geometry, facts, cells)

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Literal
 from vllm.v1.request import RequestStatus
 
 from vllm_overlay.common.reasons import Reason
+from vllm_overlay.connector.first_tokens import FirstTokens
+from vllm_overlay.connector.gauges import Gauges
 from vllm_overlay.connector.lora.keys import LoraNames
 from vllm_overlay.connector.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.pending import PendingReports, PendingStore
 from vllm_overlay.connector.placement import BlockIds, Placer
 from vllm_overlay.connector.requests import TrackedRequest
+from vllm_overlay.connector.token_account import TokenAccount
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
@@ -49,10 +52,12 @@ class OffloadScheduler:
         self._planner = HybridOffloadPlanner(geometry)
         self._placer = Placer(geometry)
         self._tier = tier
-        self._world_size = world_size
         self._stores_decoded = not geometry.recurrent if store_decoded_tokens == "auto" else store_decoded_tokens
         self._max_load_attempts = max_load_attempts
         self._stats = stats
+        self._account = TokenAccount(stats)
+        self._first_tokens = FirstTokens(stats)
+        self._gauges = Gauges(stats, geometry, tier, world_size)
         self._lora = LoraNames(world_size)
         self._pending = PendingReports(world_size, report_timeout_s)
         self._ended_stores: deque[PendingStore] = deque()
@@ -71,19 +76,28 @@ class OffloadScheduler:
 
         None asks for another lookup after this step, which may bring the weights of the request's adapter.
         """
+        started = time.perf_counter()
+        try:
+            return self._answer(request, num_local)
+        finally:
+            self._stats.observe("lookup_seconds", time.perf_counter() - started)
+
+    def _answer(self, request: "Request", num_local: int) -> int | None:
         tracked = self._track(request, num_local)
         if tracked.names.should_ask_again:
             return None
         if tracked.names.keys is None:
-            return self._no_offer(Reason.ADAPTER)
+            return self._no_offer(tracked, Reason.ADAPTER)
         if tracked.failed_loads >= self._max_load_attempts:
-            return 0
+            return self._no_offer(tracked, Reason.ATTEMPTS)
         if time.monotonic() < self._loads_resume_at:
-            return self._no_offer(Reason.BREAKER)
+            return self._no_offer(tracked, Reason.BREAKER)
         return self._look_up(request, tracked.names.keys, num_local)
 
-    def _no_offer(self, reason: Reason) -> int:
+    def _no_offer(self, tracked: TrackedRequest, reason: Reason) -> int:
         self._stats.count("lookup_limits", reason=reason)
+        num_tokens = tracked.request.num_tokens - tracked.num_local
+        self._account.looked_up(tracked.request.request_id, num_tokens, {reason: num_tokens})
         return 0
 
     def _track(self, request: "Request", num_local: int) -> TrackedRequest:
@@ -92,6 +106,7 @@ class OffloadScheduler:
         tracked = TrackedRequest(request, names, num_local, request.num_prompt_tokens)
         tracked.failed_loads = before.failed_loads if before is not None else 0
         self._tracked[request.request_id] = tracked
+        self._first_tokens.looked_up(request, num_local)
         return tracked
 
     def _look_up(self, request: "Request", keys: Sequence[bytes], num_local: int) -> int:
@@ -99,8 +114,8 @@ class OffloadScheduler:
         hits = self._tier.hits(self._geometry, keys, request.num_tokens)
         lookup = self._planner.lookup(keys, request.num_tokens, num_local, hits)
         self._stats.count("lookups")
-        self._stats.count("queried_tokens", max(0, request.num_tokens - num_local))
         self._stats.count("lookup_limits", reason=lookup.limited_by)
+        self._account.looked_up(request.request_id, request.num_tokens - num_local, lookup.lost)
         if lookup.junction > request.shared_prefix_boundary:
             request.shared_prefix_boundary = lookup.junction
         return lookup.num_new_tokens
@@ -108,6 +123,7 @@ class OffloadScheduler:
     def allocated(self, request: "Request", block_ids: BlockIds, num_external_tokens: int) -> None:
         """The scheduler took the offer (or, with 0 tokens, did not): the restore point becomes a load job."""
         tracked = self._tracked.get(request.request_id)
+        self._account.admitted(request.request_id, num_external_tokens)
         if tracked is None or num_external_tokens <= 0:
             return
         if tracked.names.keys is None:
@@ -126,11 +142,10 @@ class OffloadScheduler:
         zeros = self._placer.beyond(restore_point, block_ids)
         self._new_loads.append(LoadJob(load_id, request.request_id, tuple(tickets), placements, zeros))
         tracked.names.restored(block_id for placement in placements for block_id in placement.block_ids)
-        self._stats.count("restored_requests")
-        self._stats.count("restored_tokens", num_external_tokens)
 
     def plan_failed(self, request_id: str) -> None:
         """A load was promised and could not be planned: its request must hear of it, or it would wait for ever."""
+        self._account.load_ended(request_id, failed=True)
         self._unplanned_loads.append(request_id)
 
     # Stores.
@@ -139,6 +154,7 @@ class OffloadScheduler:
         """This step's loads, the requests that were promised one in vain, and what is to be checked of earlier loads
         now that their requests are ``scheduled``."""
         self._step += 1
+        self._first_tokens.step(scheduled)
         checks = self._lora.begin_step(scheduled)
         loads, self._new_loads = tuple(self._new_loads), []
         unplanned, self._unplanned_loads = tuple(self._unplanned_loads), []
@@ -272,6 +288,7 @@ class OffloadScheduler:
             while self._ended_stores:
                 self._end_store(self._ended_stores.popleft())
             for request_id in lost_loads:
+                self._account.load_ended(request_id, failed=True)
                 self._tier.release(self._pending.end_load(request_id))
             for object_id in metadata.bad_objects:
                 self._tier.drop(object_id)
@@ -283,7 +300,10 @@ class OffloadScheduler:
                 self._loads_resume_at = time.monotonic() + metadata.load_pause_s
             if metadata.adapters:
                 self._lora.learn(metadata.adapters)
+        failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
+            num_tokens = self._account.load_ended(request_id, failed=request_id in failed)
+            self._first_tokens.loaded(request_id, num_tokens)
             self._tier.release(self._pending.end_load(request_id))
 
     def _has_computed_with_bad_blocks(self, output: "KVConnectorOutput") -> bool:
@@ -318,12 +338,18 @@ class OffloadScheduler:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             tracked.failed_loads += 1
+        self._account.load_ended(request_id, failed=True)
         self._stats.count("failed_loads", reason=reason)
         logger.warning("Request %s could not be restored (%s) and is computed instead", request_id, reason)
 
     def finished(self, request_id: str) -> None:
         """The request is over; a load of it that is still under way keeps its pins until it is reported."""
-        self._tracked.pop(request_id, None)
+        tracked = self._tracked.pop(request_id, None)
+        if tracked is not None and tracked.request.num_computed_tokens:
+            # Admitted, though a MultiConnector did not say so: it hides what this connector must not store.
+            self._account.admitted(request_id, 0)
+        self._account.forget(request_id)
+        self._first_tokens.finished(request_id)
 
     def has_pending_work(self) -> bool:
         """Whether workers owe reports or the tier has more to take in, for which an idle engine must go on stepping."""
@@ -353,18 +379,7 @@ class OffloadScheduler:
 
     def record_gauges(self) -> None:
         """Puts the tier's usage into the stats."""
-        usage = self._tier.usage()
-        self._stats.gauge("objects", usage.num_objects)
-        self._stats.gauge("used_bytes", usage.used_bytes)
-        self._stats.gauge("capacity_bytes", usage.capacity_bytes)
-        self._stats.gauge("token_bytes", self._geometry.token_bytes * self._world_size)
-        self._stats.gauge("state_bytes", self._geometry.state_bytes * self._world_size)
-        self._stats.gauge("chunk_tokens", self._geometry.chunk_size)
-        self._stats.gauge("restore_unit_tokens", self._geometry.restore_unit)
-        self._stats.gauge("block_tokens", max(group.block_size for group in self._geometry.groups))
-        self._stats.gauge("evicted_objects", usage.evicted_objects)
-        self._stats.gauge("pending_stores", self._pending.num_stores)
-        self._stats.gauge("pending_loads", self._pending.num_loads)
+        self._gauges.record(self._pending, are_loads_paused=time.monotonic() < self._loads_resume_at)
 
     @property
     def completes_local_attention(self) -> bool:

@@ -105,7 +105,7 @@ class OffloadWorker:
             if result.reason is None:
                 self._stats.count("stored_bytes", result.num_bytes)
                 self._stats.count("stored_objects")
-                self._stats.count("store_seconds", result.seconds)
+                self._stats.observe("store_seconds", result.seconds)
         self._take_fetched(fetched)
 
     def _take_copies(self) -> None:
@@ -181,7 +181,6 @@ class OffloadWorker:
         self._finished.add(load.job.request_id)
         self._stats.count("loaded_bytes", load.num_bytes)
         self._stats.count("loaded_objects", len(load.job.tickets))
-        self._stats.count("load_seconds", time.monotonic() - load.started)
 
     def _fail_load(self, load: _Load, reason: Reason) -> None:
         """Give a load up, once nothing copies into its blocks any more."""

@@ -10,6 +10,7 @@ The fence holds every exception, also those of native code that are no ``Excepti
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -17,7 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 
 from vllm_overlay.common.fence import SHUTDOWN
-from vllm_overlay.multi_connector.stats import Counters
+from vllm_overlay.multi_connector.counters import Counters
+from vllm_overlay.multi_connector.hook_times import HookTimes
+from vllm_overlay.multi_connector.hooks import LOOKUP
 from vllm_overlay.multi_connector.watchdog import Watchdog
 
 # Below vLLM's own logger, whose handlers and level it shares.
@@ -35,6 +38,7 @@ class Child:
         "connector",
         "counters",
         "generation",
+        "hook_times",
         "index",
         "isolated",
         "keeps_memory",
@@ -51,6 +55,7 @@ class Child:
         self.index, self.name, self._build = index, name, build
         self._watchdog = watchdog or Watchdog(0.0)
         self.counters = Counters()
+        self.hook_times = HookTimes()
         self.generation = 0
         self.isolated = False
         """Whether the present instance has failed, here or elsewhere."""
@@ -99,6 +104,7 @@ class Child:
         """As ``call`` for a property."""
         if not self.in_service:
             return default
+        self._watchdog.began(self.name, hook)
         try:
             return parse(getattr(self.connector, hook))
         except SHUTDOWN:
@@ -106,6 +112,8 @@ class Child:
         except BaseException as error:
             self.failed(hook, error)
             return default
+        finally:
+            self._ended(hook)
 
     def _fenced(
         self,
@@ -125,9 +133,18 @@ class Child:
             self.failed(hook, error)
             return default
         finally:
-            if seconds := self._watchdog.ended():
+            seconds = self._ended(hook)
+            if self._watchdog.is_hang(seconds):
                 self.counters.hangs += 1
                 self.isolate(f"it took {seconds:.1f} s in {hook} (hang_after_s)")
+
+    def _ended(self, hook: str) -> float:
+        """A hook of the present instance has returned; the seconds it took, which are counted here."""
+        seconds = self._watchdog.ended()
+        self.hook_times.add(hook, seconds)
+        if hook == LOOKUP:
+            self.counters.lookup_seconds.observe(seconds)
+        return seconds
 
     def start(self, hook: str, *args: Any) -> Any:
         """As ``call`` for a hook that runs before serving; see ``at_start``."""
@@ -143,7 +160,6 @@ class Child:
         """Takes the present instance out of service in this process. Its asynchronous transfers may still run."""
         if not self.isolated:
             self.isolated = True
-            self.counters.isolations += 1
             logger.warning("Connector %r is out of service in this process: %s.", self.name, reason)
 
     def stop(self) -> bool:
@@ -160,7 +176,7 @@ class Child:
             self.counters.count_error("shutdown")
             self.log_once("shutdown", "could not be shut down; what it still holds stays held.", exc_info=error)
         finally:
-            self._watchdog.ended()
+            self._ended("shutdown")
         return self.stopped
 
     def renew(self, generation: int, *start_hooks: tuple[str, Any]) -> bool:
@@ -173,21 +189,24 @@ class Child:
         try:
             if self.keeps_memory:
                 raise RuntimeError("the KV cache lives in its memory, so that it cannot be replaced")
-            self._watchdog.began(self.name, hook)
-            self._adopt(self._build())
+            self._adopt(self._watched(hook, self._build))
             self.isolated = self.stopped = False
             for hook, argument in start_hooks:
-                self._watchdog.began(self.name, hook)
-                getattr(self.connector, hook)(argument)
+                self._watched(hook, partial(getattr(self.connector, hook), argument))
         except SHUTDOWN:
             raise
         except BaseException as error:
             self.failed(hook, error)
             return False
-        finally:
-            self._watchdog.ended()
         self.standing_by = True
         return True
+
+    def _watched(self, hook: str, action: Callable[[], Result]) -> Result:
+        self._watchdog.began(self.name, hook)
+        try:
+            return action()
+        finally:
+            self._ended(hook)
 
     def log_once(self, topic: str, message: str, *args: object, exc_info: BaseException | None = None) -> None:
         if topic not in self._logged:

@@ -5,16 +5,18 @@ import contextlib
 import copy
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.logger import init_logger
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.load_failure import LoadFailurePolicy, load_failure_policy
+from vllm_overlay.multi_connector.load_weight import UNKNOWN, LoadWeight
 from vllm_overlay.multi_connector.selection_rules.factory import RULES
 from vllm_overlay.multi_connector.settings import (
     OURS_ALONE,
@@ -28,6 +30,8 @@ from vllm_overlay.multi_connector.stats import OWN
 from vllm_overlay.named_child import NamedChild
 from vllm_overlay.setting_check import did_you_mean
 
+logger = init_logger(f"vllm.{__name__}")
+
 
 @dataclass(slots=True, frozen=True)
 class ChildSpec:
@@ -39,6 +43,7 @@ class ChildSpec:
     kv_transfer_config: KVTransferConfig
     load_failure_policy: LoadFailurePolicy
     """The engine's, the same for all children."""
+    load_weight: LoadWeight
 
     def vllm_config(self, parent: VllmConfig) -> VllmConfig:
         """The child's own copy of the configuration, with its own ``kv_transfer_config``."""
@@ -202,7 +207,29 @@ def _child_spec(entry: _Entry, name: str, policy: LoadFailurePolicy) -> ChildSpe
     config.kv_load_failure_policy = policy.value
     if entry.takes_name:
         config.kv_connector_extra_config.update(name=name, load_failure_policy=policy.value)
-    return ChildSpec(name, settings, entry.cls, config, policy)
+    return ChildSpec(name, settings, entry.cls, config, policy, _load_weight(entry, settings))
+
+
+def _load_weight(entry: _Entry, settings: ChildSettings) -> LoadWeight:
+    if not isinstance(settings.load_weight, str):
+        return LoadWeight(settings.load_weight)
+    prior = (
+        entry.cls.prior_load_weight(entry.kv_transfer_config.kv_connector_extra_config) if entry.takes_name else UNKNOWN
+    )
+    return LoadWeight(prior, is_measured=True)
+
+
+def warn_of_mixed_weights(specs: Sequence[ChildSpec], selection: str) -> None:
+    """Called at start in the scheduler's process. A rule of somebody else may make what it likes of the weights."""
+    numbers = [spec.name for spec in specs if spec.settings.load and not spec.load_weight.is_measured]
+    measured = [spec.name for spec in specs if spec.settings.load and spec.load_weight.is_measured]
+    if numbers and measured and selection in RULES.names:
+        logger.warning(
+            'load_weight of %s is a number, and of %s "auto", which is measured. A number that was not measured here '
+            'makes these lose or win wrongly. Set load_weight of all to "auto", or of all to numbers.',
+            ", ".join(numbers),
+            ", ".join(measured),
+        )
 
 
 def _check_roles(kv_role: str | None, specs: list[ChildSpec]) -> None:
@@ -225,7 +252,7 @@ def _check_weights(settings: MultiSettings, specs: list[ChildSpec]) -> None:
     ):
         raise ConfigError(
             f"load_weight=0 of every connector of the MultiConnector ({', '.join(spec.name for spec in specs)}), so "
-            "that none would ever load: set load_weight of one above 0, such as 1.0, or load of each to false"
+            'that none would ever load: set load_weight of one to "auto" or above 0, or load of each to false'
         )
 
 

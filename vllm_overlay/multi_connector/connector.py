@@ -5,7 +5,7 @@ How the children's answers become one (``tests/multi_connector/test_interface.py
 
 | hook | children asked | merged by |
 | --- | --- | --- |
-| get_num_new_matched_tokens | all, in the same call | highest value, first of equals (selection_rules/) |
+| get_num_new_matched_tokens | all, in the same call | worth most, first of equals (selection_rules/) |
 | update_state_after_alloc | all | the chosen one gets the tokens, the others the real blocks and 0 |
 | get_loaded_kv_cache_group_ids, get_external_cache_hit_sources, completes_local_attention | the chosen one \
 | its answer |
@@ -36,6 +36,7 @@ set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown |
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -59,8 +60,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child, at_start
-from vllm_overlay.multi_connector.children import ChildSpec, child_specs
+from vllm_overlay.multi_connector.children import ChildSpec, child_specs, warn_of_mixed_weights
 from vllm_overlay.multi_connector.control_file import warn_of_missing_directory
+from vllm_overlay.multi_connector.counters import Counters
 from vllm_overlay.multi_connector.load_failure import RECOMPUTE, LoadFailurePolicy
 from vllm_overlay.multi_connector.metadata import (
     MultiHandshakeMetadata,
@@ -68,9 +70,11 @@ from vllm_overlay.multi_connector.metadata import (
     MultiMetadata,
     MultiWorkerMetadata,
 )
+from vllm_overlay.multi_connector.prom_metrics import MultiPromMetrics
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import multi_settings
-from vllm_overlay.multi_connector.stats import Counters, MultiPromMetrics, MultiStats
+from vllm_overlay.multi_connector.start_line import start_line
+from vllm_overlay.multi_connector.stats import LoggedStats, MultiStats
 from vllm_overlay.multi_connector.watchdog import Watchdog
 from vllm_overlay.multi_connector.worker import WorkerSide
 from vllm_overlay.startup import prepare_process
@@ -105,9 +109,12 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
             warn_of_missing_directory(settings.control_file)
         specs = _specs_of(vllm_config)
         _check_hybrid_support(vllm_config, specs)
+        self._clock = time.monotonic
         self._watchdog = Watchdog(settings.hang_after_s)
         self._children = _build_children(specs, vllm_config, role, kv_cache_config, self._watchdog)
         if role == KVConnectorRole.SCHEDULER:
+            logger.info("MultiConnector: %s", start_line(settings, specs))
+            warn_of_mixed_weights(specs, settings.selection)
             self._adopt_load_failure_policy(specs[0].load_failure_policy)
         groups = kv_cache_config.kv_cache_groups
         # vLLM rewinds a hit of the whole prompt by one token, which a recurrent state cannot follow.
@@ -115,7 +122,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
             isinstance(spec, MambaSpec) for group in groups for spec in iter_layer_specs(group.kv_cache_spec)
         )
         child_settings = {spec.name: spec.settings for spec in specs}
-        self._scheduler = SchedulerSide(self._children, settings, child_settings, recurrent)
+        load_weights = [spec.load_weight for spec in specs]
+        self._scheduler = SchedulerSide(self._children, settings, child_settings, recurrent, load_weights)
         self._worker = WorkerSide(self._children, settings)
 
     def _adopt_load_failure_policy(self, policy: LoadFailurePolicy) -> None:
@@ -163,8 +171,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         return next(iter(layouts.values()), None)
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiStats:
-        return MultiStats.from_wire(data or {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoggedStats:
+        return LoggedStats.from_wire(data or {})
 
     @classmethod
     def build_prom_metrics(
@@ -197,8 +205,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     def get_kv_connector_stats(self) -> MultiStats | None:
         """Scheduler and workers; increments since the last call. None when there is nothing to say."""
         self._scheduler.record_gauges()
-        stats = MultiStats()
+        stats, now = MultiStats(), self._clock()
         for child in self._children:
+            child.counters.hook_seconds = child.hook_times.take(now)
             own = child.call("get_kv_connector_stats", None, parse=validation.optional(KVConnectorStats))
             counters, child.counters = child.counters, Counters()
             stats.aggregate(MultiStats.of(child.name, counters, own, child.connector))

@@ -76,11 +76,13 @@ class Lifecycle:
         """
         return not self.sent or self.phase is Phase.HALF_OPEN
 
-    def isolate(self, now: float) -> None:
-        """It has failed in some process."""
-        if self.phase in (Phase.SERVING, Phase.HALF_OPEN):
+    def isolate(self, now: float) -> bool:
+        """It has failed in some process. True when it was in service until now."""
+        was_serving = self.phase is Phase.SERVING
+        if was_serving or self.phase is Phase.HALF_OPEN:
             self.backoff.failed(now)
             self._enter(Phase.STOPPING)
+        return was_serving
 
     def stopped(self) -> None:
         """All ranks have stopped their instances."""

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_overlay.common.reasons import Reason
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.control_file import ControlFile
 from vllm_overlay.multi_connector.request_filter import RequestFilter
-from vllm_overlay.multi_connector.selection import Offer, merge_junctions, valid_tokens
+from vllm_overlay.multi_connector.selection import merge_junctions, valid_tokens
 from vllm_overlay.multi_connector.selection_rules.guarded import GuardedRule
 
 if TYPE_CHECKING:
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Reply:
-    """One child's reply to one lookup."""
+    """One child's reply to one lookup. ``tokens`` is None while it is still looking."""
 
-    offer: Offer
+    tokens: int | None = 0
     asynchronous: bool = False
     junction: object = None
+    ignored: Reason | None = None
+    """Why the child's settings leave its tokens out of the decision."""
+    ignored_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -34,6 +38,12 @@ class Lookup:
     asked_tokens: int
     counted: bool = False
     local_tokens: int = 0
+    is_trial: bool = False
+
+    @property
+    def offers(self) -> list[int]:
+        """Each child's tokens."""
+        return [reply.tokens or 0 for reply in self.replies]
 
 
 class Lookups:
@@ -70,21 +80,22 @@ class Lookups:
             replies.append(self._ask(child, request, num_computed_tokens, ceiling))
         request.shared_prefix_boundary = junction
 
-        offers = [reply.offer for reply in replies]
+        offers = [reply.tokens for reply in replies]
         verdict = self._rule.decide(offers, ceiling, may_wait=self._may_wait(request.request_id, offers, now))
         if verdict.wait:
             return None, False
-        chosen = replies[verdict.chosen] if verdict.chosen is not None else Reply(Offer(0, 0.0))
-        tokens = chosen.offer.tokens or 0
+        chosen = replies[verdict.chosen] if verdict.chosen is not None else Reply()
+        tokens = chosen.tokens or 0
         request.shared_prefix_boundary = merge_junctions(
             junction, [reply.junction for reply in replies], num_computed_tokens + tokens, request.num_tokens
         )
-        self.by_request[request.request_id] = Lookup(replies, verdict.chosen, asked, local_tokens=num_computed_tokens)
+        self.by_request[request.request_id] = Lookup(
+            replies, verdict.chosen, asked, local_tokens=num_computed_tokens, is_trial=verdict.is_trial
+        )
         return tokens, chosen.asynchronous
 
     def _ask(self, child: Child, request: "Request", num_computed_tokens: int, ceiling: int) -> Reply:
-        settings = self._control.settings[child.name]
-        nothing = Reply(Offer(0, settings.load_weight))
+        nothing = Reply()
         if self._filters[child.index].is_unknown(request.request_id):
             return nothing
         found = child.call("get_num_new_matched_tokens", None, request, num_computed_tokens, parse=validation.lookup)
@@ -99,21 +110,25 @@ class Lookups:
                 "answer", "offered %r tokens where 0 to %d are possible; taken as 0, and counted.", answer, ceiling
             )
             return nothing
-        if not self._may_load(child, request.request_id) or (tokens is not None and tokens < settings.min_tokens):
-            tokens = 0
-        return Reply(Offer(tokens, settings.load_weight, self._rule.value_of(child.index)), asynchronous, junction)
+        ignored, ignored_tokens = self._why_ignored(child, request.request_id, tokens), 0
+        if ignored is not None:
+            ignored_tokens, tokens = tokens or 0, 0
+        return Reply(tokens, asynchronous, junction, ignored, ignored_tokens)
 
-    def _may_load(self, child: Child, request_id: str) -> bool:
+    def _why_ignored(self, child: Child, request_id: str, tokens: int | None) -> Reason | None:
+        """Why ``child`` may not load so many tokens, or may not load at all; None when it may."""
         settings = self._control.settings[child.name]
-        return (
-            settings.load
-            and self._filters[child.index].works_on(request_id)
-            and self._failed_attempts.get(request_id, {}).get(child.index, 0) < settings.max_load_attempts
-        )
+        if not settings.load:
+            return Reason.LOAD_OFF
+        if not self._filters[child.index].works_on(request_id):
+            return Reason.WITHHELD
+        if self._failed_attempts.get(request_id, {}).get(child.index, 0) >= settings.max_load_attempts:
+            return Reason.ATTEMPTS
+        return Reason.MIN_TOKENS if tokens is not None and tokens < settings.min_tokens else None
 
-    def _may_wait(self, request_id: str, offers: list[Offer], now: float) -> bool:
+    def _may_wait(self, request_id: str, offers: list[int | None], now: float) -> bool:
         """Whether the deadline is still ahead. It runs from the request's first None until it is admitted."""
-        if all(offer.tokens is not None for offer in offers):
+        if None not in offers:
             return True
         return now - self._waiting_since.setdefault(request_id, now) < self._timeout_s
 
@@ -133,20 +148,28 @@ class Lookups:
         if lookup is None or lookup.counted:
             return
         lookup.counted = True
+        loader = lookup.chosen if num_external_tokens > 0 else None
+        self._rule.decided(lookup.offers, lookup.asked_tokens, loader)
         for child, reply in zip(self._children, lookup.replies, strict=True):
             counters = child.counters
-            offered = reply.offer.tokens or 0
+            offered = reply.tokens or 0
             counters.queries += 1
             counters.asked_tokens += lookup.asked_tokens
             counters.offered_tokens += offered
             if child.index == lookup.chosen:
                 counters.chosen += num_external_tokens > 0
+                counters.trials += lookup.is_trial and num_external_tokens > 0
             elif offered and lookup.chosen is not None:
                 counters.outbid += 1
-            elif offered and reply.offer.value is not None:
+                counters.outbid_tokens += offered
+            elif offered and self._control.settings[child.name].load_weight:
                 counters.too_slow += 1
-                self._rule.lost_to_computing(child.index)
-            if waited_since is not None and reply.offer.tokens is None:
+                counters.too_slow_tokens += offered
+            if offered:
+                counters.gauges["load_weight"] = max(self._rule.worth(child.index, offered) / offered, 0.0)
+            if reply.ignored is not None and reply.ignored_tokens:
+                counters.count_ignored_offer(reply.ignored, reply.ignored_tokens)
+            if waited_since is not None and reply.tokens is None:
                 counters.lookup_wait_seconds += now - waited_since
 
     def load_failed(self, request_id: str, child: int) -> None:

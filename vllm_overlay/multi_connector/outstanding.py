@@ -100,6 +100,10 @@ class OutstandingReports:
         """Children with a load that was handed out before then."""
         return {load.child for load in self._loads.values() if load.started < started_before}
 
+    def loads_under_way(self, now: float) -> list[tuple[int, int, float]]:
+        """(child, tokens, seconds so far) of each load that the workers have not reported."""
+        return [(load.child, load.tokens, now - load.started) for load in self._loads.values() if not load.taken_out]
+
     def loader_of(self, request_id: str) -> int | None:
         load = self._loads.get(request_id)
         return None if load is None else load.child

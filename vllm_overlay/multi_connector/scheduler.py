@@ -20,6 +20,7 @@ from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.completion import Load
 from vllm_overlay.multi_connector.control_file import ControlFile
 from vllm_overlay.multi_connector.lifecycle import Phase
+from vllm_overlay.multi_connector.load_weight import LoadWeight
 from vllm_overlay.multi_connector.lookup import Lookups
 from vllm_overlay.multi_connector.metadata import MultiKVEvents, MultiMetadata, MultiWorkerMetadata
 from vllm_overlay.multi_connector.outstanding import Accepted, OutstandingReports, children_of
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 NULL_BLOCK = 0
 """vLLM's block that stands for none: always the first that the pool hands out."""
 
+PAID_ELSEWHERE = 10**6
+"""Taken for the number of waiting requests where another engine has computed the prompt for this request: it is loaded,
+whatever that takes."""
+
 
 class SchedulerSide:
     """Every method is called from the scheduler's thread; those with the name of a hook, by that hook."""
@@ -51,16 +56,20 @@ class SchedulerSide:
         settings: MultiSettings,
         child_settings: Mapping[str, ChildSettings],
         has_recurrent_groups: bool,
+        load_weights: Sequence[LoadWeight],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``has_recurrent_groups``: a hit of a whole prompt cannot be used, as a state cannot be rewound by a token."""
+        """``has_recurrent_groups``: a hit of a whole prompt cannot be used, as a state cannot be rewound by a token.
+
+        ``load_weights``: each child's.
+        """
         self._children = children
         self._isolate_after_s = settings.isolate_after_s
         self._clock = clock
         self._control = ControlFile(settings.control_file, child_settings)
         self._filters = [RequestFilter() for _ in children]
-        weights = [child_settings[child.name].load_weight for child in children]
-        self.rule = GuardedRule(settings.selection, make_rule(settings.selection, weights))
+        rule = make_rule(settings.selection, load_weights)
+        self.rule = GuardedRule(settings.selection, rule, load_weights)
         self.lookups = Lookups(
             children,
             self._control,
@@ -118,6 +127,10 @@ class SchedulerSide:
         now = self._clock()
         self._control.look(now)
         self._arrive(request.request_id)
+        num_waiting = len(self._living) - len(self._admitted | {request.request_id})
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            num_waiting = PAID_ELSEWHERE
+        self.rule.about_to_decide(num_waiting, self._outstanding.loads_under_way(now))
         return self.lookups.find(request, num_computed_tokens, now)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request", by_default: tuple[int, ...]) -> tuple[int, ...]:
@@ -312,7 +325,7 @@ class SchedulerSide:
         """Gives each child its own view, takes its changes back, and keeps from vLLM the reports it would assert on."""
         now = self._clock()
         if (measured := self._step_times.ended(now)) is not None:
-            self.rule.step_measured(*measured)
+            self.rule.step_ended(*measured)
         worker_metadata = connector_output.kv_connector_worker_meta
         ranks = worker_metadata if isinstance(worker_metadata, MultiWorkerMetadata) else None
         reports = Reports.of(connector_output)
@@ -359,8 +372,8 @@ class SchedulerSide:
                 self._load_failed(load.request_id, load.child)
             else:
                 counters.loaded_tokens += load.tokens
-                counters.load_seconds += load.seconds
-                self.rule.load_measured(load.child, load.tokens, load.seconds)
+                counters.load_seconds.observe(load.seconds)
+            self.rule.load_ended(load.child, load.tokens, load.seconds, load.failed)
 
     def _load_failed(self, request_id: str, index: int) -> None:
         self._children[index].counters.failed_loads += 1

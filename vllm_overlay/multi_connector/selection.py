@@ -7,58 +7,57 @@ from dataclasses import dataclass
 
 from vllm_overlay.common.fence import SHUTDOWN
 
+Worth = Callable[[int, int], float]
+"""What a child's tokens are worth, by the child's index; 0 or less is never loaded.
 
-@dataclass(slots=True, frozen=True)
-class Offer:
-    """One child's answer to a lookup. ``tokens`` is None while the child is still looking."""
-
-    tokens: int | None
-    weight: float
-    value: Callable[[int], float] | None = None
-    """What a number of tokens from this child is worth; None: tokens x weight. 0 or less is never loaded.
-
-    It must not fall and then rise, so that the largest possible answer is also the best one or none is any good.
-    """
-
-    def worth(self, tokens: int) -> float:
-        return tokens * self.weight if self.value is None else self.value(tokens)
-
-    def score(self) -> float:
-        return self.worth(self.tokens) if self.tokens else 0.0
-
-    def could_reach(self, ceiling: int) -> float:
-        """The best score this offer can still become."""
-        return self.worth(ceiling) if self.tokens is None else self.score()
+It must not fall and then rise with the tokens, so that the largest possible answer is also the best one or none is any
+good.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class Verdict:
-    """``chosen`` is an index into the offers, or None when no child loads; ``wait`` asks for another lookup later."""
+    """``chosen`` is a child's index, or None when no child loads; ``wait`` asks for another lookup later.
+
+    ``is_trial``: another offer was worth more, and this one is loaded to be measured.
+    """
 
     chosen: int | None
     wait: bool = False
+    is_trial: bool = False
 
 
-def decide(offers: Sequence[Offer], ceiling: int, may_wait: bool) -> Verdict:
-    """The offer with the highest score, the first of equals; an offer that scores 0 or less never loads.
+def best_offer(offers: Sequence[int | None], worth: Worth) -> int | None:
+    """The child whose offered tokens are worth most, the first of equals; None when none is worth more than 0."""
+    return _best([worth(child, tokens) if tokens else 0.0 for child, tokens in enumerate(offers)])
+
+
+def _best(scores: Sequence[float]) -> int | None:
+    best = max(range(len(scores)), key=scores.__getitem__, default=None)
+    return None if best is None or scores[best] <= 0 else best
+
+
+def decide(offers: Sequence[int | None], worth: Worth, ceiling: int, may_wait: bool) -> Verdict:
+    """The best offer. ``offers``: each child's tokens, None while it is still looking.
 
     ``ceiling`` is the largest number of tokens anyone may offer. While ``may_wait``, a child that is still looking
     postpones the decision only if its best possible answer would win.
     """
-    best = max(range(len(offers)), key=lambda i: offers[i].score(), default=None)
-    if best is not None and offers[best].score() <= 0:
-        best = None
-    if may_wait and _someone_could_win(offers, best, ceiling):
+    scores = [worth(child, tokens) if tokens else 0.0 for child, tokens in enumerate(offers)]
+    best = _best(scores)
+    if may_wait and None in offers and _someone_could_win(offers, worth, ceiling, best, scores):
         return Verdict(None, wait=True)
     return Verdict(best)
 
 
-def _someone_could_win(offers: Sequence[Offer], best: int | None, ceiling: int) -> bool:
-    to_beat = 0.0 if best is None else offers[best].score()
-    for i, offer in enumerate(offers):
-        if offer.tokens is None:
-            reach = offer.could_reach(ceiling)
-            if reach > to_beat or (best is not None and i < best and reach == to_beat):
+def _someone_could_win(
+    offers: Sequence[int | None], worth: Worth, ceiling: int, best: int | None, scores: Sequence[float]
+) -> bool:
+    to_beat = 0.0 if best is None else scores[best]
+    for child, tokens in enumerate(offers):
+        if tokens is None and ceiling:
+            reach = worth(child, ceiling)
+            if reach > to_beat or (best is not None and child < best and reach == to_beat):
                 return True
     return False
 

@@ -27,7 +27,7 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     selection: Annotated[
         str,
         Meta(
-            description="who loads: `weighted`, the highest tokens x load_weight; `cost`, the most seconds saved; "
+            description="who loads: `weighted`, the most matched_tokens x load_weight; "
             "`module:Class`, a rule of your own"
         ),
     ] = "weighted"
@@ -79,7 +79,13 @@ RENAMED = {
 class ChildSettings(msgspec.Struct, kw_only=True, frozen=True):
     """What any connector may carry in its ``kv_connector_extra_config`` as a child of the MultiConnector."""
 
-    load_weight: Annotated[float, Meta(description="weight of what it offers: `matched_tokens x load_weight`")] = 1.0
+    load_weight: Annotated[
+        float | Literal["auto"],
+        Meta(
+            description="weight of what it offers: `matched_tokens x load_weight`; "
+            "`auto`: measured, the share of the time of computing that its load saves"
+        ),
+    ] = "auto"
     max_load_attempts: MaxLoadAttempts = 3
     min_tokens: Annotated[int, Meta(description="an offer of fewer tokens counts as none", ge=0)] = 0
     load: Annotated[bool, Meta(description="whether requests are loaded from it")] = True
@@ -100,6 +106,11 @@ _OF_A_CHILD = dict.fromkeys((*SHARED, *OURS_ALONE, "name"), "the kv_connector_ex
 
 def multi_settings(extra_config: Mapping[str, Any]) -> MultiSettings:
     """The checked settings; raises ConfigError."""
+    if extra_config.get("selection") == "cost":
+        raise ConfigError(
+            "selection='cost' of the MultiConnector is no rule any more: leave selection out, and load_weight of each "
+            'child at its default, "auto", which measures what loads save'
+        )
     if renamed := sorted(set(extra_config) & set(RENAMED)):
         raise ConfigError(f"{renamed[0]} is no setting of the MultiConnector any more: {RENAMED[renamed[0]]}")
     refuse_unknown(extra_config, MultiSettings.__struct_fields__, THE_MULTI_CONNECTOR, _OF_A_CHILD)

@@ -33,10 +33,13 @@ class Supervisor:
             child.start(hook, argument)
 
     def notice_isolations(self, now: float) -> None:
-        """Children are isolated wherever they fail; this is where the other processes begin to hear of it."""
+        """Children are isolated wherever they fail; this is where the other processes begin to hear of it.
+
+        It is counted here, once, and not where it happens: a failed attempt to come back is no new isolation.
+        """
         for child, lifecycle in zip(self._children, self.lifecycles, strict=True):
-            if child.isolated:
-                lifecycle.isolate(now)
+            if child.isolated and lifecycle.isolate(now):
+                child.counters.isolations += 1
 
     def phase(self, child: int) -> Phase:
         return self.lifecycles[child].phase
@@ -94,10 +97,13 @@ class Supervisor:
                 lifecycle.attempt_failed(now)
 
     def record_gauges(self, outstanding: OutstandingReports) -> None:
-        """Puts what has changed since the last report into the children's counters."""
+        """Puts what has changed since the last report into the children's counters, and who is out of service."""
         for child, lifecycle, sent in zip(self._children, self.lifecycles, self._sent_gauges, strict=True):
             held = 0 if lifecycle.phase is Phase.SERVING else outstanding.owed_by(child.index)
             gauges = {"state": float(lifecycle.phase.value), "quarantined_requests": float(held)}
             changed = {name: value for name, value in gauges.items() if sent[name] != value}
-            child.counters.gauges.update(changed)
             sent.update(changed)
+            if lifecycle.phase is not Phase.SERVING:
+                # In every report: vLLM's log line shows what came since the line before.
+                changed["state"] = gauges["state"]
+            child.counters.gauges.update(changed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the child and the hook that an engine hangs in. It watches; it cannot end a hook.
+"""Measures hooks, and names the child and the hook that an engine hangs in. It cannot end a hook.
 
 A hook runs on the thread that called it, because a worker's current stream and inference mode are that thread's. So a
 hook that never returns stops the engine whatever we do. What we can do is name the child.
@@ -32,7 +32,7 @@ class Watchdog:
     """One per MultiConnector. ``began`` and ``ended`` bracket each hook; they cost well under a microsecond."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``limit_s``: a call that lasts longer is reported; 0 switches the watching off."""
+        """``limit_s``: a call that lasts longer is reported; 0: none is."""
         self.limit_s = limit_s
         self._clock = clock
         self._call: _Call | None = None
@@ -41,10 +41,9 @@ class Watchdog:
 
     def began(self, child: str, hook: str) -> None:
         """A child's hook is about to be called on this thread."""
-        if self.limit_s > 0:
-            self._call = _Call(child, hook, self._clock(), threading.get_ident())
-            if self._thread is None:
-                self._start()
+        self._call = _Call(child, hook, self._clock(), threading.get_ident())
+        if self._thread is None and self.limit_s > 0:
+            self._start()
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._watch, name="multi-connector-watchdog", daemon=True)
@@ -54,12 +53,13 @@ class Watchdog:
             logger.error("The watchdog has no thread, so hooks that hang are not named: %s", error)
 
     def ended(self) -> float:
-        """The hook has returned; how many seconds it took when that is over the limit, else 0."""
+        """The hook has returned; how many seconds it took."""
         call, self._call = self._call, None
-        if call is None:
-            return 0.0
-        seconds = self._clock() - call.started
-        return seconds if seconds > self.limit_s else 0.0
+        return 0.0 if call is None else self._clock() - call.started
+
+    def is_hang(self, seconds: float) -> bool:
+        """Whether a hook that took so long is one that hung."""
+        return 0 < self.limit_s < seconds
 
     def stop(self) -> None:
         """Ends the thread."""

@@ -31,7 +31,8 @@ class Coverage:
     ``tokens`` has for each attention group, by vLLM's id: full attention, the tokens of its leading chunks; sliding
     window, the tokens of the chunks its window needs at the restore point. ``restore_point`` is 0 when there is none
     above the local hit. ``reach`` is the last restore point that full attention alone would allow, 0 when there is no
-    such group. ``group_id`` is the group that ``limited_by`` speaks of, if any.
+    such group. ``group_id`` is the group that ``limited_by`` speaks of, if any. ``window_reach`` is the highest
+    boundary above the local hit that windows alone can rule out; it is above ``restore_point`` where they did.
     """
 
     tokens: dict[int, int]
@@ -39,6 +40,7 @@ class Coverage:
     reach: int
     limited_by: Reason
     group_id: int | None = None
+    window_reach: int = 0
 
 
 def count_covered(num_chunks: int, has_chunk: Callable[[int], bool]) -> int:
@@ -78,12 +80,13 @@ class CoverageSearch:
         reach = geometry.floor_to_restore_point(min(tokens.values(), default=0))
         # A snapshot holds the tokens up to one chunk beyond the covered ones.
         tops = [tokens[group.group_id] + geometry.chunk_size_of(group) - 1 for group in geometry.full]
-        restore_point, gap = self._restore_point(geometry.floor_to_restore_point(min([*tops, self._limit])))
+        window_reach = self._candidate(geometry.floor_to_restore_point(min([*tops, self._limit])))
+        restore_point, gap = self._restore_point(window_reach)
         reason, group_id = self._limited_by(max(restore_point, self._num_local), tokens, reach, gap)
         for group in geometry.windows:
             needed = geometry.window_chunks(group, restore_point)
             tokens[group.group_id] = len(needed) * geometry.chunk_size_of(group)
-        return Coverage(tokens, restore_point, reach, reason, group_id)
+        return Coverage(tokens, restore_point, reach, reason, group_id, window_reach)
 
     def _leading_tokens(self, group: Group) -> int:
         size = self._geometry.chunk_size_of(group)
@@ -92,10 +95,9 @@ class CoverageSearch:
         )
         return count * size
 
-    def _restore_point(self, top: int) -> tuple[int, Group | None]:
-        """The restore point, and the window group that ruled out the first boundary above it, if one did."""
+    def _restore_point(self, boundary: int) -> tuple[int, Group | None]:
+        """The restore point, the first candidate given, and the window group that ruled that one out, if one did."""
         blamed = None
-        boundary = self._candidate(top)
         while boundary > self._num_local:
             gap = self._window_gap(boundary)
             if gap is None:

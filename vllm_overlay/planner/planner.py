@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.coverage import Coverage, CoverageSearch, HitSource
 from vllm_overlay.planner.geometry import Geometry, Group
+from vllm_overlay.planner.lost_tokens import lost_tokens
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 
 
@@ -16,12 +17,13 @@ class Lookup:
 
     ``num_new_tokens`` is what a load would add to the local hit, 0 when nothing. ``junction`` is the boundary at
     which a prefill should stop so that its state is kept, because attention coverage reaches it and no restore point
-    does; 0 when there is none.
+    does; 0 when there is none. ``lost`` has the tokens beyond both the local hit and the restore point, by why.
     """
 
     num_new_tokens: int
     junction: int
     coverage: Coverage
+    lost: dict[Reason, int]
 
     @property
     def restore_point(self) -> int:
@@ -59,6 +61,7 @@ class HybridOffloadPlanner:
             num_new_tokens=max(0, coverage.restore_point - num_local),
             junction=self._junction(coverage, num_local),
             coverage=coverage,
+            lost=lost_tokens(self.geometry, coverage, len(keys), num_tokens, num_local),
         )
 
     def _junction(self, coverage: Coverage, num_local: int) -> int:

@@ -56,8 +56,14 @@ class Metrics:
 
     def __init__(self, text: str) -> None:
         self._samples: list[Sample] = []
+        self.kinds: dict[str, str] = {}
+        """Of each metric, by its name without a suffix: counter, gauge, histogram."""
+        self.labels: dict[str, set[str]] = {}
+        """The labels of each metric; of a histogram its buckets' ``le`` too."""
         for family in text_string_to_metric_families(text):
             self._samples += family.samples
+            self.kinds[family.name] = family.type
+            self.labels[family.name] = {label for sample in family.samples for label in sample.labels}
 
     def values(self, name: str, label: str) -> dict[str, float]:
         """Of one metric, by one of its labels; a counter's name ends in ``_total``."""
@@ -70,9 +76,11 @@ class Metrics:
 
     def value(self, name: str, **labels: str) -> float:
         """The sum over all samples of one metric that carry ``labels``; 0 when there is none yet."""
-        return math.fsum(
-            sample.value for sample in self._samples if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return math.fsum(sample.value for sample in self.samples(name, **labels))
+
+    def samples(self, name: str, **labels: str) -> list[Sample]:
+        """All samples of one metric that carry ``labels``, of several engines too."""
+        return [one for one in self._samples if one.name == name and labels.items() <= one.labels.items()]
 
 
 class ApiClient:

@@ -7,7 +7,7 @@ connector metadata, and through completions, which travel back. Whatever a tier 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -249,6 +249,15 @@ class WorkerContext:
     fingerprints: Fingerprinter
 
 
+@dataclass(frozen=True, slots=True)
+class TierRoom:
+    """What a tier can hold, for a plan: nothing is built for it. Both are in bytes of all ranks together."""
+
+    capacity_bytes: int
+    object_bytes: Callable[[int], int]
+    """What an object takes there, from its bytes in one rank."""
+
+
 class TierSpec(ABC, Generic[SettingsT]):
     """Everything that the connector must know of a kind of tier. ``tiers/factory.py`` finds it by its name."""
 
@@ -258,11 +267,18 @@ class TierSpec(ABC, Generic[SettingsT]):
     """Where its tokens come from: a value of vLLM's ``CacheHitSource``."""
     auto_object_bytes: ClassVar[int | None] = None
     """``hybrid_chunk_size`` "auto" picks the smallest chunk of at least so many bytes; None: chunks of 64 tokens."""
+    prior_load_weight: ClassVar[float] = 0.8
+    """What ``load_weight`` "auto" is until it is measured: the share of computing that loads save, below 1."""
     outlives_engine: ClassVar[bool] = False
     """Whether a later process finds its objects, so that their names must not change from process to process."""
 
     def __init__(self, settings: SettingsT) -> None:
         self.settings = settings
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What the tier may hold of all ranks together, for the log; None when it does not say."""
+        return None
 
     def exclusive(self) -> dict[str, str]:
         """What no other tier of the same engine may have: setting -> value, in the form in which two are compared."""
@@ -278,3 +294,10 @@ class TierSpec(ABC, Generic[SettingsT]):
     @abstractmethod
     def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> TierManager:
         """The scheduler's half, from the ranks' part of the handshake. Raises ConfigError. Called once, at start."""
+
+    def room(self, geometry: Geometry, world_size: int) -> TierRoom | None:
+        """What the tier would hold of that geometry; None: it cannot tell.
+
+        Called by `vllm-overlay plan`, which has no engine. Raises the ConfigError that a start would.
+        """
+        return None

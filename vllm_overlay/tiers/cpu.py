@@ -5,7 +5,6 @@ The tier's part of a ticket is the object's units, as a tuple of integers.
 """
 
 import itertools
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.config import GIB, ConfigError, TierSettings, parse_bytes
+from vllm_overlay.config import ConfigError, TierSettings, parse_bytes
 from vllm_overlay.planner.coverage import HitSource
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
@@ -26,6 +25,7 @@ from vllm_overlay.tiers.base import (
     StoreResult,
     StoreTicket,
     TierManager,
+    TierRoom,
     TierSpec,
     TierUsage,
     TierWorker,
@@ -36,8 +36,6 @@ from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.memory import HostBuffer, HostPool, UnitAllocator, available_memory, unit_size, units_needed
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.factory import make_policy
-
-logger = logging.getLogger(__name__)
 
 
 class CpuTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
@@ -219,30 +217,31 @@ class CpuTierSpec(TierSpec[CpuTierSettings]):
 
     settings_type = CpuTierSettings
     hit_source = "host"
+    prior_load_weight = 0.95
+
+    @property
+    def capacity_bytes(self) -> int:
+        return parse_bytes(self.settings.capacity_bytes, "capacity_bytes")
 
     def build_worker(self, context: WorkerContext) -> tuple[CpuTierWorker, Arena]:
-        geometry = context.geometry
-        capacity_bytes = parse_bytes(self.settings.capacity_bytes, "capacity_bytes")
-        unit_bytes = unit_size(geometry.smallest_object_bytes)
-        num_units = arena_units(capacity_bytes, context.world_size, unit_bytes, geometry.largest_object_bytes)
-        check_free_memory(capacity_bytes, available_memory())
-        if context.rank == 0:
-            self._log_capacity(geometry, num_units * unit_bytes)
-        return CpuTierWorker(num_units, unit_bytes), Arena(num_units, unit_bytes)
+        arena = self._arena(context.geometry, context.world_size)
+        check_free_memory(self.capacity_bytes, available_memory())
+        return CpuTierWorker(arena.num_units, arena.unit_bytes), arena
 
     def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> CpuTierManager:
         assert isinstance(part, Arena)
         policy = make_policy(self.settings.eviction_policy)
         return CpuTierManager(part.num_units, part.unit_bytes, world_size, policy)
 
-    def _log_capacity(self, geometry: Geometry, rank_bytes: int) -> None:
-        tokens = int(rank_bytes / geometry.token_bytes) if geometry.token_bytes else 0
-        snapshots = rank_bytes // geometry.max_snapshot_bytes if geometry.max_snapshot_bytes else 0
-        logger.info(
-            "%s: %.2f GiB a rank hold the attention of %d tokens, or %d snapshots of at most %.1f MB, or a mix",
-            self.settings.name,
-            rank_bytes / GIB,
-            tokens,
-            snapshots,
-            geometry.max_snapshot_bytes / 1e6,
+    def room(self, geometry: Geometry, world_size: int) -> TierRoom:
+        arena = self._arena(geometry, world_size)
+        rank_unit_bytes = arena.unit_bytes * world_size
+        return TierRoom(
+            capacity_bytes=arena.num_units * rank_unit_bytes,
+            object_bytes=lambda num_bytes: units_needed(num_bytes, arena.unit_bytes) * rank_unit_bytes,
         )
+
+    def _arena(self, geometry: Geometry, world_size: int) -> Arena:
+        unit_bytes = unit_size(geometry.smallest_object_bytes)
+        num_units = arena_units(self.capacity_bytes, world_size, unit_bytes, geometry.largest_object_bytes)
+        return Arena(num_units, unit_bytes)

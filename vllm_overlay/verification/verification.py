@@ -14,6 +14,7 @@ NUM_ANSWER_TOKENS = 8
 NUM_CANDIDATES = 5
 """Alternatives whose logprobs are asked for with each token: vLLM's own limit if none is set."""
 _LOADED_BYTES = "vllm:hybrid_offload_loaded_bytes_total"
+_TOO_SLOW = "vllm:kv_connector_too_slow_total"
 _GAUGES = tuple(f"vllm:hybrid_offload_{name}_tokens" for name in ("restore_unit", "chunk", "block"))
 
 
@@ -97,15 +98,17 @@ class Verification:
             if number > 1:
                 api.wait_for_stores()
             api.reset_prefix_cache()
-            before = _loaded_bytes(api.settled_metrics())
+            metrics_before = api.settled_metrics()
             answer = self._ask(api, prompt, self._salt)
-            after = _loaded_bytes(api.settled_metrics())
+            metrics = api.settled_metrics()
+            before, after = _loaded_bytes(metrics_before), _loaded_bytes(metrics)
             sources = {name: after[name] - before.get(name, 0) for name in after if after[name] > before.get(name, 0)}
             comparison = compare(answer, answers.computed, answers.by_device, self._tolerance)
             if answer.num_cached_tokens < prompt.boundary:
-                comparison = Comparison(
-                    Verdict.NOT_RESTORED, detail=f"{answer.num_cached_tokens} of {prompt.boundary} tokens were restored"
-                )
+                detail = f"{answer.num_cached_tokens} of {prompt.boundary} tokens were restored"
+                if _too_slow(metrics) > _too_slow(metrics_before):
+                    detail += ': load_weight "auto" found computing faster; give numbers for the verification'
+                comparison = Comparison(Verdict.NOT_RESTORED, detail=detail)
             self.results.append(Result(life, prompt, answer.num_cached_tokens, sources, comparison))
 
     def _prompts(self, api: ApiClient, alphabet: list[int]) -> list[Prompt]:
@@ -138,3 +141,8 @@ class Verification:
 
 def _loaded_bytes(metrics: Metrics) -> dict[str, int]:
     return {name: int(num_bytes) for name, num_bytes in metrics.values(_LOADED_BYTES, CONNECTOR).items()}
+
+
+def _too_slow(metrics: Metrics) -> float:
+    """How many offers were left because computing was expected to be faster."""
+    return sum(metrics.values(_TOO_SLOW, CONNECTOR).values())

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
+from vllm_overlay.multi_connector.load_weight import LoadWeight
 from vllm_overlay.multi_connector.selection_rules.base import SelectionRule
 from vllm_overlay.registry import Registry
 
-_HERE = "vllm_overlay.multi_connector.selection_rules"
 RULES: Registry[SelectionRule] = Registry(
-    "selection", SelectionRule, {"weighted": f"{_HERE}.weighted:Weighted", "cost": f"{_HERE}.cost:Cost"}
+    "selection", SelectionRule, {"weighted": "vllm_overlay.multi_connector.selection_rules.weighted:Weighted"}
 )
 
 
-def make_rule(name: str, load_weights: Sequence[float]) -> SelectionRule:
+def make_rule(name: str, load_weights: Sequence[LoadWeight]) -> SelectionRule:
     """The rule over children with these weights. Raises ConfigError."""
     try:
         return RULES.find(name)(load_weights)

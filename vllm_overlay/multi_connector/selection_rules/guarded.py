@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configured rule and the fence around it: a rule that raises ends itself, not the engine."""
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 
 from vllm.logger import init_logger
 
 from vllm_overlay.common.fence import SHUTDOWN
-from vllm_overlay.multi_connector.selection import Offer, Verdict, decide
+from vllm_overlay.multi_connector.load_weight import LoadWeight
+from vllm_overlay.multi_connector.selection import Verdict, decide
 from vllm_overlay.multi_connector.selection_rules.base import SelectionRule
 from vllm_overlay.multi_connector.selection_rules.weighted import Weighted
 
@@ -34,40 +34,53 @@ class _Fence:
 class GuardedRule:
     """Called as the rule is. Once the rule has raised, ``weighted`` takes its place until the process ends."""
 
-    def __init__(self, name: str, rule: SelectionRule) -> None:
-        """``name``: as the setting has it, for the log."""
+    def __init__(self, name: str, rule: SelectionRule, load_weights: Sequence[LoadWeight]) -> None:
+        """``name``: as the setting has it, for the log. ``load_weights``: each child's."""
         self._name = name
+        self._load_weights = load_weights
         self.rule = rule
-        self._has_failed = False
         self._fence = _Fence(self)
 
     def replace(self, error: BaseException) -> None:
-        """The rule has raised: ``weighted`` takes its place."""
-        self.rule, self._has_failed = Weighted(()), True
+        """The rule has raised: ``weighted`` takes its place. If it was that rule itself, it measures nothing now."""
+        weights = self._load_weights
+        if isinstance(self.rule, Weighted):
+            weights = [LoadWeight(weight.number) for weight in weights]
+        self.rule = Weighted(weights)
         logger.error("selection=%r has failed; from now on tokens x load_weight decide.", self._name, exc_info=error)
 
-    def value_of(self, child: int) -> Callable[[int], float] | None:
-        """What a number of tokens from ``child`` is worth; None: tokens x load_weight."""
+    def decide(self, offers: Sequence[int | None], ceiling: int, may_wait: bool) -> Verdict:
+        """As ``selection.decide``, or a child that the rule wants to try instead."""
         with self._fence:
-            return self.rule.value_of(child)
-        return None
+            return self._decide(offers, ceiling, may_wait)
+        return self._decide(offers, ceiling, may_wait)
 
-    def decide(self, offers: Sequence[Offer], ceiling: int, may_wait: bool) -> Verdict:
-        """As ``selection.decide``, whatever the offers' values do."""
-        with self._fence:
-            if not self._has_failed:
-                return decide(offers, ceiling, may_wait)
-        # All of them by weight, because seconds of one child cannot be held against tokens of another.
-        return decide([dataclasses.replace(offer, value=None) for offer in offers], ceiling, may_wait)
+    def _decide(self, offers: Sequence[int | None], ceiling: int, may_wait: bool) -> Verdict:
+        verdict = decide(offers, self.rule.worth, ceiling, may_wait)
+        if verdict.wait:
+            return verdict
+        tried = self.rule.try_instead([offer or 0 for offer in offers], verdict.chosen)
+        if tried is None or tried == verdict.chosen or not offers[tried]:
+            return verdict
+        return Verdict(tried, is_trial=True)
 
-    def load_measured(self, child: int, tokens: int, seconds: float) -> None:
+    def worth(self, child: int, tokens: int) -> float:
         with self._fence:
-            self.rule.load_measured(child, tokens, seconds)
+            return self.rule.worth(child, tokens)
+        return self.rule.worth(child, tokens)
 
-    def step_measured(self, tokens: int, seconds: float) -> None:
+    def decided(self, offers: Sequence[int], asked_tokens: int, loader: int | None) -> None:
         with self._fence:
-            self.rule.step_measured(tokens, seconds)
+            self.rule.decided(offers, asked_tokens, loader)
 
-    def lost_to_computing(self, child: int) -> None:
+    def about_to_decide(self, num_waiting: int, loads: Collection[tuple[int, int, float]]) -> None:
         with self._fence:
-            self.rule.lost_to_computing(child)
+            self.rule.about_to_decide(num_waiting, loads)
+
+    def load_ended(self, child: int, tokens: int, seconds: float, failed: bool) -> None:
+        with self._fence:
+            self.rule.load_ended(child, tokens, seconds, failed)
+
+    def step_ended(self, tokens: int, seconds: float) -> None:
+        with self._fence:
+            self.rule.step_ended(tokens, seconds)

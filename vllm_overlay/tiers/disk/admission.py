@@ -3,6 +3,7 @@
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 from vllm_overlay.planner.objects import ObjectId
 
@@ -12,17 +13,20 @@ _MAX_COUNTED = 100_000
 class WriteRate:
     """Bytes a second, with a burst of one second or of the largest object. Called from the scheduler's thread.
 
-    ``bytes_per_s`` of 0 is no limit.
+    ``bytes_per_s`` of 0 is no limit. ``now``: seconds of a monotonic clock; a replay has one of its own.
     """
 
-    def __init__(self, bytes_per_s: int, largest_bytes: int) -> None:
+    def __init__(
+        self, bytes_per_s: int, largest_bytes: int, now: Callable[[], float] = lambda: time.monotonic()
+    ) -> None:
+        self._now = now
         self._bytes_per_s = bytes_per_s
         self._burst = max(bytes_per_s, largest_bytes)
         self._left = float(self._burst)
-        self._then = time.monotonic()
+        self._then = now()
 
     def _refill(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         self._left = min(self._burst, self._left + (now - self._then) * self._bytes_per_s)
         self._then = now
 

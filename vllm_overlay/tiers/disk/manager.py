@@ -88,7 +88,7 @@ class DiskTierManager(TierManager):
                 f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work: what was used last by "
                 'any process of its root stays longest: set it to "lru"'
             )
-        quota = self._quota_of(settings, max_object_bytes)
+        quota = quota_of(settings, max_object_bytes, world_size)
         self._capacity_bytes = quota.capacity_bytes
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
         self._write_rate = WriteRate(rate, quota.largest_bytes)
@@ -119,19 +119,9 @@ class DiskTierManager(TierManager):
         self._awake_until = time.monotonic() + _AWAKE_S
         self._bookkeeper = Bookkeeper(root, self._served, world_size, quota, device, integrity)
 
-    def _quota_of(self, settings: DiskTierSettings, max_object_bytes: int) -> Quota:
-        capacity = parse_bytes(settings.capacity_bytes, "capacity_bytes")
-        largest = self._bytes_on_disk(max_object_bytes)
-        if capacity < 2 * largest:
-            raise ConfigError(
-                f"capacity_bytes={capacity} of the disk tier cannot hold two of the largest objects: "
-                f"set it to at least {2 * largest}"
-            )
-        return Quota(capacity, parse_bytes(settings.min_free_bytes, "min_free_bytes"), largest)
-
     def _bytes_on_disk(self, num_bytes: int) -> int:
         """What all ranks' files of an object of ``num_bytes`` a rank take."""
-        return file_bytes(num_bytes) * self._world_size
+        return bytes_on_disk(num_bytes, self._world_size)
 
     # What the bookkeeper tells.
 
@@ -358,6 +348,23 @@ class DiskTierManager(TierManager):
 
     def close(self) -> None:
         self._bookkeeper.close(_JOIN_S)
+
+
+def bytes_on_disk(num_bytes: int, world_size: int) -> int:
+    """What all ranks' files of an object of ``num_bytes`` a rank take."""
+    return file_bytes(num_bytes) * world_size
+
+
+def quota_of(settings: DiskTierSettings, max_object_bytes: int, world_size: int) -> Quota:
+    """The limits that the settings give. Raises ConfigError when ``capacity_bytes`` is too small to work."""
+    capacity = parse_bytes(settings.capacity_bytes, "capacity_bytes")
+    largest = bytes_on_disk(max_object_bytes, world_size)
+    if capacity < 2 * largest:
+        raise ConfigError(
+            f"capacity_bytes={capacity} of the disk tier cannot hold two of the largest objects: "
+            f"set it to at least {2 * largest}"
+        )
+    return Quota(capacity, parse_bytes(settings.min_free_bytes, "min_free_bytes"), largest)
 
 
 def _new_index() -> PrefixIndex:

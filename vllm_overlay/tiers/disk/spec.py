@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm_overlay import versions
-from vllm_overlay.config import MIB
+from vllm_overlay.config import MIB, parse_bytes
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.tiers.base import TierSpec, WorkerContext
+from vllm_overlay.tiers.base import TierRoom, TierSpec, WorkerContext
+from vllm_overlay.tiers.disk.catalogue.grants import HELD_PARTS
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace
 from vllm_overlay.tiers.disk.files.root import open_root
-from vllm_overlay.tiers.disk.manager import DiskTierManager
+from vllm_overlay.tiers.disk.manager import DiskTierManager, bytes_on_disk, quota_of
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import PAGE_BYTES, unit_size
@@ -26,6 +27,10 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
     hit_source = "disk"
     auto_object_bytes = 4 * MIB
     outlives_engine = True
+
+    @property
+    def capacity_bytes(self) -> int:
+        return parse_bytes(self.settings.capacity_bytes, "capacity_bytes")
 
     def exclusive(self) -> dict[str, str]:
         return {"root": os.path.realpath(self.settings.root)}
@@ -46,3 +51,9 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
     def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> DiskTierManager:
         assert isinstance(part, DiskNamespace)
         return DiskTierManager(self.settings, part, world_size, geometry.largest_object_bytes)
+
+    def room(self, geometry: Geometry, world_size: int) -> TierRoom:
+        """Without what is set aside for objects that are being written."""
+        quota = quota_of(self.settings, geometry.largest_object_bytes, world_size)
+        held = max(quota.capacity_bytes // HELD_PARTS, quota.largest_bytes)
+        return TierRoom(quota.capacity_bytes - held, lambda num_bytes: bytes_on_disk(num_bytes, world_size))

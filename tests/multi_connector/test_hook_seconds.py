@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a child's time goes: seconds by hook, and how long each lookup took."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.multi_connector.fakes import request
+from tests.multi_connector.lockstep import Clock, Returning, answering, counters
+from vllm_overlay.multi_connector.hook_times import HookTimes
+from vllm_overlay.multi_connector.hooks import HOOKS
+from vllm_overlay.multi_connector.watchdog import Watchdog
+
+
+def timed(connector):
+    """A clock that all of its hooks are measured with, and its reports."""
+    clock = Clock()
+    for child in connector._children:
+        child._watchdog = Watchdog(0.0, clock)
+    connector._clock = clock
+    connector.get_kv_connector_stats()
+    return clock
+
+
+def taking(clock, seconds, answer=None):
+    def hook(*args):
+        clock.now += seconds
+        return answer
+
+    return hook
+
+
+def reported(connector, clock):
+    """What the next report says of the children, a second later."""
+    clock.now += 1.0
+    return connector.get_kv_connector_stats().data["*"].counters
+
+
+def test_a_slow_lookup_is_seen_of_the_child_that_is_slow():
+    connector = answering(100, 90)
+    clock = timed(connector)
+    connector.sub_connectors[1].answers["get_num_new_matched_tokens"] = taking(clock, 0.2, (90, True))
+    connector.get_num_new_matched_tokens(request(), 0)
+    slow, fast = counters(connector, "b").lookup_seconds, counters(connector, "a").lookup_seconds
+    assert (slow.count, slow.sum) == (1, pytest.approx(0.2))
+    assert (fast.count, fast.sum) == (1, 0.0)
+
+
+def test_a_lookup_that_raises_is_timed_too():
+    connector = answering(100)
+    clock = timed(connector)
+
+    def slow(*args):
+        clock.now += 0.2
+        raise ValueError
+
+    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = slow
+    connector.get_num_new_matched_tokens(request(), 0)
+    assert counters(connector).lookup_seconds.sum == pytest.approx(0.2)
+
+
+def test_seconds_are_counted_by_hook():
+    connector = answering(0, 0)
+    clock = timed(connector)
+    fake = connector.sub_connectors[0]
+    fake.answers["on_new_request"] = taking(clock, 0.25)
+    fake.answers["take_events"] = taking(clock, 0.5, [])
+    for _ in range(2):
+        connector.on_new_request(request())
+    connector.take_events()
+    found = reported(connector, clock)
+    assert found["a"].hook_seconds["on_new_request"] == pytest.approx(0.5)
+    assert found["a"].hook_seconds["take_events"] == pytest.approx(0.5)
+    assert found["b"].hook_seconds["on_new_request"] == 0
+
+
+def test_reports_of_hook_seconds_come_once_a_second_and_lose_nothing():
+    times = HookTimes()
+    assert times.take(10.0) == {}
+    times.add("x", 0.25)
+    assert times.take(10.9) == {}
+    times.add("x", 0.25)
+    assert times.take(11.0) == {"x": 0.5}
+    assert times.take(99.0) == {}
+    times.add("y", 1.0)
+    assert times.take(99.5) == {}
+    assert times.take(100.0) == {"y": 1.0}
+
+
+@pytest.mark.parametrize("where", ["scheduler", "worker"])
+def test_what_an_instance_that_comes_back_takes_to_start_is_counted(where):
+    engine = Returning()
+    side = engine.scheduler if where == "scheduler" else engine.workers[0]
+    clock = timed(side)
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    engine.step()
+    build = side._children[0]._build
+    side._children[0]._build = lambda: [taking(clock, 2.0)(), build()][1]
+    side.sub_connectors[0].answers["shutdown"] = taking(clock, 3.0)
+    totals = {}
+
+    def collect(stats):
+        for hook, seconds in stats.data["*"].counters["a"].hook_seconds.items() if stats else ():
+            totals[hook] = totals.get(hook, 0) + seconds
+
+    original = side.get_kv_connector_stats
+
+    def collecting():
+        stats = original()
+        collect(stats)
+        return stats
+
+    side.get_kv_connector_stats = collecting
+    assert engine.recover()
+    clock.now += 1.0
+    side.get_kv_connector_stats()
+    started = "bind_kv_cache_manager" if where == "scheduler" else "register_kv_caches"
+    assert totals["__init__"] == pytest.approx(2.0)
+    assert started in totals
+    assert where == "worker" or totals["shutdown"] == pytest.approx(3.0)
+
+
+def test_every_hook_that_the_code_calls_is_one_of_them():
+    package = Path(__file__).parents[2] / "vllm_overlay" / "multi_connector"
+    called = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                name = node.args[0]
+                if node.func.attr in ("call", "ask", "read", "_call_all") and isinstance(name, ast.Constant):
+                    called.add(name.value)
+    assert len(called) > 25
+    assert called <= set(HOOKS)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier can be measured before it is used: what it would have brought is counted, by the switch that says no."""
+
+import pytest
+from vllm.v1.outputs import KVConnectorOutput
+
+from tests.multi_connector.fakes import blocks, child, multi, request
+from tests.multi_connector.lockstep import allocated, counters
+
+
+def two(answer, **settings):
+    """A child with these settings and this answer, and one that has nothing."""
+    connector = multi(child("a", **settings), child("b"))
+    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (answer, True)
+    return connector
+
+
+def admit(connector, name="r"):
+    """Returns the tokens that are loaded."""
+    tokens, _ = connector.get_num_new_matched_tokens(request(name), 0)
+    connector.update_state_after_alloc(request(name), blocks(1), tokens)
+    return tokens
+
+
+def ignored(connector, name="a"):
+    found = counters(connector, name)
+    return found.ignored_offers, found.ignored_offer_tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"load": False}, "load_off"),
+        ({"min_tokens": 65}, "min_tokens"),
+        ({"load": False, "min_tokens": 65}, "load_off"),
+    ],
+)
+def test_what_a_switch_leaves_out_is_counted_in_requests_and_tokens(settings, reason):
+    connector = two(64, **settings)
+    assert admit(connector, "first") == admit(connector, "second") == 0
+    assert ignored(connector) == ({reason: 2}, {reason: 128})
+    assert ignored(connector, "b") == ({}, {})
+    found = counters(connector)
+    assert (found.queries, found.offered_tokens, found.outbid, found.too_slow) == (2, 0, 0, 0)
+
+
+def test_an_offer_of_min_tokens_is_none_that_is_ignored():
+    connector = two(64, min_tokens=64)
+    assert admit(connector) == 64
+    assert ignored(connector) == ({}, {})
+
+
+@pytest.mark.parametrize("answer", [0, None])
+def test_a_child_that_has_nothing_or_does_not_know_yet_is_not_ignored(answer):
+    connector = two(answer, load=False)
+    assert admit(connector) == 0
+    assert ignored(connector) == ({}, {})
+
+
+def test_it_is_counted_once_at_admission_however_often_the_lookup_is_made():
+    connector = two(64, load=False)
+    for _ in range(5):
+        connector.get_num_new_matched_tokens(request(), 0)
+    assert ignored(connector) == ({}, {})
+    for _ in range(2):
+        connector.update_state_after_alloc(request(), blocks(1), 0)
+    assert ignored(connector) == ({"load_off": 1}, {"load_off": 64})
+
+
+def test_a_child_that_has_failed_too_often_for_a_request_is_ignored():
+    connector = two(64, max_load_attempts=1)
+    assert admit(connector) == 64
+    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
+    assert admit(connector) == 0
+    assert ignored(connector) == ({"attempts": 1}, {"attempts": 64})
+
+
+def test_a_child_that_gets_no_blocks_of_a_request_any_more_is_ignored():
+    connector = two(64, store=False, load_weight=0.5)
+    connector.sub_connectors[1].answers["get_num_new_matched_tokens"] = (64, True)
+    assert admit(connector) == 64  # from the other
+    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
+    connector.sub_connectors[1].answers["get_num_new_matched_tokens"] = (0, False)
+    assert admit(connector) == 0
+    assert allocated(connector.sub_connectors[0]) == []
+    assert ignored(connector) == ({"withheld": 1}, {"withheld": 64})

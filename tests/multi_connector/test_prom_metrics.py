@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from tests.multi_connector.fakes import FAULTS, FakeStats, child, vllm_config
+from vllm_overlay.common.reasons import IGNORED_OFFERS
+from vllm_overlay.metrics import (
+    MULTI_CONNECTOR,
+    MULTI_CONNECTOR_BY_HOOK,
+    MULTI_CONNECTOR_BY_REASON,
+    MULTI_CONNECTOR_GAUGES,
+    MULTI_CONNECTOR_HISTOGRAMS,
+)
+from vllm_overlay.multi_connector import MultiConnector, harmless, prom_metrics
+from vllm_overlay.multi_connector.counters import Counters
+from vllm_overlay.multi_connector.hooks import HOOKS
+
+ALL = (*MULTI_CONNECTOR, *MULTI_CONNECTOR_BY_HOOK, *MULTI_CONNECTOR_BY_REASON, *MULTI_CONNECTOR_HISTOGRAMS)
+ENGINE = {"model_name": "m", "engine": "0"}
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_logged():
+    harmless.log_once.cache_clear()
+
+
+class Front:
+    """A front end's registry and the metrics vLLM would build for these children."""
+
+    def __init__(self, *children):
+        self.registry = CollectorRegistry()
+
+        def kind(cls):
+            return lambda **options: cls(**options, registry=self.registry)
+
+        self.metrics = MultiConnector.build_prom_metrics(
+            vllm_config(*children),
+            {cls: kind(cls) for cls in (Gauge, Counter, Histogram)},
+            ["model_name", "engine"],
+            {0: ["m", "0"], 1: ["m", "1"]},
+        )
+
+    def value(self, name, **labels):
+        return self.registry.get_sample_value(name, {**ENGINE, **labels})
+
+
+def own(**children):
+    """A payload of our own counters."""
+    return {"*": {"counters": children, "classes": {}}}
+
+
+def test_each_childs_counters_are_exported_under_its_name():
+    front = Front(child("a"), child("b"))
+    front.metrics.observe(own(a={"queries": 2, "lookup_wait_seconds": 0.5, "errors": {"take_events": 3}}))
+    front.metrics.observe(own(a={"queries": 1}, b={"queries": 7}), 0)
+    assert front.value("vllm:kv_connector_queries_total", connector="a") == 3
+    assert front.value("vllm:kv_connector_queries_total", connector="b") == 7
+    assert front.value("vllm:kv_connector_lookup_wait_seconds_total", connector="a") == 0.5
+    assert front.value("vllm:kv_connector_errors_total", connector="a", hook="take_events") == 3
+
+
+def test_every_series_is_there_from_the_start():
+    front = Front(child("a"), child("b"))
+    for name in "ab":
+        for engine in "01":
+            for counter in MULTI_CONNECTOR:
+                assert front.value(f"{counter.name}_total", connector=name, engine=engine) == 0
+            for gauge in MULTI_CONNECTOR_GAUGES:
+                assert front.value(gauge.name, connector=name, engine=engine) == 0
+            for histogram in MULTI_CONNECTOR_HISTOGRAMS:
+                assert front.value(f"{histogram.name}_count", connector=name, engine=engine) == 0
+            for counter in MULTI_CONNECTOR_BY_HOOK:
+                for hook in HOOKS:
+                    assert front.value(f"{counter.name}_total", connector=name, engine=engine, hook=hook) == 0
+            for counter in MULTI_CONNECTOR_BY_REASON:
+                for reason in IGNORED_OFFERS:
+                    assert front.value(f"{counter.name}_total", connector=name, engine=engine, reason=reason) == 0
+
+
+def test_errors_have_a_bounded_number_of_series():
+    assert len(HOOKS) <= 60
+
+
+def test_a_histogram_counts_every_observation_in_its_bucket_and_keeps_their_sum():
+    front, counters = Front(child("a"), child("b")), Counters()
+    for seconds in (0.0004, 0.05, 0.05, 0.07, 130.0):
+        counters.load_seconds.observe(seconds)
+    front.metrics.observe(own(a=counters.to_dict()))
+    front.metrics.observe(own(a=counters.to_dict()))
+    name = "vllm:kv_connector_load_seconds"
+
+    def up_to(bound):
+        return front.value(f"{name}_bucket", connector="a", le=bound)
+
+    bounds = ("0.001", "0.02", "0.05", "0.1", "120.0", "+Inf")
+    assert [up_to(bound) for bound in bounds] == [2, 2, 6, 8, 8, 10]
+    assert front.value(f"{name}_count", connector="a") == 10
+    assert front.value(f"{name}_sum", connector="a") == pytest.approx(2 * 130.1704)
+    assert front.value(f"{name}_count", connector="b") == 0
+
+
+def test_reasons_and_hooks_are_labels():
+    front = Front(child("a"))
+    front.metrics.observe(
+        own(
+            a={
+                "hook_seconds": {"wait_for_save": 0.25},
+                "ignored_offers": {"load_off": 2},
+                "ignored_offer_tokens": {"load_off": 128},
+            }
+        )
+    )
+    assert front.value("vllm:kv_connector_hook_seconds_total", connector="a", hook="wait_for_save") == 0.25
+    assert front.value("vllm:kv_connector_ignored_offers_total", connector="a", reason="load_off") == 2
+    assert front.value("vllm:kv_connector_ignored_offer_tokens_total", connector="a", reason="load_off") == 128
+
+
+def test_gauges_hold_their_latest_value():
+    front = Front(child("a"))
+    front.metrics.observe(own(a={"gauges": {"state": 1, "quarantined_requests": 3}}))
+    front.metrics.observe(own(a={"gauges": {"state": 0}}))
+    assert front.value("vllm:kv_connector_state", connector="a") == 0
+    assert front.value("vllm:kv_connector_quarantined_requests", connector="a") == 3
+
+
+def test_another_engines_counters_are_its_own():
+    front = Front(child("a"))
+    front.metrics.observe(own(a={"queries": 2}), engine_idx=1)
+    assert front.value("vllm:kv_connector_queries_total", connector="a", engine="1") == 2
+    assert front.value("vllm:kv_connector_queries_total", connector="a") == 0
+
+
+def test_every_counter_has_a_metric_and_every_metric_a_counter():
+    assert {counter.field for counter in ALL} == set(Counters.__dataclass_fields__) - {"gauges"}
+
+
+@pytest.mark.parametrize("metric", [*ALL, *MULTI_CONNECTOR_GAUGES], ids=lambda metric: metric.name)
+def test_every_metric_is_named_after_its_field_and_says_what_it_is(metric):
+    assert metric.name == f"vllm:kv_connector_{metric.field}"
+    assert metric.documentation.endswith(".")
+    assert not metric.name.endswith("_total")
+
+
+def test_two_children_of_one_class_export_their_own_metrics_apart():
+    front = Front(child("a"), child("b"))
+    front.metrics.observe({"a": {"loads": 1}, "b": {"loads": 2}})
+    assert front.value("vllm:fake_loads_total", kind="k", connector="a") == 1
+    assert front.value("vllm:fake_loads_total", kind="k", connector="b") == 2
+
+
+def test_a_class_with_a_connector_label_of_its_own_keeps_it():
+    front = Front(child("a", "NamedChild"), child("b", "NamedChild"))
+    front.metrics.observe({"a": {"loads": 1}, "b": {"loads": 2}})
+    assert front.value("vllm:named_loads_total", connector="a") == 1
+    assert front.value("vllm:named_loads_total", connector="b") == 2
+
+
+@pytest.mark.parametrize("error", FAULTS)
+def test_a_child_whose_metrics_cannot_be_built_keeps_our_counters(error, monkeypatch):
+    monkeypatch.setattr(FakeStats, "error", error)
+    front = Front(child("a", "UnfitPromChild"), child("b"))
+    front.metrics.observe({**own(a={"queries": 1}), "a": {"loads": 1}, "b": {"loads": 2}})
+    assert front.value("vllm:kv_connector_queries_total", connector="a") == 1
+    assert front.value("vllm:fake_loads_total", kind="k", connector="b") == 2
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        None,
+        {"a": None},
+        {"*": None},
+        {"*": {"counters": {"a": {"queries": -5, "errors": {"x": -1}}}}},
+        {"*": {"counters": {"a": {"queries": float("nan")}}}},
+        {"*": {"counters": {"unknown": {"queries": 1}}}},
+        {"*": {"counters": {"a": {"gauges": {"unknown": 1}}}}},
+        {"*": {"counters": {"a": {"load_seconds": 0.5}}}},
+        {"*": {"counters": {"a": {"load_seconds": [[99, 1, 0.5], [0, -1, 0.5], [0, 1, "x"], [0], 5, None]}}}},
+        {"*": {"counters": {"a": {"hook_seconds": {"x": -1.0}, "ignored_offers": []}}}},
+        {"a": {"loads": -1}},
+        {"a": {}},
+        {"unknown": {"loads": 1}},
+    ],
+)
+def test_no_payload_can_raise_into_the_metrics_loop(payload):
+    front = Front(child("a"))
+    front.metrics.observe(payload)
+    front.metrics.observe(own(a={"queries": 1}), engine_idx=99)
+
+
+def test_an_amount_that_cannot_be_counted_does_not_hide_the_others():
+    front = Front(child("a"))
+    front.metrics.observe(own(a={"queries": -5, "asked_tokens": "x", "chosen": 1, "errors": {"x": -1}}))
+    assert front.value("vllm:kv_connector_chosen_total", connector="a") == 1
+
+
+@pytest.mark.parametrize("error", FAULTS)
+def test_one_childs_bad_payload_does_not_hide_another_childs(error, monkeypatch):
+    monkeypatch.setattr(FakeStats, "error", error)
+    front = Front(child("a"), child("b"))
+    front.metrics.observe({"a": {"loads": -1}, "b": {"loads": 2}})
+    assert front.value("vllm:fake_loads_total", kind="k", connector="b") == 2
+
+
+def test_named_labels_are_filled_in_too():
+    registry = CollectorRegistry()
+    metric = Counter("x", "d", ["model_name", "connector"], registry=registry)
+    prom_metrics._ChildMetric(metric, "a").labels(model_name="m").inc()
+    assert registry.get_sample_value("x_total", {"model_name": "m", "connector": "a"}) == 1
+    assert prom_metrics._ChildMetric(metric, "a")._type == "counter"
+
+
+def test_metrics_of_one_name_and_different_labels_are_not_mixed():
+    registry = prom_metrics._Registry({Counter: lambda **options: Counter(**options, registry=CollectorRegistry())})
+    registry.types_for("a")[Counter]("x", "d", ["model_name"])
+    with pytest.raises(ValueError, match="has the labels"):
+        registry.types_for("b")[Counter]("x", "d", ["engine"])
+
+
+def test_vllm_can_build_its_metrics_twice_in_one_process():
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    for _ in range(2):
+        unregister_vllm_metrics()
+        MultiConnector.build_prom_metrics(
+            vllm_config(child("a"), child("b")),
+            {cls: cls for cls in (Gauge, Counter, Histogram)},
+            ["model_name", "engine"],
+            {0: ["m", "0"]},
+        )
+    unregister_vllm_metrics()
+    assert not [name for name in prometheus_client.REGISTRY._names_to_collectors if "kv_connector" in name]

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each token that a lookup does not restore has one reason: held to what the missing objects would bring."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planner.test_planner import set_view, tiers
+from tests.strategies import all_blocks
+from vllm_overlay.common.reasons import Reason
+from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
+from vllm_overlay.planner.planner import HybridOffloadPlanner, Lookup
+from vllm_overlay.tiers.index import PrefixIndex
+
+FULL = Group(0, GroupKind.FULL, 64, 8, 512, True)
+WINDOW = Group(1, GroupKind.WINDOW, 64, 8, 512, True, window=100)
+STATE = Group(2, GroupKind.RECURRENT, 64, 0, 512, False)
+BEYOND = (Reason.NONE, Reason.PROMPT_END, Reason.GRANULARITY)
+"""What no tier could restore."""
+
+
+@settings(max_examples=500, deadline=None)
+@given(tiers(), st.data())
+def test_what_is_lost_and_what_is_offered_are_what_was_asked_for(tier, data):
+    geometry, prompts, known, held = tier
+    keys = data.draw(st.sampled_from(prompts))
+    num_tokens = len(keys) * geometry.match_unit + data.draw(st.integers(0, geometry.match_unit - 1))
+    num_tokens = data.draw(st.sampled_from([num_tokens, num_tokens // 2, 1]))
+    step = all_blocks(geometry)
+    num_local = step * data.draw(st.integers(0, num_tokens // step))
+    planner = HybridOffloadPlanner(geometry)
+
+    def lookup(names) -> Lookup:
+        return planner.lookup(keys, num_tokens, num_local, set_view(known, names))
+
+    found = lookup(held)
+    assert found.num_new_tokens + sum(found.lost.values()) == num_tokens - num_local
+    assert all(tokens > 0 for tokens in found.lost.values())
+    if found.num_new_tokens < num_tokens - num_local:
+        assert found.limited_by in found.lost
+
+    def gain(names) -> int:
+        return lookup(names).num_new_tokens - found.num_new_tokens
+
+    windows = {name for name in known if name.tag.startswith("w")}
+    assert gain({*held, *windows}) == found.lost.get(Reason.WINDOW, 0)
+    of_the_tier = sum(tokens for reason, tokens in found.lost.items() if reason not in BEYOND)
+    assert gain(known) == of_the_tier
+
+
+def lost(groups: list[Group], num_tokens: int, covered: int = 0, snapshot: int = 0, chunk: int = 64) -> dict[str, int]:
+    """What a prompt loses of which a tier has so much attention, and the snapshot of one boundary."""
+    geometry = Geometry.build(groups, 16, chunk)
+    planner, index = HybridOffloadPlanner(geometry), PrefixIndex(None)
+    keys = [bytes([1]) * (n + 1) for n in range(num_tokens // 16)]
+    plan = planner.store_plan(keys, {}, covered) + ([planner.snapshot(keys, snapshot)] if snapshot else [])
+    for ticket, item in enumerate(plan):
+        assert index.reserve(item, ticket) is not None
+        index.commit(ticket)
+    return dict(planner.lookup(keys, num_tokens, 0, index).lost)
+
+
+def test_a_fresh_prompt_is_lost_for_want_of_attention_up_to_its_last_match_unit() -> None:
+    assert lost([FULL, STATE], 200) == {"attention": 192, "prompt_end": 8}
+
+
+def test_attention_without_a_snapshot_costs_what_it_covers() -> None:
+    assert lost([FULL, STATE], 200, covered=128) == {"state": 128, "attention": 64, "prompt_end": 8}
+    assert lost([FULL, STATE], 200, covered=128, snapshot=64) == {"state": 64, "attention": 64, "prompt_end": 8}
+
+
+def test_a_snapshot_beyond_the_last_whole_chunk_counts_as_reached() -> None:
+    assert lost([FULL, STATE], 200, covered=128, snapshot=144) == {"attention": 48, "prompt_end": 8}
+
+
+def test_without_states_what_follows_the_last_chunk_is_lost_to_granularity() -> None:
+    assert lost([FULL], 250, covered=192) == {"granularity": 48, "prompt_end": 10}
+
+
+def test_a_prompt_below_the_match_unit_has_no_restore_point() -> None:
+    assert lost([FULL, STATE], 16) == {"none": 16}
+    assert lost([FULL, STATE], 17) == {"attention": 16, "prompt_end": 1}
+
+
+def test_without_full_attention_everything_is_lost_for_want_of_a_state_or_a_window() -> None:
+    assert lost([STATE], 200) == {"state": 192, "prompt_end": 8}
+    assert lost([WINDOW], 200) == {"window": 192, "prompt_end": 8}

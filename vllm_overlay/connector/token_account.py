@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every token that an admitted request asks for is restored, or is lost for one reason: here both are counted."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm_overlay.common.reasons import Reason
+from vllm_overlay.connector.metrics import OffloadStats
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request's latest lookup. ``lost`` has the tokens that are not offered."""
+
+    num_tokens: int
+    lost: Mapping[Reason, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    asked: _Asked
+    num_tokens: int
+    started: float
+
+
+class TokenAccount:
+    """Called by the scheduler's half alone.
+
+    A lookup counts when its request is admitted, so that one repeated for want of blocks counts once. When a load
+    begins then, it counts when the load has ended, so that at any time::
+
+        queried_tokens == restored_tokens + the sum of lost_tokens over all reasons
+    """
+
+    def __init__(self, stats: OffloadStats) -> None:
+        self._stats = stats
+        self._asked: dict[str, _Asked] = {}
+        self._loads: dict[str, _Load] = {}
+
+    @property
+    def tracked(self) -> int:
+        """Entries in its tables."""
+        return len(self._asked) + len(self._loads)
+
+    def looked_up(self, request_id: str, num_tokens: int, lost: Mapping[Reason, int]) -> None:
+        """The answer to a lookup for ``num_tokens`` beyond the device cache; it replaces an earlier one."""
+        self._asked[request_id] = _Asked(num_tokens, lost)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over: the answer to its lookup counts no more."""
+        self._asked.pop(request_id, None)
+
+    def admitted(self, request_id: str, num_tokens: int) -> None:
+        """The request got its blocks, to load so many tokens. Of a lookup that has counted already: nothing."""
+        asked = self._asked.pop(request_id, None)
+        if asked is None:
+            return
+        if num_tokens:
+            self._loads[request_id] = _Load(asked, num_tokens, time.monotonic())
+        else:
+            self._count(asked)
+
+    def load_ended(self, request_id: str, *, failed: bool) -> int:
+        """In all ranks, or with a failure in one. Returns the tokens of a load that came."""
+        load = self._loads.pop(request_id, None)
+        if load is None:
+            return 0
+        if failed:
+            self._count(load.asked, num_failed=load.num_tokens)
+            return 0
+        self._stats.count("restored_requests")
+        self._stats.observe("load_seconds", time.monotonic() - load.started)
+        self._count(load.asked, num_restored=load.num_tokens)
+        return load.num_tokens
+
+    def _count(self, asked: _Asked, *, num_restored: int = 0, num_failed: int = 0) -> None:
+        used = num_restored + num_failed
+        lost = {
+            **asked.lost,
+            Reason.NOT_TAKEN: asked.num_tokens - sum(asked.lost.values()) - used,
+            Reason.LOAD_FAILED: num_failed,
+        }
+        self._stats.count("queried_tokens", asked.num_tokens)
+        self._stats.count("restored_tokens", num_restored)
+        for reason, tokens in lost.items():
+            if tokens:
+                self._stats.count("lost_tokens", tokens, reason)

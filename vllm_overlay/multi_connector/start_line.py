@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line that says at start which children there are and how one is chosen."""
+
+from collections.abc import Sequence
+
+from vllm_overlay.multi_connector.children import ChildSpec
+from vllm_overlay.multi_connector.load_weight import LoadWeight
+from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
+
+_DEFAULT = ChildSettings()
+
+
+def start_line(settings: MultiSettings, specs: Sequence[ChildSpec]) -> str:
+    """``selection weighted; cpu (HybridOffloadConnector, weight 1), disk (..., store off); control file ...``."""
+    children = ", ".join(f"{spec.name} ({', '.join(_words(spec))})" for spec in specs)
+    control_file = f"; control file {settings.control_file}" if settings.control_file else ""
+    return f"selection {settings.selection}; {children}{control_file}"
+
+
+def _words(spec: ChildSpec) -> list[str]:
+    own = spec.settings
+    words = [spec.cls.__name__, _weight(spec.load_weight)]
+    words += [f"{switch} off" for switch in ("load", "store", "promote") if not getattr(own, switch)]
+    if own.min_tokens != _DEFAULT.min_tokens:
+        words.append(f"min_tokens {own.min_tokens}")
+    return words
+
+
+def _weight(weight: LoadWeight) -> str:
+    """A number without needless zeros."""
+    return f"weight auto, {weight.number:g} until measured" if weight.is_measured else f"weight {weight.number:g}"
