@@ -12,11 +12,13 @@ from vllm_overlay.cli.command import INTERRUPTED, PROBLEMS, SOUND, USAGE, Comman
 from vllm_overlay.cli.console import shown
 from vllm_overlay.cli.fsck import FSCK
 from vllm_overlay.cli.gc import GC
+from vllm_overlay.cli.plan import PLAN
+from vllm_overlay.cli.probe import PROBE
 from vllm_overlay.cli.stats import STATS
 from vllm_overlay.cli.verify import VERIFY
 from vllm_overlay.config import ConfigError
 
-COMMANDS: tuple[Command, ...] = (VERIFY, FSCK, STATS, GC)
+COMMANDS: tuple[Command, ...] = (VERIFY, PLAN, PROBE, FSCK, STATS, GC)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,14 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-overlay",
-        description="Looks after a server's tiers. Commands on a disk root may run while others serve it.",
+        description="Plans and looks after a server's tiers. Commands on a disk root may run while others serve it.",
         epilog=f"""examples:
 {_examples()}
 
 exit status:
   0    {_meanings(SOUND)}
   1    {_meanings(PROBLEMS)}
-  2    wrong usage; no root or server, or one that does not answer as it should
+  2    wrong usage; no root or server, or one that does not answer as it should; plan: it cannot work
   130  interrupted; what was done is whole
 """,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -18,6 +18,7 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.server.api_client import ApiClient, ApiError
 from vllm_overlay.server.server_process import ServerError, ServerProcess
 from vllm_overlay.verification.comparison import PASSED, Verdict
+from vllm_overlay.verification.load_weights import with_fixed_load_weights
 from vllm_overlay.verification.verification import NothingToVerify, Result, Verification
 
 _EMPTIED, _RESTARTED = "device cache emptied", "server restarted"
@@ -35,7 +36,9 @@ after a restart. Tokens and logprobs must be those that were computed, or those 
 else they must be within --tolerance, and where a token differs both must have been that nearly likely.
 
 A running server must have VLLM_SERVER_DEV_MODE=1 and --enable-prompt-tokens-details, and should serve nobody else
-meanwhile. VLLM_API_KEY is used if it is set. What is stored stays in the tiers and is found by no other request.
+meanwhile. VLLM_API_KEY is used if it is set. Where load_weight is "auto", what is faster to compute is not restored:
+give its children numbers for the verification. (A server that is started here gets load_weight 1.0 by itself.)
+What is stored stays in the tiers and is found by no other request.
 
 examples:
   vllm-overlay verify http://127.0.0.1:8000
@@ -110,11 +113,14 @@ def _verify_own(verification: Verification, arguments: argparse.Namespace) -> No
         descriptor, arguments.log = tempfile.mkstemp(prefix="vllm-overlay-verify-", suffix=".log")
         os.close(descriptor)
     say = _say()
+    server_arguments = with_fixed_load_weights(arguments.server)
+    if server_arguments != arguments.server:
+        say('every load_weight "auto" is 1.0 here, so that what is found is restored, however long that takes')
 
     def server() -> ServerProcess:
         say(f"start the server (log: {arguments.log})")
         return ServerProcess(
-            arguments.server, log_path=Path(arguments.log), model=arguments.model, start_timeout_s=_START_TIMEOUT_S
+            server_arguments, log_path=Path(arguments.log), model=arguments.model, start_timeout_s=_START_TIMEOUT_S
         )
 
     with server() as api:

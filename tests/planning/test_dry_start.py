@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a dry start answers is what a real engine has: blocks, bytes, chunks. It needs no weights."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.engine.client import Engine, cpu_child, multi, prompt
+from vllm_overlay.config import ConfigError
+from vllm_overlay.planning.ask_vllm import ask_vllm
+from vllm_overlay.planning.capacity import geometry_of
+from vllm_overlay.planning.formula import layout_by_formula
+from vllm_overlay.planning.model_facts import facts_of, read_config
+from vllm_overlay.planning.question import Question
+from vllm_overlay.tiers.factory import tier_spec
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def without_weights(tiny_model: Path, tmp_path: Path) -> Path:
+    """The tiny model's configuration alone."""
+    directory = tmp_path / "configuration"
+    directory.mkdir()
+    shutil.copy(tiny_model / "config.json", directory)
+    return directory
+
+
+@pytest.mark.processor
+def test_vllm_answers_without_weights_what_its_engine_has(tiny_model: Path, without_weights: Path) -> None:
+    """With the dtype of states that vLLM chooses on this processor."""
+    layout = ask_vllm(Question(model=str(without_weights)))
+    with Engine(tiny_model, kv_transfer_config=multi(cpu_child(hybrid_chunk_size="auto"))) as engine:
+        assert f"Setting attention block size to {layout.block_size} tokens" in engine.log
+        engine.generate(prompt(100, seed=1))
+        engine.wait_for_stores()
+        measured = {
+            name: engine.metric(f"vllm:hybrid_offload_{name}", connector="cpu")
+            for name in ("block_tokens", "chunk_tokens", "restore_unit_tokens", "token_bytes", "state_bytes")
+        }
+    geometry = geometry_of(layout, 64, tier_spec({"tier": "cpu"}))
+    assert measured == {
+        "block_tokens": layout.block_size,
+        "chunk_tokens": geometry.chunk_size,
+        "restore_unit_tokens": geometry.restore_unit,
+        "token_bytes": geometry.token_bytes,
+        "state_bytes": geometry.state_bytes,
+    }
+    assert layout.max_model_len == 8192
+    assert "asked vLLM 0.32.0" in layout.origin
+
+
+def test_one_process_answers_for_two_ranks_what_the_formula_gives(without_weights: Path) -> None:
+    question = Question(model=str(without_weights), tensor_parallel_size=2, mamba_ssm_cache_dtype="float32")
+    asked, computed = ask_vllm(question), layout_by_formula(facts_of(read_config(question.model)), question)
+    assert asked.block_size == computed.block_size
+    for attention in (True, False):
+        own = [sum(g.page_bytes for g in one.groups if g.is_attention is attention) for one in (asked, computed)]
+        assert own[0] == own[1] > 0
+
+
+def test_what_the_connector_refuses_is_refused_in_its_words(without_weights: Path) -> None:
+    question = Question(model=str(without_weights), mamba_ssm_cache_dtype="float32", prefix_match_unit=100)
+    with pytest.raises(ConfigError, match="--prefix-match-unit 100 must divide every attention block size, here 1152"):
+        ask_vllm(question)
+
+
+def test_what_vllm_refuses_is_refused_in_its_words(without_weights: Path) -> None:
+    with pytest.raises(ConfigError, match=r"vLLM cannot start .*max_model_len"):
+        ask_vllm(Question(model=str(without_weights), max_model_len=1 << 20))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command that is printed is the command that is meant, and our connector takes its configuration."""
+
+import json
+import shlex
+from pathlib import Path
+
+from tests.planning.models import QWEN_0_8B, write_config
+from vllm_overlay.multi_connector.children import child_specs
+from vllm_overlay.planning.capacity import Conversation
+from vllm_overlay.planning.plan import make_plan
+from vllm_overlay.planning.question import Question
+from vllm_overlay.planning.server_command import shell_line
+from vllm_overlay.plugin import register
+from vllm_overlay.tiers.factory import tier_spec
+
+CHILDREN = [
+    {"tier": "cpu", "capacity_bytes": "32GiB"},
+    {"tier": "disk", "root": '/mnt/it\'s "mine" $HOME', "capacity_bytes": "1TiB"},
+]
+
+
+def test_a_shell_reads_back_the_same_arguments_and_json(tmp_path: Path) -> None:
+    model = write_config(tmp_path / "a model; $(rm)", QWEN_0_8B)
+    plan = make_plan(Question(model=str(model), platform="cuda", max_model_len=4096), CHILDREN, Conversation(8000))
+    words = shlex.split(shell_line(plan.command))
+    assert words == list(plan.command)
+    assert words[words.index("--model") + 1] == str(model)
+    assert words[words.index("--max-model-len") + 1] == "4096"
+    assert words[words.index("--prefix-match-unit") + 1] == "32"
+    config = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert config == plan.kv_transfer_config
+    assert [
+        child["kv_connector_extra_config"] for child in config["kv_connector_extra_config"]["connectors"]
+    ] == CHILDREN
+
+
+def test_our_connector_takes_the_configuration(tmp_path: Path) -> None:
+    register()
+    model = write_config(tmp_path / "m", QWEN_0_8B)
+    config = make_plan(Question(model=str(model), platform="cuda"), CHILDREN, Conversation(8000)).kv_transfer_config
+    specs = child_specs(config["kv_connector_extra_config"], config["kv_role"], "engine")
+    assert [spec.name for spec in specs] == ["cpu", "disk"]
+    assert all(spec.load_weight.is_measured for spec in specs)
+    tiers = [tier_spec(spec.kv_transfer_config.kv_connector_extra_config) for spec in specs]
+    assert [tier.settings.capacity_bytes for tier in tiers] == [32 << 30, 1 << 40]
+
+
+def test_vllm_takes_every_flag_of_the_command(tmp_path: Path) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    model = write_config(tmp_path / "m", QWEN_0_8B)
+    flags = {
+        "block_size": 576,
+        "max_model_len": 4096,
+        "tensor_parallel_size": 2,
+        "kv_cache_dtype": "fp8",
+        "mamba_ssm_cache_dtype": "float32",
+        "prefix_match_unit": 64,
+        "max_num_batched_tokens": 8192,
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "prefix_cache_retention_interval": 0,
+    }
+    flags["block_size"] = 1152
+    plan = make_plan(Question(model=str(model), platform="cuda", **flags), CHILDREN, Conversation(8000))
+    parser = make_arg_parser(FlexibleArgumentParser())
+    parsed = parser.parse_args(list(plan.command[3:]))
+    assert {name: getattr(parsed, name) for name in flags} == flags
+    assert parsed.model == str(model)
+    assert parsed.enable_prefix_caching is True
