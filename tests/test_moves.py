@@ -2,7 +2,6 @@
 """What users wrote for 0.1.0 works, or an error names what takes its place; CHANGELOG.md has the whole table."""
 
 import importlib.metadata
-import logging
 import subprocess
 import sys
 import tomllib
@@ -87,7 +86,6 @@ def test_the_former_name_in_vllm_plugins_works_and_is_told(
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if listed is not None:
         monkeypatch.setenv("VLLM_PLUGINS", listed)
-    monkeypatch.setattr(logging.getLogger("vllm_overlay"), "propagate", True)
     for function in load_plugins_by_group(GROUP).values():
         function()
     assert set(KVConnectorFactory._registry) == set(plugin.CONNECTORS)
