@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Grafana dashboards as code. ``python -m devtools.dashboards`` writes their JSON to ``dashboards/``."""

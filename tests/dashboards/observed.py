@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real server under traffic with a real Prometheus beside it; used by a test and by the command for pictures."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from devtools.dashboards.prometheus_api import PrometheusApi
+from tests.dashboards.prometheus import Prometheus
+from tests.dashboards.traffic import Traffic
+from tests.engine.client import cpu_child, disk_child, multi
+from tests.engine.states import FLOAT32
+from tools.server import Server
+
+SCRAPE_INTERVAL_S = 1.0
+SEEN_TIMEOUT_S = 60.0
+_LAST_SCRAPE = 'timestamp(vllm:num_requests_running{job="vllm"})'
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """``started`` is when Prometheus had seen the server before its first request."""
+
+    traffic: Traffic
+    prometheus: PrometheusApi
+    started: float
+
+    def seen(self) -> float:
+        """Waits until Prometheus has seen everything that the server has counted by now; that time."""
+        return _scraped_after(self.prometheus, time.time())
+
+
+@contextlib.contextmanager
+def observed(model: Path, directory: Path) -> Iterator[Observed]:
+    """Until the end of the block."""
+    root, switches, log = directory / "root", directory / "switches.json", directory / "server.log"
+    config = multi(cpu_child(), disk_child(root), control_file=str(switches))
+    server = Server(model, config, log_path=log, arguments=FLOAT32.flags)
+    target = server.url.removeprefix("http://")
+    with server as api, Prometheus(directory / "prometheus", target, SCRAPE_INTERVAL_S) as prometheus:
+        started = _scraped_after(prometheus, time.time())
+        yield Observed(Traffic(api, switches, root, log), prometheus, started)
+
+
+def _scraped_after(prometheus: PrometheusApi, moment: float) -> float:
+    """When the first scrape that began after ``moment`` was in."""
+    deadline = time.monotonic() + SEEN_TIMEOUT_S
+    while True:
+        found = prometheus.query(_LAST_SCRAPE, time.time())
+        if found and found[0].samples[0][1] > moment:
+            return found[0].samples[0][1]
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"Prometheus has not scraped the server for {SEEN_TIMEOUT_S:.0f} s")
+        time.sleep(0.1)
