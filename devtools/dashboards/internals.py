@@ -14,6 +14,11 @@ BY_HOOK = ("connector", "hook")
 PHASES = {0: ("serving", GREEN), 1: ("stopping", YELLOW), 2: ("out of service", RED), 3: ("coming back", YELLOW)}
 """By the value of the gauge ``state``."""
 OUT = 2
+LOST_BY_KIND = (
+    f"label_replace({rate(f'{TIER}lost_tokens', ('connector', 'group_kind'))}, "
+    '"group_kind", "no group", "group_kind", "^$")'
+)
+"""Prometheus has no empty labels, and a legend should name the tokens that no group has lost."""
 
 
 def latencies(title: str, description: str, histogram: str) -> Chart:
@@ -40,10 +45,9 @@ MISSES = (
     ),
     Chart(
         "Lost tokens, by kind of group",
-        "The same, by the kind of KV cache group that ended the hit: full attention, recurrent or sliding window. "
-        "Without a kind, no group ended it.",
+        "The same, by the kind of KV cache group that ended the hit: full attention, recurrent or sliding window.",
         "short",
-        (Query(rate(f"{TIER}lost_tokens", ("connector", "group_kind")), f"{WHOSE}: {{{{group_kind}}}}"),),
+        (Query(LOST_BY_KIND, f"{WHOSE}: {{{{group_kind}}}}"),),
         stacked=True,
     ),
     Chart(

@@ -11,6 +11,8 @@ from grafana_foundation_sdk.models import dashboard as models
 DATASOURCE = common_models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 GREEN, YELLOW, RED = "green", "yellow", "red"
 STAT_HEIGHT, HEIGHT = 4, 8
+BAR_INTERVAL = "1m"
+"""No bar is of less: neighbouring bars would count the same event."""
 FULL_WIDTH, HALF, QUARTER = 24, 12, 6
 """Grafana's grid is 24 wide."""
 
@@ -61,7 +63,7 @@ class Chart:
         if self.top is not None:
             panel.max(self.top)
         if self.bars:
-            panel.draw_style(common_models.GraphDrawStyle.BARS)
+            panel.draw_style(common_models.GraphDrawStyle.BARS).interval(BAR_INTERVAL)
         if self.stacked:
             panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
         for place, query in enumerate(self.queries):

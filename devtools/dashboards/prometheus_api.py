@@ -2,6 +2,7 @@
 """Queries to Prometheus over its HTTP API (https://prometheus.io/docs/prometheus/latest/querying/api/)."""
 
 import json
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -23,10 +24,8 @@ class Series:
     samples: list[tuple[float, float]]
 
     def named(self, legend: str) -> str:
-        """Grafana's legend, with labels in double braces."""
-        for label, value in self.labels.items():
-            legend = legend.replace(f"{{{{{label}}}}}", value)
-        return legend
+        """Grafana's legend, with labels in double braces; one that the series does not have is empty."""
+        return re.sub(r"{{(\w+)}}", lambda found: self.labels.get(found[1], ""), legend)
 
 
 class PrometheusApi:

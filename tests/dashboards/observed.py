@@ -37,7 +37,8 @@ def observed(model: Path, directory: Path) -> Iterator[Observed]:
     """Until the end of the block."""
     root, switches, log = directory / "root", directory / "switches.json", directory / "server.log"
     config = multi(cpu_child(), disk_child(root), control_file=str(switches))
-    server = Server(model, config, log_path=log, arguments=FLOAT32.flags)
+    # Else the first request would compile for seconds how logprobs are ranked.
+    server = Server(model, config, log_path=log, arguments=FLOAT32.flags, environment={"TORCHDYNAMO_DISABLE": "1"})
     target = server.url.removeprefix("http://")
     with server as api, Prometheus(directory / "prometheus", target, SCRAPE_INTERVAL_S) as prometheus:
         started = _scraped_after(prometheus, time.time())
