@@ -79,13 +79,14 @@ def _draw_number(axes: Axes, panel: Mapping[str, Any], prometheus: PrometheusApi
 def _draw_lines(axes: Axes, panel: Mapping[str, Any], prometheus: PrometheusApi, period: Period) -> None:
     custom = panel["fieldConfig"]["defaults"]["custom"]
     has_bars = custom.get("drawStyle") == "bars"
-    step_s = period.window_s if has_bars else period.step_s  # neighbouring bars would count the same event
+    start, step_s = period.start, period.step_s
+    if has_bars:  # neighbouring bars must not count the same event, and the last one ends with the period
+        step_s = period.window_s
+        start = period.end - int((period.end - period.start) // step_s) * step_s
     lines = [
         (series, series.named(target["legendFormat"]), _is_dashed(panel, target))
         for target in panel["targets"]
-        for series in prometheus.query_range(
-            _expression(target, period, period.window_s), period.start, period.end, step_s
-        )
+        for series in prometheus.query_range(_expression(target, period, period.window_s), start, period.end, step_s)
     ]
     if custom.get("stacking", {}).get("mode") == "normal":
         _stack(axes, [(series, name) for series, name, _ in lines], period)
