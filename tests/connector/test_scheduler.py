@@ -335,3 +335,33 @@ def test_an_overdue_load_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) ->
     assert made.tier.usage().used_bytes == used > 0
     made.scheduler.update(KVConnectorOutput(finished_recving={"p"}), None)
     assert made.tier.usage().used_bytes == 0
+
+
+# What goes first when there is no room.
+
+
+def full_tier() -> Harness:
+    """Room for two chunks and no more: two prompts' worth of one chunk."""
+    return Harness(CpuTierManager(num_units=2, unit_bytes=512, world_size=2))
+
+
+@pytest.mark.parametrize("num_local", [64, 0], ids=["vLLM's own cache", "another connector's load"])
+def test_what_a_request_used_from_elsewhere_stays_in_the_tier(num_local: int) -> None:
+    made = full_tier()
+    for name in ("used", "unused"):
+        made.store(name, 64)
+    request = made.request("used")
+    request.request_id = "again"
+    made.scheduler.lookup(request, num_local)
+    made.scheduler.allocated(request, ([1], [1]), 0)
+    made.store("new", 64)
+    assert [made.found(name) for name in ("used", "unused", "new")] == [64, 0, 64]
+
+
+def test_a_request_that_was_not_admitted_has_used_nothing() -> None:
+    made = full_tier()
+    for name in ("asked", "unused"):
+        made.store(name, 64)
+    assert made.found("asked") == 64
+    made.store("new", 64)
+    assert [made.found(name) for name in ("asked", "unused", "new")] == [0, 64, 64]

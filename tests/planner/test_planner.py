@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.naive_twin import SetView
 from tests.strategies import all_blocks, everything, families_of_prompts, geometries, naive_of
+from tests.tiers.entries import entries_of
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.coverage import count_covered
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
@@ -347,3 +348,33 @@ def test_without_full_attention_boundaries_are_probed_one_by_one():
     keys = long_keys(100)
     found = HybridOffloadPlanner(geometry).lookup(keys, 6400, 0, stored(geometry, keys, [640]))
     assert (found.restore_point, found.junction, found.limited_by) == (640, 0, Reason.STATE)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tiers(), st.data())
+def test_marking_what_is_needed_last_keeps_a_prefix_for_as_long_as_marking_all_of_it(tier, data):
+    """All that a restore would load is marked or below a mark, and nothing goes before what was used before it."""
+    geometry, prompts, known, held = tier
+    planner, index = HybridOffloadPlanner(geometry), index_view(held)
+    used = {object_id: entry.last_use for object_id, entry in entries_of(index).items()}
+    for turn in range(data.draw(st.integers(0, 6))):
+        keys = data.draw(st.sampled_from(prompts))
+        boundary = data.draw(st.integers(0, len(keys))) * geometry.match_unit
+        marked = planner.last_needed(keys, boundary)
+        index.touch(marked)
+        now = len(known) + 1 + turn
+        behind = [object_id for object_id in marked if object_id in held]
+        while behind:
+            object_id = behind.pop()
+            used[object_id] = now
+            behind.extend(known[object_id].parents)
+        if geometry.is_restore_point(boundary):
+            restored = {item.object_id for item in planner.load_plan(keys, 0, boundary)}
+            if restored <= held.keys():
+                assert all(used[object_id] == now for object_id in restored)
+    for item in reversed(held.values()):  # parents come first in it
+        for parent in item.parents:
+            used[parent] = max(used[parent], used[item.object_id])
+    gone = [entry.object_id for entry in iter(index.evict_one, None)]
+    assert len(gone) == len(held)
+    assert [used[object_id] for object_id in gone] == sorted(used[object_id] for object_id in gone)

@@ -92,6 +92,8 @@ class TrackedRequest:
     num_local: int
     num_prompt_tokens: int
     """When it came. A streaming session takes what it has decoded into its prompt later."""
+    restore_point: int = 0
+    """Of its latest lookup; 0: none above ``num_local``."""
     failed_loads: int = 0
     cursors: dict[int, StoreCursor] = field(default_factory=dict)
     stalled_at: ObjectId | None = None

@@ -116,6 +116,7 @@ class OffloadScheduler:
         self._stats.count("lookups")
         self._stats.count("lookup_limits", reason=lookup.limited_by)
         self._account.looked_up(request.request_id, request.num_tokens - num_local, lookup.lost)
+        self._tracked[request.request_id].restore_point = lookup.restore_point
         if lookup.junction > request.shared_prefix_boundary:
             request.shared_prefix_boundary = lookup.junction
         return lookup.num_new_tokens
@@ -124,7 +125,10 @@ class OffloadScheduler:
         """The scheduler took the offer (or, with 0 tokens, did not): the restore point becomes a load job."""
         tracked = self._tracked.get(request.request_id)
         self._account.admitted(request.request_id, num_external_tokens)
-        if tracked is None or num_external_tokens <= 0:
+        if tracked is None:
+            return
+        if num_external_tokens <= 0:
+            self._touch(tracked)
             return
         if tracked.names.keys is None:
             self.plan_failed(request.request_id)
@@ -142,6 +146,12 @@ class OffloadScheduler:
         zeros = self._placer.beyond(restore_point, block_ids)
         self._new_loads.append(LoadJob(load_id, request.request_id, tuple(tickets), placements, zeros))
         tracked.names.restored(block_id for placement in placements for block_id in placement.block_ids)
+
+    def _touch(self, tracked: TrackedRequest) -> None:
+        """The request goes on from vLLM's own cache or another connector's load: what would restore it here is used."""
+        if (keys := tracked.names.keys) is not None:
+            boundaries = {tracked.num_local, tracked.restore_point}
+            self._tier.touch([used for boundary in boundaries for used in self._planner.last_needed(keys, boundary)])
 
     def plan_failed(self, request_id: str) -> None:
         """A load was promised and could not be planned: its request must hear of it, or it would wait for ever."""

@@ -136,6 +136,24 @@ class HybridOffloadPlanner:
             planned.append(self.snapshot(keys, restore_point))
         return planned
 
+    def last_needed(self, keys: Sequence[bytes], boundary: int) -> list[ObjectId]:
+        """What going on at ``boundary`` needs that nothing else of its prefix depends on: the objects to mark as used.
+
+        A tier evicts leaves first, so what a marked object depends on stays for as long: marking the last chunk of
+        full attention is as good as marking all of them. Names, whether the tier has them or not.
+        """
+        boundary = min(boundary, len(keys) * self.geometry.match_unit)
+        if boundary <= 0:
+            return []
+        found = [object_id for group in self.geometry.full for object_id in self._last_chunk(keys, group, boundary)]
+        for group in self.geometry.windows:
+            found += [
+                self.geometry.chunk_id(keys, group, index) for index in self.geometry.window_chunks(group, boundary)
+            ]
+        if self.geometry.is_restore_point(boundary) and self.geometry.recurrent:
+            found.append(self.geometry.snapshot_id(keys, boundary))
+        return found
+
     def store_plan(
         self, keys: Sequence[bytes], cursors: Mapping[int, int], computed_tokens: int
     ) -> list[PlannedObject]:

@@ -112,6 +112,9 @@ class TierManager(ABC):
     def release(self, object_ids: Sequence[ObjectId]) -> None:
         """Unpin what ``acquire`` pinned; objects dropped meanwhile are ignored."""
 
+    def touch(self, object_ids: Sequence[ObjectId]) -> None:  # noqa: B027
+        """Those of these objects that the tier has were used now, though not loaded from here: they go late."""
+
     @abstractmethod
     def drop(self, object_id: ObjectId) -> None:
         """Stop finding an object, and everything that depends on it: it did not verify, or its store is overdue.

@@ -134,6 +134,9 @@ class CpuTierManager(TierManager):
     def release(self, object_ids: Sequence[ObjectId]) -> None:
         self._reclaim(self.index.unpin(object_ids))
 
+    def touch(self, object_ids: Sequence[ObjectId]) -> None:
+        self.index.touch(object_ids)
+
     def drop(self, object_id: ObjectId) -> None:
         self._reclaim(self.index.drop(object_id))
 

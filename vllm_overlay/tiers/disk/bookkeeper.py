@@ -130,7 +130,7 @@ class Bookkeeper:
         self._add(Dropped(served, object_id))
 
     def use(self, served: ServedNamespace, object_ids: Iterable[ObjectId]) -> None:
-        """These are loaded now: they go late."""
+        """These are used now: they go late."""
         self._used.extend(Name(served.namespace.fingerprint_of(each.tag), each) for each in object_ids)
 
     def serve(self, served: ServedNamespace, retired: PrefixIndex) -> None:

@@ -304,6 +304,10 @@ class DiskTierManager(TierManager):
         self._served.holds.release(object_ids)
         self._discard_all(self.index.unpin(object_ids))
 
+    def touch(self, object_ids: Sequence[ObjectId]) -> None:
+        self.index.touch(object_ids)
+        self._bookkeeper.use(self._served, [object_id for object_id in object_ids if self.index.has(object_id)])
+
     # Removal.
 
     def drop(self, object_id: ObjectId) -> None:
