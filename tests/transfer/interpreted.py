@@ -18,7 +18,7 @@ MEMORY_BYTES = 1 << 17
 
 def launch(table: CopyTable, *, only_clear: bool = False) -> None:
     run = copy_kernel.clear_rows if only_clear else copy_kernel.copy_rows
-    run(torch.from_numpy(table.fields), table.vector_bytes, int((table.rows * table.row_bytes).max()))
+    run(torch.from_numpy(table.fields), table.vector_bytes, table.largest_bytes)
 
 
 @st.composite
@@ -68,6 +68,11 @@ def test_copies_larger_than_all_programs_take_at_once() -> None:
         launch(CopyTable.of([copy]))
         assert torch.equal(target[:num_bytes], source[shift : shift + num_bytes])
         assert not target[num_bytes:].any()
+
+
+def test_all_variants_are_prepared_without_a_copy() -> None:
+    """The table that copies nothing has null addresses."""
+    copy_kernel.prepare(torch.device("cpu"))
 
 
 @settings(deadline=None, max_examples=25)

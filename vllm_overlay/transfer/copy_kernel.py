@@ -27,7 +27,7 @@ def copy_rows(table: torch.Tensor, vector_bytes: int, largest_bytes: int) -> Non
     Args:
         table: ``CopyTable.fields`` where the device can read them, (6, copies) int64.
         vector_bytes: ``CopyTable.vector_bytes``.
-        largest_bytes: Bytes of the largest copy.
+        largest_bytes: ``CopyTable.largest_bytes``; a copy has fewer than 2**31 vectors.
     """
     _launch(table, vector_bytes, largest_bytes, only_clear=False)
 
@@ -35,6 +35,14 @@ def copy_rows(table: torch.Tensor, vector_bytes: int, largest_bytes: int) -> Non
 def clear_rows(table: torch.Tensor, vector_bytes: int, largest_bytes: int) -> None:
     """The same, but zeros to the targets; the sources are not looked at."""
     _launch(table, vector_bytes, largest_bytes, only_clear=True)
+
+
+def prepare(device: torch.device) -> None:
+    """Compile all variants before the first step needs one; called at start. Each copies nothing, once."""
+    table = torch.zeros((NUM_FIELDS, 1), dtype=torch.int64, device=device)
+    for vector_bytes in (16, 8, 4, 2, 1):
+        copy_rows(table, vector_bytes, 1)
+        clear_rows(table, vector_bytes, 1)
 
 
 def _launch(table: torch.Tensor, vector_bytes: int, largest_bytes: int, *, only_clear: bool) -> None:

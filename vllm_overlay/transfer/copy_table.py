@@ -75,6 +75,11 @@ class CopyTable:
         return int((self.rows * self.row_bytes).sum())
 
     @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest copy."""
+        return int((self.rows * self.row_bytes).max(initial=0))
+
+    @property
     def vector_bytes(self) -> int:
         """The largest power of two, up to 16, that divides every place, step and row."""
         numbers = np.delete(self.fields, _ROWS, axis=0)
