@@ -51,11 +51,16 @@ _Batch = ctypes.CFUNCTYPE(
 )
 
 
+def open_driver() -> ctypes.CDLL:
+    """The CUDA driver's library. Raises OSError when there is none."""
+    return ctypes.CDLL(_LIBRARY)
+
+
 class DriverCopies:
     """``library`` stands for the driver's in tests. Raises OSError when there is no driver."""
 
     def __init__(self, library: Any = None) -> None:
-        self._library = library if library is not None else ctypes.CDLL(_LIBRARY)
+        self._library = library if library is not None else open_driver()
 
     def submit(self, table: CopyTable, stream: int, *, source_is_stable: bool) -> None:
         """Submit copies of a single row each to a stream that is not the default one.
