@@ -95,9 +95,9 @@ def expected(table: CopyTable, source: np.ndarray, target: np.ndarray) -> np.nda
 def test_copies_arrive(has_batch: bool) -> None:
     driver = FakeDriver(has_batch=has_batch)
     table, source, target = scattered(9)
-    copies = DriverCopies(driver)
+    copies, wanted = DriverCopies(driver), expected(table, source, target)
     copies.submit(table, STREAM, source_is_stable=True)
-    assert (target == expected(table, source, target)).all()
+    assert (target == wanted).all()
     assert driver.calls == (["batch"] if has_batch else ["single"] * 6)
     copies.submit(CopyTable.of([]), STREAM, source_is_stable=True)
     assert len(driver.calls) == (1 if has_batch else 6)
