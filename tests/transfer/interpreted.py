@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The copy kernel in Triton's interpreter. test_copy_kernel.py runs this in a process with TRITON_INTERPRET=1."""
 
+from functools import partial
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import gpu_workloads
+from bench.gpu_case import Case, Rig
 from tests.transfer import naive
 from tests.transfer.execution import clear, execute
+from tests.transfer.fake_device import FakeDevice, FakeStream
 from tests.transfer.naive import cases
 from tests.transfer.objects import chunks
 from vllm_overlay.transfer import copy_kernel
@@ -92,3 +98,29 @@ def test_chunks_of_any_layout_there_and_back(data: st.DataObject) -> None:
     naive.randomize(case.groups, seed=4)
     launch(table.reversed())
     assert all((a == b).all() for a, b in zip(expected, naive.snapshot_of(case.groups), strict=True))
+
+
+class KernelStream(FakeStream):
+    """Its kernels are the real one, interpreted."""
+
+    def run(self, table: CopyTable) -> None:
+        self.submit(partial(launch, table))
+
+
+class KernelDevice(FakeDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams = [KernelStream(self)]
+
+    def new_stream(self) -> FakeStream:
+        self.streams.append(KernelStream(self))
+        return self.streams[-1]
+
+
+@pytest.mark.parametrize("layout", gpu_workloads.LAYOUTS)
+def test_the_whole_engine_with_the_real_kernel(layout: str) -> None:
+    model = gpu_workloads.Model("hybrid", 32, layers=2, heads=2, cell_bytes=80, state_layers=2, state_bytes=4_004)
+    for workload in (gpu_workloads.chunks(model, 16, 4), gpu_workloads.snapshots(model, 4)):
+        device = KernelDevice()
+        rig = Rig(device, torch.device("cpu"), device.run_all, device.run_all, lambda _: lambda: None)
+        assert Case(rig, model, layout, workload, 4).is_right()

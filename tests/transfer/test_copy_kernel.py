@@ -28,7 +28,7 @@ def test_the_interpreted_kernel() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout
-    assert "4 passed" in done.stdout
+    assert "6 passed" in done.stdout
 
 
 @pytest.mark.slow

@@ -197,6 +197,23 @@ def test_a_copy_that_fails_half_way_ends_after_what_it_had_submitted(
     assert made.transfer.num_free == 1024
 
 
+def test_a_kernel_that_is_refused_after_its_launch_is_waited_for(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error can come when the work is submitted already: the ring is in use until that has run."""
+    run = made.device.compute.run
+
+    def run_and_raise(table: CopyTable) -> None:
+        run(table)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(made.device.compute, "run", run_and_raise)
+    made.transfer.gather([chunk(2)], [made.buffer(0)])
+    while made.store_stream.can_advance:
+        made.store_stream.advance()
+    assert made.transfer.poll() == []
+    made.device.run_all()
+    assert len(made.transfer.poll()) == 1 and made.transfer.num_free == 1024
+
+
 def test_a_lost_device_ends_everything_and_raises_nothing(made: Made) -> None:
     handles = {
         made.transfer.gather([chunk(0)], [made.buffer(0)]),
