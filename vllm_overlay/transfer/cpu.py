@@ -15,7 +15,7 @@ from vllm_overlay.tiers.memory import Bytes, HostBuffer
 from vllm_overlay.transfer import cpu_kernels
 from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span
 from vllm_overlay.transfer.group_tensors import GroupTensors
-from vllm_overlay.transfer.page_map import PageMap
+from vllm_overlay.transfer.page_map import PageMap, span_pieces
 
 _Addresses = npt.NDArray[np.int64]
 
@@ -189,7 +189,7 @@ class _Part:
     def zero(self, span: Span) -> None:
         """Clear the span in all layers."""
         for view in self._views:
-            for _, tokens in _pieces(view, span):
+            for _, tokens in span_pieces(view, span):
                 tokens.zero_()
 
     def copy(self, run: _Run, layers: range, *, to_host: bool) -> None:
@@ -264,30 +264,12 @@ class _Part:
             data = torch.from_numpy(run.array[unit, :num_bytes]).view(self._dtype)
             slabs = data.view(row_shape)[:, self._place]
             for slab, view in zip(slabs, self._views[layers.start : layers.stop], strict=True):
-                for start, pages in _pieces(view, span):
+                for start, pages in span_pieces(view, span):
                     rows = slab[start : start + pages.shape[0] * pages.shape[1]].view(pages.shape)
                     if to_host:
                         rows.copy_(pages)
                     else:
                         pages.copy_(rows)
-
-
-def _pieces(view: torch.Tensor, span: Span) -> Iterator[tuple[int, torch.Tensor]]:
-    """The span in one layer, cut where a token group is not taken whole.
-
-    Each piece comes with the number of tokens before it: (token groups, tokens a group, heads, content).
-    """
-    unit, token, end = view.shape[2], span.offset, span.offset + span.num_tokens
-    while token < end:
-        group, inner = divmod(token, unit)
-        if inner or end - token < unit:
-            stop = min(end, (group + 1) * unit)
-            piece = view[span.block_id, group : group + 1, inner : inner + stop - token]
-        else:
-            stop = end - end % unit
-            piece = view[span.block_id, group : stop // unit]
-        yield token - span.offset, piece
-        token = stop
 
 
 def _at_lines(*numbers: int) -> bool:

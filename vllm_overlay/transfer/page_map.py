@@ -7,10 +7,13 @@ Most backends keep each (token, head) in one cell of the registered tensor, and 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+
+from vllm_overlay.transfer.base import Span
 
 
 class PageMap(ABC):
@@ -133,6 +136,25 @@ class KeyValueMap(PageMap):
         """The keys, then the values."""
         head_size = layer.shape[-1] // 2
         return self.keys.view(layer, head_size), self.values.view(layer, head_size)
+
+
+def span_pieces(part: torch.Tensor, span: Span) -> Iterator[tuple[int, torch.Tensor]]:
+    """A span in one part of a layer's pages (``PageMap.parts``), cut where a token group is not taken whole.
+
+    Each piece comes with the number of tokens before it: (token groups, tokens a group, heads, content groups,
+    elements a group).
+    """
+    unit, token, end = part.shape[2], span.offset, span.offset + span.num_tokens
+    while token < end:
+        group, inner = divmod(token, unit)
+        if inner or end - token < unit:
+            stop = min(end, (group + 1) * unit)
+            piece = part[span.block_id, group : group + 1, inner : inner + stop - token]
+        else:
+            stop = end - end % unit
+            piece = part[span.block_id, group : stop // unit]
+        yield token - span.offset, piece
+        token = stop
 
 
 def has_packed_heads(cache: torch.Tensor) -> bool:

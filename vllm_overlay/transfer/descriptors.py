@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From placements to copies: which bytes of the KV cache are which bytes of an object.
+
+The same copies serve stores and, reversed, loads; on any device, because they are addresses. What a page or a span
+takes is worked out once, for block 0, and moved to the blocks that are asked for.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_overlay.tiers.memory import HostBuffer
+from vllm_overlay.transfer.base import Placement, Span
+from vllm_overlay.transfer.copy_table import CopyTable, Numbers
+from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.page_map import span_pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    """The copies of a page or of a span in block 0: from addresses to offsets in the object.
+
+    ``block_steps`` are the bytes from block to block, for each copy. ``num_bytes`` is what it takes of the object.
+    """
+
+    table: CopyTable
+    block_steps: Numbers
+    num_bytes: int
+
+    def at(self, block_id: int, offset: int) -> CopyTable:
+        """The copies for a block, from ``offset`` on in the object."""
+        return self.table.moved(self.block_steps * block_id, offset)
+
+
+class Descriptors:
+    """Made by a transfer for the groups it serves. Not thread-safe."""
+
+    def __init__(self, groups: Mapping[int, GroupTensors]) -> None:
+        self._groups = groups
+        self._pages: dict[int, _Pattern] = {}
+        self._spans: dict[tuple[int, int, int], _Pattern] = {}
+
+    def to_object(self, placement: Placement, num_bytes: int) -> CopyTable:
+        """From the KV cache to offsets in the object.
+
+        Raises:
+            IndexError: The placement names blocks or tokens that are not there.
+            ValueError: The placement does not take ``num_bytes``.
+        """
+        tables = []
+        offset = 0
+        for pattern, block_id in self._patterns(placement):
+            tables.append(pattern.at(block_id, offset))
+            offset += pattern.num_bytes
+        if offset != num_bytes:
+            relation = "longer" if offset > num_bytes else "shorter"
+            raise ValueError(f"the object's placement is {relation} than its buffer")
+        return CopyTable.joined(tables)
+
+    def to_host(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> CopyTable:
+        """From the KV cache to the rows of the buffers; raises what ``to_object`` and ``in_units`` do."""
+        pairs = zip(placements, buffers, strict=True)
+        return CopyTable.joined(
+            [in_units(self.to_object(placement, buffer.num_bytes), buffer) for placement, buffer in pairs]
+        )
+
+    def of_spans(self, spans: Sequence[Span]) -> CopyTable:
+        """Where these spans lie, as sources."""
+        return CopyTable.joined([self._span(span).at(span.block_id, 0) for span in spans])
+
+    def _patterns(self, placement: Placement) -> Iterator[tuple[_Pattern, int]]:
+        for group_id, block_id in placement.pages:
+            yield self._page(group_id, block_id), block_id
+        for span in placement.spans:
+            yield self._span(span), span.block_id
+
+    def _page(self, group_id: int, block_id: int) -> _Pattern:
+        group = self._groups[group_id]
+        num_blocks = group.layers[0].shape[0]
+        if not 0 <= block_id < num_blocks:
+            raise IndexError(f"page {block_id} of group {group_id} is not in {num_blocks} blocks")
+        if (pattern := self._pages.get(group_id)) is None:
+            pattern = self._pages[group_id] = _page_pattern(group)
+        return pattern
+
+    def _span(self, span: Span) -> _Pattern:
+        group = self._groups[span.group_id]
+        if group.page_map is None:
+            raise IndexError(f"{span} cuts a page that is moved whole")
+        key = (span.group_id, span.offset, span.num_tokens)
+        pattern = self._spans.get(key)
+        num_blocks, block_size = group.layers[0].shape[0], _block_size(group.layers[0])
+        if not (0 <= span.block_id < num_blocks and 0 <= span.offset < span.offset + span.num_tokens <= block_size):
+            raise IndexError(f"{span} is not in {num_blocks} blocks of {block_size} tokens")
+        if pattern is None:
+            pattern = self._spans[key] = _span_pattern(group, span.offset, span.num_tokens)
+        return pattern
+
+
+def in_units(table: CopyTable, buffer: HostBuffer) -> CopyTable:
+    """From offsets in an object, the targets, to addresses in its buffer; copies are cut where a unit ends.
+
+    Raises:
+        IndexError: The buffer's units are not in its pool.
+        ValueError: They do not hold its bytes.
+    """
+    num_units, unit_bytes = buffer.array.shape
+    units = np.array(buffer.units, dtype=np.int64)
+    if len(units) * unit_bytes < buffer.num_bytes:
+        raise ValueError(f"{len(units)} units of {unit_bytes} bytes do not hold {buffer.num_bytes} bytes")
+    if len(units) and not 0 <= units.min() <= units.max() < num_units:
+        raise IndexError(f"units {buffer.units} are not in a pool of {num_units} units")
+    if len(table) == 0:
+        return table
+    table = table.cut_at(unit_bytes)
+    place = table.targets // unit_bytes
+    return table.moved(0, units[place] * buffer.array.strides[0] + buffer.array.ctypes.data - place * unit_bytes)
+
+
+def _block_size(layer: torch.Tensor) -> int:
+    return int(layer.shape[-2] * (layer.shape[1] if layer.dim() == 5 else 1))
+
+
+def _page_pattern(group: GroupTensors) -> _Pattern:
+    """Layer by layer, each page in nominal order."""
+    return _pattern((layer[0], layer) for layer in group.layers)
+
+
+def _span_pattern(group: GroupTensors, offset: int, num_tokens: int) -> _Pattern:
+    """Layer by layer, in the canonical order of the group's page map."""
+    assert group.page_map is not None
+    span = Span(0, 0, offset, num_tokens)
+    parts = [part for layer in group.layers for part in group.page_map.parts(layer)]
+    return _pattern((piece, part) for part in parts for _, piece in span_pieces(part, span))
+
+
+def _pattern(pieces: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> _Pattern:
+    """From pieces of block 0 in the order of the object, each with the tensor of all blocks that it is from."""
+    tables, block_steps, offset = [], [], 0
+    for piece, blocks in pieces:
+        table = _rows_of(piece).moved(piece.data_ptr(), offset)
+        tables.append(table)
+        block_steps.append(np.full(len(table), blocks.stride(0) * blocks.element_size(), dtype=np.int64))
+        offset += piece.numel() * piece.element_size()
+    table, steps = CopyTable.joined(tables), np.concatenate(block_steps)
+    if (steps == steps[0]).all():
+        table = table.merged()
+        steps = np.full(len(table), steps[0])
+    return _Pattern(table, steps, offset)
+
+
+def _rows_of(piece: torch.Tensor) -> CopyTable:
+    """From offsets in a strided piece to those of a contiguous one.
+
+    Rows are as long as both sides are contiguous. Of the dimensions left, the largest is that of the rows; the copies
+    are those of the others.
+    """
+    row_bytes = piece.element_size()
+    outer: list[tuple[int, int, int]] = []
+    """(size, step in the piece, step in the contiguous one), from the innermost dimension to the outermost."""
+    target_step = row_bytes
+    for size, stride in zip(reversed(piece.shape), reversed(piece.stride()), strict=True):
+        source_step = stride * piece.element_size()
+        if size > 1:
+            if not outer and source_step == row_bytes:
+                row_bytes *= size
+            elif outer and source_step == outer[-1][0] * outer[-1][1]:
+                outer[-1] = (outer[-1][0] * size, *outer[-1][1:])
+            else:
+                outer.append((size, source_step, target_step))
+        target_step *= size
+    if not outer:
+        return CopyTable.of([(0, 0, 1, row_bytes, row_bytes, row_bytes)])
+    rows = outer.pop(max(range(len(outer)), key=lambda place: outer[place][0]))
+    copies = np.zeros((2, 1), dtype=np.int64)
+    for size, source_step, step in outer:
+        steps = np.arange(size, dtype=np.int64) * np.array([[source_step], [step]])
+        copies = (steps[:, :, None] + copies[:, None, :]).reshape(2, -1)
+    return CopyTable.of([(source, target, rows[0], row_bytes, *rows[1:]) for source, target in copies.T.tolist()])
