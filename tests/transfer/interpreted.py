@@ -18,13 +18,14 @@ from tests.transfer.objects import chunks
 from vllm_overlay.transfer import copy_kernel
 from vllm_overlay.transfer.copy_table import CopyTable
 from vllm_overlay.transfer.descriptors import Descriptors
+from vllm_overlay.transfer.host_units import HostUnits
 
 MEMORY_BYTES = 1 << 17
 
 
 def launch(table: CopyTable, *, only_clear: bool = False) -> None:
     run = copy_kernel.clear_rows if only_clear else copy_kernel.copy_rows
-    run(torch.from_numpy(table.fields), table.vector_bytes, table.largest_bytes)
+    run(torch.tensor(table.fields), table.vector_bytes, table.largest_bytes)
 
 
 @st.composite
@@ -86,7 +87,8 @@ def test_all_variants_are_prepared_without_a_copy() -> None:
 def test_chunks_of_any_layout_there_and_back(data: st.DataObject) -> None:
     case = data.draw(cases("cells"))
     placements, buffers, _ = data.draw(chunks(case))
-    table = Descriptors(case.groups).to_host(placements, buffers)
+    units = HostUnits.of(buffers)
+    table = units.located(Descriptors(case.groups).to_units(placements, units))
     naive.randomize(case.groups, seed=3)
     launch(table)
     for placement, buffer in zip(placements, buffers, strict=True):

@@ -32,6 +32,8 @@ def test_cut_tables_move_the_same_bytes(copy: tuple[int, int, int, int, int, int
     assert {source: target for target, source in expected.items()} == bytes_of(table.reversed())
     assert at_units.num_bytes == in_pieces.num_bytes == table.num_bytes == len(expected)
     assert in_pieces.row_bytes.max() <= unit and (in_pieces.rows == 1).all()
+    num_units = (table.targets[0] + (copy[2] - 1) * copy[5] + copy[3] - 1) // unit - table.targets[0] // unit + 1
+    assert len(at_units) <= 3 * num_units
     rows = at_units.in_rows()
     assert (rows.targets // unit == (rows.targets + rows.row_bytes - 1) // unit).all()
 

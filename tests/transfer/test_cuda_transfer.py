@@ -32,7 +32,7 @@ def chunk(block: int) -> Placement:
 
 
 class Made:
-    """A transfer of chunks of 8 bytes on a fake device. A chunk takes 256 bytes of the ring."""
+    """A transfer of chunks of 8 bytes on a fake device. A submission takes a multiple of 256 bytes of the ring."""
 
     def __init__(self, ring_bytes: int = 1024, num_heads: int = 1, **settings: Any) -> None:
         self.layer = torch.zeros(8, num_heads, 2 * TOKENS, CELL // num_heads, dtype=torch.uint8)
@@ -99,7 +99,7 @@ def test_a_full_ring_submits_nothing_and_has_room_again_as_copies_end(made: Made
     assert made.transfer.gather([chunk(4)], [made.buffer(4)]) is None, "before the end was heard of"
     assert [finished.handle for finished in made.transfer.poll()] == handles
     assert made.transfer.gather([chunk(4)], [made.buffer(4)]) is not None
-    assert made.transfer.gather([chunk(5)] * 4, [made.buffer(unit) for unit in range(4)]) is None
+    assert made.transfer.gather([chunk(5)] * 97, [made.buffer(0)] * 97) is None, "776 bytes, in 256s"
     assert made.transfer.num_free == 768
 
 

@@ -18,6 +18,7 @@ from vllm_overlay.transfer.copy_table import CopyTable
 from vllm_overlay.transfer.cpu import CpuTransfer
 from vllm_overlay.transfer.descriptors import Descriptors
 from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.host_units import HostUnits
 from vllm_overlay.transfer.page_map import CellMap
 
 each_case = pytest.mark.parametrize(
@@ -31,11 +32,23 @@ each_case = pytest.mark.parametrize(
 )
 
 
+def to_host(groups: dict[int, GroupTensors], placements: list[Placement], buffers: list[HostBuffer]) -> CopyTable:
+    """From the KV cache to the rows of the buffers."""
+    units = HostUnits.of(buffers)
+    return units.located(Descriptors(groups).to_units(placements, units))
+
+
+def in_one_unit(groups: dict[int, GroupTensors], placement: Placement) -> CopyTable:
+    """From the KV cache to offsets in an object."""
+    size = naive.num_bytes_of(groups, placement)
+    return Descriptors(groups).to_units([placement], HostUnits.of([HostPool(1, size).buffer([0], size)]))
+
+
 def check_both_ways(
     groups: dict[int, GroupTensors], placements: list[Placement], buffers: list[HostBuffer], pool: HostPool
 ) -> None:
     """Against CpuTransfer: all bytes of the pool after a store, all bytes of the KV cache after a load."""
-    table = Descriptors(groups).to_host(placements, buffers)
+    table = to_host(groups, placements, buffers)
     check_rows(table, buffers, pool.unit_bytes)
     naive.randomize(groups, seed=3)
     before, empty = naive.snapshot_of(groups), pool.array.copy()
@@ -118,7 +131,7 @@ PIECES = {"LBNHC": (1, 1), "LBHNC": (2, 16), "BLNHC": (1, 1), "BLHNC": (2, 16), 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.kernel_block is None], ids=str)
 def test_as_few_copies_as_the_layout_allows(layout: Layout) -> None:
     group = registered(KINDS[0], layout)
-    table = Descriptors({0: group}).to_object(Placement(spans=(Span(0, 1, 16, 16),)), 16 * group.token_bytes)
+    table = in_one_unit({0: group}, Placement(spans=(Span(0, 1, 16, 16),)))
     if layout.order.name in PIECES:
         copies, rows = PIECES[layout.order.name]
         assert (len(table), set(table.rows.tolist())) == (NUM_LAYERS * copies, {rows})
@@ -129,7 +142,7 @@ def test_layers_that_follow_each_other_are_one_copy() -> None:
     """A block of BLNHC has all of its layers side by side."""
     (layout,) = [layout for layout in LAYOUTS if str(layout) == "BLNHC"]
     group = registered(KINDS[0], layout)
-    table = Descriptors({0: group}).to_object(Placement(spans=(Span(0, 3, 0, BLOCK),)), group.page_bytes)
+    table = in_one_unit({0: group}, Placement(spans=(Span(0, 3, 0, BLOCK),)))
     assert (len(table), table.row_bytes.tolist()) == (1, [group.page_bytes])
 
 
@@ -137,11 +150,12 @@ def test_a_pattern_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     case = small_case()
     descriptors = Descriptors(case.groups)
     placements = [Placement(((1, block),), (Span(0, block, 0, 4),)) for block in range(4)]
-    sizes = [naive.num_bytes_of(case.groups, placement) for placement in placements]
-    first = descriptors.to_object(placements[0], sizes[0])
+    size = naive.num_bytes_of(case.groups, placements[0])
+    pool = HostPool(4, size)
+    units = HostUnits.of([pool.buffer([unit], size) for unit in range(4)])
+    first = descriptors.to_units(placements, units)
     monkeypatch.setattr("vllm_overlay.transfer.descriptors._rows_of", None)
-    for placement, size in zip(placements, sizes, strict=True):
-        assert (descriptors.to_object(placement, size).targets == first.targets).all()
+    assert (descriptors.to_units(placements, units).fields == first.fields).all()
 
 
 def small_case() -> Case:
@@ -167,7 +181,7 @@ def small_case() -> Case:
 )
 def test_what_is_not_there_is_refused(placement: Placement) -> None:
     with pytest.raises(IndexError):
-        Descriptors(small_case().groups).to_object(placement, 1)
+        Descriptors(small_case().groups).to_units([placement], HostUnits.of([HostPool(1, 1).buffer([0], 1)]))
 
 
 @pytest.mark.parametrize(("missing", "relation"), [(1, "longer"), (-1, "shorter")])
@@ -177,7 +191,7 @@ def test_a_buffer_of_another_size_is_refused(missing: int, relation: str) -> Non
     size = 4 * case.attention.token_bytes
     pool = HostPool(1, size + 1)
     with pytest.raises(ValueError, match=f"{relation} than its buffer"):
-        Descriptors(case.groups).to_host([placement], [pool.buffer([0], size - missing)])
+        to_host(case.groups, [placement], [pool.buffer([0], size - missing)])
 
 
 @pytest.mark.parametrize(("units", "error"), [([0], ValueError), ([0, 2], IndexError), ([-1, 0], IndexError)])
@@ -186,4 +200,20 @@ def test_units_that_do_not_hold_the_object_are_refused(units: list[int], error: 
     size = 4 * case.attention.token_bytes
     pool = HostPool(2, size // 2)
     with pytest.raises(error):
-        Descriptors(case.groups).to_host([Placement(spans=(Span(0, 0, 0, 4),))], [pool.buffer(units, size)])
+        to_host(case.groups, [Placement(spans=(Span(0, 0, 0, 4),))], [pool.buffer(units, size)])
+
+
+def test_pools_of_different_units_are_not_mixed() -> None:
+    with pytest.raises(ValueError, match=r"units of \[8, 16\] bytes"):
+        HostUnits.of([HostPool(1, size).buffer([0], 8) for size in (16, 8)])
+
+
+def test_buffers_of_several_pools_with_equal_units_may_be_mixed() -> None:
+    case = small_case()
+    naive.randomize(case.groups, seed=6)
+    placements = [Placement(spans=(Span(0, block, 0, 4),)) for block in range(2)]
+    size = 4 * case.attention.token_bytes
+    buffers = [HostPool(3, size).buffer([unit], size) for unit in (2, 1)]
+    execute(to_host(case.groups, placements, buffers))
+    for placement, buffer in zip(placements, buffers, strict=True):
+        assert (naive.bytes_of(buffer) == naive.gathered(case.groups, placement)).all()

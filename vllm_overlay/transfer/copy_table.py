@@ -93,6 +93,10 @@ class CopyTable:
         fields[_TARGET] += target
         return CopyTable(fields)
 
+    def times(self, count: int) -> "CopyTable":
+        """All copies so many times, one after the other."""
+        return CopyTable(np.tile(self.fields, count))
+
     def chosen(self, which: npt.NDArray[np.bool_]) -> "CopyTable":
         return CopyTable(self.fields[:, which])
 
@@ -127,13 +131,41 @@ class CopyTable:
         return CopyTable(fields)
 
     def cut_at(self, unit_bytes: int) -> "CopyTable":
-        """No copy goes beyond a multiple of ``unit_bytes`` of the targets, which are offsets."""
-        last = self.targets + (self.rows - 1) * self.target_steps + self.row_bytes - 1
-        crosses = self.targets // unit_bytes != last // unit_bytes
+        """No row goes beyond a multiple of ``unit_bytes`` of the targets, which are offsets, nor does a copy.
+
+        A copy becomes the rows that lie wholly in each unit, and the pieces of those that lie in several.
+        """
+        steps = np.where(self.rows == 1, self.row_bytes, self.target_steps)
+        first = self.targets // unit_bytes
+        last = (self.targets + (self.rows - 1) * steps + self.row_bytes - 1) // unit_bytes
+        crosses = first != last
         if not crosses.any():
             return self
-        rows = self.chosen(crosses).in_rows()
-        return CopyTable.joined([self.chosen(~crosses), rows._cut_rows(rows.targets, unit_bytes)])
+        counts = (last - first + 1)[crosses]
+        fields, number = self.chosen(crosses)._repeated(counts)
+        steps = np.repeat(steps[crosses], counts)
+        start = (number + np.repeat(first[crosses], counts)) * unit_bytes - fields[_TARGET]
+        end = start + unit_bytes
+        copies = CopyTable(fields)
+        whole = np.maximum(0, -(-start // steps))
+        num_whole = np.minimum(fields[_ROWS], (end - fields[_ROW_BYTES]) // steps + 1) - whole
+        split = (end - 1) // steps
+        begins_here = (split * steps >= start) | (number == 0)
+        is_split = begins_here & (split < fields[_ROWS]) & (split * steps + fields[_ROW_BYTES] > end)
+        pieces = copies._rows_from(split, np.ones_like(split)).chosen(is_split)
+        return CopyTable.joined(
+            [
+                self.chosen(~crosses),
+                copies._rows_from(whole, num_whole).chosen(num_whole > 0),
+                pieces._cut_rows(pieces.targets, unit_bytes),
+            ]
+        )
+
+    def _rows_from(self, first: Numbers, count: Numbers) -> "CopyTable":
+        """So many rows of each copy, from the given one on."""
+        table = self.moved(first * self.source_steps, first * self.target_steps)
+        table.fields[_ROWS] = count
+        return table
 
     def in_pieces(self, max_bytes: int) -> "CopyTable":
         """Rows, none longer than ``max_bytes``."""

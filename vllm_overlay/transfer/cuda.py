@@ -19,10 +19,10 @@ from functools import partial
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span
-from vllm_overlay.transfer.copy_table import CopyTable
-from vllm_overlay.transfer.descriptors import Descriptors, in_units
+from vllm_overlay.transfer.descriptors import Descriptors
 from vllm_overlay.transfer.device import Device, Event, Stream
 from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.host_units import HostUnits
 from vllm_overlay.transfer.regions import Regions
 
 RING_BYTES = 512 << 20
@@ -87,13 +87,12 @@ class CudaTransfer(KVTransfer):
         return self._regions.num_free
 
     def gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> Handle | None:
-        sizes = [_aligned(buffer.num_bytes) for buffer in buffers]
-        region = None if self._device_error else self._regions.allocate(sum(sizes))
+        units = sum(len(buffer.units) * buffer.array.shape[1] for buffer in buffers)
+        region = None if self._device_error else self._regions.allocate(-(-units // _ALIGNMENT) * _ALIGNMENT)
         if region is None:
             return None
-        first = self._ring.data_ptr() + region
-        places = [first + before for before in itertools.accumulate(sizes, initial=0)][:-1]
-        return self._submit(partial(self._store, placements, buffers, places), self._store_stream, region)
+        ring = self._ring.data_ptr() + region
+        return self._submit(partial(self._store, placements, buffers, ring), self._store_stream, region)
 
     def scatter(
         self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], zeros: Sequence[Span] = ()
@@ -114,21 +113,19 @@ class CudaTransfer(KVTransfer):
             self._collect()
         return not self._running
 
-    def _store(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], places: Sequence[int]) -> None:
-        """By way of these addresses in the ring, one an object."""
-        to_ring, to_host = [], []
-        for placement, buffer, place in zip(placements, buffers, places, strict=True):
-            num_bytes = buffer.num_bytes
-            to_ring.append(self._descriptors.to_object(placement, num_bytes).moved(0, place))
-            to_host.append(in_units(CopyTable.of([(place, 0, 1, num_bytes, num_bytes, num_bytes)]), buffer))
-        pages, rows = CopyTable.joined(to_ring), CopyTable.joined(to_host)
+    def _store(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], ring: int) -> None:
+        """By way of a region that begins at ``ring``: the objects lie there unit by unit, as in host memory."""
+        units = HostUnits.of(buffers)
+        pages = self._descriptors.to_units(placements, units).moved(0, ring)
+        rows = units.located(units.in_order()).moved(ring, 0)
         compute = self._device.compute_stream()
         compute.run(pages)
         self._store_stream.wait_for(compute.record())
         self._store_stream.copy(rows.in_pieces(self._max_copy_bytes), source_is_stable=False)
 
     def _load(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], zeros: Sequence[Span]) -> None:
-        table = self._descriptors.to_host(placements, buffers).reversed()
+        units = HostUnits.of(buffers)
+        table = units.located(self._descriptors.to_units(placements, units)).reversed()
         cleared = self._descriptors.of_spans(zeros).reversed()
         if not self._host_is_pinned:
             table = table.in_rows()
@@ -188,7 +185,3 @@ def _error_of(copy: Callable[[], None]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

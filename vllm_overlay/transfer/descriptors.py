@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import Placement, Span
 from vllm_overlay.transfer.copy_table import CopyTable, Numbers
 from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.host_units import HostUnits
 from vllm_overlay.transfer.page_map import span_pieces
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Pattern:
     """The copies of a page or of a span in block 0: from addresses to offsets in the object.
 
@@ -29,9 +29,12 @@ class _Pattern:
     block_steps: Numbers
     num_bytes: int
 
-    def at(self, block_id: int, offset: int) -> CopyTable:
-        """The copies for a block, from ``offset`` on in the object."""
-        return self.table.moved(self.block_steps * block_id, offset)
+    def at(self, places: Sequence[tuple[int, int]]) -> CopyTable:
+        """The copies of each of these (block, offset)."""
+        blocks, offsets = np.array(places, dtype=np.int64).T
+        sources = blocks[:, None] * self.block_steps
+        targets = np.repeat(offsets, len(self.table))
+        return self.table.times(len(places)).moved(sources.ravel(), targets)
 
 
 class Descriptors:
@@ -42,33 +45,26 @@ class Descriptors:
         self._pages: dict[int, _Pattern] = {}
         self._spans: dict[tuple[int, int, int], _Pattern] = {}
 
-    def to_object(self, placement: Placement, num_bytes: int) -> CopyTable:
-        """From the KV cache to offsets in the object.
+    def to_units(self, placements: Sequence[Placement], units: HostUnits) -> CopyTable:
+        """From the KV cache to the offsets that the objects have in ``units``.
 
         Raises:
-            IndexError: The placement names blocks or tokens that are not there.
-            ValueError: The placement does not take ``num_bytes``.
+            IndexError: A placement names blocks or tokens that are not there.
+            ValueError: A placement does not take as many bytes as its buffer has.
         """
-        tables = []
-        offset = 0
-        for pattern, block_id in self._patterns(placement):
-            tables.append(pattern.at(block_id, offset))
-            offset += pattern.num_bytes
-        if offset != num_bytes:
-            relation = "longer" if offset > num_bytes else "shorter"
-            raise ValueError(f"the object's placement is {relation} than its buffer")
-        return CopyTable.joined(tables)
-
-    def to_host(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> CopyTable:
-        """From the KV cache to the rows of the buffers; raises what ``to_object`` and ``in_units`` do."""
-        pairs = zip(placements, buffers, strict=True)
-        return CopyTable.joined(
-            [in_units(self.to_object(placement, buffer.num_bytes), buffer) for placement, buffer in pairs]
-        )
+        found: dict[_Pattern, list[tuple[int, int]]] = {}
+        for placement, start, end in zip(placements, units.starts, units.ends, strict=True):
+            for pattern, block_id in self._patterns(placement):
+                found.setdefault(pattern, []).append((block_id, start))
+                start += pattern.num_bytes
+            if start != end:
+                relation = "longer" if start > end else "shorter"
+                raise ValueError(f"the object's placement is {relation} than its buffer")
+        return CopyTable.joined([pattern.at(places) for pattern, places in found.items()])
 
     def of_spans(self, spans: Sequence[Span]) -> CopyTable:
         """Where these spans lie, as sources."""
-        return CopyTable.joined([self._span(span).at(span.block_id, 0) for span in spans])
+        return CopyTable.joined([self._span(span).at([(span.block_id, 0)]) for span in spans])
 
     def _patterns(self, placement: Placement) -> Iterator[tuple[_Pattern, int]]:
         for group_id, block_id in placement.pages:
@@ -97,26 +93,6 @@ class Descriptors:
         if pattern is None:
             pattern = self._spans[key] = _span_pattern(group, span.offset, span.num_tokens)
         return pattern
-
-
-def in_units(table: CopyTable, buffer: HostBuffer) -> CopyTable:
-    """From offsets in an object, the targets, to addresses in its buffer; copies are cut where a unit ends.
-
-    Raises:
-        IndexError: The buffer's units are not in its pool.
-        ValueError: They do not hold its bytes.
-    """
-    num_units, unit_bytes = buffer.array.shape
-    units = np.array(buffer.units, dtype=np.int64)
-    if len(units) * unit_bytes < buffer.num_bytes:
-        raise ValueError(f"{len(units)} units of {unit_bytes} bytes do not hold {buffer.num_bytes} bytes")
-    if len(units) and not 0 <= units.min() <= units.max() < num_units:
-        raise IndexError(f"units {buffer.units} are not in a pool of {num_units} units")
-    if len(table) == 0:
-        return table
-    table = table.cut_at(unit_bytes)
-    place = table.targets // unit_bytes
-    return table.moved(0, units[place] * buffer.array.strides[0] + buffer.array.ctypes.data - place * unit_bytes)
 
 
 def _block_size(layer: torch.Tensor) -> int:
