@@ -82,6 +82,13 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     shutdown_timeout_s: Annotated[
         float, Meta(description="seconds that pending copies and stores are given at shutdown", ge=0)
     ] = 4.0
+    device_buffer_bytes: Annotated[
+        int | str,
+        Meta(
+            description="memory of a GPU, in each rank, for stores on their way to the host; stores that find no room "
+            "are dropped (`transfer_full`). No effect on a CPU"
+        ),
+    ] = "512 MiB"
     eviction_policy: Annotated[
         str,
         Meta(description='what a full tier gives up first: `"lru"`, or, in a CPU tier, anybody\'s as `"module:Class"`'),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_overlay.config import ConfigError
+from vllm_overlay.config import ConfigError, parse_bytes
 from vllm_overlay.connector.fingerprint import compute_fingerprints
 from vllm_overlay.connector.kv_cache_groups import cell_facts, group_tensors, page_facts, planner_groups
 from vllm_overlay.connector.lora.digests import loaded_adapters
@@ -20,7 +20,7 @@ from vllm_overlay.connector.start_line import start_line
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import TierSpec, WorkerContext
-from vllm_overlay.transfer.cpu import CpuTransfer
+from vllm_overlay.transfer.factory import build_transfer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +52,7 @@ def build_worker(
     fingerprints = partial(compute_fingerprints, vllm_config, kv_cache_config, geometry, facts, cells)
     tier, part = spec.build_worker(WorkerContext(geometry, rank, parallel.world_size, fingerprints))
     worker = OffloadWorker(
-        CpuTransfer(tensors),
+        build_transfer(tensors, tier.host_memory(), parse_bytes(settings.device_buffer_bytes, "device_buffer_bytes")),
         tier,
         loaded_adapters(vllm_config),
         load_timeout_s=settings.load_timeout_s,

@@ -17,7 +17,7 @@ from vllm_overlay.config import TierSettings
 from vllm_overlay.planner.coverage import HitSource
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.memory import HostBuffer
+from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
 SettingsT = TypeVar("SettingsT", bound=TierSettings)
 
@@ -178,6 +178,13 @@ class TierWorker(ABC):
     A buffer that it has handed out is the caller's until ``submit_store``, ``cancel_store``, ``end_fetch`` or
     ``cancel_load``: a copy may be using it.
     """
+
+    def host_memory(self) -> Sequence[Bytes]:
+        """The pools that its buffers lie in, for a transfer that registers them with its device at start.
+
+        Each is ``HostPool.array``. Empty, the default: the tier's memory is not registered, and copies are slower.
+        """
+        return ()
 
     @abstractmethod
     def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:

@@ -33,7 +33,15 @@ from vllm_overlay.tiers.base import (
 )
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
-from vllm_overlay.tiers.memory import HostBuffer, HostPool, UnitAllocator, available_memory, unit_size, units_needed
+from vllm_overlay.tiers.memory import (
+    Bytes,
+    HostBuffer,
+    HostPool,
+    UnitAllocator,
+    available_memory,
+    unit_size,
+    units_needed,
+)
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.factory import make_policy
 
@@ -170,6 +178,9 @@ class CpuTierWorker(TierWorker):
         self._stored: list[StoreResult] = []
         self._fetched: list[FetchResult] = []
         self._started: dict[int, float] = {}
+
+    def host_memory(self) -> Sequence[Bytes]:
+        return (self._pool.array,)
 
     def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
         self._tags[list(ticket.part)] = 0

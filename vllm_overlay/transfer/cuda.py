@@ -54,6 +54,7 @@ class CudaTransfer(KVTransfer):
         device: Where they are.
         ring_bytes: Of device memory for stores on their way. An object that is larger is never stored.
         host_is_pinned: Whether the kernel can read the buffers of scatters. If not, the copy engines take every row.
+        release_host: Called by ``close`` once nothing touches host memory any more.
         max_copy_bytes: See ``MAX_COPY_BYTES``.
         min_engine_bytes: See ``MIN_ENGINE_BYTES``.
     """
@@ -65,12 +66,14 @@ class CudaTransfer(KVTransfer):
         *,
         ring_bytes: int = RING_BYTES,
         host_is_pinned: bool = True,
+        release_host: Callable[[], None] | None = None,
         max_copy_bytes: int = MAX_COPY_BYTES,
         min_engine_bytes: int = MIN_ENGINE_BYTES,
     ) -> None:
         self._device = device
         self._descriptors = Descriptors(groups)
         self._host_is_pinned = host_is_pinned
+        self._release_host = release_host
         self._max_copy_bytes = max_copy_bytes
         self._min_engine_bytes = min_engine_bytes
         self._ring = device.allocate(ring_bytes)
@@ -111,7 +114,11 @@ class CudaTransfer(KVTransfer):
         while self._running and time.monotonic() < deadline:
             time.sleep(_CLOSE_INTERVAL_S)
             self._collect()
-        return not self._running
+        if self._running:
+            return False
+        if self._release_host is not None:
+            self._release_host()
+        return True
 
     def _store(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], ring: int) -> None:
         """By way of a region that begins at ``ring``: the objects lie there unit by unit, as in host memory."""

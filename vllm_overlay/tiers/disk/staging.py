@@ -2,7 +2,7 @@
 """The host memory between the KV cache and the disk, shared by stores and loads so that neither locks the other out."""
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.memory import HostBuffer, HostPool, UnitAllocator, units_needed
+from vllm_overlay.tiers.memory import Bytes, HostBuffer, HostPool, UnitAllocator, units_needed
 
 
 class Staging:
@@ -24,6 +24,11 @@ class Staging:
         self._pool = HostPool(num_units, unit_bytes)
         self._free = UnitAllocator(num_units)
         self._left_for_stores = num_units - max(num_units // 4, needed)
+
+    @property
+    def memory(self) -> Bytes:
+        """Of all buffers, (units, bytes a unit)."""
+        return self._pool.array
 
     def for_store(self, num_bytes: int) -> HostBuffer | None:
         if units_needed(num_bytes, self._pool.unit_bytes) > self._left_for_stores:

@@ -31,7 +31,7 @@ from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.staging import Staging
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
 from vllm_overlay.tiers.disk.tickets import DiskLoad, DiskStore
-from vllm_overlay.tiers.memory import PAGE_BYTES, HostBuffer
+from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes, HostBuffer
 
 MAX_PENDING_STORES = 256
 _JOIN_S = 1.0
@@ -93,6 +93,9 @@ class DiskTierWorker(TierWorker):
         self._read_breaker = CircuitBreaker("disk tier: reads")
         self._readers = ThreadPool(f"disk-read-r{rank}", settings.read_threads)
         self._writers = ThreadPool(f"disk-write-r{rank}", settings.write_threads)
+
+    def host_memory(self) -> Sequence[Bytes]:
+        return (self._staging.memory,)
 
     # Stores.
 

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transfer for where the KV cache is."""
+
+from collections.abc import Mapping, Sequence
+
+from vllm_overlay.tiers.memory import Bytes
+from vllm_overlay.transfer.base import KVTransfer
+from vllm_overlay.transfer.group_tensors import GroupTensors
+
+
+def build_transfer(
+    groups: Mapping[int, GroupTensors], host_memory: Sequence[Bytes], device_buffer_bytes: int
+) -> KVTransfer:
+    """Called by the worker's half at start.
+
+    Args:
+        groups: By group id, all on one device.
+        host_memory: The pools that buffers lie in; what a tier does not tell of is copied more slowly.
+        device_buffer_bytes: For stores on their way, where the KV cache is not in host memory.
+
+    Raises:
+        OSError: A CUDA device without a CUDA driver.
+    """
+    device = next(iter(groups.values())).layers[0].device
+    if device.type == "cpu":
+        from vllm_overlay.transfer.cpu import CpuTransfer
+
+        return CpuTransfer(groups)
+    from vllm_overlay.transfer.cuda import CudaTransfer
+    from vllm_overlay.transfer.cuda_device import CudaDevice
+    from vllm_overlay.transfer.pinned import PinnedMemory
+
+    pools = [PinnedMemory(array) for array in host_memory]
+
+    def release_host() -> None:
+        for pool in pools:
+            pool.unregister()
+
+    return CudaTransfer(
+        groups,
+        CudaDevice(device),
+        ring_bytes=device_buffer_bytes,
+        host_is_pinned=bool(pools) and all(pool.is_pinned for pool in pools),
+        release_host=release_host,
+    )
