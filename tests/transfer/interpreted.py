@@ -25,7 +25,7 @@ MEMORY_BYTES = 1 << 17
 
 def launch(table: CopyTable, *, only_clear: bool = False) -> None:
     run = copy_kernel.clear_rows if only_clear else copy_kernel.copy_rows
-    run(torch.tensor(table.fields), table.vector_bytes, table.largest_bytes)
+    run(torch.tensor(table.fields).contiguous(), table.vector_bytes, table.largest_bytes)
 
 
 @st.composite

@@ -150,8 +150,8 @@ class CopyTable:
         whole = np.maximum(0, -(-start // steps))
         num_whole = np.minimum(fields[_ROWS], (end - fields[_ROW_BYTES]) // steps + 1) - whole
         split = (end - 1) // steps
-        begins_here = (split * steps >= start) | (number == 0)
-        is_split = begins_here & (split < fields[_ROWS]) & (split * steps + fields[_ROW_BYTES] > end)
+        begins_here = (split * steps >= start) & (split < fields[_ROWS])
+        is_split = begins_here & (split * steps + fields[_ROW_BYTES] > end)
         pieces = copies._rows_from(split, np.ones_like(split)).chosen(is_split)
         return CopyTable.joined(
             [
