@@ -7,6 +7,7 @@ takes is worked out once, for block 0, and moved to the blocks that are asked fo
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -116,7 +117,8 @@ def _pattern(pieces: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> _Pattern:
     """From pieces of block 0 in the order of the object, each with the tensor of all blocks that it is from."""
     tables, block_steps, offset = [], [], 0
     for piece, blocks in pieces:
-        table = _rows_of(piece).moved(piece.data_ptr(), offset)
+        rows = _rows_of(tuple(piece.shape), piece.stride(), piece.element_size())
+        table = rows.moved(piece.data_ptr(), offset)
         tables.append(table)
         block_steps.append(np.full(len(table), blocks.stride(0) * blocks.element_size(), dtype=np.int64))
         offset += piece.numel() * piece.element_size()
@@ -127,18 +129,19 @@ def _pattern(pieces: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> _Pattern:
     return _Pattern(table, steps, offset)
 
 
-def _rows_of(piece: torch.Tensor) -> CopyTable:
-    """From offsets in a strided piece to those of a contiguous one.
+@lru_cache(maxsize=1024)
+def _rows_of(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> CopyTable:
+    """From offsets in a strided piece to those of a contiguous one; layers that are alike share them.
 
     Rows are as long as both sides are contiguous. Of the dimensions left, the largest is that of the rows; the copies
     are those of the others.
     """
-    row_bytes = piece.element_size()
+    row_bytes = element_bytes
     outer: list[tuple[int, int, int]] = []
     """(size, step in the piece, step in the contiguous one), from the innermost dimension to the outermost."""
     target_step = row_bytes
-    for size, stride in zip(reversed(piece.shape), reversed(piece.stride()), strict=True):
-        source_step = stride * piece.element_size()
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        source_step = stride * element_bytes
         if size > 1:
             if not outer and source_step == row_bytes:
                 row_bytes *= size
