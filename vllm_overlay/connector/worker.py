@@ -80,6 +80,11 @@ class OffloadWorker:
         self._idle_loads: Counter[str] = Counter()
         self._is_pausing = False
         self._bad_blocks: set[int] = set()
+        self._step = 0
+
+    def begin_step(self, step: int) -> None:
+        """The pass of the scheduler's step of this number begins."""
+        self._step = step
 
     def advance(self) -> None:
         """Take what the transfer and the tier have ready. What raises here is counted; the rest goes on without it."""
@@ -320,6 +325,7 @@ class OffloadWorker:
             self._idle_stores,
             self._idle_loads,
             self._unreadable_objects,
+            self._step,
         )
         self._idle_stores, self._idle_loads = Counter(), Counter()
         self._reported, self._failed_stores = Counter(), set()
