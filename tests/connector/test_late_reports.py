@@ -67,7 +67,7 @@ class Engine:
             by = set(self.computed_by[planned.request_id][: planned.planned.end_tokens])
             if by != {self._digests[job.weights.digest]}:
                 self.wrong.append(f"{planned.request_id}, up to {planned.planned.end_tokens}: {by}")
-        report.adapters = Counter({weights: 2 for weights in self._reports.take_changes()})
+        report.adapters = Counter(dict.fromkeys(self._reports.take_changes(), 2))
         self._unreported.append(report)
         while len(self._unreported) > 1:
             self.report()

@@ -3,10 +3,16 @@
 
 import itertools
 import json
+import os
 import sys
 import time
 import traceback
 from typing import Any
+
+from tests.engine import interpreted_triton
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    interpreted_triton.install()
 
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest

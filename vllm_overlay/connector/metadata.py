@@ -46,8 +46,9 @@ class LoadJob:
 class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     """Scheduler to workers, once a step. ``failed_loads`` are request ids whose load could not even be planned.
 
-    ``step`` counts up from 1; workers say it with what they report, as vLLM may have planned the next step by then. 0 is
-    a step that could not be planned.
+    ``step`` counts up from 1; workers say it with what they report, as vLLM may have planned the next step by then. It
+    is 0 of a step that could not be planned.
+
     ``overdue_stores`` are tickets, ``overdue_loads`` ids of requests, whose reports are missing: a worker says which of
     them it does not hold.
     """
@@ -65,7 +66,8 @@ class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
 class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unused-ignore]
     """Workers to scheduler, once a step; vLLM aggregates the ranks' into one.
 
-    ``step`` is that of the ``OffloadMetadata``. ``reported`` counts, by store ticket, the ranks that are done with it; ``failed_stores`` are those that failed in
+    ``step`` is that of the ``OffloadMetadata``.
+    ``reported`` counts, by store ticket, the ranks that are done with it; ``failed_stores`` are those that failed in
     some rank. ``bad_objects`` did not verify in some rank, ``unreadable_objects`` could not be read in some.
     ``failed_loads`` maps request ids to a reason. For ``load_pause_s`` seconds every load would fail in some rank; 0.0
     ends such a pause, None is no news. ``adapters`` counts the ranks that have newly loaded these weights.
