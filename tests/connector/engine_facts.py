@@ -55,6 +55,8 @@ class Settings:
     match_unit: int = MATCH_UNIT
     layout: str = "LBHNC"
     backend: str = "CPU_ATTN"
+    gdn_prefill: str = "triton"
+    """What the recurrent layer has made of ``--gdn-prefill-backend``."""
     namespace: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """The tier's own."""
@@ -123,7 +125,8 @@ def _kv_cache_config(config: VllmConfig, settings: Settings) -> KVCacheConfig:
     states = MambaSpec(block_size=block_size, shapes=((3, 8), (4, 8, 8)), dtypes=dtypes, mamba_cache_mode="align")
     groups = [KVCacheGroupSpec(["layers.0"], states), KVCacheGroupSpec(["layers.3"], attention)]
     layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: settings.backend))
-    config.compilation_config.static_forward_context.update({"layers.0": layer, "layers.3": layer})
+    recurrent = SimpleNamespace(**vars(layer), gdn_prefill_backend=settings.gdn_prefill)
+    config.compilation_config.static_forward_context.update({"layers.0": recurrent, "layers.3": layer})
     return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
 
 

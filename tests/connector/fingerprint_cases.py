@@ -213,6 +213,10 @@ RAW: dict[str, list[Change]] = {
     "`--block-size`, `--mamba-block-size`": [Change(Settings(block_size=640))],
     "layout of the KV cache": [Change(Settings(layout="LBNHC"))],
     "`--attention-backend`": [Change(Settings(backend="TORCH_SDPA"))],
+    "`--gdn-prefill-backend`, as vLLM resolves it": [
+        Change(Settings(gdn_prefill="flashinfer")),
+        Change(Settings(gdn_prefill="cutedsl"), Settings(gdn_prefill="flashinfer")),
+    ],
     "the processor's instructions": [
         Change(Settings(patches={"torch.backends.cpu.get_cpu_capability": lambda: "ANOTHER"}))
     ],
@@ -242,9 +246,9 @@ SHARED: dict[str, list[Change]] = {
             Settings({"mamba_ssm_cache_dtype": "float32"}),
         ),
     ],
-    "`--mamba-backend`, `--gdn-prefill-backend`, other kernels": [
+    "`--gdn-prefill-backend` that changes nothing": [arguments(gdn_prefill_backend="triton")],
+    "`--mamba-backend`, other kernels": [
         edit(put("mamba_config.backend", "flashinfer")),
-        arguments(gdn_prefill_backend="triton"),
         edit(put("kernel_config.linear_backend", "torch")),
         edit(put("attention_config.flash_attn_version", 3)),
     ],

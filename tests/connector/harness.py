@@ -31,10 +31,12 @@ class Harness:
         report_timeout_s: float = 100.0,
         *,
         geometry: Geometry = GEOMETRY,
+        num_concurrent_steps: int = 1,
         store_decoded_tokens: bool | Literal["auto"] = "auto",
     ) -> None:
         self.stats = OffloadStats.make("test")
         self.tier = tier or CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
+        self.step_number = 0
         self.scheduler = OffloadScheduler(
             geometry,
             self.tier,
@@ -42,6 +44,7 @@ class Harness:
             store_decoded_tokens=store_decoded_tokens,
             max_load_attempts=3,
             report_timeout_s=report_timeout_s,
+            num_concurrent_steps=num_concurrent_steps,
             stats=self.stats,
         )
 
@@ -66,7 +69,7 @@ class Harness:
         output: Any = SimpleNamespace(
             num_scheduled_tokens={one.request_id: num_tokens for one in requests}, kv_connector_block_state=state
         )
-        self.scheduler.begin_step(output.num_scheduled_tokens)
+        self.step_number = self.scheduler.begin_step(output.num_scheduled_tokens).step
         jobs = self.scheduler.plan_stores(output)
         for one in requests:
             one.num_computed_tokens += num_tokens
@@ -80,6 +83,7 @@ class Harness:
                 Counter({job.ticket.ticket: 2 for job in jobs}),
                 {job.ticket.ticket for job in failed},
                 adapters=Counter(2 * loaded),
+                step=self.step_number,
             ),
         )
 
@@ -95,7 +99,7 @@ class Harness:
 
     def idle_step(self, *loaded: AdapterWeights) -> None:
         """A step that computes nothing."""
-        self.scheduler.begin_step({})
+        self.step_number = self.scheduler.begin_step({}).step
         self.report((), *loaded)
 
     def store(self, name: str, num_tokens: int = 140) -> None:

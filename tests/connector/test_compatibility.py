@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 from vllm_overlay.config import ConfigError
@@ -30,7 +31,9 @@ def engine(**changes: object) -> Any:
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True, prefix_caching_hash_algo="sha256"),
         device_config=SimpleNamespace(device_type="cpu"),
-        model_config=SimpleNamespace(use_mla=False),
+        model_config=SimpleNamespace(use_mla=False, enable_sleep_mode=False),
+        kv_transfer_config=SimpleNamespace(is_kv_consumer=True),
+        max_concurrent_batches=1,
     )
     for path, value in changes.items():
         section, _, name = path.rpartition("__")
@@ -55,7 +58,16 @@ def test_what_is_supported_is_not_refused(spec: TierSpec[Any]) -> None:
             {"cache_config__enable_prefix_caching": False, "model_config__use_mla": True},
             "vLLM's CPU platform switches it off for MLA where the processor has no AMX",
         ),
+        (
+            {"max_concurrent_batches": 2, "kv_transfer_config__is_kv_consumer": False},
+            'set kv_role to "kv_both" or --no-async-scheduling',
+        ),
         ({"device_config__device_type": "cuda"}, "this engine runs on 'cuda'"),
+        (
+            {"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True},
+            "remove --enable-sleep-mode",
+        ),
+        ({"device_config__device_type": "xpu"}, "was never run on XPU"),
     ],
 )
 @pytest.mark.parametrize("spec", [CPU, DISK])
@@ -65,6 +77,21 @@ def test_an_engine_that_is_not_supported_is_refused(
     with pytest.raises(ConfigError) as refusal:
         check_supported(engine(**changes), NO_GROUPS, spec)
     assert words in str(refusal.value)
+
+
+def test_rocm_is_refused_though_vllm_calls_its_devices_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current_platform, "is_rocm", lambda: True)
+    with pytest.raises(ConfigError, match="was never run on ROCm"):
+        check_supported(engine(device_config__device_type="cuda"), NO_GROUPS, CPU)
+
+
+@pytest.mark.parametrize(("batches", "loads"), [(1, False), (2, True)])
+def test_a_connector_that_loads_may_meet_asynchronous_scheduling(batches: int, loads: bool) -> None:
+    check_supported(engine(max_concurrent_batches=batches, kv_transfer_config__is_kv_consumer=loads), NO_GROUPS, CPU)
+
+
+def test_vllm_itself_refuses_sleep_mode_on_a_cpu() -> None:
+    assert not current_platform.is_sleep_mode_available()
 
 
 def test_keys_seeded_at_random_are_refused_on_disk_and_fine_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 """The table of settings in docs/disk-format.md is what the code does, row by row."""
 
 import dataclasses
+import inspect
 import os
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm import envs
 from vllm.config import CacheConfig, MultiModalConfig
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from tests.connector.engine_facts import Settings, fingerprints, vllm_config
@@ -160,6 +162,19 @@ def test_the_document_names_every_variable() -> None:
 
 def test_fields_of_media_that_are_left_out_exist() -> None:
     assert vars(MultiModalConfig()).keys() >= NO_FACTS_OF_MEDIA
+
+
+@pytest.mark.parametrize(("flag", "resolved"), [(None, "flashinfer"), ("triton", "triton")])
+def test_on_a_hopper_the_default_gdn_prefill_is_flashinfers(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, flag: str | None, resolved: str
+) -> None:
+    """So its layers, which keep what vLLM resolves here, name other snapshots than with the flag."""
+    for name, answer in {"is_rocm": False, "is_cuda": True, "is_device_capability": True}.items():
+        monkeypatch.setattr(qwen_gdn_linear_attn.current_platform, name, lambda *_, answer=answer: answer)
+    config = vllm_config(tiny_model, Settings({"gdn_prefill_backend": flag}))
+    assert qwen_gdn_linear_attn._resolve_gdn_prefill_backend(config)[1] == resolved
+    source = inspect.getsource(qwen_gdn_linear_attn.QwenGatedDeltaNetAttention)
+    assert "self.gdn_prefill_backend = self.chunk_gated_delta_rule.gdn_prefill_backend" in source
 
 
 def test_vllm_computes_no_scales_of_the_kv_cache() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.connector.adapter_models import adapter_model, named
 from tests.connector.fake_stream import UNIT, FakeStream, FakeTier
 from tests.connector.harness import NOTHING, Harness
 from vllm_overlay.connector.lora.digests import LoadedAdapters
@@ -185,15 +186,15 @@ def test_ranks_must_agree(made: Harness) -> None:
     def loaded() -> AdapterWeights | None:
         return adapters.names(made.request("p", adapter_id=1), 0).weights
 
-    adapters.learn(one.aggregate(one).adapters)
+    adapters.learn(1, one.aggregate(one).adapters)
     assert loaded() == ONE
-    adapters.learn(one.aggregate(other).adapters)
+    adapters.learn(1, one.aggregate(other).adapters)
     assert loaded() is None
-    adapters.learn(one.aggregate(one).adapters)
-    adapters.learn(one.aggregate(OffloadWorkerMetadata()).adapters)
+    adapters.learn(1, one.aggregate(one).adapters)
+    adapters.learn(1, one.aggregate(OffloadWorkerMetadata()).adapters)
     assert loaded() is None
     unread = OffloadWorkerMetadata(adapters=Counter([AdapterWeights(1, b"")]))
-    adapters.learn(unread.aggregate(unread).adapters)
+    adapters.learn(1, unread.aggregate(unread).adapters)
     assert loaded() is None
 
 
@@ -224,20 +225,6 @@ def request_like(name: str, made: Harness) -> Any:
 
 
 # What the worker's half does.
-
-
-def adapter_model(nudge: float = 0.0, scaling: float = 2.0, part: str = "q_proj", **changes: Any) -> Any:
-    """Looks like vLLM's LoRAModel as it is read from its files."""
-    a, b = torch.ones(8, 16, dtype=torch.bfloat16), torch.zeros(32, 8, dtype=torch.bfloat16)
-    b[31, 7] += nudge
-    layer = SimpleNamespace(rank=8, scaling=scaling, lora_a=a, lora_b=b)
-    return SimpleNamespace(
-        **{"loras": {f"layers.0.{part}": layer}, "modules_to_save": {}, "is_3d_lora_weight": False, **changes}
-    )
-
-
-def named(name: str = "a", path: str = "/a", adapter_id: int = 1) -> Any:
-    return SimpleNamespace(lora_int_id=adapter_id, lora_name=name, lora_path=path)
 
 
 def worker_with(adapters: LoadedAdapters) -> tuple[OffloadWorker, FakeTier, FakeStream]:

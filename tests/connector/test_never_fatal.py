@@ -162,13 +162,13 @@ def test_a_load_that_could_not_be_planned_is_told_to_its_request() -> None:
 def test_loads_that_could_not_be_started_fail() -> None:
     made, half = recording("worker", "start_loads", OffloadMetadata(failed_loads=("r",)))
     made.start_load_kv(None)
-    assert [name for name, _ in half.calls] == ["check_adapters", "answer", "start_loads", "fail_loads"]
+    assert [name for name, _ in half.calls] == ["begin_step", "check_adapters", "answer", "start_loads", "fail_loads"]
 
 
 def test_when_adapters_cannot_be_checked_what_was_restored_is_not_believed_and_loads_start() -> None:
     made, half = recording("worker", "check_adapters", OffloadMetadata(failed_loads=("r",)))
     made.start_load_kv(None)
-    assert [name for name, _ in half.calls] == ["check_adapters", "fail_checks", "answer", "start_loads"]
+    assert [name for name, _ in half.calls] == ["begin_step", "check_adapters", "fail_checks", "answer", "start_loads"]
 
 
 def test_stores_that_could_not_be_copied_are_reported() -> None:

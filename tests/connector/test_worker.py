@@ -264,9 +264,10 @@ def test_a_rank_says_of_what_it_holds_nothing(made: Made) -> None:
     made.store(1, 2)
     first = made.stream.in_flight[0]
     made.load("p#1", [7])
+    made.worker.begin_step(17)
     made.worker.answer((1, 2, 3), ("p", "q"))
     metadata = made.worker.take_metadata()
-    assert metadata is not None
+    assert metadata is not None and metadata.step == 17
     assert (set(metadata.idle_stores), set(metadata.idle_loads)) == ({3}, {"q"})
     assert made.worker.take_metadata() is None  # an answer is for the step that asked
     made.stream.end(first)

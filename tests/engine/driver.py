@@ -3,16 +3,22 @@
 
 import itertools
 import json
+import os
 import sys
 import time
 import traceback
 from typing import Any
 
+from tests.engine import interpreted_triton
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    interpreted_triton.install()
+
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import Histogram
 
-from tests.engine import faults, features
+from tests.engine import asynchronous, faults, features
 from tests.engine.forcing import FORCED
 
 
@@ -20,6 +26,8 @@ class Driver:
     """Operations on one LLM; every public method can be called by name."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
+        if arguments.get("async_scheduling"):
+            asynchronous.force()
         self.llm = LLM(**arguments)
         self._num_aborted = itertools.count()
         faults.wait_for_recovery(self)

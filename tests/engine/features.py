@@ -190,6 +190,9 @@ def mode(driver: "Driver") -> dict[str, Any]:
         "compilation_mode": int(config.compilation_config.mode or 0),
         "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
         "policy": config.scheduler_config.policy,
+        "scheduler": type(driver.engine_core.scheduler).__name__,
+        "num_concurrent_batches": driver.engine_core.batch_queue_size,
+        "uses_v2_runner": config.use_v2_model_runner,
         "connector": type(driver.engine_core.scheduler.connector).__name__,
     }
 

@@ -49,12 +49,33 @@ def _check_engine(vllm_config: "VllmConfig") -> None:
             "HybridOffloadConnector does not support context parallelism yet: "
             "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1"
         )
-    device = vllm_config.device_config.device_type
-    if device != "cpu":
+    if vllm_config.max_concurrent_batches > 1 and not vllm_config.kv_transfer_config.is_kv_consumer:
         raise ConfigError(
-            f"HybridOffloadConnector copies on vLLM's CPU platform only until its CUDA copy engine is there, "
-            f"and this engine runs on {device!r}: use the CPU build of vLLM"
+            "with asynchronous scheduling vLLM holds back the blocks that a step still writes only for connectors that "
+            'load, which kv_role "kv_producer" denies: set kv_role to "kv_both" or --no-async-scheduling'
         )
+    _check_device(vllm_config)
+
+
+def _check_device(vllm_config: "VllmConfig") -> None:
+    from vllm.platforms import current_platform
+
+    device = vllm_config.device_config.device_type
+    if device == "cpu":
+        return
+    if current_platform.is_rocm():  # whose devices vLLM calls "cuda"
+        raise ConfigError("HybridOffloadConnector was never run on ROCm: remove it, or use the CPU build of vLLM")
+    if device == "xpu":
+        raise ConfigError("HybridOffloadConnector was never run on XPU: remove it, or use the CPU build of vLLM")
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ConfigError(
+            "HybridOffloadConnector does not support sleep mode yet, which takes the KV cache away while a load may "
+            "still write to it: remove --enable-sleep-mode"
+        )
+    raise ConfigError(
+        f"HybridOffloadConnector copies on vLLM's CPU platform only until its CUDA copy engine is there, "
+        f"and this engine runs on {device!r}: use the CPU build of vLLM"
+    )
 
 
 def _check_prefix_cache(vllm_config: "VllmConfig") -> None:

@@ -233,6 +233,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         if self._worker is not None and isinstance(metadata, OffloadMetadata):
+            self._worker.begin_step(metadata.step)
             self._check_adapters(metadata)
             self._worker.answer(metadata.overdue_stores, metadata.overdue_loads)
             self._worker.start_loads(metadata.loads, metadata.failed_loads)

@@ -79,5 +79,6 @@ def build_scheduler(
         store_decoded_tokens=settings.store_decoded_tokens,
         max_load_attempts=settings.max_load_attempts,
         report_timeout_s=settings.report_timeout_s,
+        num_concurrent_steps=vllm_config.max_concurrent_batches,
         stats=stats,
     )

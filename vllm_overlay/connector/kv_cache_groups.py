@@ -88,10 +88,17 @@ def page_facts(
             facts.append(
                 f"{name}: {group.kv_cache_spec!r} {tensor.dtype} {tuple(tensor.shape[1:])} "
                 f"backend={layer.get_attn_backend().get_name()} isa={getattr(layer, 'isa', None)} "
-                f"map={own.page_map.name if own.page_map else None}"
+                f"map={own.page_map.name if own.page_map else None}{_prefill_kernel(layer)}"
             )
     facts.append(f"cpu={torch.backends.cpu.get_cpu_capability()}")
     return tuple(facts)
+
+
+def _prefill_kernel(layer: Any) -> str:
+    """What computes the states of a prompt where it is not vLLM's own Triton kernel: ``auto`` means another one by the
+    device (FlashInfer's on SM90). Layers that have such a choice say what it came to."""
+    found = getattr(layer, "gdn_prefill_backend", "triton")
+    return "" if found == "triton" else f" prefill={found}"
 
 
 def cell_facts(

@@ -46,6 +46,9 @@ class LoadJob:
 class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     """Scheduler to workers, once a step. ``failed_loads`` are request ids whose load could not even be planned.
 
+    ``step`` counts up from 1; workers say it with what they report, as vLLM may have planned the next step by then. It
+    is 0 of a step that could not be planned.
+
     ``overdue_stores`` are tickets, ``overdue_loads`` ids of requests, whose reports are missing: a worker says which of
     them it does not hold.
     """
@@ -56,12 +59,14 @@ class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     checks: tuple[AdapterCheck, ...] = ()
     overdue_stores: tuple[int, ...] = ()
     overdue_loads: tuple[str, ...] = ()
+    step: int = 0
 
 
 @dataclass(slots=True)
 class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unused-ignore]
     """Workers to scheduler, once a step; vLLM aggregates the ranks' into one.
 
+    ``step`` is that of the ``OffloadMetadata``.
     ``reported`` counts, by store ticket, the ranks that are done with it; ``failed_stores`` are those that failed in
     some rank. ``bad_objects`` did not verify in some rank, ``unreadable_objects`` could not be read in some.
     ``failed_loads`` maps request ids to a reason. For ``load_pause_s`` seconds every load would fail in some rank; 0.0
@@ -78,6 +83,7 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
     idle_stores: Counter[int] = field(default_factory=Counter)
     idle_loads: Counter[str] = field(default_factory=Counter)
     unreadable_objects: set[ObjectId] = field(default_factory=set)
+    step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadWorkerMetadata":
         """Called in the executor, with the metadata of another rank of the same step."""
@@ -92,6 +98,7 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
             self.idle_stores + other.idle_stores,
             self.idle_loads + other.idle_loads,
             self.unreadable_objects | other.unreadable_objects,
+            max(self.step, other.step),
         )
 
     def __bool__(self) -> bool:

@@ -112,7 +112,11 @@ class PendingReports:
         return tuple(load.request_id for load in self._loads.values() if load.is_overdue)
 
     def take_lost(self, idle_stores: Counter[int], idle_loads: Counter[str]) -> tuple[list[PendingStore], list[str]]:
-        """Stores (failed now) and requests with loads of which no rank holds anything; ``end_load`` ends the loads."""
+        """Stores (failed now) and requests with loads of which no rank holds anything; ``end_load`` ends the loads.
+
+        The answer to a question of before may come when the load has ended and another one of its request has begun:
+        that one is not overdue.
+        """
         stores = [
             self._stores.pop(ticket)
             for ticket, num_ranks in idle_stores.items()
@@ -120,7 +124,12 @@ class PendingReports:
         ]
         for store in stores:
             store.has_failed = True
-        return stores, [request_id for request_id, num_ranks in idle_loads.items() if num_ranks == self._world_size]
+        loads = [
+            request_id
+            for request_id, num_ranks in idle_loads.items()
+            if num_ranks == self._world_size and request_id in self._loads and self._loads[request_id].is_overdue
+        ]
+        return stores, loads
 
     def end_load(self, request_id: str) -> tuple[ObjectId, ...]:
         """All ranks have reported the load; returns what it kept pinned."""

@@ -46,8 +46,10 @@ class OffloadScheduler:
         store_decoded_tokens: bool | Literal["auto"],
         max_load_attempts: int,
         report_timeout_s: float,
+        num_concurrent_steps: int = 1,
         stats: OffloadStats,
     ) -> None:
+        """``num_concurrent_steps``: see ``LoraNames``."""
         self._geometry = geometry
         self._planner = HybridOffloadPlanner(geometry)
         self._placer = Placer(geometry)
@@ -58,7 +60,7 @@ class OffloadScheduler:
         self._account = TokenAccount(stats)
         self._first_tokens = FirstTokens(stats)
         self._gauges = Gauges(stats, geometry, tier, world_size)
-        self._lora = LoraNames(world_size)
+        self._lora = LoraNames(world_size, num_concurrent_steps)
         self._pending = PendingReports(world_size, report_timeout_s)
         self._ended_stores: deque[PendingStore] = deque()
         """Empty, but for what an exception kept from being taken in."""
@@ -165,11 +167,11 @@ class OffloadScheduler:
         now that their requests are ``scheduled``."""
         self._step += 1
         self._first_tokens.step(scheduled)
-        checks = self._lora.begin_step(scheduled)
+        checks = self._lora.begin_step(self._step, scheduled)
         loads, self._new_loads = tuple(self._new_loads), []
         unplanned, self._unplanned_loads = tuple(self._unplanned_loads), []
         overdue = self._pending.overdue_stores, self._pending.overdue_loads
-        return OffloadMetadata(loads, (), unplanned, checks, *overdue)
+        return OffloadMetadata(loads, (), unplanned, checks, *overdue, self._step)
 
     def plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
         """This step's stores. When it fails, no ticket of this step stays out."""
@@ -309,7 +311,7 @@ class OffloadScheduler:
             if metadata.load_pause_s is not None:
                 self._loads_resume_at = time.monotonic() + metadata.load_pause_s
             if metadata.adapters:
-                self._lora.learn(metadata.adapters)
+                self._lora.learn(metadata.step, metadata.adapters)
         failed = output.failed_recving or ()
         for request_id in output.finished_recving or ():
             num_tokens = self._account.load_ended(request_id, failed=request_id in failed)

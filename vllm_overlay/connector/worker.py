@@ -32,6 +32,9 @@ _ADVANCE = "advance"
 
 _Accepted = tuple[StoreJob, HostBuffer]
 
+_unfinished: list["OffloadWorker"] = []
+"""Closed while copies were under way. Their memory stays until the process ends: a device may still write to it."""
+
 
 @dataclass(slots=True, eq=False)
 class _Load:
@@ -80,6 +83,11 @@ class OffloadWorker:
         self._idle_loads: Counter[str] = Counter()
         self._is_pausing = False
         self._bad_blocks: set[int] = set()
+        self._step = 0
+
+    def begin_step(self, step: int) -> None:
+        """The pass of the scheduler's step of this number begins."""
+        self._step = step
 
     def advance(self) -> None:
         """Take what the transfer and the tier have ready. What raises here is counted; the rest goes on without it."""
@@ -320,6 +328,7 @@ class OffloadWorker:
             self._idle_stores,
             self._idle_loads,
             self._unreadable_objects,
+            self._step,
         )
         self._idle_stores, self._idle_loads = Counter(), Counter()
         self._reported, self._failed_stores = Counter(), set()
@@ -329,7 +338,8 @@ class OffloadWorker:
     def close(self, timeout_s: float) -> int:
         """Finish pending copies and stores in that time; returns how many stores were given up."""
         deadline = time.monotonic() + timeout_s
-        self._transfer.close(timeout_s)
+        if not self._transfer.close(timeout_s):
+            _unfinished.append(self)
         self._take_copies()
         given_up = sum(map(len, self._store_copies.values()))
         return given_up + self._tier.close(max(0.0, deadline - time.monotonic()))

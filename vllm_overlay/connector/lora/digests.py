@@ -32,6 +32,7 @@ class LoadedAdapters:
     def __init__(self, settings: str = "") -> None:
         self._settings = settings
         self._digests: dict[int, bytes] = {}
+        self._generations: Counter[int] = Counter()
         self._names: dict[int, tuple[str, str]] = {}
         self._seen: dict[tuple[str, str], set[bytes]] = {}
         self.version = 0
@@ -51,6 +52,7 @@ class LoadedAdapters:
         if (self._digests.get(request.lora_int_id), self._names.get(request.lora_int_id)) != (digest, name):
             self._digests[request.lora_int_id] = digest
             self._names[request.lora_int_id] = name
+            self._generations[request.lora_int_id] += 1
             self._seen.setdefault(name, set()).add(digest)
             self.version += 1
 
@@ -63,12 +65,13 @@ class LoadedAdapters:
         return self._digests.get(weights.adapter_id) == weights.digest
 
     def have_still(self, weights: AdapterWeights) -> bool:
-        """Also whether as much is known of their name and path as when they were reported."""
+        """Also whether no pass since they were reported had others under their id, and whether as much is known of
+        their name and path."""
         return self.computes_with(weights) and self._weights_of(weights.adapter_id) == weights
 
     def _weights_of(self, adapter_id: int) -> AdapterWeights:
         is_only = len(self._seen[self._names[adapter_id]]) == 1
-        return AdapterWeights(adapter_id, self._digests[adapter_id], is_only)
+        return AdapterWeights(adapter_id, self._digests[adapter_id], is_only, self._generations[adapter_id])
 
     def _digest(self, model: "LoRAModel") -> bytes:
         facts = {

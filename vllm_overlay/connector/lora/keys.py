@@ -58,8 +58,7 @@ class RequestNames:
         self._request = request
         self._num_found = num_found
         self._is_restored = False
-        self._has_begun = False
-        self._is_in_first_pass = False
+        self._first_step: int | None = None
         self._is_passed_by = False
         self._unchecked: frozenset[int] = frozenset()
 
@@ -90,24 +89,27 @@ class RequestNames:
         if self.weights is not None and not self.weights.is_only and self._num_found:
             self.keys = None
 
-    def begin(self, is_scheduled: bool) -> AdapterCheck | None:
+    def begin(self, step: int, is_scheduled: bool) -> AdapterCheck | None:
         """A step begins. What vLLM found in its own cache shows with the first pass: lookups hear of whole blocks."""
-        self._is_in_first_pass = False
         if not is_scheduled:
             return None
-        if not self._has_begun:
-            self._has_begun, self._is_in_first_pass = True, self.weights is None
+        if self._first_step is None:
+            self._first_step = step
             if not self._is_restored:
                 self._num_found = self._request.num_computed_tokens
             self._doubt_what_was_found()
         blocks, self._unchecked = self._unchecked, frozenset()
         return AdapterCheck(self._request.request_id, self.weights, blocks) if blocks and self.weights else None
 
-    def learn(self, loaded: AdapterWeights | None) -> None:
-        """What other weights have begun is stored no more; a first pass that brought the weights is from now on."""
+    def learn(self, loaded: AdapterWeights | None, step: int) -> None:
+        """Take in what was ``loaded`` when ``step`` had been computed; 0 is one of an unknown number.
+
+        What other weights have begun is stored no more. What began with weights that were not known is stored from now
+        on, if these are the ones of its first pass or of before: workers refuse to store once they have changed.
+        """
         if self.weights is not None and self.weights != loaded:
             self.keys = None
-        if self._is_in_first_pass:
+        if self.weights is None and self._first_step is not None and 0 < step <= self._first_step:
             self.name(loaded)
 
 
@@ -115,11 +117,13 @@ class LoraNames:
     """Names the objects of every request, by what the workers have loaded. Called by the scheduler's half.
 
     Three calls: ``names`` at a lookup, ``begin_step``, and ``learn`` with each step's reports. A request is forgotten
-    with the ``RequestNames`` that the caller holds.
+    with the ``RequestNames`` that the caller holds. Reports may come when later steps have begun, of which at most
+    ``num_concurrent_steps`` are under way: vLLM's ``max_concurrent_batches``, two with asynchronous scheduling.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, num_concurrent_steps: int = 1) -> None:
         self._world_size = world_size
+        self._num_concurrent_steps = num_concurrent_steps
         self._loaded: dict[int, AdapterWeights] = {}
         self._asked: dict[int, int] = {}
         self._requests: WeakValueDictionary[str, RequestNames] = WeakValueDictionary()
@@ -142,20 +146,22 @@ class LoraNames:
         """Whether a lookup should be repeated after this step.
 
         An adapter that was loaded ahead of its requests is reported with the first step after that, so an unknown
-        one is waited for in the step of its first lookup, and never again.
+        one is waited for from its first lookup until the step after that has been reported, and never again.
         """
-        return adapter_id not in self._loaded and self._asked.setdefault(adapter_id, self._step) == self._step
+        if adapter_id in self._loaded:
+            return False
+        return self._step < self._asked.setdefault(adapter_id, self._step) + self._num_concurrent_steps
 
-    def begin_step(self, scheduled: Collection[str]) -> tuple[AdapterCheck, ...]:
+    def begin_step(self, step: int, scheduled: Collection[str]) -> tuple[AdapterCheck, ...]:
         """A step's metadata goes to the workers; what they have to check of restored requests that it computes.
 
-        Whatever they report comes back before the next step's lookups.
+        Steps count up from 1.
         """
-        self._step += 1
-        checks = [names.begin(request_id in scheduled) for request_id, names in self._requests.items()]
+        self._step = step
+        checks = [names.begin(step, request_id in scheduled) for request_id, names in self._requests.items()]
         return tuple(check for check in checks if check is not None)
 
-    def learn(self, reports: Counter[AdapterWeights]) -> None:
+    def learn(self, step: int, reports: Counter[AdapterWeights]) -> None:
         """Take in a step's reports: what not every rank has loaded alike is unknown."""
         for weights in reports:
             self._loaded.pop(weights.adapter_id, None)
@@ -163,4 +169,4 @@ class LoraNames:
             if num_ranks == self._world_size and weights.digest:
                 self._loaded[weights.adapter_id] = weights
         for names in self._requests.values():
-            names.learn(self._loaded.get(names.adapter_id))
+            names.learn(self._loaded.get(names.adapter_id), step)

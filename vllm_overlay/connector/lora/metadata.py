@@ -10,11 +10,13 @@ class AdapterWeights:
 
     ``digest`` is of all its weights, empty when they could not be read. ``is_only`` says that nothing else was loaded
     under its name and path since the process began: what the device cache holds by these was computed with it.
+    ``generation`` counts what was loaded under the id: weights that went and came back are told from ones that stayed.
     """
 
     adapter_id: int
     digest: bytes
     is_only: bool = True
+    generation: int = 1
 
 
 @dataclass(frozen=True, slots=True)
