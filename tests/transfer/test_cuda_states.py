@@ -118,8 +118,11 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.free_blocks and self.device.error is None)
     def the_engine_computes(self, data: st.DataObject) -> None:
+        self.compute(data.draw(st.sampled_from(self.free_blocks)))
+
+    def compute(self, block: int) -> None:
         """A step writes to all of a block."""
-        block, seed = data.draw(st.sampled_from(self.free_blocks)), int(self.random.integers(1 << 30))
+        seed = int(self.random.integers(1 << 30))
         self.device.compute.submit(lambda: fill(self.real, block, seed))
         fill(self.expected, block, seed)
 
@@ -142,7 +145,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.free_blocks)
     def load(self, data: st.DataObject) -> None:
-        """What a tier has read, and what is to be clear behind it."""
+        """What a tier has read, and what is to be clear behind it; often into blocks that a step still writes to."""
         placements = data.draw(placements_in(self.free_blocks))
         buffers = self.buffers(placements)
         placements = placements[: len(buffers)]
@@ -154,7 +157,11 @@ class Machine(RuleBasedStateMachine):
             for span in placement.spans
             if span.offset + span.num_tokens < BLOCK
         ]
-        self.loading |= {block for placement in placements for block in placement.block_ids}
+        blocks = {block for placement in placements for block in placement.block_ids}
+        if self.device.error is None and data.draw(st.booleans()):
+            for block in blocks:
+                self.compute(block)
+        self.loading |= blocks
         handle = self.transfer.scatter(placements, buffers, zeros)
         self.loads[handle] = Load(placements, buffers, zeros)
         for placement, buffer in zip(placements, buffers, strict=True):
