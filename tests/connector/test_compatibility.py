@@ -41,9 +41,10 @@ def engine(**changes: object) -> Any:
     return config
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("spec", [CPU, DISK])
-def test_what_is_supported_is_not_refused(spec: TierSpec[Any]) -> None:
-    check_supported(engine(), NO_GROUPS, spec)
+def test_what_is_supported_is_not_refused(spec: TierSpec[Any], device: str) -> None:
+    check_supported(engine(device_config__device_type=device), NO_GROUPS, spec)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_what_is_supported_is_not_refused(spec: TierSpec[Any]) -> None:
             {"max_concurrent_batches": 2, "kv_transfer_config__is_kv_consumer": False},
             'set kv_role to "kv_both" or --no-async-scheduling',
         ),
-        ({"device_config__device_type": "cuda"}, "this engine runs on 'cuda'"),
+        ({"device_config__device_type": "tpu"}, "this engine runs on 'tpu'"),
         (
             {"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True},
             "remove --enable-sleep-mode",

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's half over a stream whose copies end when the test says so, in any order."""
 
+import gc
 import itertools
 import random
+import weakref
 
 import pytest
 
 from tests.connector.fake_stream import UNIT, FakeStream, FakeTier, FlakyTier
 from vllm_overlay.common.reasons import Reason
+from vllm_overlay.connector import worker
 from vllm_overlay.connector.lora.digests import LoadedAdapters
 from vllm_overlay.connector.metadata import LoadJob, StoreJob
 from vllm_overlay.connector.metrics import OffloadStats
@@ -366,6 +369,19 @@ def test_a_shutdown_counts_copies_that_are_stuck(made: Made, monkeypatch: pytest
     made.store(1, 2)
     monkeypatch.setattr(made.stream, "close", lambda timeout_s: False)
     assert made.worker.close(0.0) == 2
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_memory_that_copies_may_still_write_to_outlives_the_worker(
+    made: Made, monkeypatch: pytest.MonkeyPatch, has_ended: bool
+) -> None:
+    monkeypatch.setattr(worker, "_unfinished", [])
+    monkeypatch.setattr(made.stream, "close", lambda timeout_s: has_ended)
+    made.worker.close(0.0)
+    memory = weakref.ref(made.tier)
+    del made.worker, made.tier
+    gc.collect()
+    assert (memory() is None) == has_ended
 
 
 # Anything in any order.

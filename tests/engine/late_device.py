@@ -16,6 +16,7 @@ from vllm_overlay.transfer.base import KVTransfer
 from vllm_overlay.transfer.cuda import CudaTransfer
 from vllm_overlay.transfer.device import Event
 from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.self_check import check_round_trips
 
 ACTIONS_A_POLL = 40
 
@@ -64,8 +65,9 @@ class LateDevice(FakeDevice):
 def build_late_transfer(
     groups: Mapping[int, GroupTensors], host_memory: Sequence[Bytes], device_buffer_bytes: int
 ) -> KVTransfer:
-    assert host_memory
-    return CudaTransfer(groups, LateDevice(), ring_bytes=device_buffer_bytes)
+    transfer = CudaTransfer(groups, LateDevice(), ring_bytes=device_buffer_bytes)
+    check_round_trips(transfer, groups, host_memory[0])
+    return transfer
 
 
 class LateDeviceConnector(HybridOffloadConnector):

@@ -72,10 +72,11 @@ def _check_device(vllm_config: "VllmConfig") -> None:
             "HybridOffloadConnector does not support sleep mode yet, which takes the KV cache away while a load may "
             "still write to it: remove --enable-sleep-mode"
         )
-    raise ConfigError(
-        f"HybridOffloadConnector copies on vLLM's CPU platform only until its CUDA copy engine is there, "
-        f"and this engine runs on {device!r}: use the CPU build of vLLM"
-    )
+    if device != "cuda":
+        raise ConfigError(
+            f"HybridOffloadConnector knows CPUs and CUDA devices, and this engine runs on {device!r}: remove it, or "
+            "use another build of vLLM"
+        )
 
 
 def _check_prefix_cache(vllm_config: "VllmConfig") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_overlay.config import ConfigError, parse_bytes
+from vllm_overlay.config import ConfigError, TierSettings, parse_bytes
 from vllm_overlay.connector.fingerprint import compute_fingerprints
 from vllm_overlay.connector.kv_cache_groups import cell_facts, group_tensors, page_facts, planner_groups
 from vllm_overlay.connector.lora.digests import loaded_adapters
@@ -20,13 +20,23 @@ from vllm_overlay.connector.start_line import start_line
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import TierSpec, WorkerContext
+from vllm_overlay.tiers.memory import Bytes
+from vllm_overlay.transfer.base import KVTransfer
 from vllm_overlay.transfer.factory import build_transfer
+from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.self_check import TransferError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
+
+NEVER_RUN = (
+    "copies on a GPU were never run by the makers of vllm-overlay: before you serve with them run tools/gpu_smoke.py "
+    "and vllm-overlay verify (docs/gpu.md)"
+)
+"""Logged once at start on a GPU, as docs/gpu.md and the README say, until somebody has."""
 
 
 def build_worker(
@@ -52,13 +62,27 @@ def build_worker(
     fingerprints = partial(compute_fingerprints, vllm_config, kv_cache_config, geometry, facts, cells)
     tier, part = spec.build_worker(WorkerContext(geometry, rank, parallel.world_size, fingerprints))
     worker = OffloadWorker(
-        build_transfer(tensors, tier.host_memory(), parse_bytes(settings.device_buffer_bytes, "device_buffer_bytes")),
+        _transfer(settings, tensors, tier.host_memory(), is_first_rank=rank == 0),
         tier,
         loaded_adapters(vllm_config),
         load_timeout_s=settings.load_timeout_s,
         stats=stats,
     )
     return worker, OffloadHandshake(rank, geometry, part)
+
+
+def _transfer(
+    settings: TierSettings, tensors: dict[int, GroupTensors], host_memory: Sequence[Bytes], *, is_first_rank: bool
+) -> KVTransfer:
+    device = tensors[0].layers[0].device
+    if device.type != "cpu" and is_first_rank:
+        logger.warning("%s: %s", settings.name, NEVER_RUN)
+    try:
+        return build_transfer(tensors, host_memory, parse_bytes(settings.device_buffer_bytes, "device_buffer_bytes"))
+    except TransferError as error:
+        raise ConfigError(
+            f"{settings.name}: copies to and from {device} do not work ({error}): remove HybridOffloadConnector"
+        ) from error
 
 
 def build_scheduler(

@@ -90,8 +90,15 @@ def page_facts(
                 f"backend={layer.get_attn_backend().get_name()} isa={getattr(layer, 'isa', None)} "
                 f"map={own.page_map.name if own.page_map else None}{_prefill_kernel(layer)}"
             )
-    facts.append(f"cpu={torch.backends.cpu.get_cpu_capability()}")
+    facts.append(_processor(tensors[0].layers[0].device))
     return tuple(facts)
+
+
+def _processor(device: torch.device) -> str:
+    """What chooses the kernels."""
+    if device.type == "cpu":
+        return f"cpu={torch.backends.cpu.get_cpu_capability()}"
+    return f"{device.type}={torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
 
 
 def _prefill_kernel(layer: Any) -> str:

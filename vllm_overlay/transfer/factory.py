@@ -20,6 +20,7 @@ def build_transfer(
 
     Raises:
         OSError: A CUDA device without a CUDA driver.
+        TransferError: Copies on this device do not bring back what was stored.
     """
     device = next(iter(groups.values())).layers[0].device
     if device.type == "cpu":
@@ -29,6 +30,7 @@ def build_transfer(
     from vllm_overlay.transfer.cuda import CudaTransfer
     from vllm_overlay.transfer.cuda_device import CudaDevice
     from vllm_overlay.transfer.pinned import PinnedMemory
+    from vllm_overlay.transfer.self_check import check_round_trips
 
     pools = [PinnedMemory(array) for array in host_memory]
 
@@ -36,10 +38,13 @@ def build_transfer(
         for pool in pools:
             pool.unregister()
 
-    return CudaTransfer(
+    transfer = CudaTransfer(
         groups,
         CudaDevice(device),
         ring_bytes=device_buffer_bytes,
         host_is_pinned=bool(pools) and all(pool.is_pinned for pool in pools),
         release_host=release_host,
     )
+    if host_memory:
+        check_round_trips(transfer, groups, host_memory[0])
+    return transfer

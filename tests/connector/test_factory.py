@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a start on a device says: that nobody has run it, and that copies do not work."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_overlay.config import ConfigError
+from vllm_overlay.connector import factory
+from vllm_overlay.tiers.factory import tier_spec
+from vllm_overlay.transfer.cpu import CpuTransfer
+from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.self_check import TransferError
+
+SETTINGS = tier_spec({"tier": "cpu", "name": "host", "device_buffer_bytes": "3 MiB"}).settings
+MEMORY = (np.zeros((2, 8), dtype=np.uint8),)
+
+
+def tensors(device: str) -> dict[int, GroupTensors]:
+    return {0: GroupTensors((torch.empty(2, 1, 4, 8, device=device),))}
+
+
+def test_on_a_cpu_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(factory._transfer(SETTINGS, tensors("cpu"), MEMORY, is_first_rank=True), CpuTransfer)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("is_first_rank", [True, False])
+def test_on_a_device_one_rank_says_that_nobody_has_run_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_first_rank: bool
+) -> None:
+    given = []
+    monkeypatch.setattr(factory, "build_transfer", lambda *arguments: given.append(arguments))
+    on_device = tensors("meta")
+    with caplog.at_level(logging.WARNING):
+        factory._transfer(SETTINGS, on_device, MEMORY, is_first_rank=is_first_rank)
+    assert given == [(on_device, MEMORY, 3 << 20)]
+    assert [record.getMessage() for record in caplog.records] == [f"host: {factory.NEVER_RUN}"] * is_first_rank
+
+
+def test_copies_that_do_not_work_are_a_refusal_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise TransferError("the span came back with other bytes")
+
+    monkeypatch.setattr(factory, "build_transfer", fails)
+    with pytest.raises(ConfigError, match=r"host: copies to and from meta .* other bytes\): remove Hybrid"):
+        factory._transfer(SETTINGS, tensors("meta"), MEMORY, is_first_rank=True)

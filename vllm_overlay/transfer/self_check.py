@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Before a device's KV cache is used: does what a transfer stores come back from it, byte for byte?
+
+It is for transfers that no test of ours has run on the real device. It cannot show that copies are in order with the
+engine's own work.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_overlay.tiers.memory import Bytes, HostBuffer, units_needed
+from vllm_overlay.transfer.base import Handle, KVTransfer, Placement, Span
+from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.page_map import span_pieces
+
+TIMEOUT_S = 30.0
+"""For one copy of one block. The first compiles nothing any more."""
+_POLL_S = 0.001
+_POISON = 0xA5
+
+
+class TransferError(RuntimeError):
+    """Copies to and from the device do not work; the message says which."""
+
+
+def check_round_trips(transfer: KVTransfer, groups: Mapping[int, GroupTensors], memory: Bytes) -> None:
+    """Store the last block of each group, poison it, load it, and compare it and the block before it.
+
+    Whole pages, and for groups that are cut a span at the block's start and one in the middle. What the blocks held is
+    put back at the end. Called by the worker's half at start, while nobody uses the KV cache or ``memory``.
+
+    Args:
+        transfer: Has no copies under way.
+        groups: What it was built from.
+        memory: A pool that buffers will lie in, (units, bytes a unit). What does not fit into it is left out.
+
+    Raises:
+        TransferError: A copy failed, did not end, or brought other bytes.
+    """
+    for group_id, group in groups.items():
+        blocks = [_Block(layer, layer.shape[0] - 1) for layer in group.layers]
+        saved = [block.bytes.clone() for block in blocks]
+        try:
+            for placement, num_bytes in _placements(group_id, group):
+                if (buffer := _buffer(memory, num_bytes)) is not None:
+                    _check(transfer, group, blocks, placement, buffer)
+        finally:
+            for block, before in zip(blocks, saved, strict=True):
+                block.bytes.copy_(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One block of a layer and the one before it, if there is one."""
+
+    layer: torch.Tensor
+    block_id: int
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        return self.layer[max(0, self.block_id - 1) :].view(torch.uint8)
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self.layer[self.block_id].view(torch.uint8)
+
+
+def _placements(group_id: int, group: GroupTensors) -> Iterator[tuple[Placement, int]]:
+    """What is tried, with its bytes."""
+    last = group.layers[0].shape[0] - 1
+    yield Placement(pages=((group_id, last),)), group.page_bytes
+    if group.page_map is not None:
+        unit = group.page_map.token_unit
+        block_size = group.layers[0].shape[-2] * (group.layers[0].shape[1] if group.layers[0].dim() == 5 else 1)
+        middle = block_size // unit // 2 * unit
+        for offset, num_tokens in ((0, unit), (middle, block_size - middle)):
+            yield Placement(spans=(Span(group_id, last, offset, num_tokens),)), num_tokens * group.token_bytes
+
+
+def _buffer(memory: Bytes, num_bytes: int) -> HostBuffer | None:
+    count = units_needed(num_bytes, memory.shape[1])
+    return HostBuffer(memory, tuple(range(count)), num_bytes) if count <= memory.shape[0] else None
+
+
+def _check(
+    transfer: KVTransfer, group: GroupTensors, blocks: list[_Block], placement: Placement, buffer: HostBuffer
+) -> None:
+    for block in blocks:
+        block.bytes.copy_(torch.randint_like(block.bytes, 256))
+    stored = [block.bytes.clone() for block in blocks]
+    handle = transfer.gather([placement], [buffer])
+    if handle is None:
+        raise TransferError(f"the device's buffer has no room for {buffer.num_bytes} bytes: raise device_buffer_bytes")
+    _wait(transfer, handle)
+    for block in blocks:
+        block.own.fill_(_POISON)
+    _wait(transfer, transfer.scatter([placement], [buffer]))
+    for layer, block, before in zip(group.layers, blocks, stored, strict=True):
+        loaded = block.bytes.clone()
+        block.bytes.copy_(before)
+        if placement.spans:
+            _expect_span(group, layer, placement.spans[0])
+        if not torch.equal(loaded, block.bytes):
+            raise TransferError(f"{placement} came back with other bytes than were stored")
+
+
+def _expect_span(group: GroupTensors, layer: torch.Tensor, span: Span) -> None:
+    """Poison the span's block but for the span."""
+    assert group.page_map is not None
+    kept = [piece.clone() for part in group.page_map.parts(layer) for _, piece in span_pieces(part, span)]
+    layer[span.block_id].view(torch.uint8).fill_(_POISON)
+    pieces = (piece for part in group.page_map.parts(layer) for _, piece in span_pieces(part, span))
+    for piece, before in zip(pieces, kept, strict=True):
+        piece.copy_(before)
+
+
+def _wait(transfer: KVTransfer, handle: Handle) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        for finished in transfer.poll():
+            if finished.handle == handle:
+                if finished.error is not None:
+                    raise TransferError(f"a copy failed: {finished.error!r}") from finished.error
+                return
+        time.sleep(_POLL_S)
+    raise TransferError(f"a copy of one block did not end in {TIMEOUT_S:.0f} s")
