@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +43,12 @@ class Seen:
 class RandomWorkload:
     """One run. Use ``run``."""
 
-    def __init__(self, model: Path, seed: int, states: States = FLOAT32) -> None:
+    def __init__(
+        self, model: Path, seed: int, states: States = FLOAT32, connected: Mapping[str, Any] | None = None
+    ) -> None:
+        """``connected`` are more arguments of the engines with a connector."""
         self._model = model
+        self._connected = connected or {}
         self._arguments = {**states.arguments, "max_model_len": 2 * states.block_size}
         self._workload = Workload(seed, states.block_size)
         self._uncached: Engine
@@ -65,9 +70,8 @@ class RandomWorkload:
             cpu_child(capacity_bytes="16 MiB"),
             disk_child(root, capacity_bytes="64 MiB", min_free_bytes=0, load_weight=0.9),
         )
-        with Engine(
-            self._model, **self._arguments, num_gpu_blocks_override=_NUM_BLOCKS, kv_transfer_config=multi(*children)
-        ) as engine:
+        arguments = {**self._arguments, **self._connected, "kv_transfer_config": multi(*children)}
+        with Engine(self._model, num_gpu_blocks_override=_NUM_BLOCKS, **arguments) as engine:
             while self.seen.turns.total() < until:
                 self._turn(engine, self._workload.next())
             engine.wait_for_stores()
@@ -143,12 +147,14 @@ def main() -> int:
     parser.add_argument("--lives", type=int, default=3, help="engines on one root, one after the other")
     parser.add_argument("--layers", type=int, default=4, help="of the model; every fourth has attention")
     parser.add_argument("--states", choices=[states.dtype for states in STATES], default=FLOAT32.dtype)
+    parser.add_argument("--asynchronous", action="store_true", help="with asynchronous scheduling, forced on the CPU")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="model-") as scratch:
         model = make_tiny_model(Path(scratch) / "tiny", num_layers=arguments.layers)
         (states,) = (states for states in STATES if states.dtype == arguments.states)
-        seen = RandomWorkload(model, arguments.seed, states).run(arguments.requests, arguments.lives)
+        connected = {"async_scheduling": arguments.asynchronous}
+        seen = RandomWorkload(model, arguments.seed, states, connected).run(arguments.requests, arguments.lives)
     print(json.dumps({"turns": seen.turns, "answers": seen.answers, "counters": seen.counters}, indent=2))
     print("\n".join(seen.wrong))
     return 1 if seen.wrong else 0

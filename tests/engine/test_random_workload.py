@@ -11,8 +11,12 @@ from tests.engine.workload import Kind
 pytestmark = pytest.mark.engine
 
 
-def test_random_requests_over_two_lives_are_answered_as_without_a_cache(tiny_model: Path) -> None:
-    seen = RandomWorkload(tiny_model, seed=1).run(num_requests=60, num_lives=2)
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_random_requests_over_two_lives_are_answered_as_without_a_cache(
+    tiny_model: Path, is_asynchronous: bool
+) -> None:
+    connected = {"async_scheduling": is_asynchronous}
+    seen = RandomWorkload(tiny_model, seed=1, connected=connected).run(num_requests=60, num_lives=2)
     assert seen.wrong == []
     assert seen.counters["cpu: failed_loads"] == seen.counters["disk: failed_loads"] == 0
     assert seen.turns[Kind.ABORT] and seen.turns[Kind.CONTINUE] and seen.turns[Kind.SALT]
