@@ -41,6 +41,15 @@ def test_on_a_device_one_rank_says_that_nobody_has_run_it(
     assert [record.getMessage() for record in caplog.records] == [f"host: {factory.NEVER_RUN}"] * is_first_rank
 
 
+def test_a_full_device_is_a_refusal_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(factory, "build_transfer", fails)
+    with pytest.raises(ConfigError, match=r"no room left for device_buffer_bytes=3145728: lower it, or --gpu"):
+        factory._transfer(SETTINGS, tensors("meta"), MEMORY, is_first_rank=True)
+
+
 def test_copies_that_do_not_work_are_a_refusal_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise TransferError("the span came back with other bytes")

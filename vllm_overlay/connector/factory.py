@@ -79,6 +79,11 @@ def _transfer(
         logger.warning("%s: %s", settings.name, NEVER_RUN)
     try:
         return build_transfer(tensors, host_memory, parse_bytes(settings.device_buffer_bytes, "device_buffer_bytes"))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{settings.name}: {device} has no room left for device_buffer_bytes={settings.device_buffer_bytes!r}: "
+            "lower it, or --gpu-memory-utilization"
+        ) from error
     except TransferError as error:
         raise ConfigError(
             f"{settings.name}: copies to and from {device} do not work ({error}): remove HybridOffloadConnector"
