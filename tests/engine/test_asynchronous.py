@@ -80,10 +80,10 @@ def test_requests_at_once_that_are_preempted_are_answered_right(
     ]
     config = multi(cpu_child(), disk_child(tmp_path / "root"))
     with Engine(tiny_model, **asynchronous, num_gpu_blocks_override=NUM_BLOCKS, kv_transfer_config=config) as engine:
-        answers = engine.generate_many(prompts, 9)
+        answers = engine.generate_many(prompts, 16)
         engine.wait_for_stores()
         engine.reset_device_cache()
-        again = engine.generate_many(prompts, 9)
+        again = engine.generate_many(prompts, 16)
         engine.wait_for_stores()
         assert engine.metric("vllm:num_preemptions") > 0
         assert sum(answer.num_cached_tokens > 0 for answer in again) > len(prompts) // 2
