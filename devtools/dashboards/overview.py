@@ -10,6 +10,7 @@ from devtools.dashboards.promql import (
     ENGINE,
     TIER,
     WHOLE_RANGE,
+    average,
     child_or_tier,
     increase,
     largest,
@@ -95,8 +96,8 @@ MEAN_FIRST_TOKEN = Chart(
     "s",
     (
         Query(mean(FIRST_TOKEN, source="tier"), "loaded by {{connector}}"),
-        Query(f"avg({mean(FIRST_TOKEN, source='device')})", "device cache"),
-        Query(f"avg({mean(FIRST_TOKEN, source='computed')})", "computed"),
+        Query(average(mean(FIRST_TOKEN, source="device")), "device cache"),
+        Query(average(mean(FIRST_TOKEN, source="computed")), "computed"),
     ),
 )
 SLOW_FIRST_TOKEN = Chart(
@@ -105,8 +106,8 @@ SLOW_FIRST_TOKEN = Chart(
     "s",
     (
         Query(quantile(0.95, FIRST_TOKEN, source="tier"), "loaded by {{connector}}"),
-        Query(f"avg({quantile(0.95, FIRST_TOKEN, source='device')})", "device cache"),
-        Query(f"avg({quantile(0.95, FIRST_TOKEN, source='computed')})", "computed"),
+        Query(average(quantile(0.95, FIRST_TOKEN, source="device")), "device cache"),
+        Query(average(quantile(0.95, FIRST_TOKEN, source="computed")), "computed"),
     ),
 )
 BYTES = Chart(
@@ -116,7 +117,11 @@ BYTES = Chart(
     "bytes",
     (
         Query(largest(f"{TIER}used_bytes", ENGINE), "{{connector}} of {{instance}}, engine {{engine}}"),
-        Query(largest(f"{TIER}capacity_bytes", ENGINE), "its limit: {{connector}}, engine {{engine}}", dashed=True),
+        Query(
+            largest(f"{TIER}capacity_bytes", ENGINE),
+            "limit: {{connector}} of {{instance}}, engine {{engine}}",
+            dashed=True,
+        ),
     ),
 )
 FULL = Chart(

@@ -12,7 +12,7 @@ DATASOURCE = common_models.DataSourceRef(type_val="prometheus", uid="${datasourc
 GREEN, YELLOW, RED = "green", "yellow", "red"
 STAT_HEIGHT, HEIGHT = 4, 8
 BAR_INTERVAL = "1m"
-"""No bar is of less: neighbouring bars would count the same event."""
+"""No bar is of less. A bar counts the last `$__rate_interval`, which is a little more: an event may be in two."""
 FULL_WIDTH, HALF, QUARTER = 24, 12, 6
 """Grafana's grid is 24 wide."""
 

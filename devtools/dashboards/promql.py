@@ -63,6 +63,11 @@ def mean(histogram: str, by: Sequence[str] = ("connector",), **labels: str) -> s
     return ratio(total(histogram, by, **labels), count)
 
 
+def average(expression: str) -> str:
+    """Over connectors, without those that have nothing to divide: NaN, and nothing but NaN, is not at least 0."""
+    return f"avg({expression} >= 0)"
+
+
 def child_or_tier(child: str, tier: str, by: Sequence[str] = ("connector",), whole_range: bool = False) -> str:
     """A counter of each connector: the MultiConnector's of its children, a tier's own where no MultiConnector is.
 

@@ -46,7 +46,7 @@ def _fetch() -> None:
     try:
         if not (UNPACKED / "usr" / "bin" / "promtool").exists():
             _run("apt-get", "download", "prometheus")
-            (package,) = UNPACKED.glob("prometheus_*.deb")
+            package = max(UNPACKED.glob("prometheus_*.deb"), key=lambda path: path.stat().st_mtime)
             _run("dpkg-deb", "--extract", str(package), str(UNPACKED))
     finally:
         os.close(holder)

@@ -56,7 +56,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "layout"), CASES, ids=[f"{kind.name}, {layout}" for kind, layout in CASES])
 def test_a_sound_transfer_passes_and_the_cache_is_as_before(kind: Kind, layout: Layout) -> None:
     groups, pool = made(kind, layout)
     before = [layer.clone() for layer in groups[3].layers]
@@ -104,3 +104,12 @@ def test_a_lost_device_a_copy_that_does_not_end_and_a_small_buffer_are_named(mon
     monkeypatch.setattr(self_check, "TIMEOUT_S", 0.05)
     with pytest.raises(TransferError, match="did not end"):
         check_round_trips(CudaTransfer(groups, FakeDevice(), ring_bytes=1 << 20), groups, pool.array)
+
+
+def test_a_tier_that_tells_of_no_memory_is_checked_in_memory_of_its_own() -> None:
+    groups, _ = made(*CASES[0])
+    transfer = transfer_of(groups, host_is_pinned=False)
+    check_round_trips(transfer, groups, None)
+    transfer.fault = one_bit_other
+    with pytest.raises(TransferError, match="came back with other bytes"):
+        check_round_trips(transfer, groups, None)

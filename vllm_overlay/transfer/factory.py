@@ -45,6 +45,5 @@ def build_transfer(
         host_is_pinned=bool(pools) and all(pool.is_pinned for pool in pools),
         release_host=release_host,
     )
-    if host_memory:
-        check_round_trips(transfer, groups, host_memory[0])
+    check_round_trips(transfer, groups, host_memory[0] if host_memory else None)
     return transfer

@@ -5,13 +5,14 @@ It is for transfers that no test of ours has run on the real device. It cannot s
 engine's own work.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from vllm_overlay.tiers.memory import Bytes, HostBuffer, units_needed
+from vllm_overlay.tiers.memory import Bytes, HostBuffer, HostPool, units_needed
 from vllm_overlay.transfer.base import Handle, KVTransfer, Placement, Span
 from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.page_map import span_pieces
@@ -26,7 +27,7 @@ class TransferError(RuntimeError):
     """Copies to and from the device do not work; the message says which."""
 
 
-def check_round_trips(transfer: KVTransfer, groups: Mapping[int, GroupTensors], memory: Bytes) -> None:
+def check_round_trips(transfer: KVTransfer, groups: Mapping[int, GroupTensors], memory: Bytes | None) -> None:
     """Store the last block of each group, poison it, load it, and compare it and the block before it.
 
     Whole pages, and for groups that are cut a span at the block's start and one in the middle. What the blocks held is
@@ -35,7 +36,8 @@ def check_round_trips(transfer: KVTransfer, groups: Mapping[int, GroupTensors], 
     Args:
         transfer: Has no copies under way.
         groups: What it was built from.
-        memory: A pool that buffers will lie in, (units, bytes a unit). What does not fit into it is left out.
+        memory: A pool that buffers will lie in, (units, bytes a unit). None, where the tier tells of none: it must not
+            be said to be pinned then.
 
     Raises:
         TransferError: A copy failed, did not end, or brought other bytes.
@@ -48,8 +50,9 @@ def check_round_trips(transfer: KVTransfer, groups: Mapping[int, GroupTensors], 
                 if (buffer := _buffer(memory, num_bytes)) is not None:
                     _check(transfer, group, blocks, placement, buffer)
         finally:
-            for block, before in zip(blocks, saved, strict=True):
-                block.bytes.copy_(before)
+            with contextlib.suppress(RuntimeError):  # of a device that is lost: what was raised before says so
+                for block, before in zip(blocks, saved, strict=True):
+                    block.bytes.copy_(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,10 @@ def _placements(group_id: int, group: GroupTensors) -> Iterator[tuple[Placement,
             yield Placement(spans=(Span(group_id, last, offset, num_tokens),)), num_tokens * group.token_bytes
 
 
-def _buffer(memory: Bytes, num_bytes: int) -> HostBuffer | None:
+def _buffer(memory: Bytes | None, num_bytes: int) -> HostBuffer | None:
+    """None: no object of that size can be stored."""
+    if memory is None:
+        return HostPool(1, num_bytes).buffer((0,), num_bytes)
     count = units_needed(num_bytes, memory.shape[1])
     return HostBuffer(memory, tuple(range(count)), num_bytes) if count <= memory.shape[0] else None
 
