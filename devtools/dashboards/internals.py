@@ -113,7 +113,7 @@ TIMES = (
 STORES = (
     Chart(
         "Objects stored and evicted",
-        "Chunks and snapshots a second. A full tier evicts as much as it stores.",
+        "Chunks and snapshots a second. A full tier evicts as much as it stores; each rank counts what it stores.",
         "ops",
         (
             Query(rate(f"{TIER}stored_objects"), f"{WHOSE}: stored"),

@@ -86,3 +86,9 @@ def test_every_variable_narrows_every_query(target: Target) -> None:
         assert all(f'=~"${name}"' in selector for name in ("model", "server", "engine"))
         assert ('connector=~"$connector"' in selector) is ("prompt_tokens_by_source" not in target.expression)
     assert not re.findall(r"vllm:\w+(?!\w|\{)", target.expression)
+
+
+@pytest.mark.parametrize("target", [one for one in targets() if "avg(" in one.expression], ids=str)
+def test_an_average_is_of_connectors_that_have_observed_something(target: Target) -> None:
+    """A mean of nothing is NaN, and so is an average with it: one idle connector would blank the line of all."""
+    assert re.fullmatch(r"avg\(.* >= 0\)", target.expression)
