@@ -85,9 +85,7 @@ def _transfer(
             "lower it, or --gpu-memory-utilization"
         ) from error
     except TransferError as error:
-        raise ConfigError(
-            f"{settings.name}: copies to and from {device} do not work ({error}): remove HybridOffloadConnector"
-        ) from error
+        raise ConfigError(f"{settings.name}: copies to and from {device} do not work: {error}") from error
 
 
 def build_scheduler(

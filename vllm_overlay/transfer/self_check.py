@@ -21,10 +21,11 @@ TIMEOUT_S = 30.0
 """For one copy of one block. The first compiles nothing any more."""
 _POLL_S = 0.001
 _POISON = 0xA5
+_WAY_OUT = "remove HybridOffloadConnector"
 
 
 class TransferError(RuntimeError):
-    """Copies to and from the device do not work; the message says which."""
+    """Copies to and from the device do not work; the message says which, and what to change."""
 
 
 def check_round_trips(transfer: KVTransfer, groups: Mapping[int, GroupTensors], memory: Bytes | None) -> None:
@@ -40,7 +41,8 @@ def check_round_trips(transfer: KVTransfer, groups: Mapping[int, GroupTensors], 
             be said to be pinned then.
 
     Raises:
-        TransferError: A copy failed, did not end, or brought other bytes.
+        TransferError: The device's buffer is too small for an object, or a copy failed, did not end, or brought other
+            bytes.
     """
     for group_id, group in groups.items():
         blocks = [_Block(layer, layer.shape[0] - 1) for layer in group.layers]
@@ -99,7 +101,9 @@ def _check(
     stored = [block.bytes.clone() for block in blocks]
     handle = transfer.gather([placement], [buffer])
     if handle is None:
-        raise TransferError(f"the device's buffer has no room for {buffer.num_bytes} bytes: raise device_buffer_bytes")
+        raise TransferError(
+            f"device_buffer_bytes cannot hold an object of {buffer.num_bytes} bytes: raise it to {2 * buffer.num_bytes}"
+        )
     _wait(transfer, handle)
     for block in blocks:
         block.own.fill_(_POISON)
@@ -110,7 +114,7 @@ def _check(
         if placement.spans:
             _expect_span(group, layer, placement.spans[0])
         if not torch.equal(loaded, block.bytes):
-            raise TransferError(f"{placement} came back with other bytes than were stored")
+            raise TransferError(f"{placement} came back with other bytes than were stored: {_WAY_OUT}")
 
 
 def _expect_span(group: GroupTensors, layer: torch.Tensor, span: Span) -> None:
@@ -129,7 +133,7 @@ def _wait(transfer: KVTransfer, handle: Handle) -> None:
         for finished in transfer.poll():
             if finished.handle == handle:
                 if finished.error is not None:
-                    raise TransferError(f"a copy failed: {finished.error!r}") from finished.error
+                    raise TransferError(f"a copy failed ({finished.error!r}): {_WAY_OUT}") from finished.error
                 return
         time.sleep(_POLL_S)
-    raise TransferError(f"a copy of one block did not end in {TIMEOUT_S:.0f} s")
+    raise TransferError(f"a copy of one block did not end in {TIMEOUT_S:.0f} s: {_WAY_OUT}")
