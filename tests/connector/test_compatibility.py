@@ -10,7 +10,6 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.connector import compatibility
 from vllm_overlay.connector.compatibility import check_supported, states_end_with_requests
 from vllm_overlay.connector.connector import _hit_source
 from vllm_overlay.tiers.base import TierSpec
@@ -60,7 +59,6 @@ def test_what_is_supported_is_not_refused(spec: TierSpec[Any], device: str) -> N
             {"cache_config__enable_prefix_caching": False, "model_config__use_mla": True},
             "vLLM's CPU platform switches it off for MLA where the processor has no AMX",
         ),
-        ({"max_concurrent_batches": 2}, "without an answer: set --no-async-scheduling"),
         ({"device_config__device_type": "tpu"}, "this engine runs on 'tpu'"),
         (
             {"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True},
@@ -84,19 +82,13 @@ def test_rocm_is_refused_though_vllm_calls_its_devices_cuda(monkeypatch: pytest.
         check_supported(engine(device_config__device_type="cuda"), NO_GROUPS, CPU)
 
 
-def test_where_asynchronous_scheduling_is_allowed_a_connector_must_be_one_that_loads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(compatibility, "refuses_asynchronous_scheduling", False)
+def test_with_asynchronous_scheduling_a_connector_must_be_one_that_loads() -> None:
     with pytest.raises(ConfigError, match='set kv_role to "kv_both" or --no-async-scheduling'):
         check_supported(engine(max_concurrent_batches=2, kv_transfer_config__is_kv_consumer=False), NO_GROUPS, CPU)
 
 
 @pytest.mark.parametrize(("batches", "loads"), [(1, False), (2, True)])
-def test_a_connector_that_loads_may_meet_asynchronous_scheduling(
-    monkeypatch: pytest.MonkeyPatch, batches: int, loads: bool
-) -> None:
-    monkeypatch.setattr(compatibility, "refuses_asynchronous_scheduling", False)
+def test_a_connector_that_loads_may_meet_asynchronous_scheduling(batches: int, loads: bool) -> None:
     check_supported(engine(max_concurrent_batches=batches, kv_transfer_config__is_kv_consumer=loads), NO_GROUPS, CPU)
 
 

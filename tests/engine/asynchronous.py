@@ -9,12 +9,9 @@ from typing import Any
 
 from vllm.platforms.cpu import CpuPlatform
 
-from vllm_overlay.connector import compatibility
-
 
 def force() -> None:
-    """Before the engine is made; for good, so in a process of its own. Our connector's refusal of it is lifted too."""
-    compatibility.refuses_asynchronous_scheduling = False
+    """Before the engine is made; for good, so in a process of its own."""
     check = CpuPlatform.check_and_update_config
 
     def check_and_update_config(_: type[CpuPlatform], vllm_config: Any) -> None:

@@ -23,7 +23,6 @@ CHILDREN = [
 def test_a_shell_reads_back_the_same_arguments_and_json(tmp_path: Path) -> None:
     model = write_config(tmp_path / "a model; $(rm)", QWEN_0_8B)
     plan = make_plan(Question(model=str(model), platform="cuda", max_model_len=4096), CHILDREN, Conversation(8000))
-    assert "--no-async-scheduling" in plan.command
     words = shlex.split(shell_line(plan.command))
     assert words == list(plan.command)
     assert words[words.index("--model") + 1] == str(model)

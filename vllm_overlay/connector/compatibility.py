@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-refuses_asynchronous_scheduling = True
-"""Until that is mended. The tests of what works with it set it to False (tests/engine/asynchronous.py)."""
-
-
 def states_end_with_requests(kv_cache_config: "KVCacheConfig") -> bool:
     """Whether vLLM keeps a recurrent state only while its request runs (``mamba_cache_mode`` "none").
 
@@ -52,11 +48,6 @@ def _check_engine(vllm_config: "VllmConfig") -> None:
         raise ConfigError(
             "HybridOffloadConnector does not support context parallelism yet: "
             "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1"
-        )
-    if vllm_config.max_concurrent_batches > 1 and refuses_asynchronous_scheduling:
-        raise ConfigError(
-            "HybridOffloadConnector has made an engine with asynchronous scheduling and a full KV cache step for ever "
-            "without an answer: set --no-async-scheduling"
         )
     if vllm_config.max_concurrent_batches > 1 and not vllm_config.kv_transfer_config.is_kv_consumer:
         raise ConfigError(

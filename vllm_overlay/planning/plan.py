@@ -120,6 +120,4 @@ def _flags(question: Question, layout: EngineLayout, match_unit: int) -> list[st
     flags = question.server_flags
     if question.prefix_match_unit is None and layout.takes_match_unit:
         flags += ["--prefix-match-unit", str(match_unit)]
-    if question.platform != "cpu":
-        flags += ["--no-async-scheduling"]  # the default there, and refused by our connector
     return flags
