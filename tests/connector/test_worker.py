@@ -5,6 +5,7 @@ import gc
 import itertools
 import random
 import weakref
+from collections.abc import Sequence
 
 import pytest
 
@@ -18,7 +19,7 @@ from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
 from vllm_overlay.tiers.memory import HostBuffer
-from vllm_overlay.transfer.base import Placement, Span
+from vllm_overlay.transfer.base import Handle, Placement, Span
 
 
 def at(block_id: int) -> Placement:
@@ -97,17 +98,38 @@ def test_steps_whose_copies_end_in_another_order_are_reported_as_they_end(made: 
     assert made.tier.stored == {n: bytes([n]) * UNIT for n in (1, 2, 3)}
 
 
-def test_a_full_ring_takes_the_first_and_drops_the_rest() -> None:
+def test_a_full_ring_takes_as_many_of_the_first_as_fit() -> None:
     made = Made(ring_buffers=3)
     made.store(*range(1, 11))
-    assert made.reports() == dict.fromkeys(range(3, 11), True)
-    assert made.counted("dropped_stores:transfer_full") == 8
+    assert made.reports() == dict.fromkeys(range(4, 11), True)
+    assert made.counted("dropped_stores:transfer_full") == 7
     made.store(20, 21)
-    assert made.reports()[21] and 20 not in made.reports()
+    assert made.reports()[20] and made.reports()[21]
     for handle in made.stream.in_flight:
         made.stream.end(handle)
     made.worker.advance()
-    assert set(made.tier.stored) == {1, 2, 20}
+    assert set(made.tier.stored) == {1, 2, 3}
+    assert len(made.tier.free) == made.num_units
+
+
+def test_an_error_after_the_first_submission_leaves_its_stores_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(ring_buffers=3)
+    gather = made.stream.gather
+
+    def fails_the_second_time(placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> Handle | None:
+        if made.stream.in_flight:
+            raise RuntimeError("no such stream")
+        return gather(placements, buffers)
+
+    monkeypatch.setattr(made.stream, "gather", fails_the_second_time)
+    with pytest.raises(RuntimeError, match="no such stream"):
+        made.store(1, 2, 3, 4)
+    made.worker.fail_stores(tuple(StoreJob(store_ticket(n), at(n)) for n in (1, 2, 3, 4)), Reason.HOOK_ERROR)
+    assert made.reports() == {3: True, 4: True}
+    (handle,) = made.stream.in_flight
+    made.stream.end(handle)
+    made.worker.advance()
+    assert made.tier.stored == {1: b"\x01" * UNIT, 2: b"\x02" * UNIT}
     assert len(made.tier.free) == made.num_units
 
 

@@ -244,7 +244,8 @@ class OffloadWorker:
             count = self._gather(accepted)
         except BaseException:
             for job, buffer in accepted:
-                self._tier.cancel_store(job.ticket, buffer)
+                if job.ticket.ticket not in self._handed_over:
+                    self._tier.cancel_store(job.ticket, buffer)
             raise
         for job, buffer in accepted[count:]:
             self._tier.cancel_store(job.ticket, buffer)
@@ -262,16 +263,18 @@ class OffloadWorker:
 
     def _gather(self, accepted: Sequence[_Accepted]) -> int:
         """Submit as many of the first as the transfer has room for; returns how many."""
-        count = len(accepted)
+        submitted, count = 0, len(accepted)
         while count:
-            taken = list(accepted[:count])
+            taken = list(accepted[submitted : submitted + count])
             handle = self._transfer.gather([job.placement for job, _ in taken], [buffer for _, buffer in taken])
-            if handle is not None:
-                self._store_copies[handle] = taken
-                self._handed_over.update(job.ticket.ticket for job, _ in taken)
-                break
-            count //= 2
-        return count
+            if handle is None:
+                count //= 2
+                continue
+            self._store_copies[handle] = taken
+            self._handed_over.update(job.ticket.ticket for job, _ in taken)
+            submitted += count
+            count = min(count, len(accepted) - submitted)
+        return submitted
 
     def _end_gather(self, job: StoreJob, buffer: HostBuffer, copy: FinishedCopy) -> None:
         if copy.error is not None:
