@@ -311,6 +311,10 @@ class CountingView:
         self.num_probes += 1
         return self._index.nearest_snapshot_chunk(object_id)
 
+    def was_evicted(self, object_id: ObjectId) -> bool:
+        self.num_probes += 1
+        return self._index.was_evicted(object_id)
+
 
 @dataclass(frozen=True, slots=True)
 class LookupRow:

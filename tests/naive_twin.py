@@ -105,9 +105,14 @@ class SetView:
     """A tier that is a set of names, with every question counted."""
 
     def __init__(
-        self, held: Iterable[ObjectId], parents: dict[ObjectId, tuple[ObjectId, ...]], ends: dict[ObjectId, int]
+        self,
+        held: Iterable[ObjectId],
+        parents: dict[ObjectId, tuple[ObjectId, ...]],
+        ends: dict[ObjectId, int],
+        evicted: Iterable[ObjectId] = (),
     ):
         self.held = set(held)
+        self.evicted = set(evicted)
         self.parents = parents
         self.ends = ends
         self.probes = 0
@@ -119,6 +124,9 @@ class SetView:
     def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
         self.probes += 1
         return nearest_snapshot_chunk(object_id, self.held, self.parents, self.ends)
+
+    def was_evicted(self, object_id: ObjectId) -> bool:
+        return object_id in self.evicted
 
 
 def nearest_snapshot_chunk(

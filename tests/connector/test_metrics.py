@@ -66,7 +66,7 @@ def test_lost_tokens_name_the_kind_of_group_that_lost_them() -> None:
         if sample.name == "vllm:hybrid_offload_lost_tokens_total" and sample.value
     }
     kinds = {reason: kind for reason, kind in found if kind}
-    assert kinds == {"attention": "full", "state": "recurrent", "window": "sliding"}
+    assert kinds == {"attention": "full", "evicted": "full", "state": "recurrent", "window": "sliding"}
     assert {reason for reason, _ in found} == {reason.value for reason in LOST_TOKENS}
 
 

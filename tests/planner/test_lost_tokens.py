@@ -47,6 +47,25 @@ def test_what_is_lost_and_what_is_offered_are_what_was_asked_for(tier, data):
     assert gain(known) == of_the_tier
 
 
+@settings(max_examples=300, deadline=None)
+@given(tiers(), st.data())
+def test_what_eviction_has_cost_is_what_full_attention_reached_before(tier, data):
+    """A tier that had everything and evicted what it does not hold: what is left to attention is less than a chunk."""
+    geometry, prompts, known, held = tier
+    keys = data.draw(st.sampled_from(prompts))
+    num_tokens = len(keys) * geometry.match_unit
+    planner = HybridOffloadPlanner(geometry)
+    view = set_view(known, held)
+    lost = planner.lookup(keys, num_tokens, 0, view).lost
+    view.evicted = set(known) - set(held)
+    remembered = planner.lookup(keys, num_tokens, 0, view).lost
+    attention, evicted = (remembered.get(reason, 0) for reason in (Reason.ATTENTION, Reason.EVICTED))
+    assert attention + evicted == lost.get(Reason.ATTENTION, 0)
+    assert attention < max([geometry.chunk_size_of(group) for group in geometry.full], default=1)
+    others = {reason for reason in lost if reason is not Reason.ATTENTION}
+    assert all(remembered[reason] == lost[reason] for reason in others)
+
+
 def lost(groups: list[Group], num_tokens: int, covered: int = 0, snapshot: int = 0, chunk: int = 64) -> dict[str, int]:
     """What a prompt loses of which a tier has so much attention, and the snapshot of one boundary."""
     geometry = Geometry.build(groups, 16, chunk)
@@ -66,6 +85,26 @@ def test_a_fresh_prompt_is_lost_for_want_of_attention_up_to_its_last_match_unit(
 def test_attention_without_a_snapshot_costs_what_it_covers() -> None:
     assert lost([FULL, STATE], 200, covered=128) == {"state": 128, "attention": 64, "prompt_end": 8}
     assert lost([FULL, STATE], 200, covered=128, snapshot=64) == {"state": 64, "attention": 64, "prompt_end": 8}
+
+
+def test_attention_that_was_evicted_is_told_from_attention_that_never_came() -> None:
+    geometry = Geometry.build([FULL, STATE], 16, 64)
+    planner, index = HybridOffloadPlanner(geometry), PrefixIndex(None)
+    keys = [bytes([1]) * (n + 1) for n in range(20)]
+    stored = planner.store_plan(keys[:16], {}, 256)
+    for ticket, item in enumerate(stored):
+        assert index.reserve(item, ticket) is not None
+        index.commit(ticket)
+    evicted = [index.evict_one(), index.evict_one()]
+    assert [entry.end_tokens for entry in evicted if entry is not None] == [256, 192]
+    assert dict(planner.lookup(keys, 320, 0, index).lost) == {
+        "state": 128,
+        "evicted": 128,
+        "attention": 48,
+        "prompt_end": 16,
+    }
+    index.drop(stored[0].object_id)  # no eviction: it did not verify, say
+    assert dict(planner.lookup(keys, 320, 0, index).lost) == {"attention": 304, "prompt_end": 16}
 
 
 def test_a_snapshot_beyond_the_last_whole_chunk_counts_as_reached() -> None:

@@ -226,6 +226,10 @@ class CountingView:
         self.probes += 1
         return self.index.nearest_snapshot_chunk(object_id)
 
+    def was_evicted(self, object_id):
+        self.probes += 1
+        return self.index.was_evicted(object_id)
+
 
 def long_keys(num_units: int, name: str = "a", shared: int = 0) -> list[bytes]:
     return [f"{'a' if i < shared else name}{i}".encode() for i in range(num_units)]

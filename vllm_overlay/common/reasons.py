@@ -19,6 +19,8 @@ class Reason(StrEnum):
     """Nothing is missing, but restore points are so coarse that a match unit or more is recomputed."""
     ATTENTION = "attention"
     """A full-attention group has no more chunks of this prompt."""
+    EVICTED = "evicted"
+    """The tier had more of this prompt's full attention, and has evicted it."""
     STATE = "state"
     """Attention reaches further, but no snapshot does."""
     WINDOW = "window"
@@ -103,10 +105,12 @@ LOOKUP_LIMITS = frozenset(
 )  # fmt: skip
 """What ``vllm:hybrid_offload_lookup_limits`` says."""
 
-LOST_TOKENS = LOOKUP_LIMITS | {Reason.NOT_TAKEN, Reason.LOAD_FAILED}
+LOST_TOKENS = LOOKUP_LIMITS | {Reason.EVICTED, Reason.NOT_TAKEN, Reason.LOAD_FAILED}
 """What ``vllm:hybrid_offload_lost_tokens`` says."""
 
-GROUP_KINDS = {Reason.ATTENTION: "full", Reason.STATE: "recurrent", Reason.WINDOW: "sliding"}
+GROUP_KINDS = {
+    Reason.ATTENTION: "full", Reason.EVICTED: "full", Reason.STATE: "recurrent", Reason.WINDOW: "sliding"
+}  # fmt: skip
 """The kind of KV cache group that a reason speaks of: the label ``group_kind``, which is empty for all others."""
 
 DROPPED_STORES = frozenset(

@@ -46,6 +46,10 @@ class BatchedHits:
         """Any chunk may have snapshots: only asking about them tells."""
         return self._ends[object_id.key]
 
+    def was_evicted(self, object_id: ObjectId) -> bool:
+        """Such a store does not tell."""
+        return False
+
     def _leading(self, tag: str) -> int:
         """Tokens of the leading chunks of a full-attention group."""
         if tag not in self._leading_tokens:

@@ -23,6 +23,12 @@ class HitSource(Protocol):
         snapshots may belong to other prompts, which left this one after that chunk.
         """
 
+    def was_evicted(self, object_id: ObjectId) -> bool:
+        """Whether the tier had this chunk of full attention and has evicted it, as far as it remembers.
+
+        Asked only of chunks that it does not have, for the count of lost tokens.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
@@ -33,6 +39,7 @@ class Coverage:
     above the local hit. ``reach`` is the last restore point that full attention alone would allow, 0 when there is no
     such group. ``group_id`` is the group that ``limited_by`` speaks of, if any. ``window_reach`` is the highest
     boundary above the local hit that windows alone can rule out; it is above ``restore_point`` where they did.
+    ``reach_before_eviction`` is what ``reach`` would be if nothing had been evicted, as far as the tier remembers.
     """
 
     tokens: dict[int, int]
@@ -41,6 +48,7 @@ class Coverage:
     limited_by: Reason
     group_id: int | None = None
     window_reach: int = 0
+    reach_before_eviction: int = 0
 
 
 def count_covered(num_chunks: int, has_chunk: Callable[[int], bool]) -> int:
@@ -78,6 +86,9 @@ class CoverageSearch:
         geometry = self._geometry
         tokens = {group.group_id: self._leading_tokens(group) for group in geometry.full}
         reach = geometry.floor_to_restore_point(min(tokens.values(), default=0))
+        before = min(
+            (self._tokens_before_eviction(group, tokens[group.group_id]) for group in geometry.full), default=0
+        )
         # A snapshot holds the tokens up to one chunk beyond the covered ones.
         tops = [tokens[group.group_id] + geometry.chunk_size_of(group) - 1 for group in geometry.full]
         window_reach = self._candidate(geometry.floor_to_restore_point(min([*tops, self._limit])))
@@ -86,7 +97,8 @@ class CoverageSearch:
         for group in geometry.windows:
             needed = geometry.window_chunks(group, restore_point)
             tokens[group.group_id] = len(needed) * geometry.chunk_size_of(group)
-        return Coverage(tokens, restore_point, reach, reason, group_id, window_reach)
+        before = geometry.floor_to_restore_point(before)
+        return Coverage(tokens, restore_point, reach, reason, group_id, window_reach, before)
 
     def _leading_tokens(self, group: Group) -> int:
         size = self._geometry.chunk_size_of(group)
@@ -94,6 +106,19 @@ class CoverageSearch:
             self._limit // size, lambda index: self._view.has(self._geometry.chunk_id(self._keys, group, index))
         )
         return count * size
+
+    def _tokens_before_eviction(self, group: Group, covered: int) -> int:
+        """Of the leading chunks that are here or were evicted. Later ones went first, and are forgotten first."""
+        size = self._geometry.chunk_size_of(group)
+        first = covered // size
+
+        def was_evicted(index: int) -> bool:
+            return self._view.was_evicted(self._geometry.chunk_id(self._keys, group, first + index))
+
+        num_missing = self._limit // size - first
+        if not num_missing or not was_evicted(0):
+            return covered
+        return covered + count_covered(num_missing, was_evicted) * size
 
     def _restore_point(self, boundary: int) -> tuple[int, Group | None]:
         """The restore point, the first candidate given, and the window group that ruled that one out, if one did."""

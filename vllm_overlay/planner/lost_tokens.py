@@ -14,7 +14,9 @@ def lost_tokens(
     Called by the planner once a lookup. The sum is ``num_tokens`` less the higher of the two, or 0. From the top:
 
     - what no tier could restore: what follows the last restore point that the prompt has;
-    - ``ATTENTION``: up to there from the last restore point that full attention reaches;
+    - ``ATTENTION``: up to there from the last restore point that full attention reaches or, before the tier evicted
+      some of it, reached;
+    - ``EVICTED``: up to there from the last restore point that full attention reaches;
     - ``STATE``: up to there from the last boundary that has a snapshot;
     - ``WINDOW``: up to there from the restore point.
     """
@@ -23,9 +25,11 @@ def lost_tokens(
     last = max(geometry.floor_to_restore_point(limit), reached)
     windows = min(max(coverage.window_reach, reached), last)
     states = min(max(coverage.reach, windows), last) if geometry.full else last
+    evicted = min(max(coverage.reach_before_eviction, states), last) if geometry.full else states
     lost = {
         **_beyond_restore_points(geometry.match_unit, limit, last, num_tokens),
-        Reason.ATTENTION: last - states,
+        Reason.ATTENTION: last - evicted,
+        Reason.EVICTED: evicted - states,
         Reason.STATE: states - windows,
         Reason.WINDOW: windows - reached,
     }

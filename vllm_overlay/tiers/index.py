@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.entry import Entry, EntryState
+from vllm_overlay.tiers.evicted_names import EvictedNames
 from vllm_overlay.tiers.index_integrity import inconsistencies
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
@@ -42,6 +43,7 @@ class PrefixIndex:
         self._policy = LeastRecentlyUsed[Entry]() if policy is None else policy
         self._entries: dict[ObjectId, Entry] = {}
         self._in_flight: dict[int, Entry] = {}
+        self._evicted = EvictedNames()
         self._used_bytes = 0
         self._clock = 0
 
@@ -96,6 +98,10 @@ class PrefixIndex:
         for entry in passed:
             entry.jump = found
         return 0 if found is None else found.end_tokens
+
+    def was_evicted(self, object_id: ObjectId) -> bool:
+        """See ``HitSource``."""
+        return object_id in self._evicted
 
     def check_integrity(self) -> None:
         """A debug hook: raises AssertionError with the first thing in the index that contradicts another.
@@ -224,6 +230,12 @@ class PrefixIndex:
         entry = self._entries.get(object_id)
         return [] if entry is None else self._drop_tree(entry)
 
+    def drop_evicted(self, object_id: ObjectId) -> list[Entry]:
+        """As ``drop``, of an object that somebody else has evicted."""
+        if object_id in self._entries:
+            self._evicted.add(object_id)
+        return self.drop(object_id)
+
     def clear(self) -> list[Entry]:
         """Forgets everything, as ``drop`` does."""
         roots = [entry for entry in self._entries.values() if not entry.parents]
@@ -251,6 +263,7 @@ class PrefixIndex:
             self._hold(entry)
         leaf = self._policy.pop()
         if leaf is not None:
+            self._evicted.add(leaf.object_id)
             self._drop_tree(leaf)
         for entry in kept:
             self._let_go(entry)

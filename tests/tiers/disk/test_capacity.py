@@ -84,6 +84,8 @@ def test_the_capacity_holds_when_twenty_times_as_much_is_stored(tmp_path):
         assert usage.evicted_objects >= 280
         held = [planned for turn in range(100) for planned in chain(f"many-{turn}", 2) if made.has(planned)]
         assert made.has(chain("many-99", 2)[2])
+        assert made.tier.index.was_evicted(chain("many-50", 2)[0].object_id)
+        assert not made.tier.index.was_evicted(chain("never", 2)[0].object_id)
         assert made.reasons(held) == [""] * len(held)
     assert max(seen) <= capacity
     assert max(seen) >= capacity // 2

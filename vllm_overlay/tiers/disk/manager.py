@@ -149,7 +149,7 @@ class DiskTierManager(TierManager):
             case Found(objects):
                 self._take_in(objects)
             case Gone(object_id):
-                self._forget(object_id)
+                self._discard_all(self.index.drop_evicted(object_id))
                 self._served.holds.unclaim([object_id])
             case Committed(object_id):
                 self._unconfirmed.discard(object_id)

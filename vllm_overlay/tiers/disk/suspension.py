@@ -33,3 +33,6 @@ class ReadableHits:
 
     def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
         return self._index.nearest_snapshot_chunk(object_id)
+
+    def was_evicted(self, object_id: ObjectId) -> bool:
+        return self._index.was_evicted(object_id)
