@@ -2,6 +2,7 @@
 """What an eviction policy is asked. The index offers only objects that may go; the policy orders them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -11,8 +12,18 @@ class EvictionPolicy(ABC, Generic[T]):
     """Orders the objects that may be evicted now: committed, unpinned, with nothing depending on them.
 
     Called by the index alone, which adds an object when it becomes evictable and discards it when it no longer is,
-    so that leaves always go before what they hang on.
+    so that leaves always go before what they hang on. Beside that it tells what happens to all objects: ``stored``,
+    ``used`` and ``removed``. An order that needs none of these leaves them as they are.
     """
+
+    def stored(self, item: T) -> None:  # noqa: B027
+        """``item`` is visible from now on, and all that it hangs on. Called before it is added."""
+
+    def used(self, items: Sequence[T]) -> None:  # noqa: B027
+        """One request goes on from these visible objects now: loaded from here, or marked (``PrefixIndex.touch``)."""
+
+    def removed(self, item: T) -> None:  # noqa: B027
+        """``item`` was visible, and is gone. Called after it is discarded, and after what hung on it was removed."""
 
     @abstractmethod
     def add(self, item: T, last_use: int, end_tokens: int) -> None:
