@@ -36,7 +36,7 @@ class Future:
                 self._ends[request.block_ids[shared - 1].to_bytes(8, "little")].append(place)
             seen.update(request.block_ids)
             if limit:
-                turns[request.block_ids[limit - 1]] = self.turns[-1]
+                turns.setdefault(request.block_ids[limit - 1], self.turns[-1])
 
     @property
     def bound_tokens(self) -> int:

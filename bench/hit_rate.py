@@ -29,8 +29,11 @@ from bench.trace import BLOCK_TOKENS, TraceError, TraceRequest, read_trace
 from bench.workloads import WORKLOADS, generate
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.policies.base import EvictionPolicy
+from vllm_overlay.tiers.policies.learned import LearnedEviction
 
 FUTURE = "future"
+LEARNED = "learned"
+POLICIES = ("lru", "recency per turn", "arc", "s3-fifo", "hyperbolic", LEARNED, FUTURE)
 BUDGETS = ("64", "32", "16", "8", "4", "unlimited")
 
 
@@ -83,6 +86,8 @@ def capacity_of(budget: str, whole_bytes: int) -> int | None:
 
 
 def policy_of(case: Case, moment: Moment) -> EvictionPolicy[Entry]:
+    if case.policy == LEARNED:
+        return LearnedEviction(moment.clock, case.seed)
     return BASELINES[case.policy](moment)
 
 
@@ -171,7 +176,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench.hit_rate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("traces", nargs="+", metavar="TRACE", help="a .jsonl file, or a workload and seed such as chat:1")
-    made.add_argument("--policies", nargs="+", default=list(BASELINES), choices=list(BASELINES), metavar="NAME")
+    made.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="NAME")
     made.add_argument("--budgets", nargs="+", default=list(BUDGETS), metavar="N", help="the tier holds W/N, or unlimited")
     made.add_argument("--model", choices=MODELS, default=DEFAULT_MODEL, help="whose bytes (default: %(default)s)")
     made.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="tokens of one id of the trace")
