@@ -95,6 +95,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
                 run.points[point] = None
         else:
             self._withdraw(point)
+            self.model.cancel(point.role, point.watch)
         point.entry = entry
         point.boundary = entry.end_tokens
         entry.unit = point
@@ -119,6 +120,8 @@ class LearnedEviction(EvictionPolicy[Entry]):
         if above is not None and point.role is Role.END:
             self._continue(above, point, now)
         point.num_new = point.boundary - (above.boundary if above is not None else 0)
+        if above is not None and above.role is Role.SPECULATIVE:
+            point.num_new += above.num_new
         if run is not None:
             self._meet_ghost(run, point, now)
         point.since = now
@@ -127,7 +130,8 @@ class LearnedEviction(EvictionPolicy[Entry]):
     def _continue(self, above: Point, point: Point, now: float) -> None:
         """``point`` comes after ``above`` in one prompt."""
         if above.role is Role.END:
-            self._end_watch(above, now, reused=False)
+            if not above.hits:
+                self.model.cancel(above.role, above.watch)
             above.role = Role.SUPERSEDED if above.hits else Role.SPECULATIVE
             self._watch(above, now)
         if above.role is Role.SUPERSEDED:
@@ -144,7 +148,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
         ghost = ghost or self._ghosts.get(key)
         if ghost is None:
             return
-        self.model.end(ghost.watch, now, reused=True)
+        self.model.end(ghost.role, ghost.watch, now)
         if ghost.boundary == point.boundary:
             point.hits, point.turns, point.gap_s = ghost.hits + 1, ghost.turns, now - ghost.since
             if ghost.role in (Role.JUNCTION, Role.SUPERSEDED):
@@ -171,15 +175,12 @@ class LearnedEviction(EvictionPolicy[Entry]):
         point.watch = self.model.begin(point.role, levels, now)
         point.version = -1
 
-    def _end_watch(self, point: Point, now: float, reused: bool) -> None:
-        self.model.end(point.watch, now, reused)
-
     def used(self, items: Sequence[Entry]) -> None:
         point = self._used_point(items)
         if point is None:
             return
         now = self._clock()
-        self._end_watch(point, now, reused=True)
+        self.model.end(point.role, point.watch, now)
         point.gap_s = now - point.since
         point.hits += 1
         point.since = now
@@ -209,7 +210,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
     def _snapshot_removed(self, point: Point) -> None:
         self._withdraw(point)
         ending = list(point.runs)
-        if ending:
+        if ending and point.role is not Role.SPECULATIVE:
             self._remember(point, ending[0].tail.object_id.key)
         point.entry = None
         point.runs.clear()

@@ -40,6 +40,12 @@ PRIOR_COUNT = 0.5
 FACTOR_COUNT = 8.0
 """Reuses that say that a property makes no difference."""
 
+_EDGES = np.array(EDGES)
+_WIDTHS = np.diff(_EDGES)
+_PRIOR: Floats = np.outer(
+    [PRIOR_REUSES_PER_S[role] * 0.5 for role in Role], 1 / (PRIOR_DELAY_S + (_EDGES[:-1] + _EDGES[1:]) / 2)
+)
+
 FACTORS = {"uses": 6, "length": 8, "new": 8, "gap": 8, "hits": 10}
 """Properties of a restore point and how many levels each has: see ``levels_of``."""
 
@@ -63,6 +69,11 @@ def levels_of(
     )
 
 
+def _cumulative(rates: Floats) -> Floats:
+    """Reuses that are expected up to each edge of the ages."""
+    return np.concatenate([np.zeros((len(rates), 1)), np.cumsum(rates * _WIDTHS, axis=1)], axis=1)
+
+
 class Learned(msgspec.Struct, frozen=True):
     """What was learned, to be kept over a restart: rates of reuse a second by role and age, and factors on them."""
 
@@ -74,23 +85,19 @@ class ReuseModel:
     """Watches restore points and tells which one is worth keeping for another second.
 
     The rate of reuse of a point is its role's rate at its age times a factor for each property. All are fitted to the
-    last ``num_watched`` points: reuses over what was expected, towards a prior. Bounded: 8 bytes for each property,
-    and 40 more, of each watched point.
+    last ``num_watched`` points of each role: reuses over what was expected, towards a prior.
     """
 
-    def __init__(self, num_watched: int = 8192, refit_after: int = 128) -> None:
+    def __init__(self, num_watched: int = 4096, refit_after: int = 128) -> None:
         self._num_watched = num_watched
         self._refit_after = refit_after
-        self._num_begun = 0
-        self._begun = np.zeros(num_watched)
-        self._age = np.full(num_watched, np.nan)
-        self._reused = np.zeros(num_watched, dtype=bool)
-        self._role = np.zeros(num_watched, dtype=np.int64)
-        self._levels = np.zeros((num_watched, len(FACTORS)), dtype=np.int64)
+        self._num_begun = [0] * len(Role)
+        self._begun = np.zeros((len(Role), num_watched))
+        self._age = np.zeros((len(Role), num_watched))
+        self._reused = np.zeros((len(Role), num_watched), dtype=bool)
+        self._levels = np.zeros((len(Role), num_watched, len(FACTORS)), dtype=np.int64)
         self._factors: list[Floats] = [np.ones(count) for count in FACTORS.values()]
-        mids = np.array([(low + high) / 2 for low, high in zip(EDGES, EDGES[1:], strict=False)])
-        self._prior = np.array([PRIOR_REUSES_PER_S[role] * 0.5 / (PRIOR_DELAY_S + mids) for role in Role])
-        self._rates: Floats = self._prior.copy()
+        self._rates: Floats = _PRIOR.copy()
         self.version = 0
         self._publish()
 
@@ -98,23 +105,30 @@ class ReuseModel:
 
     def begin(self, role: Role, levels: Sequence[int], now: float) -> int:
         """A point waits for its next use from now on; returns what to call ``end`` with."""
-        slot = self._num_begun % self._num_watched
+        number = self._num_begun[role]
+        slot = role, number % self._num_watched
         self._begun[slot] = now
         self._age[slot] = np.nan
         self._reused[slot] = False
-        self._role[slot] = role
         self._levels[slot] = levels
-        self._num_begun += 1
-        if self._num_begun % self._refit_after == 0:
+        self._num_begun[role] = number + 1
+        if sum(self._num_begun) % self._refit_after == 0:
             self.refit(now)
-        return self._num_begun - 1
+        return number
 
-    def end(self, number: int, now: float, reused: bool) -> None:
-        """It was used, or stands for something else now. Called once; too late is no error."""
-        if number >= self._num_begun - self._num_watched:
-            slot = number % self._num_watched
+    def end(self, role: Role, number: int, now: float) -> None:
+        """It was used again. Called once; too late is no error."""
+        if number >= self._num_begun[role] - self._num_watched:
+            slot = role, number % self._num_watched
             self._age[slot] = now - self._begun[slot]
-            self._reused[slot] = reused
+            self._reused[slot] = True
+
+    def cancel(self, role: Role, number: int) -> None:
+        """It is another role's point from now on, and says nothing of this one."""
+        if number == self._num_begun[role] - 1:
+            self._num_begun[role] = number
+        elif number >= self._num_begun[role] - self._num_watched:
+            self._age[role, number % self._num_watched] = 0.0
 
     # What follows.
 
@@ -141,20 +155,23 @@ class ReuseModel:
 
     def refit(self, now: float) -> None:
         """Two rounds of: each rate, then each factor, as reuses over expected reuses."""
-        count = min(self._num_begun, self._num_watched)
-        age = self._age[:count]
-        age = np.where(np.isnan(age), now - self._begun[:count], age)
-        reused, role, levels = self._reused[:count], self._role[:count], self._levels[:count]
-        lows, highs = np.array(EDGES[:-1]), np.array(EDGES[1:])
-        exposure = np.clip(age[:, None] - lows, 0.0, highs - lows)
-        bins = np.minimum(np.searchsorted(EDGES, age, side="right") - 1, NUM_AGES - 1)
-        reuses = np.zeros_like(self._prior)
-        np.add.at(reuses, (role[reused], bins[reused]), 1.0)
+        counts = [min(count, self._num_watched) for count in self._num_begun]
+        role = np.repeat(np.arange(len(Role)), counts)
+        slots = role, np.concatenate([np.arange(count) for count in counts])
+        age = np.where(np.isnan(self._age[slots]), now - self._begun[slots], self._age[slots])
+        reused, levels = self._reused[slots], self._levels[slots]
+        bins = np.minimum(np.searchsorted(_EDGES, age, side="right") - 1, NUM_AGES - 1)
+        offset = np.minimum(age - _EDGES[bins], _WIDTHS[bins])
+        cells = role * NUM_AGES + bins
+        reuses = self._sums(cells, reused)
         product = self._product(levels)
         for _ in range(2):
-            at_risk = np.array([(product[role == one, None] * exposure[role == one]).sum(axis=0) for one in Role])
-            self._rates = (reuses + PRIOR_COUNT) / (at_risk + PRIOR_COUNT / self._prior)
-            expected = (self._rates[role] * exposure).sum(axis=1)
+            reached = self._sums(cells, product)
+            passed = reached[:, ::-1].cumsum(axis=1)[:, ::-1] - reached
+            at_risk = self._sums(cells, product * offset) + passed * _WIDTHS
+            self._rates = (reuses + PRIOR_COUNT) / (at_risk + PRIOR_COUNT / _PRIOR)
+            before = _cumulative(self._rates)
+            expected = before[role, bins] + self._rates[role, bins] * offset
             for place, factor in enumerate(self._factors):
                 level = levels[:, place]
                 others = product / factor[level]
@@ -163,6 +180,11 @@ class ReuseModel:
                 self._factors[place] = (seen + FACTOR_COUNT) / (due + FACTOR_COUNT)
                 product = others * self._factors[place][level]
         self._publish()
+
+    @staticmethod
+    def _sums(cells: NDArray[np.int64], weights: NDArray[Any]) -> Floats:
+        """By role and age."""
+        return np.bincount(cells, weights=weights, minlength=len(Role) * NUM_AGES).reshape(len(Role), NUM_AGES)
 
     def _product(self, levels: NDArray[np.int64]) -> Floats:
         product = np.ones(len(levels))
@@ -179,14 +201,12 @@ class ReuseModel:
         ]
         self._log_factors[0] = [value + middle for value in self._log_factors[0]]
         levels = 2.0 ** (np.arange(-middle, middle + 1) / LEVELS_PER_OCTAVE)
-        edges = np.array(EDGES)
-        widths = np.diff(edges)
-        hazard = np.concatenate([np.zeros((len(Role), 1)), np.cumsum(self._rates * widths, axis=1)], axis=1)
+        hazard = _cumulative(self._rates)
         tables = np.empty((len(Role), len(levels), NUM_AGES + 1))
         for start in range(NUM_AGES):
             passed = hazard[:, None, start:] - hazard[:, None, start, None]
             survival = np.exp(-levels[:, None] * passed)
-            held = np.cumsum((survival[:, :, 1:] + survival[:, :, :-1]) / 2 * widths[start:], axis=2)
+            held = np.cumsum((survival[:, :, 1:] + survival[:, :, :-1]) / 2 * _WIDTHS[start:], axis=2)
             tables[:, :, start] = ((1.0 - survival[:, :, 1:]) / held).max(axis=2)
         tables[:, :, NUM_AGES] = levels * self._rates[:, None, -1]
         self._tables: Any = tables.tolist()
