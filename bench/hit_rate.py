@@ -101,7 +101,9 @@ def replay(case: Case, requests: Sequence[TraceRequest], future: Future, step: C
     capacity = capacity_of(case.budget, whole)
     clock = Clock()
     moment = Moment(clock, sys.maxsize if capacity is None else capacity, future)
-    shelf = IndexShelf(capacity, policy_of(case, moment))
+    policy = policy_of(case, moment)
+    policy.serve(geometry)
+    shelf = IndexShelf(capacity, policy)
     evicted = [0]
 
     def count(_: object) -> None:

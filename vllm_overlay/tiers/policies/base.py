@@ -5,16 +5,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+from vllm_overlay.planner.geometry import Geometry
+
 T = TypeVar("T")
 
 
 class EvictionPolicy(ABC, Generic[T]):
     """Orders the objects that may be evicted now: committed, unpinned, with nothing depending on them.
 
-    Called by the index alone, which adds an object when it becomes evictable and discards it when it no longer is,
+    Called by the index, which adds an object when it becomes evictable and discards it when it no longer is,
     so that leaves always go before what they hang on. Beside that it tells what happens to all objects: ``stored``,
     ``used`` and ``removed``. An order that needs none of these leaves them as they are.
     """
+
+    def serve(self, geometry: Geometry) -> None:  # noqa: B027
+        """Which model's objects will come. Called once, before anything is stored, by who makes the policy."""
 
     def stored(self, item: T) -> None:  # noqa: B027
         """``item`` is visible from now on, and all that it hangs on. Called before it is added."""

@@ -88,7 +88,7 @@ class ReuseModel:
     last ``num_watched`` points of each role: reuses over what was expected, towards a prior.
     """
 
-    def __init__(self, num_watched: int = 4096, refit_after: int = 128) -> None:
+    def __init__(self, learned: Learned | None = None, num_watched: int = 4096, refit_after: int = 128) -> None:
         self._num_watched = num_watched
         self._refit_after = refit_after
         self._num_begun = [0] * len(Role)
@@ -96,8 +96,14 @@ class ReuseModel:
         self._age = np.zeros((len(Role), num_watched))
         self._reused = np.zeros((len(Role), num_watched), dtype=bool)
         self._levels = np.zeros((len(Role), num_watched, len(FACTORS)), dtype=np.int64)
-        self._factors: list[Floats] = [np.ones(count) for count in FACTORS.values()]
-        self._rates: Floats = _PRIOR.copy()
+        self._prior_rates: Floats = _PRIOR if learned is None else np.array(learned.rates)
+        self._prior_factors: list[Floats] = (
+            [np.ones(count) for count in FACTORS.values()]
+            if learned is None
+            else [np.array(factor) for factor in learned.factors]
+        )
+        self._rates = self._prior_rates
+        self._factors = list(self._prior_factors)
         self.version = 0
         self._publish()
 
@@ -118,7 +124,7 @@ class ReuseModel:
 
     def end(self, role: Role, number: int, now: float) -> None:
         """It was used again. Called once; too late is no error."""
-        if number >= self._num_begun[role] - self._num_watched:
+        if number >= max(0, self._num_begun[role] - self._num_watched):
             slot = role, number % self._num_watched
             self._age[slot] = now - self._begun[slot]
             self._reused[slot] = True
@@ -127,12 +133,12 @@ class ReuseModel:
         """It is another role's point from now on, and says nothing of this one."""
         if number == self._num_begun[role] - 1:
             self._num_begun[role] = number
-        elif number >= self._num_begun[role] - self._num_watched:
+        elif number >= max(0, self._num_begun[role] - self._num_watched):
             self._age[role, number % self._num_watched] = 0.0
 
     # What follows.
 
-    def level(self, role: Role, levels: Sequence[int]) -> int:
+    def level(self, levels: Sequence[int]) -> int:
         """How much likelier than its role's average: the place of its factors' product in the tables."""
         total = 0.0
         for logs, level in zip(self._log_factors, levels, strict=True):
@@ -169,7 +175,7 @@ class ReuseModel:
             reached = self._sums(cells, product)
             passed = reached[:, ::-1].cumsum(axis=1)[:, ::-1] - reached
             at_risk = self._sums(cells, product * offset) + passed * _WIDTHS
-            self._rates = (reuses + PRIOR_COUNT) / (at_risk + PRIOR_COUNT / _PRIOR)
+            self._rates = (reuses + PRIOR_COUNT) / (at_risk + PRIOR_COUNT / self._prior_rates)
             before = _cumulative(self._rates)
             expected = before[role, bins] + self._rates[role, bins] * offset
             for place, factor in enumerate(self._factors):
@@ -177,7 +183,7 @@ class ReuseModel:
                 others = product / factor[level]
                 seen = np.bincount(level, weights=reused, minlength=len(factor))
                 due = np.bincount(level, weights=expected * others, minlength=len(factor))
-                self._factors[place] = (seen + FACTOR_COUNT) / (due + FACTOR_COUNT)
+                self._factors[place] = (seen + FACTOR_COUNT) / (due + FACTOR_COUNT / self._prior_factors[place])
                 product = others * self._factors[place][level]
         self._publish()
 
