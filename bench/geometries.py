@@ -64,4 +64,3 @@ MODELS = {
     "llama-3.1-8b": Model("32 layers of full attention, 8 KV heads of 128", token_bytes=32 * 2 * 8 * 128 * 2),
 }
 DEFAULT_MODEL = "qwen3.5-35b-a3b"
-

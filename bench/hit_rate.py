@@ -179,7 +179,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("traces", nargs="+", metavar="TRACE", help="a .jsonl file, or a workload and seed such as chat:1")
     made.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="NAME")
-    made.add_argument("--budgets", nargs="+", default=list(BUDGETS), metavar="N", help="the tier holds W/N, or unlimited")
+    made.add_argument(
+        "--budgets", nargs="+", default=list(BUDGETS), metavar="N", help="the tier holds W/N, or unlimited"
+    )
     made.add_argument("--model", choices=MODELS, default=DEFAULT_MODEL, help="whose bytes (default: %(default)s)")
     made.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="tokens of one id of the trace")
     made.add_argument("--step", type=int, default=8192, help="tokens of a prefill step (default: %(default)s)")
@@ -189,7 +191,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of the policy's draws")
     made.add_argument("--jobs", type=int, default=1, help="replays at once, a process each")
     made.add_argument("--json", action="store_true", help="print the figures as one JSON object")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="restored tokens over the size of the tier, as a picture")
+    made.add_argument(
+        "--plot", type=Path, metavar="FILE", help="restored tokens over the size of the tier, as a picture"
+    )
     return made
 
 

@@ -92,7 +92,9 @@ def by_popularity(writer: Writer, texts: list[Text], skew: float = 1.0) -> Text:
     return writer.random.choices(texts, weights)[0]
 
 
-def chat(writer: Writer, per_s: float = 1.2, start: float = 0.0, end: float = DURATION_S, scale: float = 1.0) -> Requests:
+def chat(
+    writer: Writer, per_s: float = 1.2, start: float = 0.0, end: float = DURATION_S, scale: float = 1.0
+) -> Requests:
     prompts = [writer.extend(Text(), writer.length(1500 * scale)) for _ in range(8)]
     for now in writer.arrivals(per_s, start, end):
         base = by_popularity(writer, prompts)

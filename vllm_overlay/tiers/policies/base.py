@@ -18,16 +18,16 @@ class EvictionPolicy(ABC, Generic[T]):
     ``used`` and ``removed``. An order that needs none of these leaves them as they are.
     """
 
-    def serve(self, geometry: Geometry) -> None:  # noqa: B027
+    def serve(self, geometry: Geometry) -> None:
         """Which model's objects will come. Called once, before anything is stored, by who makes the policy."""
 
-    def stored(self, item: T) -> None:  # noqa: B027
+    def stored(self, item: T) -> None:
         """``item`` is visible from now on, and all that it hangs on. Called before it is added."""
 
-    def used(self, items: Sequence[T]) -> None:  # noqa: B027
+    def used(self, items: Sequence[T]) -> None:
         """One request goes on from these visible objects now: loaded from here, or marked (``PrefixIndex.touch``)."""
 
-    def removed(self, item: T) -> None:  # noqa: B027
+    def removed(self, item: T) -> None:
         """``item`` was visible, and is gone. Called after it is discarded, and after what hung on it was removed."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -176,7 +176,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
 
     def _least(self) -> Point | None:
         now = self._clock()
-        return min(self._candidates.draw(), key=lambda point: self.value(point, now), default=None)
+        return min(self._candidates.draw(), key=lambda point: (self.value(point, now), -point.boundary), default=None)
 
     def _begin_with(self, point: Point) -> Entry | None:
         if point.entry is not None:
@@ -259,6 +259,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
                 self._open(run)
             for point in run.points:
                 point.boundary = chunk.end_tokens
+                point.version = -1
         if self._victim is run:
             self._victim = None
         if (ghost := self._ghosts.get(chunk.object_id.key)) is not None:
@@ -284,10 +285,12 @@ class LearnedEviction(EvictionPolicy[Entry]):
 
     def _snapshot_stored(self, entry: Entry) -> None:
         ending = [self._run_ending_at(chunk) for chunk in entry.parents]
+        is_revisited = any(run.is_dead or self._parts_at(run) for run in ending)
         for run in ending:
             self._drop_open_point(run)
             self._revive(run)
-        point = Point(entry.end_tokens, Role.END, self._clock(), dict.fromkeys(ending), entry=entry)
+        role = Role.JUNCTION if is_revisited else Role.END
+        point = Point(entry.end_tokens, role, self._clock(), dict.fromkeys(ending), entry=entry)
         entry.unit = point
         for run in ending:
             run.points[point] = None
@@ -310,11 +313,9 @@ class LearnedEviction(EvictionPolicy[Entry]):
         self._growing.clear()
 
     def _describe(self, point: Point, run: Run) -> None:
-        """A new point: its role, and what is known of its conversation."""
+        """A new point: what is known of its conversation."""
         above = self._point_above(run)
-        if self._parts_at(run):
-            point.role = Role.JUNCTION
-        elif above is not None:
+        if above is not None and point.role is Role.END:
             self._continue(above, point)
         point.num_new = self._tokens_since(above, point)
         self._meet_ghost(run, point)
@@ -327,8 +328,8 @@ class LearnedEviction(EvictionPolicy[Entry]):
         return point.boundary - above.boundary + (above.num_new if above.role is Role.SPECULATIVE else 0)
 
     def _parts_at(self, run: Run) -> bool:
-        """Whether prompts go on from here. One that is still being stored has been here itself."""
-        return any(child.children or not self._may_grow(child) for child in run.children)
+        """Whether another prompt has gone on from here. One that is still being stored is the one that is here."""
+        return any(child.children or not child.points or not self._may_grow(child) for child in run.children)
 
     def _continue(self, above: Point, point: Point) -> None:
         """``point`` comes next after ``above`` in one prompt."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a restore point will be used again: learned from those that were, and from those that were not."""
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from enum import IntEnum
