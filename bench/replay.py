@@ -143,7 +143,7 @@ class _Union:
         return [any(tier.shelf.has(object_id) for tier in self._tiers) for object_id in object_ids]
 
 
-class _RememberingPlanner(HybridOffloadPlanner):
+class RememberingPlanner(HybridOffloadPlanner):
     """Makes each chunk once: a trace names the same ones again and again."""
 
     def __init__(self, geometry: Geometry) -> None:
@@ -172,7 +172,7 @@ class Replay:
         self._composes = composes
         self._offers_restored = offers_restored
         self._geometry = geometry
-        self._planner = _RememberingPlanner(geometry)
+        self._planner = RememberingPlanner(geometry)
         self.now = 0.0
 
     def clock(self) -> float:

@@ -11,7 +11,9 @@ from vllm_overlay.planner.coverage import HitSource
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
+from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
+from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 
@@ -59,10 +61,11 @@ def _ignore(_: object) -> None:
 
 
 class IndexShelf:
-    """The production index: prefix-closed, the longest unused first. What is stored again is not refreshed."""
+    """The production index: prefix-closed, without a policy the longest unused first. What is stored again is not
+    refreshed."""
 
-    def __init__(self, capacity_bytes: int | None) -> None:
-        self.index = PrefixIndex(capacity_bytes)
+    def __init__(self, capacity_bytes: int | None, policy: EvictionPolicy[Entry] | None = None) -> None:
+        self.index = PrefixIndex(capacity_bytes, policy)
         self.evicted: Callable[[Held], object] = _ignore
         self.stored: Callable[[ObjectId], object] = _ignore
         self._tickets = 0

@@ -30,8 +30,11 @@ class TraceRequest:
     block_ids: tuple[int, ...]
 
 
-def read_trace(path: Path) -> list[TraceRequest]:
-    """All requests, in the order of the file. Raises TraceError, and OSError if it cannot be read."""
+def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[TraceRequest]:
+    """All requests, in the order of the file. Raises TraceError, and OSError if it cannot be read.
+
+    ``block_tokens``: tokens that one of the trace's ids stands for.
+    """
     decoder = msgspec.json.Decoder(_Line)
     requests = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -39,7 +42,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
             found = decoder.decode(line)
         except msgspec.DecodeError as error:
             raise TraceError(f"line {number} of {path} is no request of a Mooncake trace: {error}") from None
-        whole = found.input_length // BLOCK_TOKENS
+        whole = found.input_length // block_tokens
         if found.input_length < 1 or len(found.hash_ids) < whole:
             raise TraceError(f"line {number} of {path} has {found.input_length} tokens, {len(found.hash_ids)} hash_ids")
         ids = tuple(found.hash_ids[:whole])

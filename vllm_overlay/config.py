@@ -91,8 +91,11 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = "512 MiB"
     eviction_policy: Annotated[
         str,
-        Meta(description='what a full tier gives up first: `"lru"`, or, in a CPU tier, anybody\'s as `"module:Class"`'),
-    ] = "lru"
+        Meta(
+            description='what a full tier gives up first: `"learned"`, `"lru"`, or, in a CPU tier, anybody\'s as '
+            '`"module:Class"`; `auto`: learned in a CPU tier, lru on disk, which has nothing else'
+        ),
+    ] = "auto"
 
 
 def load_weight_of(extra_config: Mapping[str, Any], name: str) -> float | Literal["auto"]:

@@ -9,13 +9,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tests.tiers.store_tier import StoreTierSpec
 from vllm_overlay.config import MIB, ConfigError
+from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.registry import Registry
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.factory import TIERS, tier_spec
 from vllm_overlay.tiers.policies.factory import POLICIES, make_policy
+from vllm_overlay.tiers.policies.learned import LearnedEviction
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 BY_PATH = {"tier": "tests.tiers.store_tier:StoreTierSpec", "shelf": "top"}
+GEOMETRY = Geometry.build([Group(0, GroupKind.FULL, 64, 10, 640, sliceable=True)], 64, "auto")
 PACKAGE = Path(__file__).parents[2] / "vllm_overlay"
 
 
@@ -59,8 +62,8 @@ def test_every_registered_tier_names_a_source_of_hits_that_vllm_knows(name: str)
 
 
 def test_the_registered_policies_can_be_made() -> None:
-    assert isinstance(make_policy("lru"), LeastRecentlyUsed)
-    assert [type(make_policy(name)) for name in POLICIES.names] == [LeastRecentlyUsed]
+    made = {name: type(make_policy(name, GEOMETRY)) for name in ("auto", *POLICIES.names)}
+    assert made == {"auto": LearnedEviction, "lru": LeastRecentlyUsed, "learned": LearnedEviction}
 
 
 def test_no_other_room_asks_which_tier_it_is() -> None:

@@ -12,15 +12,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.naive_twin import NaiveIndex, nearest_snapshot_chunk
 from tests.strategies import everything, families_of_prompts, geometries, naive_of
 from tests.tiers.entries import entries_of
+from tests.tiers.policies.structure import check_runs
+from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.entry import Entry, EntryState
 from vllm_overlay.tiers.index import PrefixIndex
+from vllm_overlay.tiers.policies.base import EvictionPolicy
+from vllm_overlay.tiers.policies.learned import LearnedEviction
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 
 class IndexMachine(RuleBasedStateMachine):
     """Does the same to index and twin. ``bytes_out`` are the entries not released yet, so that none can be twice."""
+
+    def new_policy(self, geometry: Geometry) -> EvictionPolicy[Entry]:
+        return LeastRecentlyUsed[Entry]()
 
     @initialize(
         geometry=geometries(max_groups=4) | geometries(max_groups=4, hybrid=True),
@@ -30,7 +37,7 @@ class IndexMachine(RuleBasedStateMachine):
     def start(self, geometry, prompts, capacity):
         self.geometry, self.prompts = geometry, prompts
         self.objects = list({item.object_id: item for keys in prompts for item in everything(geometry, keys)}.values())
-        self.policy = LeastRecentlyUsed[Entry]()
+        self.policy = self.new_policy(geometry)
         self.index, self.twin = PrefixIndex(capacity, self.policy), NaiveIndex(capacity)
         self.capacity_respected = True
         self.tickets: list[int] = []
@@ -175,8 +182,11 @@ class IndexMachine(RuleBasedStateMachine):
         """It may go, it is the oldest that may, and it goes."""
         candidates = self.twin.evictable() - set(keep)
         assert entry.object_id in candidates
-        assert self.twin.age(entry.object_id) == min(map(self.twin.age, candidates))
+        self.check_order(entry, candidates)
         self.released([entry], self.twin.drop(entry.object_id))
+
+    def check_order(self, entry, candidates):
+        assert self.twin.age(entry.object_id) == min(map(self.twin.age, candidates))
 
     @rule(data=st.data())
     def restore(self, data):
@@ -247,10 +257,33 @@ class IndexMachine(RuleBasedStateMachine):
                 assert self.index.nearest_snapshot_chunk(item.object_id) == expected
 
 
-IndexMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+class LearnedIndexMachine(IndexMachine):
+    """With a policy that keeps a structure of its own over the index: its victims may go, and it agrees with itself."""
+
+    def new_policy(self, geometry: Geometry) -> EvictionPolicy[Entry]:
+        self.now = 0.0
+        policy = LearnedEviction(lambda: self.now)
+        policy.serve(geometry)
+        return policy
+
+    @rule(seconds=st.sampled_from([0.5, 30.0, 5000.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    def check_order(self, entry, candidates):
+        """tests/tiers/policies has what goes first."""
+
+    @invariant()
+    def policy_agrees_with_the_index(self):
+        check_runs(self.index, self.policy)
+
+
+for machine in (IndexMachine, LearnedIndexMachine):
+    machine.TestCase.settings = settings(
+        max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 TestIndexAgainstItsTwin = IndexMachine.TestCase
+TestIndexWithALearnedPolicy = LearnedIndexMachine.TestCase
 
 
 def chunk(position: int, num_bytes: int = 10, name: str = "a") -> PlannedObject:

@@ -244,7 +244,7 @@ class CpuTierSpec(TierSpec[CpuTierSettings]):
 
     def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> CpuTierManager:
         assert isinstance(part, Arena)
-        policy = make_policy(self.settings.eviction_policy)
+        policy = make_policy(self.settings.eviction_policy, geometry)
         return CpuTierManager(part.num_units, part.unit_bytes, world_size, policy)
 
     def room(self, geometry: Geometry, world_size: int) -> TierRoom:

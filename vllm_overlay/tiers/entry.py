@@ -4,6 +4,7 @@
 from enum import Enum, auto
 
 import msgspec
+from msgspec import Struct
 
 from vllm_overlay.planner.objects import ObjectId
 
@@ -41,6 +42,8 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     """Committed snapshots right below this chunk."""
     jump: "Entry | None" = None
     """A chunk above on the same chain, such that none in between has snapshots; None: none above has."""
+    unit: "Struct | None" = None
+    """What the eviction policy keeps of it, if it keeps anything."""
 
     def __repr__(self) -> str:
         return f"Entry({self.object_id}, {self.state.name}, {self.num_bytes} bytes, ticket {self.ticket})"

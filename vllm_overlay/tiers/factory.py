@@ -11,7 +11,7 @@ from vllm_overlay.config import ConfigError, TierSettings, load_weight_of, parse
 from vllm_overlay.registry import Registry
 from vllm_overlay.setting_check import checked
 from vllm_overlay.tiers.base import TierSpec
-from vllm_overlay.tiers.policies.factory import POLICIES
+from vllm_overlay.tiers.policies.factory import check_policy
 
 TIERS: Registry[TierSpec[Any]] = Registry(
     "tier",
@@ -36,7 +36,7 @@ def _settings(cls: type[TierSettings], extra_config: Mapping[str, Any]) -> TierS
     in_bytes = {name: parse_bytes(value, name) for name, value in extra_config.items() if name in sizes}
     settings = checked({**extra_config, **in_bytes}, cls, f"the {tier} tier")
     settings.name = settings.name or tier
-    POLICIES.find(settings.eviction_policy)
+    check_policy(settings.eviction_policy)
     for name in sizes:
         setattr(settings, name, parse_bytes(getattr(settings, name), name))
     return settings

@@ -202,6 +202,7 @@ class PrefixIndex:
         if len(entries) != len(object_ids):
             return None
         self._clock += 1
+        self._policy.used(entries)
         for entry in entries:
             entry.last_use = self._clock
             self._hold(entry)
@@ -215,10 +216,11 @@ class PrefixIndex:
     def touch(self, object_ids: Iterable[ObjectId]) -> None:
         """The visible ones of these objects were used now."""
         self._clock += 1
-        for object_id in object_ids:
-            if (entry := self.get(object_id)) is not None:
-                entry.last_use = self._clock
-                self._offer(entry)
+        entries = [entry for object_id in object_ids if (entry := self.get(object_id)) is not None]
+        self._policy.used(entries)
+        for entry in entries:
+            entry.last_use = self._clock
+            self._offer(entry)
 
     # Removal.
 
@@ -302,6 +304,7 @@ class PrefixIndex:
             entry.state = EntryState.COMMITTED
             visible.append(entry)
             waiting.extend(entry.children)
+            self._policy.stored(entry)
             self._offer(entry)
             if entry.object_id.is_snapshot:
                 for parent in entry.parents:
@@ -327,23 +330,27 @@ class PrefixIndex:
 
     def _drop_tree(self, root: Entry) -> list[Entry]:
         """Makes ``root`` and all on top of it invisible; returns those that neither a ticket nor a pin holds."""
+        doomed: list[tuple[Entry, EntryState]] = []
+        found = [root]
+        while found:
+            entry = found.pop()
+            if entry.state is not EntryState.DROPPED:
+                doomed.append((entry, entry.state))
+                entry.state = EntryState.DROPPED
+                found.extend(entry.children)
         released = []
-        doomed = [root]
-        while doomed:
-            entry = doomed.pop()
-            if entry.state is EntryState.DROPPED:
-                continue
-            doomed.extend(entry.children)
-            in_flight = entry.state is EntryState.RESERVED
-            self._detach(entry)
-            if not in_flight and not entry.pins:
+        for entry, before in reversed(doomed):
+            self._detach(entry, before is EntryState.COMMITTED)
+            if before is not EntryState.RESERVED and not entry.pins:
                 released.append(self._release(entry))
         return released
 
-    def _detach(self, entry: Entry) -> None:
-        counted = entry.object_id.is_snapshot and entry.state is EntryState.COMMITTED
-        entry.state = EntryState.DROPPED
-        self._policy.discard(entry)
+    def _detach(self, entry: Entry, was_visible: bool) -> None:
+        """Takes a dropped entry off its parents. What was on top of it is off already."""
+        if was_visible:
+            self._policy.discard(entry)
+            self._policy.removed(entry)
+        counted = was_visible and entry.object_id.is_snapshot
         for parent in entry.parents:
             parent.children.pop(entry, None)
             parent.num_snapshots -= counted

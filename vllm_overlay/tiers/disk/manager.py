@@ -83,7 +83,7 @@ class DiskTierManager(TierManager):
         device = device or Device()
         self.index = _new_index()
         self._world_size = world_size
-        if settings.eviction_policy != "lru":
+        if settings.eviction_policy not in ("auto", "lru"):
             raise ConfigError(
                 f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work: what was used last by "
                 'any process of its root stays longest: set it to "lru"'

@@ -2,7 +2,10 @@
 """What an eviction policy is asked. The index offers only objects that may go; the policy orders them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Generic, TypeVar
+
+from vllm_overlay.planner.geometry import Geometry
 
 T = TypeVar("T")
 
@@ -10,9 +13,22 @@ T = TypeVar("T")
 class EvictionPolicy(ABC, Generic[T]):
     """Orders the objects that may be evicted now: committed, unpinned, with nothing depending on them.
 
-    Called by the index alone, which adds an object when it becomes evictable and discards it when it no longer is,
-    so that leaves always go before what they hang on.
+    Called by the index, which adds an object when it becomes evictable and discards it when it no longer is,
+    so that leaves always go before what they hang on. Beside that it tells what happens to all objects: ``stored``,
+    ``used`` and ``removed``. An order that needs none of these leaves them as they are.
     """
+
+    def serve(self, geometry: Geometry) -> None:
+        """Which model's objects will come. Called once, before anything is stored, by who makes the policy."""
+
+    def stored(self, item: T) -> None:
+        """``item`` is visible from now on, and all that it hangs on. Called before it is added."""
+
+    def used(self, items: Sequence[T]) -> None:
+        """One request goes on from these visible objects now: loaded from here, or marked (``PrefixIndex.touch``)."""
+
+    def removed(self, item: T) -> None:
+        """``item`` was visible, and is gone. Called after it is discarded, and after what hung on it was removed."""
 
     @abstractmethod
     def add(self, item: T, last_use: int, end_tokens: int) -> None:

@@ -3,16 +3,31 @@
 
 from typing import Any
 
+from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.registry import Registry
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 
 POLICIES: Registry[EvictionPolicy[Any]] = Registry(
     "eviction_policy",
     EvictionPolicy,  # type: ignore[type-abstract]
-    {"lru": "vllm_overlay.tiers.policies.lru:LeastRecentlyUsed"},
+    {
+        "lru": "vllm_overlay.tiers.policies.lru:LeastRecentlyUsed",
+        "learned": "vllm_overlay.tiers.policies.learned:LearnedEviction",
+    },
 )
 
 
-def make_policy(name: str) -> EvictionPolicy[Any]:
-    """A new policy for one tier; raises ConfigError."""
-    return POLICIES.find(name)()
+AUTO = "auto"
+
+
+def check_policy(name: str) -> None:
+    """Raises ConfigError when the setting's value stands for no policy."""
+    if name != AUTO:
+        POLICIES.find(name)
+
+
+def make_policy(name: str, geometry: Geometry) -> EvictionPolicy[Any]:
+    """A new policy for one tier in memory of that model; raises ConfigError."""
+    policy = POLICIES.find("learned" if name == AUTO else name)()
+    policy.serve(geometry)
+    return policy

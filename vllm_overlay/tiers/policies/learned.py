@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is least worth its bytes goes first: the tokens that a restore point adds, by its bytes, by how soon it is used.
+
+docs/eviction.md says why, and with what result.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from vllm_overlay.planner.geometry import Geometry
+from vllm_overlay.planner.objects import ObjectKind
+from vllm_overlay.tiers.entry import Entry
+from vllm_overlay.tiers.policies import runs
+from vllm_overlay.tiers.policies.base import EvictionPolicy
+from vllm_overlay.tiers.policies.candidates import Candidates
+from vllm_overlay.tiers.policies.reuse import Learned, ReuseModel, Role, levels_of
+from vllm_overlay.tiers.policies.runs import Point, Run
+
+NUM_GHOSTS = 8192
+"""Points that are gone and still watched. Without them eviction would hide the reuses that it prevents."""
+WINDOWS_LOOKED_AT = 16
+"""Of a window's chunks, in one call, before something else is evicted."""
+
+
+class Ghost(msgspec.Struct, frozen=True, gc=False):
+    """What is remembered of a point that is gone, by its last chunk's key."""
+
+    role: Role
+    watch: int
+    boundary: int
+    turns: int
+    hits: int
+    since: float
+
+
+class LearnedEviction(EvictionPolicy[Entry]):
+    """Evicts by unit: a restore point and the chunks that only it needs.
+
+    Of 64 points drawn by chance the one goes whose (tokens beyond the point above it / bytes that go with it) x (reuses
+    a second, ``ReuseModel.worth``) is the least. Chunks that no point needs any more go before that.
+
+    ``clock`` gives seconds that never go back. ``learned`` is what an earlier policy's ``learned`` returned; without it
+    the prior of ``ReuseModel`` holds at first. Same calls, same times and same ``seed``: same victims.
+
+    Memory beside the index's entries: one number an entry, about 0.4 KB a point and its run, and at most 2 MB that does
+    not grow: ghosts and what the model watches.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, seed: int = 0, learned: Learned | None = None
+    ) -> None:
+        self._clock = clock
+        self._model = ReuseModel(learned)
+        self._candidates = Candidates(random.Random(seed))
+        self._has_states = True
+        self._window_tokens = 0
+        self._window_bytes = 0
+        """Of the chunks of windows that one restore point needs."""
+        self._offered: dict[Entry, None] = {}
+        self._windows: dict[Entry, None] = {}
+        """Offered chunks of windows, the longest unseen first."""
+        self._dead: dict[Run, None] = {}
+        """Runs without a point, with nothing on top: the first to go."""
+        self._victim: Run | None = None
+        """A run without a snapshot that is being evicted."""
+        self._growing: dict[Run, None] = {}
+        """Runs of a model without states that a prompt may still be adding to."""
+        self._ghosts: dict[bytes, Ghost] = {}
+        self._passed: dict[Run, Ghost] = {}
+        """By the run that is on its way: the deepest ghost that it has passed."""
+
+    def serve(self, geometry: Geometry) -> None:
+        self._has_states = bool(geometry.recurrent)
+        self._window_tokens = max((group.window for group in geometry.windows), default=0)
+        self._window_bytes = sum(
+            geometry.chunk_bytes(group) * -(-group.window // geometry.chunk_size_of(group))
+            for group in geometry.windows
+        )
+
+    def learned(self) -> Learned:
+        """What to start the next policy with."""
+        return self._model.learned()
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._offered
+
+    def __len__(self) -> int:
+        return len(self._offered)
+
+    # What happens to objects.
+
+    def stored(self, item: Entry) -> None:
+        kind = item.object_id.kind
+        if kind is ObjectKind.FULL_ATTENTION:
+            self._chunk_stored(item)
+        elif kind is ObjectKind.SNAPSHOT:
+            self._snapshot_stored(item)
+
+    def used(self, items: Sequence[Entry]) -> None:
+        self._describe_grown()
+        point = self._used_point(items)
+        if point is None:
+            return
+        now = self._clock()
+        self._model.end(point.role, point.watch, now)
+        point.gap_s = now - point.since
+        point.hits += 1
+        if point.role in (Role.SUPERSEDED, Role.SPECULATIVE):
+            point.role = Role.JUNCTION
+        self._watch(point, now)
+        if self._victim in point.runs:
+            self._victim = None
+
+    def removed(self, item: Entry) -> None:
+        unit, item.unit = item.unit, None
+        if isinstance(unit, Point):
+            self._remove_point(unit)
+        elif isinstance(unit, Run):
+            self._chunk_removed(item, unit)
+        elif item.object_id.kind is ObjectKind.SLIDING_WINDOW:
+            self._window_removed(item)
+
+    # What may go.
+
+    def add(self, item: Entry, last_use: int, end_tokens: int) -> None:
+        self._offered[item] = None
+        unit = item.unit
+        if isinstance(unit, Point):
+            self._candidates.add(unit)
+        elif isinstance(unit, Run):
+            for point in unit.points:
+                self._candidates.add(point)
+        elif item.object_id.kind is ObjectKind.SLIDING_WINDOW:
+            self._windows[item] = None
+            if (run := self._run_of_window(item)) is not None and self._is_needed(item):
+                for point in run.points:
+                    self._candidates.add(point)
+
+    def discard(self, item: Entry) -> None:
+        if item not in self._offered:
+            return
+        del self._offered[item]
+        unit = item.unit
+        if isinstance(unit, Point):
+            self._candidates.discard(unit)
+        elif isinstance(unit, Run):
+            for point in unit.points:
+                self._candidates.discard(point)
+        else:
+            self._windows.pop(item, None)
+
+    def pop(self) -> Entry | None:
+        item = self._first_to_go()
+        if item is not None:
+            self.discard(item)
+        return item
+
+    def _first_to_go(self) -> Entry | None:
+        for run in self._dead:
+            if (item := self._last_of(run)) is not None:
+                return item
+        if (window := self._useless_window()) is not None:
+            return window
+        if self._victim is not None and (item := self._last_of(self._victim)) is not None:
+            return item
+        while (point := self._least()) is not None:
+            if (item := self._begin_with(point)) is not None:
+                return item
+            self._candidates.discard(point)
+        return next(iter(self._windows), None) or next(iter(self._offered), None)
+
+    def _least(self) -> Point | None:
+        now = self._clock()
+        return min(self._candidates.draw(), key=lambda point: (self.value(point, now), -point.boundary), default=None)
+
+    def _begin_with(self, point: Point) -> Entry | None:
+        if point.entry is not None:
+            return point.entry if point.entry in self._offered else None
+        (run,) = point.runs
+        if run.is_leaf:
+            self._victim = run
+        return self._last_of(run)
+
+    def _last_of(self, run: Run) -> Entry | None:
+        """What may go of a run's end: the window of its last chunk, then the chunk."""
+        if run.tail in self._offered:
+            return run.tail
+        return next((child for child in run.tail.children if child in self._windows), None)
+
+    def _useless_window(self) -> Entry | None:
+        """A chunk of a window that no point needs. Others are put back, so that each is looked at in its turn."""
+        for _ in range(min(WINDOWS_LOOKED_AT, len(self._windows))):
+            window = next(iter(self._windows))
+            if not self._is_needed(window):
+                return window
+            del self._windows[window]
+            self._windows[window] = None
+        return None
+
+    def _is_needed(self, window: Entry) -> bool:
+        """Whether the point at the end of its run has it in its window."""
+        run = self._run_of_window(window)
+        if run is None:
+            return True
+        return bool(run.points) and window.end_tokens > run.tail.end_tokens - self._window_tokens
+
+    @staticmethod
+    def _run_of_window(window: Entry) -> Run | None:
+        run = window.parents[0].unit if window.parents else None
+        return run if isinstance(run, Run) else None
+
+    # What it is worth.
+
+    def value(self, point: Point, now: float) -> float:
+        """Tokens a byte and second that are saved by keeping a point."""
+        num_bytes, num_tokens = self._bytes_of(point), self._tokens_of(point)
+        if point.version != self._model.version:
+            point.level = self._model.level(self._levels(point))
+            point.version = self._model.version
+        return num_tokens / max(num_bytes, 1) * self._model.worth(point.role, point.level, now - point.since)
+
+    def _bytes_of(self, point: Point) -> int:
+        """What goes with it: all that nothing on top of it and no other point needs."""
+        num_bytes = self._window_bytes if point.entry is None else point.entry.num_bytes
+        for run in point.runs:
+            if run.is_leaf and len(run.points) == 1:
+                num_bytes += run.num_bytes
+        return num_bytes
+
+    def _tokens_of(self, point: Point) -> int:
+        """Beyond the point above it. A point that stays counts as if those that will go before it were gone."""
+        run = next(iter(point.runs), None)
+        if run is None:
+            return point.boundary
+        if point.entry is None and not self._window_bytes:
+            return run.tail.end_tokens - run.start_tokens
+        stays = point.role in (Role.END, Role.JUNCTION)
+        above = self._point_above(run, (Role.SUPERSEDED, Role.SPECULATIVE) if stays else ())
+        return point.boundary - (above.boundary if above is not None else 0)
+
+    # How restore points come and go.
+
+    def _chunk_stored(self, chunk: Entry) -> None:
+        above = runs.chunk_above(chunk)
+        parent = None if above is None else self._run_ending_at(above)
+        if parent is None or parent.children or not self._may_grow(parent):
+            run = runs.begin(chunk, parent)
+            self._open(run)
+        else:
+            run = parent
+            self._revive(run)
+            runs.append(chunk, run)
+            if not run.points:
+                self._open(run)
+            for point in run.points:
+                point.boundary = chunk.end_tokens
+                point.version = -1
+        if self._victim is run:
+            self._victim = None
+        if (ghost := self._ghosts.get(chunk.object_id.key)) is not None:
+            self._passed[run] = ghost
+
+    def _may_grow(self, run: Run) -> bool:
+        """Whether the prompt that brought a run is still adding to it, as far as one can see."""
+        return all(point.entry is None and not point.hits for point in run.points)
+
+    def _open(self, run: Run) -> None:
+        """Gives a run the point that its prompt will end at."""
+        point = Point(run.tail.end_tokens, Role.END, self._clock(), {run: None})
+        run.points[point] = None
+        if not self._has_states:
+            self._growing[run] = None
+
+    def _run_ending_at(self, chunk: Entry) -> Run:
+        run = chunk.unit
+        assert isinstance(run, Run)
+        if run.tail is chunk:
+            return run
+        return runs.split(run, chunk)
+
+    def _snapshot_stored(self, entry: Entry) -> None:
+        ending = [self._run_ending_at(chunk) for chunk in entry.parents]
+        is_revisited = any(run.is_dead or self._parts_at(run) for run in ending)
+        for run in ending:
+            self._drop_open_point(run)
+            self._revive(run)
+        role = Role.JUNCTION if is_revisited else Role.END
+        point = Point(entry.end_tokens, role, self._clock(), dict.fromkeys(ending), entry=entry)
+        entry.unit = point
+        for run in ending:
+            run.points[point] = None
+        if ending:
+            self._describe(point, ending[0])
+        else:
+            self._watch(point, point.since)
+
+    def _drop_open_point(self, run: Run) -> None:
+        for point in [one for one in run.points if one.entry is None]:
+            self._candidates.discard(point)
+            del run.points[point]
+            point.runs.clear()
+
+    def _describe_grown(self) -> None:
+        """In a model without states a prompt's point is complete when the next request comes, as far as one can see."""
+        for run in self._growing:
+            for point in run.points:
+                self._describe(point, run)
+        self._growing.clear()
+
+    def _describe(self, point: Point, run: Run) -> None:
+        """A new point: what is known of its conversation."""
+        above = self._point_above(run)
+        if above is not None and point.role is Role.END:
+            self._continue(above, point)
+        point.num_new = self._tokens_since(above, point)
+        self._meet_ghost(run, point)
+        self._watch(point, point.since)
+
+    @staticmethod
+    def _tokens_since(above: Point | None, point: Point) -> int:
+        if above is None:
+            return point.boundary
+        return point.boundary - above.boundary + (above.num_new if above.role is Role.SPECULATIVE else 0)
+
+    def _parts_at(self, run: Run) -> bool:
+        """Whether another prompt has gone on from here. One that is still being stored is the one that is here."""
+        return any(child.children or not child.points or not self._may_grow(child) for child in run.children)
+
+    def _continue(self, above: Point, point: Point) -> None:
+        """``point`` comes next after ``above`` in one prompt."""
+        if above.role is Role.END:
+            self._model.cancel(above.role, above.watch)
+            above.role = Role.SUPERSEDED if above.hits else Role.SPECULATIVE
+            self._watch(above, point.since)
+        if above.role in (Role.SUPERSEDED, Role.SPECULATIVE):
+            point.turns = above.turns + (above.role is Role.SUPERSEDED)
+            point.gap_s = above.gap_s
+
+    def _meet_ghost(self, run: Run, point: Point) -> None:
+        """The deepest point that is gone and that this prompt would have used."""
+        ghost = self._passed.pop(run, None) or self._ghosts.get(run.tail.object_id.key)
+        if ghost is None:
+            return
+        self._model.end(ghost.role, ghost.watch, point.since)
+        if ghost.boundary == point.boundary:
+            point.turns, point.hits = ghost.turns, ghost.hits + 1
+            if ghost.role is not Role.END:
+                point.role = Role.JUNCTION
+        elif ghost.role in (Role.END, Role.SUPERSEDED):
+            point.turns = ghost.turns + 1
+            point.num_new = max(0, point.boundary - ghost.boundary)
+        point.gap_s = point.since - ghost.since
+
+    def _used_point(self, items: Sequence[Entry]) -> Point | None:
+        """Where a request goes on that uses these: the deepest snapshot, or without states the deepest chunk."""
+        wanted = ObjectKind.SNAPSHOT if self._has_states else ObjectKind.FULL_ATTENTION
+        found = [item for item in items if item.object_id.kind is wanted]
+        if not found:
+            return None
+        last = max(found, key=lambda item: item.end_tokens)
+        if isinstance(last.unit, Point):
+            return last.unit
+        run = self._run_ending_at(last)
+        if not run.points:
+            point = Point(last.end_tokens, Role.JUNCTION, self._clock(), {run: None})
+            point.num_new = self._tokens_since(self._point_above(run), point)
+            run.points[point] = None
+        return next(iter(run.points))
+
+    def _watch(self, point: Point, now: float) -> None:
+        point.since = now
+        point.version = -1
+        point.watch = self._model.begin(point.role, self._levels(point), now)
+
+    @staticmethod
+    def _levels(point: Point) -> Sequence[int]:
+        return levels_of(point.role, point.boundary, point.num_new, point.turns, point.hits, point.gap_s)
+
+    @staticmethod
+    def _point_above(run: Run, passes: Sequence[Role] = ()) -> Point | None:
+        """The nearest point above a run, but for those of the roles that it ``passes``."""
+        above = run.parent
+        while above is not None:
+            found = [point for point in above.points if point.role not in passes]
+            if found:
+                return max(found, key=lambda point: point.boundary)
+            above = above.parent
+        return None
+
+    def _remove_point(self, point: Point) -> None:
+        self._candidates.discard(point)
+        ending = list(point.runs)
+        if ending:
+            self._remember(point, ending[0].tail.object_id.key)
+        point.entry = None
+        point.runs.clear()
+        for run in ending:
+            del run.points[point]
+            self._settle(run)
+
+    def _remember(self, point: Point, key: bytes) -> None:
+        if point.role is Role.SPECULATIVE:
+            return
+        self._ghosts.pop(key, None)
+        self._ghosts[key] = Ghost(point.role, point.watch, point.boundary, point.turns, point.hits, point.since)
+        if len(self._ghosts) > NUM_GHOSTS:
+            del self._ghosts[next(iter(self._ghosts))]
+
+    def _settle(self, run: Run) -> None:
+        """A run that may have lost what it was kept for: it goes, or belongs to what is on top of it."""
+        if run.points:
+            return
+        if run.is_leaf:
+            run.is_dead = True
+            self._dead[run] = None
+        elif len(run.children) == 1:
+            self._passed.pop(run, None)
+            runs.join(run)
+
+    def _revive(self, run: Run) -> None:
+        if run.is_dead:
+            run.is_dead = False
+            del self._dead[run]
+
+    def _window_removed(self, window: Entry) -> None:
+        """Without it no request can go on at the point that needed it."""
+        run = self._run_of_window(window)
+        if run is not None and self._is_needed(window):
+            for point in [one for one in run.points if one.entry is None]:
+                self._remove_point(point)
+
+    def _chunk_removed(self, chunk: Entry, run: Run) -> None:
+        """It is the last of its run: what is on top of a chunk is removed before it."""
+        run.num_bytes -= chunk.num_bytes
+        for point in run.points:
+            if point.boundary == chunk.end_tokens:
+                self._remember(point, chunk.object_id.key)
+        above = runs.chunk_above(chunk)
+        if above is not None and above.unit is run:
+            run.tail = above
+            return
+        self._forget(run)
+
+    def _forget(self, run: Run) -> None:
+        """A run without chunks."""
+        for point in run.points:
+            self._candidates.discard(point)
+            point.runs.clear()
+        run.points.clear()
+        self._passed.pop(run, None)
+        self._growing.pop(run, None)
+        self._dead.pop(run, None)
+        if self._victim is run:
+            self._victim = None
+        parent, run.parent = run.parent, None
+        if parent is not None:
+            del parent.children[run]
+            self._settle(parent)

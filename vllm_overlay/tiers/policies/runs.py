@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks in runs, and the restore points on them: what a policy that evicts by unit keeps of an index.
+
+Structs that the garbage collector passes by, as entries are. They refer to each other in circles, so whoever takes one
+out takes it apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from vllm_overlay.tiers.entry import Entry
+from vllm_overlay.tiers.policies.reuse import Role
+
+
+class Point(msgspec.Struct, eq=False, gc=False):
+    """A place where requests can go on: a snapshot, or the end of a run of chunks in a model without states."""
+
+    boundary: int
+    role: Role
+    since: float
+    """When it was used last, or stored."""
+    runs: dict[Run, None]
+    """Those whose last chunks it hangs on: one for each full-attention group."""
+    entry: Entry | None = None
+    """Its snapshot, if it has one."""
+    num_new: int = 0
+    """Tokens since the point above it."""
+    turns: int = 0
+    hits: int = 0
+    gap_s: float | None = None
+    """Between its last two uses; of one that has none, between the last two of the point above it."""
+    watch: int = -1
+    level: int = 0
+    version: int = -1
+    place: int = -1
+    """Among those that may go; -1: it may not."""
+
+
+class Run(msgspec.Struct, eq=False, gc=False):
+    """Chunks of one group, one on top of the other, that are needed together: no prompt parts from another between
+    them, and only the last one carries points."""
+
+    start_tokens: int
+    parent: Run | None
+    tail: Entry
+    num_bytes: int = 0
+    children: dict[Run, None] = {}
+    points: dict[Point, None] = {}
+    is_dead: bool = False
+    """It has lost its points, and nothing on top of it has any."""
+
+    @property
+    def is_leaf(self) -> bool:
+        return not self.children
+
+
+def chunk_above(entry: Entry) -> Entry | None:
+    """The chunk before it, of the same group."""
+    for parent in entry.parents:
+        if parent.object_id.tag == entry.object_id.tag:
+            return parent
+    return None
+
+
+def chunks_of(run: Run) -> Iterator[Entry]:
+    """From the last one upwards. The step above is taken before a chunk is given out."""
+    chunk: Entry | None = run.tail
+    while chunk is not None and chunk.unit is run:
+        above = chunk_above(chunk)
+        yield chunk
+        chunk = above
+
+
+def append(chunk: Entry, run: Run) -> None:
+    chunk.unit = run
+    run.tail = chunk
+    run.num_bytes += chunk.num_bytes
+
+
+def begin(chunk: Entry, parent: Run | None) -> Run:
+    """A new run below ``parent``, which must end where it begins."""
+    run = Run(0 if parent is None else parent.tail.end_tokens, parent, chunk)
+    append(chunk, run)
+    if parent is not None:
+        parent.children[run] = None
+    return run
+
+
+def split(run: Run, chunk: Entry) -> Run:
+    """Cuts a run after ``chunk``, which is not its last; returns the new run that ends there."""
+    head = Run(run.start_tokens, run.parent, chunk, children={run: None})
+    if run.parent is not None:
+        del run.parent.children[run]
+        run.parent.children[head] = None
+    above: Entry | None = chunk
+    while above is not None and above.unit is run:
+        above.unit = head
+        head.num_bytes += above.num_bytes
+        above = chunk_above(above)
+    run.parent = head
+    run.start_tokens = chunk.end_tokens
+    run.num_bytes -= head.num_bytes
+    return head
+
+
+def join(run: Run) -> Run:
+    """Makes a run part of the only one on top of it, and returns that."""
+    (below,) = run.children
+    for chunk in chunks_of(run):
+        chunk.unit = below
+    below.num_bytes += run.num_bytes
+    below.start_tokens = run.start_tokens
+    below.parent = run.parent
+    if run.parent is not None:
+        del run.parent.children[run]
+        run.parent.children[below] = None
+    run.children.clear()
+    run.parent = None
+    return below
