@@ -14,7 +14,7 @@ from vllm_overlay.registry import Registry
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.factory import TIERS, tier_spec
 from vllm_overlay.tiers.policies.factory import POLICIES, make_policy
-from vllm_overlay.tiers.policies.learned import LearnedEviction
+from vllm_overlay.tiers.policies.guarded import GuardedPolicy
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 BY_PATH = {"tier": "tests.tiers.store_tier:StoreTierSpec", "shelf": "top"}
@@ -61,9 +61,9 @@ def test_every_registered_tier_names_a_source_of_hits_that_vllm_knows(name: str)
     assert CacheHitSource(TIERS.find(name).hit_source) is not CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
-def test_the_registered_policies_can_be_made() -> None:
+def test_the_registered_policies_can_be_made_and_all_but_the_fallback_are_guarded() -> None:
     made = {name: type(make_policy(name, GEOMETRY)) for name in ("auto", *POLICIES.names)}
-    assert made == {"auto": LearnedEviction, "lru": LeastRecentlyUsed, "learned": LearnedEviction}
+    assert made == {"auto": GuardedPolicy, "lru": LeastRecentlyUsed, "learned": GuardedPolicy}
 
 
 def test_no_other_room_asks_which_tier_it_is() -> None:

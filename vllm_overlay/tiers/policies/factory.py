@@ -6,6 +6,8 @@ from typing import Any
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.registry import Registry
 from vllm_overlay.tiers.policies.base import EvictionPolicy
+from vllm_overlay.tiers.policies.guarded import GuardedPolicy
+from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 POLICIES: Registry[EvictionPolicy[Any]] = Registry(
     "eviction_policy",
@@ -27,7 +29,10 @@ def check_policy(name: str) -> None:
 
 
 def make_policy(name: str, geometry: Geometry) -> EvictionPolicy[Any]:
-    """A new policy for one tier in memory of that model; raises ConfigError."""
+    """A new policy for one tier in memory of that model; one that may fail is guarded. Raises ConfigError."""
     policy = POLICIES.find("learned" if name == AUTO else name)()
-    policy.serve(geometry)
-    return policy
+    if isinstance(policy, LeastRecentlyUsed):
+        return policy
+    guarded = GuardedPolicy(policy)
+    guarded.serve(geometry)
+    return guarded
