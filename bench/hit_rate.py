@@ -18,6 +18,7 @@ from statistics import fmean
 
 import msgspec
 
+from bench.ablations import ABLATIONS
 from bench.baselines import BASELINES, Moment
 from bench.composition import progress
 from bench.future import Future
@@ -69,10 +70,8 @@ class Row(msgspec.Struct, frozen=True):
 def requests_of(case: Case) -> list[TraceRequest]:
     """Raises TraceError, and OSError if the file cannot be read."""
     name, _, seed = case.trace.partition(":")
-    if name in WORKLOADS:
-        found = generate(name, int(seed or 1))
-    else:
-        found = read_trace(Path(case.trace), case.block_tokens)
+    is_generated = name in WORKLOADS
+    found = generate(name, int(seed or 1)) if is_generated else read_trace(Path(case.trace), case.block_tokens)
     return found[: case.num_requests]
 
 
@@ -88,6 +87,8 @@ def capacity_of(budget: str, whole_bytes: int) -> int | None:
 def policy_of(case: Case, moment: Moment) -> EvictionPolicy[Entry]:
     if case.policy == LEARNED:
         return LearnedEviction(moment.clock, case.seed)
+    if case.policy in ABLATIONS:
+        return ABLATIONS[case.policy](moment.clock, case.seed)
     return BASELINES[case.policy](moment)
 
 
@@ -179,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("traces", nargs="+", metavar="TRACE", help="a .jsonl file, or a workload and seed such as chat:1")
     made.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="NAME")
+    made.add_argument("--ablations", action="store_true", help="lru, and learned without one of its parts each")
     made.add_argument(
         "--budgets", nargs="+", default=list(BUDGETS), metavar="N", help="the tier holds W/N, or unlimited"
     )
@@ -221,6 +223,8 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 def main(argv: Sequence[str] | None = None) -> int:
     made = parser()
     arguments = made.parse_args(argv)
+    if arguments.ablations:
+        arguments.policies = ["lru", LEARNED, *ABLATIONS]
     try:
         cases = cases_of(arguments)
         all_requests = {trace: requests_of(replace(cases[0], trace=trace)) for trace in arguments.traces}

@@ -46,7 +46,10 @@ DISK = {"tier": "disk", "root": "/tmp/root"}
         ({**CPU, "load_failure_policy": "ignore"}, 'must be "fail" or "recompute", such as "recompute"'),
         ({**CPU, "max_load_attempts": 0}, "max_load_attempts=0 of the cpu tier must be a whole number of at least 1"),
         ({**CPU, "load_timeout_s": 0}, "load_timeout_s=0 of the cpu tier must be a number above 0, such as 30.0"),
-        ({**CPU, "eviction_policy": "mru"}, "eviction_policy='mru' is not known: set it to \"lru\" or \"learned\", or to"),
+        (
+            {**CPU, "eviction_policy": "mru"},
+            'eviction_policy=\'mru\' is not known: set it to "lru" or "learned", or to',
+        ),
         ({**CPU, "hybrid_chunk_size": 1.5}, 'must be a whole number above 0 or "auto", such as "auto"'),
         ({**CPU, "hybrid_chunk_size": 0}, "hybrid_chunk_size=0 of the cpu tier must be"),
         ({**CPU, "hybrid_chunk_size": "atuo"}, "; did you mean auto?"),

@@ -189,7 +189,8 @@ class ReuseModel:
     @staticmethod
     def _sums(cells: NDArray[np.int64], weights: NDArray[Any]) -> Floats:
         """By role and age."""
-        return np.bincount(cells, weights=weights, minlength=len(Role) * NUM_AGES).reshape(len(Role), NUM_AGES)
+        sums: Floats = np.bincount(cells, weights=weights, minlength=len(Role) * NUM_AGES)
+        return sums.reshape(len(Role), NUM_AGES)
 
     def _product(self, levels: NDArray[np.int64]) -> Floats:
         product = np.ones(len(levels))
@@ -214,4 +215,4 @@ class ReuseModel:
             held = np.cumsum((survival[:, :, 1:] + survival[:, :, :-1]) / 2 * _WIDTHS[start:], axis=2)
             tables[:, :, start] = ((1.0 - survival[:, :, 1:]) / held).max(axis=2)
         tables[:, :, NUM_AGES] = levels * self._rates[:, None, -1]
-        self._tables: Any = tables.tolist()
+        self._tables: list[list[list[float]]] = tables.tolist()
