@@ -92,5 +92,6 @@ ABLATIONS: dict[str, Callable[[Clock, int], LearnedEviction]] = {
     "without bytes": _NotByBytes,
     "without tokens": _NotByTokens,
     "without all factors": _without(*FACTORS),
+    "without length, gap": _without("length", "gap"),
     **{f"without factor {name}": _without(name) for name in FACTORS},
 }

@@ -250,7 +250,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
         if point.entry is None and not self._window_bytes:
             return run.tail.end_tokens - run.start_tokens
         stays = point.role in (Role.END, Role.JUNCTION)
-        above = run.parent and self._point_above(run, (Role.SUPERSEDED, Role.SPECULATIVE) if stays else ())
+        above = self._point_above(run, (Role.SUPERSEDED, Role.SPECULATIVE) if stays else ())
         return point.boundary - (above.boundary if above is not None else 0)
 
     # How restore points come and go.
