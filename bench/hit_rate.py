@@ -9,6 +9,7 @@ chat:1 (bench/workloads.py). W is the size of all distinct attention of a trace.
 
 import argparse
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +19,7 @@ from statistics import fmean
 
 import msgspec
 
+from bench.ablations import ABLATIONS
 from bench.baselines import BASELINES, Moment
 from bench.composition import progress
 from bench.future import Future
@@ -69,10 +71,8 @@ class Row(msgspec.Struct, frozen=True):
 def requests_of(case: Case) -> list[TraceRequest]:
     """Raises TraceError, and OSError if the file cannot be read."""
     name, _, seed = case.trace.partition(":")
-    if name in WORKLOADS:
-        found = generate(name, int(seed or 1))
-    else:
-        found = read_trace(Path(case.trace), case.block_tokens)
+    is_generated = name in WORKLOADS
+    found = generate(name, int(seed or 1)) if is_generated else read_trace(Path(case.trace), case.block_tokens)
     return found[: case.num_requests]
 
 
@@ -88,13 +88,13 @@ def capacity_of(budget: str, whole_bytes: int) -> int | None:
 def policy_of(case: Case, moment: Moment) -> EvictionPolicy[Entry]:
     if case.policy == LEARNED:
         return LearnedEviction(moment.clock, case.seed)
+    if case.policy in ABLATIONS:
+        return ABLATIONS[case.policy](moment.clock, case.seed)
     return BASELINES[case.policy](moment)
 
 
 def replay(case: Case, requests: Sequence[TraceRequest], future: Future, step: Callable[[], None]) -> Row:
     """One row. ``step`` is called once a request."""
-    import time
-
     started = time.perf_counter()
     geometry = MODELS[case.model].geometry(case.block_tokens)
     whole = distinct_bytes(requests, case.block_tokens, geometry.token_bytes)
@@ -173,12 +173,31 @@ def share_table(rows: Sequence[Row], budgets: Sequence[str], policies: Sequence[
     return table(columns, body)
 
 
+def plot(rows: Sequence[Row], budgets: Sequence[str], policies: Sequence[str], file: Path) -> None:
+    """One picture, a panel for each trace and a line for each policy."""
+    from matplotlib.figure import Figure
+
+    traces = list(dict.fromkeys(row.trace for row in rows))
+    figure = Figure(figsize=(6.4 * len(traces), 4.4), layout="constrained")
+    for trace, axes in zip(traces, figure.subplots(1, len(traces), squeeze=False)[0], strict=True):
+        for policy in policies:
+            shares = {row.budget: row.restored for row in rows if (row.trace, row.policy) == (trace, policy)}
+            line = "-" if policy == LEARNED else ":" if policy == FUTURE else "--"
+            axes.plot([budget_name(one) for one in budgets], [shares[one] for one in budgets], line, label=policy)
+        axes.set(title=Path(trace).name, xlabel="size of the tier", ylabel="share of prompt tokens restored")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(file, dpi=110)
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m bench.hit_rate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("traces", nargs="+", metavar="TRACE", help="a .jsonl file, or a workload and seed such as chat:1")
-    made.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES), metavar="NAME")
+    made.add_argument("--policies", nargs="+", default=list(POLICIES), choices=[*POLICIES, *ABLATIONS], metavar="NAME")
+    made.add_argument("--ablations", action="store_true", help="lru, and learned without one of its parts each")
     made.add_argument(
         "--budgets", nargs="+", default=list(BUDGETS), metavar="N", help="the tier holds W/N, or unlimited"
     )
@@ -221,6 +240,8 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 def main(argv: Sequence[str] | None = None) -> int:
     made = parser()
     arguments = made.parse_args(argv)
+    if arguments.ablations:
+        arguments.policies = ["lru", LEARNED, *ABLATIONS]
     try:
         cases = cases_of(arguments)
         all_requests = {trace: requests_of(replace(cases[0], trace=trace)) for trace in arguments.traces}
@@ -233,6 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         for text in _texts(arguments, rows, all_requests):
             print(text + "\n")
+    if arguments.plot:
+        plot(rows, arguments.budgets, arguments.policies, arguments.plot)
     return 0
 
 

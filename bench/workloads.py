@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated workloads: about 20 minutes of requests, the same for the same seed.
 
-``chat`` conversations of many users, each with one of a few system prompts. ``agent`` runs that call tools: short pauses
-and long contexts over large shared prompts. ``retrieval`` questions to documents, some of which are popular. ``mixed``
-all three. ``scan`` chat with a job in the middle that passes over many long documents once. ``shifting`` chat whose
-system prompts, pace and lengths change every few minutes.
+``chat``: conversations of many users, each with one of a few system prompts. ``agent``: runs that call tools, with
+short pauses and long contexts over large shared prompts. ``retrieval``: questions about documents, some of them
+popular. ``mixed``: all three. ``scan``: chat, and a job in the middle that passes over many long documents once.
+``shifting``: chat whose system prompts, pace and lengths change every five minutes.
 """
 
 import heapq

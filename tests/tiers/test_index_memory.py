@@ -9,11 +9,12 @@ import pytest
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.index import PrefixIndex
+from vllm_overlay.tiers.policies.learned import LearnedEviction
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 from vllm_overlay.tiers.policies.never import NeverEvicts
 
 NUM_OBJECTS = 2_000
-POLICIES = [LeastRecentlyUsed, NeverEvicts]
+POLICIES = [LeastRecentlyUsed, NeverEvicts, LearnedEviction]
 
 
 @pytest.fixture(autouse=True)

@@ -250,9 +250,14 @@ class PrefixIndex:
         """
         if self.capacity_bytes is not None and num_bytes > self.capacity_bytes:
             return []
+        if self.fits(num_bytes):
+            return []
         released = []
-        while not self.fits(num_bytes) and (leaf := self.evict_one(keep)) is not None:
+        kept = self._hold_visible(keep)
+        while not self.fits(num_bytes) and (leaf := self._evict_leaf()) is not None:
             released.append(leaf)
+        for entry in kept:
+            self._let_go(entry)
         return released
 
     def evict_one(self, keep: Sequence[ObjectId] = ()) -> Entry | None:
@@ -260,16 +265,26 @@ class PrefixIndex:
 
         None when there is none.
         """
-        kept = [entry for object_id in keep if (entry := self.get(object_id)) is not None]
-        for entry in kept:
-            self._hold(entry)
-        leaf = self._policy.pop()
-        if leaf is not None:
-            self._evicted.add(leaf.object_id)
-            self._drop_tree(leaf)
+        kept = self._hold_visible(keep)
+        leaf = self._evict_leaf()
         for entry in kept:
             self._let_go(entry)
         return leaf
+
+    def _hold_visible(self, object_ids: Sequence[ObjectId]) -> list[Entry]:
+        entries = [entry for object_id in object_ids if (entry := self.get(object_id)) is not None]
+        for entry in entries:
+            self._hold(entry)
+        return entries
+
+    def _evict_leaf(self) -> Entry | None:
+        leaf = self._policy.pop()
+        if leaf is None:
+            return None
+        self._evicted.add(leaf.object_id)
+        leaf.state = EntryState.DROPPED
+        self._detach(leaf, was_visible=True)
+        return self._release(leaf)
 
     # How it is done. No recursion anywhere: chains are as deep as prompts are long.
 

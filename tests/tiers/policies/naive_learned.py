@@ -210,7 +210,7 @@ class NaiveLearned(EvictionPolicy[Entry]):
             run = [one for one in path_up(item) if one in self.unfinished]
             tokens = sum(64 for _ in run)
         level = self.model.level(record.levels)
-        return tokens / num_bytes * self.model.worth(record.role, level, self.clock() - record.since)
+        return tokens / (num_bytes or 1) * self.model.worth(record.role, level, self.clock() - record.since)
 
     def __contains__(self, item: object) -> bool:
         return item in self.offered

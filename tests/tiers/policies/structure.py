@@ -53,6 +53,8 @@ def check_run(run: Run, found: list[Run]) -> None:
     assert run.parent is None or run.parent in found
     assert run.is_dead == (run.is_leaf and not run.points)
     assert run.points or len(run.children) != 1, "it belongs to the run on top of it"
+    assert run.is_closed or all(point.entry is None for point in run.points)
+    assert not run.is_closed or any(point.entry is not None or point.hits for point in run.points)
     for point in run.points:
         assert run in point.runs
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.planner.objects import ObjectKind
+from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectKind
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.policies import runs
 from vllm_overlay.tiers.policies.base import EvictionPolicy
@@ -95,11 +95,11 @@ class LearnedEviction(EvictionPolicy[Entry]):
     # What happens to objects.
 
     def stored(self, item: Entry) -> None:
-        kind = item.object_id.kind
-        if kind is ObjectKind.FULL_ATTENTION:
-            self._chunk_stored(item)
-        elif kind is ObjectKind.SNAPSHOT:
+        tag = item.object_id.tag
+        if tag == SNAPSHOT_TAG:
             self._snapshot_stored(item)
+        elif tag[0] == "f":
+            self._chunk_stored(item)
 
     def used(self, items: Sequence[Entry]) -> None:
         self._describe_grown()
@@ -113,15 +113,17 @@ class LearnedEviction(EvictionPolicy[Entry]):
         if point.role in (Role.SUPERSEDED, Role.SPECULATIVE):
             point.role = Role.JUNCTION
         self._watch(point, now)
+        for run in point.runs:
+            run.is_closed = True
         if self._victim in point.runs:
             self._victim = None
 
     def removed(self, item: Entry) -> None:
         unit, item.unit = item.unit, None
-        if isinstance(unit, Point):
-            self._remove_point(unit)
-        elif isinstance(unit, Run):
+        if isinstance(unit, Run):
             self._chunk_removed(item, unit)
+        elif isinstance(unit, Point):
+            self._remove_point(unit)
         elif item.object_id.kind is ObjectKind.SLIDING_WINDOW:
             self._window_removed(item)
 
@@ -130,11 +132,12 @@ class LearnedEviction(EvictionPolicy[Entry]):
     def add(self, item: Entry, last_use: int, end_tokens: int) -> None:
         self._offered[item] = None
         unit = item.unit
-        if isinstance(unit, Point):
-            self._candidates.add(unit)
-        elif isinstance(unit, Run):
+        if isinstance(unit, Run):
             for point in unit.points:
-                self._candidates.add(point)
+                if point.place < 0:
+                    self._candidates.add(point)
+        elif isinstance(unit, Point):
+            self._candidates.add(unit)
         elif item.object_id.kind is ObjectKind.SLIDING_WINDOW:
             self._windows[item] = None
             if (run := self._run_of_window(item)) is not None and self._is_needed(item):
@@ -142,19 +145,19 @@ class LearnedEviction(EvictionPolicy[Entry]):
                     self._candidates.add(point)
 
     def discard(self, item: Entry) -> None:
-        if item not in self._offered:
+        if self._offered.pop(item, item) is item:
             return
-        del self._offered[item]
         unit = item.unit
-        if isinstance(unit, Point):
-            self._candidates.discard(unit)
-        elif isinstance(unit, Run):
-            for point in unit.points:
-                self._candidates.discard(point)
-        else:
+        if unit is None:
             self._windows.pop(item, None)
+        elif isinstance(unit, Point):
+            self._candidates.discard(unit)
+        # Of a chunk nothing: its run has grown, most often, and goes on being a candidate.
 
     def pop(self) -> Entry | None:
+        for run in self._dead:
+            if self._offered.pop(run.tail, run) is not run:
+                return run.tail
         item = self._first_to_go()
         if item is not None:
             self.discard(item)
@@ -175,8 +178,14 @@ class LearnedEviction(EvictionPolicy[Entry]):
         return next(iter(self._windows), None) or next(iter(self._offered), None)
 
     def _least(self) -> Point | None:
+        """Of equals the deepest."""
         now = self._clock()
-        return min(self._candidates.draw(), key=lambda point: (self.value(point, now), -point.boundary), default=None)
+        least, least_value = None, 0.0
+        for point in self._candidates.draw():
+            value = self.value(point, now)
+            if least is None or value < least_value or (value == least_value and point.boundary > least.boundary):
+                least, least_value = point, value
+        return least
 
     def _begin_with(self, point: Point) -> Entry | None:
         if point.entry is not None:
@@ -218,19 +227,20 @@ class LearnedEviction(EvictionPolicy[Entry]):
 
     def value(self, point: Point, now: float) -> float:
         """Tokens a byte and second that are saved by keeping a point."""
-        num_bytes, num_tokens = self._bytes_of(point), self._tokens_of(point)
-        if point.version != self._model.version:
-            point.level = self._model.level(self._levels(point))
-            point.version = self._model.version
-        return num_tokens / max(num_bytes, 1) * self._model.worth(point.role, point.level, now - point.since)
+        model = self._model
+        if point.version != model.version:
+            point.level = model.level(self._levels(point))
+            point.version = model.version
+        worth = model.worth(point.role, point.level, now - point.since)
+        return self._tokens_of(point) / self._bytes_of(point) * worth
 
     def _bytes_of(self, point: Point) -> int:
         """What goes with it: all that nothing on top of it and no other point needs."""
         num_bytes = self._window_bytes if point.entry is None else point.entry.num_bytes
         for run in point.runs:
-            if run.is_leaf and len(run.points) == 1:
+            if not run.children and len(run.points) == 1:
                 num_bytes += run.num_bytes
-        return num_bytes
+        return num_bytes or 1
 
     def _tokens_of(self, point: Point) -> int:
         """Beyond the point above it. A point that stays counts as if those that will go before it were gone."""
@@ -246,28 +256,37 @@ class LearnedEviction(EvictionPolicy[Entry]):
     # How restore points come and go.
 
     def _chunk_stored(self, chunk: Entry) -> None:
-        above = runs.chunk_above(chunk)
-        parent = None if above is None else self._run_ending_at(above)
-        if parent is None or parent.children or not self._may_grow(parent):
-            run = runs.begin(chunk, parent)
-            self._open(run)
-        else:
-            run = parent
-            self._revive(run)
-            runs.append(chunk, run)
-            if not run.points:
-                self._open(run)
-            for point in run.points:
-                point.boundary = chunk.end_tokens
-                point.version = -1
+        run = self._run_to_grow(chunk)
+        for point in run.points:
+            point.boundary = chunk.end_tokens
+            point.version = -1
         if self._victim is run:
             self._victim = None
         if (ghost := self._ghosts.get(chunk.object_id.key)) is not None:
             self._passed[run] = ghost
 
-    def _may_grow(self, run: Run) -> bool:
-        """Whether the prompt that brought a run is still adding to it, as far as one can see."""
-        return all(point.entry is None and not point.hits for point in run.points)
+    def _run_to_grow(self, chunk: Entry) -> Run:
+        """The run that a new chunk belongs to, with it."""
+        above = runs.chunk_above(chunk)
+        run = None if above is None else self._run_ending_at(above)
+        if run is None or run.children or run.is_closed:
+            return self._begin(chunk, run)
+        chunk.unit = run
+        run.tail = chunk
+        run.num_bytes += chunk.num_bytes
+        if run.is_dead:
+            self._revive(run)
+            self._open(run)
+        return run
+
+    def _begin(self, chunk: Entry, parent: Run | None) -> Run:
+        if parent is not None:
+            for point in parent.points:
+                if point.entry is None and not self._window_bytes:
+                    self._candidates.discard(point)
+        run = runs.begin(chunk, parent)
+        self._open(run)
+        return run
 
     def _open(self, run: Run) -> None:
         """Gives a run the point that its prompt will end at."""
@@ -294,6 +313,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
         entry.unit = point
         for run in ending:
             run.points[point] = None
+            run.is_closed = True
         if ending:
             self._describe(point, ending[0])
         else:
@@ -329,7 +349,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
 
     def _parts_at(self, run: Run) -> bool:
         """Whether another prompt has gone on from here. One that is still being stored is the one that is here."""
-        return any(child.children or not child.points or not self._may_grow(child) for child in run.children)
+        return any(child.children or child.is_dead or child.is_closed for child in run.children)
 
     def _continue(self, above: Point, point: Point) -> None:
         """``point`` comes next after ``above`` in one prompt."""
@@ -415,6 +435,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
         """A run that may have lost what it was kept for: it goes, or belongs to what is on top of it."""
         if run.points:
             return
+        run.is_closed = False
         if run.is_leaf:
             run.is_dead = True
             self._dead[run] = None

@@ -27,7 +27,7 @@ class Role(IntEnum):
 
 
 FIRST_AGE_S, LAST_AGE_S, NUM_AGES = 4.0, 4096.0, 24
-EDGES = (0.0, *np.geomspace(FIRST_AGE_S, LAST_AGE_S, NUM_AGES).tolist())
+EDGES: tuple[float, ...] = (0.0, *np.geomspace(FIRST_AGE_S, LAST_AGE_S, NUM_AGES).tolist())
 """Of the bins of age, in seconds since the last use. What is older is as old as the last edge."""
 
 PRIOR_REUSES_PER_S = {Role.END: 1.0, Role.JUNCTION: 1.0, Role.SUPERSEDED: 0.1, Role.SPECULATIVE: 0.02}
@@ -148,7 +148,7 @@ class ReuseModel:
         """Reuses a second that are won by keeping a point for the best time to come (Gittins' index)."""
         table = self._tables[role][level]
         if age_s >= LAST_AGE_S:
-            return table[-1] * LAST_AGE_S / age_s
+            return float(table[-1] * LAST_AGE_S / age_s)
         place = bisect_right(EDGES, age_s) - 1
         low, high = EDGES[place], EDGES[place + 1]
         return table[place] + (table[place + 1] - table[place]) * (age_s - low) / (high - low)
@@ -189,7 +189,8 @@ class ReuseModel:
     @staticmethod
     def _sums(cells: NDArray[np.int64], weights: NDArray[Any]) -> Floats:
         """By role and age."""
-        return np.bincount(cells, weights=weights, minlength=len(Role) * NUM_AGES).reshape(len(Role), NUM_AGES)
+        sums: Floats = np.bincount(cells, weights=weights, minlength=len(Role) * NUM_AGES).astype(np.float64)
+        return sums.reshape(len(Role), NUM_AGES)
 
     def _product(self, levels: NDArray[np.int64]) -> Floats:
         product = np.ones(len(levels))
@@ -214,4 +215,4 @@ class ReuseModel:
             held = np.cumsum((survival[:, :, 1:] + survival[:, :, :-1]) / 2 * _WIDTHS[start:], axis=2)
             tables[:, :, start] = ((1.0 - survival[:, :, 1:]) / held).max(axis=2)
         tables[:, :, NUM_AGES] = levels * self._rates[:, None, -1]
-        self._tables: Any = tables.tolist()
+        self._tables: list[list[list[float]]] = tables.tolist()

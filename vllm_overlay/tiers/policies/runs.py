@@ -49,6 +49,8 @@ class Run(msgspec.Struct, eq=False, gc=False):
     num_bytes: int = 0
     children: dict[Run, None] = {}
     points: dict[Point, None] = {}
+    is_closed: bool = False
+    """Requests have gone on from its end, or can: what comes next is another run."""
     is_dead: bool = False
     """It has lost its points, and nothing on top of it has any."""
 
@@ -58,11 +60,9 @@ class Run(msgspec.Struct, eq=False, gc=False):
 
 
 def chunk_above(entry: Entry) -> Entry | None:
-    """The chunk before it, of the same group."""
-    for parent in entry.parents:
-        if parent.object_id.tag == entry.object_id.tag:
-            return parent
-    return None
+    """The chunk before a chunk of full attention, which hangs on nothing else."""
+    parents = entry.parents
+    return parents[0] if parents else None
 
 
 def chunks_of(run: Run) -> Iterator[Entry]:
@@ -74,16 +74,10 @@ def chunks_of(run: Run) -> Iterator[Entry]:
         chunk = above
 
 
-def append(chunk: Entry, run: Run) -> None:
-    chunk.unit = run
-    run.tail = chunk
-    run.num_bytes += chunk.num_bytes
-
-
 def begin(chunk: Entry, parent: Run | None) -> Run:
     """A new run below ``parent``, which must end where it begins."""
-    run = Run(0 if parent is None else parent.tail.end_tokens, parent, chunk)
-    append(chunk, run)
+    run = Run(0 if parent is None else parent.tail.end_tokens, parent, chunk, chunk.num_bytes)
+    chunk.unit = run
     if parent is not None:
         parent.children[run] = None
     return run
