@@ -76,6 +76,11 @@ class Learned(msgspec.Struct, frozen=True):
     rates: list[list[float]]
     factors: list[list[float]]
 
+    def fits(self) -> bool:
+        """Whether it has the roles, ages and properties of this version."""
+        ages = [len(rates) for rates in self.rates]
+        return ages == [NUM_AGES] * len(Role) and [len(one) for one in self.factors] == list(FACTORS.values())
+
 
 class ReuseModel:
     """Watches restore points and tells which one is worth keeping for another second.
@@ -92,6 +97,8 @@ class ReuseModel:
         self._age = np.zeros((len(Role), num_watched))
         self._reused = np.zeros((len(Role), num_watched), dtype=bool)
         self._levels = np.zeros((len(Role), num_watched, len(FACTORS)), dtype=np.int64)
+        if learned is not None and not learned.fits():
+            raise ValueError("what was learned is of another version: start without it")
         self._prior_rates: Floats = _PRIOR if learned is None else np.array(learned.rates)
         self._prior_factors: list[Floats] = (
             [np.ones(count) for count in FACTORS.values()]
