@@ -46,7 +46,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
     ``clock`` gives seconds that never go back. ``learned`` is what an earlier policy's ``learned`` returned; without it
     the prior of ``ReuseModel`` holds at first. Same calls, same times and same ``seed``: same victims.
 
-    Memory beside the index's entries: one number an entry, about 0.4 KB a point and its run, and at most 2 MB that does
+    Memory beside the index's entries: one number an entry, about 0.4 KB a point and its run, and at most 3 MB that does
     not grow: ghosts and what the model watches.
     """
 
