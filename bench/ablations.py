@@ -58,7 +58,7 @@ class _NothingSuperseded(LearnedEviction):
         if not above.hits:
             super()._continue(above, point)
         else:
-            point.turns, point.gap_s = above.turns + 1, above.gap_s
+            point.turns = above.turns + 1
 
 
 class _NotByBytes(LearnedEviction):
@@ -92,6 +92,5 @@ ABLATIONS: dict[str, Callable[[Clock, int], LearnedEviction]] = {
     "without bytes": _NotByBytes,
     "without tokens": _NotByTokens,
     "without all factors": _without(*FACTORS),
-    "without length, gap": _without("length", "gap"),
     **{f"without factor {name}": _without(name) for name in FACTORS},
 }

@@ -216,6 +216,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def check(made: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Ends the process where numbers cannot work."""
+    sizes = [one for one in (*arguments.budgets, arguments.device) if one not in ("", "unlimited")]
+    if not all(one.replace(".", "", 1).isdecimal() and float(one) > 0 for one in sizes):
+        made.error("--budgets and --device take numbers above 0, N for W/N, or unlimited")
+    if arguments.requests is not None and arguments.requests < 1:
+        made.error("--requests takes a number from 1 on")
+    for trace in arguments.traces:
+        name, _, seed = trace.partition(":")
+        if name in WORKLOADS and seed and not seed.isdecimal():
+            made.error(f"the seed of {trace} must be a whole number, such as {name}:1")
+
+
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
     base = Case(
         "",
@@ -240,6 +253,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 def main(argv: Sequence[str] | None = None) -> int:
     made = parser()
     arguments = made.parse_args(argv)
+    check(made, arguments)
     if arguments.ablations:
         arguments.policies = ["lru", LEARNED, *ABLATIONS]
     try:

@@ -24,12 +24,11 @@ class Record:
     num_new: int = 0
     turns: int = 0
     hits: int = 0
-    gap_s: float | None = None
     watch: int = -1
 
     @property
     def levels(self) -> tuple[int, ...]:
-        return levels_of(self.role, self.boundary, self.num_new, self.turns, self.hits, self.gap_s)
+        return levels_of(self.role, self.boundary, self.num_new, self.turns, self.hits)
 
 
 def path_up(chunk: Entry | None) -> list[Entry]:
@@ -130,9 +129,9 @@ class NaiveLearned(EvictionPolicy[Entry]):
             above.role = Role.SUPERSEDED if above.hits else Role.SPECULATIVE
             self.watch(above, record.since)
         if above.role is Role.SUPERSEDED:
-            record.turns, record.gap_s = above.turns + 1, above.gap_s
+            record.turns = above.turns + 1
         elif above.role is Role.SPECULATIVE:
-            record.turns, record.gap_s = above.turns, above.gap_s
+            record.turns = above.turns
 
     def meets_ghost(self, chunk: Entry, record: Record) -> None:
         ghost = self.passed if chunk in self.unfinished else None
@@ -148,7 +147,6 @@ class NaiveLearned(EvictionPolicy[Entry]):
         elif ghost.role in (Role.END, Role.SUPERSEDED):
             record.turns = ghost.turns + 1
             record.num_new = max(0, record.boundary - ghost.boundary)
-        record.gap_s = record.since - ghost.since
 
     def watch(self, record: Record, now: float) -> None:
         record.since = now
@@ -161,7 +159,6 @@ class NaiveLearned(EvictionPolicy[Entry]):
         record = self.records[max(snapshots, key=lambda item: item.end_tokens)]
         now = self.clock()
         self.model.end(record.role, record.watch, now)
-        record.gap_s = now - record.since
         record.hits += 1
         if record.role in (Role.SUPERSEDED, Role.SPECULATIVE):
             record.role = Role.JUNCTION

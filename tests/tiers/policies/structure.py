@@ -40,7 +40,11 @@ def check_runs(index: PrefixIndex, policy: LearnedEviction) -> None:
 def check_chunk(chunk: Entry) -> None:
     run, above = chunk.unit, chunk_above(chunk)
     assert isinstance(run, Run)
-    below = [child for child in chunk.children if chunk_above(child) is chunk and child.state is EntryState.COMMITTED]
+    below = [
+        child
+        for child in chunk.children
+        if child.object_id.kind is ObjectKind.FULL_ATTENTION and child.state is EntryState.COMMITTED
+    ]
     if run.tail is not chunk:
         assert [child.unit for child in below] == [run]
         assert not any(child.object_id.is_snapshot for child in chunk.children if child.unit is not None)

@@ -35,7 +35,6 @@ class Ghost(msgspec.Struct, frozen=True, gc=False):
     boundary: int
     turns: int
     hits: int
-    since: float
 
 
 class LearnedEviction(EvictionPolicy[Entry]):
@@ -47,7 +46,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
     ``clock`` gives seconds that never go back. ``learned`` is what an earlier policy's ``learned`` returned; without it
     the prior of ``ReuseModel`` holds at first. Same calls, same times and same ``seed``: same victims.
 
-    Memory beside the index's entries: one number an entry, about 0.4 KB a point and its run, and at most 2 MB that does
+    Memory beside the index's entries: one number an entry, about 0.4 KB a point and its run, and at most 3 MB that does
     not grow: ghosts and what the model watches.
     """
 
@@ -108,7 +107,6 @@ class LearnedEviction(EvictionPolicy[Entry]):
             return
         now = self._clock()
         self._model.end(point.role, point.watch, now)
-        point.gap_s = now - point.since
         point.hits += 1
         if point.role in (Role.SUPERSEDED, Role.SPECULATIVE):
             point.role = Role.JUNCTION
@@ -359,7 +357,6 @@ class LearnedEviction(EvictionPolicy[Entry]):
             self._watch(above, point.since)
         if above.role in (Role.SUPERSEDED, Role.SPECULATIVE):
             point.turns = above.turns + (above.role is Role.SUPERSEDED)
-            point.gap_s = above.gap_s
 
     def _meet_ghost(self, run: Run, point: Point) -> None:
         """The deepest point that is gone and that this prompt would have used."""
@@ -374,7 +371,6 @@ class LearnedEviction(EvictionPolicy[Entry]):
         elif ghost.role in (Role.END, Role.SUPERSEDED):
             point.turns = ghost.turns + 1
             point.num_new = max(0, point.boundary - ghost.boundary)
-        point.gap_s = point.since - ghost.since
 
     def _used_point(self, items: Sequence[Entry]) -> Point | None:
         """Where a request goes on that uses these: the deepest snapshot, or without states the deepest chunk."""
@@ -399,7 +395,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
 
     @staticmethod
     def _levels(point: Point) -> Sequence[int]:
-        return levels_of(point.role, point.boundary, point.num_new, point.turns, point.hits, point.gap_s)
+        return levels_of(point.role, point.boundary, point.num_new, point.turns, point.hits)
 
     @staticmethod
     def _point_above(run: Run, passes: Sequence[Role] = ()) -> Point | None:
@@ -427,7 +423,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
         if point.role is Role.SPECULATIVE:
             return
         self._ghosts.pop(key, None)
-        self._ghosts[key] = Ghost(point.role, point.watch, point.boundary, point.turns, point.hits, point.since)
+        self._ghosts[key] = Ghost(point.role, point.watch, point.boundary, point.turns, point.hits)
         if len(self._ghosts) > NUM_GHOSTS:
             del self._ghosts[next(iter(self._ghosts))]
 

@@ -45,25 +45,22 @@ _PRIOR: Floats = np.outer(
     [PRIOR_REUSES_PER_S[role] * 0.5 for role in Role], 1 / (PRIOR_DELAY_S + (_EDGES[:-1] + _EDGES[1:]) / 2)
 )
 
-FACTORS = {"uses": 6, "length": 8, "new": 8, "gap": 8, "hits": 10}
+FACTORS = {"uses": 6, "length": 8, "new": 8, "hits": 10}
 """Properties of a restore point and how many levels each has: see ``levels_of``."""
 
 LEVELS_PER_OCTAVE, OCTAVES = 4, 6
 
 
-def levels_of(
-    role: Role, boundary: int, num_new: int, turns: int, hits: int, gap_s: float | None
-) -> tuple[int, int, int, int, int]:
+def levels_of(role: Role, boundary: int, num_new: int, turns: int, hits: int) -> tuple[int, int, int, int]:
     """The properties of a restore point, in the order of ``FACTORS``.
 
-    Turns before it and hits on it; its tokens; those since the restore point before; the time between the last two
-    uses, if there were two; its hits and whether it is a junction.
+    Turns before it and hits on it; its tokens; those since the restore point before; hits, and whether it is a
+    junction.
     """
     return (
         min(turns + hits, 5),
         min((boundary // 1024).bit_length(), 7),
         min((num_new // 512).bit_length(), 7),
-        0 if gap_s is None else 1 + min((int(gap_s) // 8).bit_length(), 6),
         min(hits.bit_length(), 4) + (5 if role is Role.JUNCTION else 0),
     )
 
@@ -78,6 +75,11 @@ class Learned(msgspec.Struct, frozen=True):
 
     rates: list[list[float]]
     factors: list[list[float]]
+
+    def fits(self) -> bool:
+        """Whether it has the roles, ages and properties of this version."""
+        ages = [len(rates) for rates in self.rates]
+        return ages == [NUM_AGES] * len(Role) and [len(one) for one in self.factors] == list(FACTORS.values())
 
 
 class ReuseModel:
@@ -95,6 +97,8 @@ class ReuseModel:
         self._age = np.zeros((len(Role), num_watched))
         self._reused = np.zeros((len(Role), num_watched), dtype=bool)
         self._levels = np.zeros((len(Role), num_watched, len(FACTORS)), dtype=np.int64)
+        if learned is not None and not learned.fits():
+            raise ValueError("what was learned is of another version: start without it")
         self._prior_rates: Floats = _PRIOR if learned is None else np.array(learned.rates)
         self._prior_factors: list[Floats] = (
             [np.ones(count) for count in FACTORS.values()]

@@ -30,8 +30,6 @@ class Point(msgspec.Struct, eq=False, gc=False):
     """Tokens since the point above it."""
     turns: int = 0
     hits: int = 0
-    gap_s: float | None = None
-    """Between its last two uses; of one that has none, between the last two of the point above it."""
     watch: int = -1
     level: int = 0
     version: int = -1

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The replay behind docs/eviction.md: small traces whose answers one can work out by hand, and the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import hit_rate, policy_cost
+from bench.ablations import ABLATIONS
+from bench.baselines import BASELINES, Moment
+from bench.future import NEVER, Future
+from bench.geometries import MODELS
+from bench.hit_rate import POLICIES, Case, replay
+from bench.hit_replay import Clock, HitReplay, Served
+from bench.replay_tiers import IndexShelf
+from bench.trace import TraceRequest
+from bench.workloads import DURATION_S, WORKLOADS, generate
+from vllm_overlay.common.reasons import Reason
+from vllm_overlay.planner.objects import ObjectId
+
+GEOMETRY = MODELS["qwen3.5-35b-a3b"].geometry(512)
+CHUNK, SNAPSHOT = 512 * 20_480, 63_000_000
+
+
+def request(*block_ids: int, at: float = 0.0, rest: int = 76) -> TraceRequest:
+    """A prompt of whole blocks and a rest that no block holds."""
+    return TraceRequest(at, len(block_ids) * 512 + rest, 100, block_ids)
+
+
+def replay_of(shelf: IndexShelf, **options) -> HitReplay:
+    return HitReplay(GEOMETRY, shelf, Clock(), options.pop("step_tokens", 2048), **options)
+
+
+def serve(one: HitReplay, *prompts: TraceRequest) -> list[Served]:
+    return [one.serve(place, prompt) for place, prompt in enumerate(prompts)]
+
+
+def states(shelf: IndexShelf, *blocks: int) -> list[bool]:
+    return [shelf.has(ObjectId("s", block.to_bytes(8, "little"))) for block in blocks]
+
+
+def test_a_turn_goes_on_from_the_last_and_a_sibling_from_the_junction_that_the_one_before_it_left() -> None:
+    served = serve(
+        replay_of(IndexShelf(None)), request(1, 2), request(1, 2, 3, 4), request(1, 8), request(1, 9), request(1, 9)
+    )
+    assert [one.num_restored for one in served] == [0, 1024, 0, 512, 1024]
+    assert served[2].lost == {Reason.ATTENTION: 512, Reason.STATE: 512, Reason.PROMPT_END: 76}
+
+
+@pytest.mark.parametrize(
+    ("step_tokens", "kept"), [(2048, [False, True, False, True, True]), (4096, [False, True, False, True, True])]
+)
+def test_a_speculative_state_is_stored_where_a_step_ends_far_enough_after_the_last(step_tokens, kept) -> None:
+    shelf = IndexShelf(None)
+    serve(replay_of(shelf, step_tokens=step_tokens, speculative_tokens=4096), request(*range(1, 19)))
+    assert states(shelf, 4, 8, 12, 16, 18) == kept
+
+
+def test_what_the_device_cache_has_is_not_restored_and_counts_as_used_in_the_tier() -> None:
+    room = 2 * (CHUNK + SNAPSHOT)
+    shelf = IndexShelf(room)
+    one = replay_of(shelf, device=IndexShelf(None))
+    served = serve(one, request(1), request(2), request(1), request(3))
+    assert [(one.num_local, one.num_restored) for one in served] == [(0, 0), (0, 0), (512, 0), (0, 0)]
+    assert states(shelf, 1, 2, 3) == [True, False, True]
+
+
+def test_a_prompt_larger_than_the_tier_stores_what_fits() -> None:
+    shelf = IndexShelf(3 * CHUNK)
+    served = serve(replay_of(shelf), request(*range(5)), request(*range(5)))
+    assert [one.num_restored for one in served] == [0, 0]
+    assert 0 < len(shelf.index) <= 3
+
+
+TALK = [request(1, 2), request(7), request(1, 2, 3), request(1, 9), request(1, 2, 3, 4)]
+
+
+def test_the_future_knows_turns_next_uses_and_the_bound() -> None:
+    future = Future(TALK, 512)
+    assert future.num_shared == [0, 0, 2, 1, 3]
+    assert future.bound_tokens == 6 * 512
+    assert future.turns == [0, 0, 1, 0, 2]
+    one, two = ((block).to_bytes(8, "little") for block in (1, 2))
+    assert [future.next_use(two, False, place) for place in (0, 2, 4)] == [2, 4, NEVER]
+    assert [future.next_use(one, True, place) for place in (0, 3)] == [3, NEVER]
+    assert list(future.wanted_boundaries(0, [one, two])) == [512, 1024]
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_every_baseline_keeps_the_index_whole_and_its_limit(name: str) -> None:
+    requests = generate("mixed", 7)[:300]
+    clock = Clock()
+    moment = Moment(clock, 40 * (CHUNK + SNAPSHOT), Future(requests, 512))
+    shelf = IndexShelf(moment.capacity_bytes, BASELINES[name](moment))
+    one = HitReplay(GEOMETRY, shelf, clock, 2048)
+    for place, prompt in enumerate(requests):
+        moment.place = place
+        one.serve(place, prompt)
+    shelf.index.check_integrity()
+    assert shelf.index.fits(0) and len(shelf.index) > 40
+
+
+def restored(policy: str, requests: list[TraceRequest], room: int) -> float:
+    whole = hit_rate.distinct_bytes(requests, 512, GEOMETRY.token_bytes)
+    return replay(Case("", policy, str(whole / room)), requests, Future(requests, 512), lambda: None).restored
+
+
+ONE = CHUNK + SNAPSHOT
+SCAN = [
+    request(block, at=float(place))
+    for place, block in enumerate(
+        [1, 2, 1, 2] + [one for n in range(20) for one in (*range(100 + 6 * n, 106 + 6 * n), 1, 2)]
+    )
+]
+
+
+def test_orders_that_count_uses_outlast_a_scan_and_the_one_that_knows_the_future_loses_nothing() -> None:
+    shares = {policy: restored(policy, SCAN, 6 * ONE) for policy in POLICIES}
+    assert shares["lru"] < 0.02
+    assert min(shares["arc"], shares["s3-fifo"], shares["hyperbolic"], shares["learned"]) > 3 * shares["lru"]
+    assert shares["future"] == pytest.approx(42 * 512 / sum(one.num_tokens for one in SCAN))
+
+
+def test_recency_per_turn_keeps_a_conversation_for_a_minute_longer() -> None:
+    talk = [
+        request(1),
+        request(1, 2, at=1.0),
+        *(request(50 + n, at=2.0 + n) for n in range(8)),
+        request(1, 2, 3, at=11),
+    ]
+    assert restored("lru", talk, 5 * ONE) < restored("recency per turn", talk, 5 * ONE)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_is_the_same_for_a_seed_and_equal_ids_have_equal_prefixes(name: str) -> None:
+    requests = generate(name, 1)
+    assert requests == generate(name, 1) != generate(name, 2)
+    assert requests == sorted(requests, key=lambda one: one.arrival_s)
+    assert requests[0].arrival_s >= 0 and requests[-1].arrival_s < DURATION_S
+    before: dict[int, int] = {}
+    for one in requests:
+        assert len(one.block_ids) == one.num_tokens // 512
+        for above, block in zip((-1, *one.block_ids), one.block_ids, strict=False):
+            assert before.setdefault(block, above) == above
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_bytes_and_is_replayed(name: str) -> None:
+    row = replay(Case("", "learned", "8", name), requests := generate("chat", 3)[:200], Future(requests, 512), int)
+    assert 0 < row.restored < 1 and row.evicted_objects > 0
+    assert row.restored + row.local + sum(row.lost.values()) == pytest.approx(1)
+
+
+def test_learned_restores_more_than_lru_of_every_workload() -> None:
+    """A tenth of the workload, one size: what docs/eviction.md has in full."""
+    for name in WORKLOADS:
+        requests = generate(name, 11)[:800]
+        shares = [
+            replay(Case("", policy, "16"), requests, Future(requests, 512), lambda: None).restored
+            for policy in ("lru", "learned")
+        ]
+        assert shares[1] > 1.05 * shares[0], name
+
+
+def test_an_ablation_is_the_policy_without_that_part() -> None:
+    requests = generate("chat", 5)[:300]
+    future = Future(requests, 512)
+    victims = {name: replay(Case("", name, "16"), requests, future, lambda: None).restored for name in ABLATIONS}
+    learned = replay(Case("", "learned", "16"), requests, future, lambda: None).restored
+    assert sum(share != learned for share in victims.values()) > len(victims) / 2
+
+
+def test_the_command_prints_a_table_a_trace_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 1e3 * n, "input_length": 1100, "output_length": 1, "hash_ids": [n % 3, 10 + n % 3]}
+        for n in range(12)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    picture = tmp_path / "plot.png"
+    arguments = [
+        "chat:2",
+        str(trace),
+        "--requests",
+        "60",
+        "--budgets",
+        "16",
+        "unlimited",
+        "--policies",
+        "lru",
+        "learned",
+    ]
+    assert hit_rate.main([*arguments, "--plot", str(picture), "--device", "64", "--speculative", "2048"]) == 0
+    out = capsys.readouterr().out
+    assert "chat:2: 60 requests" in out and "trace.jsonl: 12 requests, 13200 prompt tokens" in out
+    assert "| learned " in out and "| a state everywhere |" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_prints_json_from_several_processes(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    arguments = ["scan:1", "--requests", "50", "--budgets", "8", "--ablations", "--json", "--jobs", "2"]
+    assert hit_rate.main(arguments) == 0
+    rows = json.loads(capfdbinary.readouterr().out)
+    assert [row["policy"] for row in rows] == ["lru", "learned", *ABLATIONS]
+
+
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["nowhere.jsonl"], ["chat:x"], ["chat", "--budgets", "0"], ["chat", "--requests", "0"]):
+        with pytest.raises(SystemExit):
+            hit_rate.main(arguments)
+    assert "nowhere.jsonl" in capsys.readouterr().err
+
+
+def test_the_cost_of_each_policy_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert policy_cost.main(["--objects", "400", "--rounds", "3", "--tokens", "2048"]) == 0
+    out = capsys.readouterr().out
+    assert "| lru " in out and "| learned " in out
