@@ -24,6 +24,8 @@ SNAPSHOT_BYTES = 3 * (4 * 128 * 128 * 2 + (2 * 2 * 128 + 4 * 128) * 3 * 2)
 CONTEXT_TOKENS = 16384
 MAX_SEQUENCES = 4
 STEP_TOKENS = 2048
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""Left alone, vLLM gives a server on two cores one thread, and two if it has a connector (``ompmultiprocessing.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def server(side: Side, model: Path, sizes: Sizes, directory: Path) -> Server:
             *("--max-num-batched-tokens", str(STEP_TOKENS), "--prefix-match-unit", str(side.match_unit)),
             *("--num-gpu-blocks-override", str(sizes.device_blocks)),
         ],
-        environment={"TORCHDYNAMO_DISABLE": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": _python_path()},
+        environment={**ONE_THREAD, "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": _python_path()},
     )
 
 
