@@ -25,7 +25,7 @@ CONTEXT_TOKENS = 16384
 MAX_SEQUENCES = 4
 STEP_TOKENS = 2048
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""Left alone, vLLM gives a server on two cores one thread, and two if it has a connector (``ompmultiprocessing.py``)."""
+"""Left alone, vLLM gives a server on two cores one thread, and two with a connector (``ompmultiprocessing.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
