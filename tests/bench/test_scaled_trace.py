@@ -74,4 +74,5 @@ def test_what_could_be_restored_is_counted_in_match_units_below_the_last_token()
 
 
 def test_equal_tokens_after_other_ones_are_not_shared():
-    assert reuse([plain(1, 2, 3, 4, 5), plain(9, 2, 3, 4, 5)], 2).shared == 0
+    first, second, third = plain(1, 2, 3, 4, 0), plain(5, 6, 7, 8, 0), plain(1, 2, 7, 8, 0)
+    assert reuse([first, second, third], 2) == Reuse(15, 2, 5 * 2, 3)
