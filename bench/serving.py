@@ -11,7 +11,7 @@ import importlib
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from bench.scaled_trace import Reuse, Scale, ScaledRequest, parts, reuse, sample
 from bench.serving_sides import (
     BLOCK_TOKENS,
     CONTEXT_TOKENS,
+    LOADING,
     MATCH_UNIT,
     NONE,
     OFFLOADING,
@@ -70,7 +71,7 @@ what the columns say
 
 examples
   python -m bench.serving conversation_trace.jsonl                      # about eight minutes
-  python -m bench.serving trace.jsonl --policies lru,learned --others ""   # our policies side by side
+  python -m bench.serving trace.jsonl --policies lru,learned --loading always --others ""  # our policies side by side
   python -m bench.serving trace.jsonl --requests 40 --rounds 2          # a look, two minutes
   python -m bench.serving --storing-cost                                # about six minutes
 
@@ -299,7 +300,7 @@ def run_trace(bench: Bench, arguments: argparse.Namespace) -> tuple[str, dict[st
 
 def chosen_sides(arguments: argparse.Namespace) -> list[Side]:
     """Without a connector first: the others are compared with it."""
-    return [NONE, *ours(arguments.policies), *(THIRD_PARTIES[name] for name in arguments.others)]
+    return [NONE, *ours(arguments.policies, arguments.loading), *(THIRD_PARTIES[name] for name in arguments.others)]
 
 
 STORING_SIDES = (
@@ -333,18 +334,29 @@ def run_storing_cost(bench: Bench, arguments: argparse.Namespace) -> tuple[str, 
 
 def names_of_policies(text: str) -> list[str]:
     """Of ``--policies``."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError("give at least one value of eviction_policy, such as lru")
-    return names
+    if names := _names(text):
+        return names
+    raise argparse.ArgumentTypeError("give at least one value of eviction_policy, such as lru")
 
 
 def names_of_others(text: str) -> list[str]:
     """Of ``--others``."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if unknown := sorted(set(names) - set(THIRD_PARTIES)):
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(THIRD_PARTIES)}")
-    return names
+    return _known(text, THIRD_PARTIES)
+
+
+def names_of_loading(text: str) -> list[str]:
+    """Of ``--loading``."""
+    return _known(text, LOADING)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _known(text: str, known: Collection[str]) -> list[str]:
+    if unknown := sorted(set(_names(text)) - set(known)):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(known)}")
+    return _names(text)
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -378,6 +390,14 @@ def parser() -> argparse.ArgumentParser:
         default=["lru"],
         metavar="NAMES",
         help="values of eviction_policy, with commas: a server with our two tiers for each (default: lru)",
+    )
+    made.add_argument(
+        "--loading",
+        type=names_of_loading,
+        default=["measured", "always"],
+        metavar="NAMES",
+        help="when our tiers load, with commas: measured (load_weight auto: when that is expected to be faster than "
+        "computing) and always; a server for each (default: both)",
     )
     made.add_argument(
         "--others",

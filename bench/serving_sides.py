@@ -41,13 +41,15 @@ class Sizes:
 class Side:
     """One server. ``cpu``: it has a tier in host memory. ``policy``: ``eviction_policy`` of our tiers, "" for vLLM's.
 
-    ``disk``: it has one on disk, too. ``match_unit``: vLLM's ``--prefix-match-unit``, in tokens.
+    ``disk``: it has one on disk, too. ``loads_always``: whatever our tiers have is loaded; else they measure whether
+    computing is faster. ``match_unit``: vLLM's ``--prefix-match-unit``, in tokens.
     """
 
     name: str
     cpu: bool = False
     disk: bool = False
     policy: str = ""
+    loads_always: bool = False
     match_unit: int = MATCH_UNIT
 
     @property
@@ -61,17 +63,17 @@ class Side:
         return self._ours(sizes, root) if self.is_ours else self._offloading(sizes, root)
 
     def _ours(self, sizes: Sizes, root: Path) -> dict[str, Any]:
-        # Numbers as weights: what "auto" measures would decide on some machines that computing is faster.
-        tiers: list[dict[str, Any]] = [{"tier": "cpu", "capacity_bytes": sizes.cpu_bytes, "load_weight": 1.0}]
+        weights = (1.0, 0.9) if self.loads_always else ("auto", "auto")
+        tiers: list[dict[str, Any]] = [{"tier": "cpu", "capacity_bytes": sizes.cpu_bytes}]
         if self.disk:
-            tiers.append({"tier": "disk", "root": str(root), "capacity_bytes": sizes.disk_bytes, "load_weight": 0.9})
+            tiers.append({"tier": "disk", "root": str(root), "capacity_bytes": sizes.disk_bytes})
         children = [
             {
                 "kv_connector": "HybridOffloadConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {**tier, "eviction_policy": self.policy},
+                "kv_connector_extra_config": {**tier, "eviction_policy": self.policy, "load_weight": weight},
             }
-            for tier in tiers
+            for tier, weight in zip(tiers, weights, strict=False)
         ]
         return {
             "kv_connector": "MultiConnector",
@@ -126,9 +128,17 @@ OFFLOADING = Side("OffloadingConnector", cpu=True)
 OFFLOADING_FS = Side("OffloadingConnector, fs tier", cpu=True, disk=True)
 
 
-def ours(policies: Sequence[str]) -> list[Side]:
-    """A side for each value of ``eviction_policy``, with both tiers."""
-    return [Side(f"ours, {policy}", cpu=True, disk=True, policy=policy) for policy in policies]
+def ours(policies: Sequence[str], loading: Sequence[str]) -> list[Side]:
+    """A side for each value of ``eviction_policy``, with both tiers, and for each of LOADING."""
+    return [
+        Side(f"ours, {policy}{LOADING[how]}", cpu=True, disk=True, policy=policy, loads_always=how == "always")
+        for policy in policies
+        for how in loading
+    ]
+
+
+LOADING = {"measured": "", "always": ", loads always"}
+"""When our tiers load: when they expect it to be faster than computing, which is their default, or always."""
 
 
 def server(side: Side, model: Path, sizes: Sizes, directory: Path) -> Server:

@@ -27,15 +27,18 @@ def test_sizes_are_those_of_the_tiny_model():
 
 
 def test_there_is_a_side_for_each_policy_and_each_other_after_the_one_without_a_connector():
-    arguments = parse(["trace", "--policies", "lru, learned", "--others", "offloading-fs"])
-    assert chosen_sides(arguments) == [NONE, *ours(["lru", "learned"]), OFFLOADING_FS]
-    assert chosen_sides(parse(["trace", "--others", ""])) == [NONE, *ours(["lru"])]
+    arguments = parse(["trace", "--policies", "lru, learned", "--loading", "always", "--others", "offloading-fs"])
+    assert chosen_sides(arguments) == [NONE, *ours(["lru", "learned"], ["always"]), OFFLOADING_FS]
+    names = [side.name for side in chosen_sides(parse(["trace", "--others", ""]))]
+    assert names == ["no connector", "ours, lru", "ours, lru, loads always"]
 
 
 def test_a_policy_goes_to_both_tiers_and_all_sides_have_the_same_memory():
-    (side,) = ours(["learned"])
+    side, always = ours(["learned"], ["measured", "always"])
     assert [child["eviction_policy"] for child in children(side)] == ["learned", "learned"]
     assert [child["capacity_bytes"] for child in children(side)] == [1000, 5000]
+    assert [child["load_weight"] for child in children(side)] == ["auto", "auto"]
+    assert [child["load_weight"] for child in children(always)] == [1.0, 0.9]
     theirs = OFFLOADING_FS.transfer_config(SIZES, Path("root"))
     assert theirs is not None and theirs["kv_connector_extra_config"]["cpu_bytes_to_use"] == 1000
     assert NONE.transfer_config(SIZES, Path("root")) is None
@@ -48,6 +51,7 @@ def test_a_policy_goes_to_both_tiers_and_all_sides_have_the_same_memory():
         ["trace", "--storing-cost"],
         ["trace", "--others", "lmcache"],
         ["trace", "--policies", ","],
+        ["trace", "--loading", "never"],
         ["trace", "--load", "0"],
     ],
 )

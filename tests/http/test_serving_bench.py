@@ -39,12 +39,28 @@ def test_a_short_run_serves_every_request_on_every_side(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = tmp_path / "found.json"
-    few = ["--requests", "6", "--rounds", "2", "--device-blocks", "40", "--load", "0.1", "--directory", str(tmp_path)]
+    few = [
+        "--requests",
+        "6",
+        "--rounds",
+        "2",
+        "--device-blocks",
+        "40",
+        "--load",
+        "0.1",
+        "--loading",
+        "always",
+        "--directory",
+        str(tmp_path),
+    ]
     assert main([str(trace), *few, "--cpu-share", "1", "--disk-share", "0.5", "--json", str(found)]) == 0
     sides = {side["side"]["name"]: side for side in json.loads(found.read_text())["sides"]}
     printed = capsys.readouterr().out
     assert all(f"| {name}" in printed for name in sides), printed
-    assert list(sides) == ["no connector", "ours, lru", "OffloadingConnector", "OffloadingConnector, fs tier"]
+    assert list(sides) == [
+        *("no connector", "ours, lru, loads always", "OffloadingConnector", "OffloadingConnector, fs tier")
+    ]
+    assert sides["ours, lru, loads always"]["restored_tokens"] > 0
     assert all(sum(len(part["served"]) for part in side["parts"]) == 6 for side in sides.values())
     assert all(side["cpu_s"] > 0 for side in sides.values())
     assert sides["no connector"]["restored_tokens"] == 0
@@ -56,7 +72,15 @@ def running(trace: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The program, as a user starts it."""
     command = [sys.executable, "-m", "bench.serving", str(trace), "--requests", "6", "--directory", str(tmp_path)]
     process = subprocess.Popen(
-        [*command, "--others", "offloading", "--load", "0.001"],  # the arrivals would take minutes
+        [
+            *command,
+            "--loading",
+            "always",
+            "--others",
+            "offloading",
+            "--load",
+            "0.001",
+        ],  # the arrivals would take minutes
         stderr=subprocess.PIPE,
         cwd=REPOSITORY,
         start_new_session=True,
