@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+from bench.measure import percentile
 from bench.scaled_trace import ScaledRequest
 from vllm_overlay.server.api_client import ApiError, Completion
 
@@ -42,6 +43,11 @@ class Part:
     def num_tokens(self) -> int:
         """Of prompts and answers."""
         return sum(one.prompt_tokens + one.answer_tokens for one in self.served)
+
+    @property
+    def first_token_p50(self) -> float:
+        """Seconds; some request was answered."""
+        return percentile([one.first_token_s for one in self.served], 0.5)
 
 
 def play(api: Api, requests: Sequence[ScaledRequest], answered: Callable[[], object] = lambda: None) -> Part:

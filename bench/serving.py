@@ -65,6 +65,7 @@ what the columns say
   of sharable     both, over what a cache without a limit could restore that can go on anywhere; concurrent requests
                   that share something may each compute it, so 100% is out of reach
   first token     seconds since the request was due, so the wait for a busy server counts
+  of parts        p50' of each part alone, from least to most: where that is wide the machine's noise decides
   tokens/s        prompts and answers, while requests were under way
   CPU s           of the processor, by all processes of that server, until all was stored
   '               over the first side's
@@ -195,7 +196,10 @@ def make_plan(trace: Sequence[TraceRequest], scale: Scale, rate: float, argument
 
 
 def serve(bench: Bench, plan: Plan, servers: Sequence[Running]) -> list[Outcome]:
-    """All parts of the trace through all sides in turns; another side begins each round."""
+    """All parts of the trace through all sides in turns; another side begins each round.
+
+    Raises ServerError if every request of a part fails.
+    """
     outcomes = [Outcome(running.side) for running in servers]
     before = [running.api.settled_metrics() for running in servers]
     for number, part in enumerate(parts(plan.requests, plan.rounds)):
@@ -204,7 +208,10 @@ def serve(bench: Bench, plan: Plan, servers: Sequence[Running]) -> list[Outcome]
             running, outcome = servers[turn], outcomes[turn]
             with bench.step(f"part {number + 1} of {plan.rounds}: {running.side.name}", len(part)) as answered:
                 used = running.cpu_seconds()
-                outcome.parts.append(play(running.api, part, answered))
+                served = play(running.api, part, answered)
+                if not served.served:
+                    raise ServerError(f"{running.name} answers nothing: {served.errors[0]}")
+                outcome.parts.append(served)
                 running.settle()
                 outcome.cpu_s += running.cpu_seconds() - used
     for outcome, running, metrics in zip(outcomes, servers, before, strict=True):
@@ -216,7 +223,7 @@ def serve(bench: Bench, plan: Plan, servers: Sequence[Running]) -> list[Outcome]
 
 
 COLUMNS = (
-    *("side", "restored", "device hits", "of sharable", "first token p50", "p95", "p50'", "p95'"),
+    *("side", "restored", "device hits", "of sharable", "first token p50", "p95", "p50'", "of parts", "p95'"),
     *("tokens/s", "tokens/s'", "CPU s", "CPU s'", "failed"),
 )
 
@@ -233,13 +240,21 @@ def rows(outcomes: Sequence[Outcome], plan: Plan) -> Iterator[Sequence[object]]:
             f"{one.cached_tokens - one.external:,}",
             f"{one.cached_tokens / max(1, plan.reuse.shared):.0%}",
             *(f"{time * 1000:.0f} ms" for time in times),
-            *(f"{time / theirs:.2f}" for time, theirs in zip(times, base, strict=True)),
+            f"{times[0] / base[0]:.2f}",
+            "{:.2f} to {:.2f}".format(*spread(one, first)),
+            f"{times[1] / base[1]:.2f}",
             f"{one.tokens_per_s:,.0f}",
             f"{one.tokens_per_s / first.tokens_per_s:.2f}",
             f"{one.cpu_s:.0f}",
             f"{one.cpu_s / first.cpu_s:.2f}",
             len(one.errors),
         )
+
+
+def spread(one: Outcome, first: Outcome) -> tuple[float, float]:
+    """The least and the most of the parts' own p50 over those of ``first``: how much the machine's noise decides."""
+    ratios = [own.first_token_p50 / theirs.first_token_p50 for own, theirs in zip(one.parts, first.parts, strict=True)]
+    return min(ratios), max(ratios)
 
 
 def described(plan: Plan, sizes: Sizes) -> str:

@@ -73,5 +73,5 @@ def test_a_row_compares_a_side_with_the_first_one():
     _, row = rows([first, other], plan)
     assert row == (
         OFFLOADING_FS.name,
-        *("120", "60", "90%", "1000 ms", "1500 ms", "0.50", "0.50", "60", "1.33", "12", "1.20", 0),
+        *("120", "60", "90%", "1000 ms", "1500 ms", "0.50", "0.50 to 0.50", "0.50", "60", "1.33", "12", "1.20", 0),
     )
