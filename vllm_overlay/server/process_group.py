@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-_SEGMENT_PREFIXES = ("psm_", "sem.mp-", "vllm_dist_")
+_SEGMENT_PREFIXES = ("psm_", "sem.mp-", "vllm_dist_", "vllm_offload_")
 """What multiprocessing and vLLM make there; the rest of a name is random, so a mapped one is its group's own."""
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests over HTTP that come when they come, whether or not the server keeps up, and what each of them saw."""
+
+import http.client
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from bench.measure import percentile
+from bench.scaled_trace import ScaledRequest
+from vllm_overlay.server.api_client import ApiError, Completion
+
+
+class Api(Protocol):
+    """The part of ``ApiClient`` that is needed."""
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> Completion:
+        """One request, streamed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One answered request. ``first_token_s`` counts from when it was due; ``ended_s`` from the start of the part."""
+
+    first_token_s: float
+    ended_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What came of one part of a run. ``seconds``: until the last answer. ``errors``: of requests that failed."""
+
+    served: tuple[Served, ...]
+    errors: tuple[str, ...]
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompts and answers."""
+        return sum(one.prompt_tokens + one.answer_tokens for one in self.served)
+
+    @property
+    def first_token_p50(self) -> float:
+        """Seconds; some request was answered."""
+        return percentile([one.first_token_s for one in self.served], 0.5)
+
+
+def play(api: Api, requests: Sequence[ScaledRequest], answered: Callable[[], object] = lambda: None) -> Part:
+    """Sends each request at its time and waits for all answers; ``answered`` is called after each, in any thread.
+
+    An interruption is raised at once: requests under way end when their server does.
+    """
+    pool = ThreadPoolExecutor(len(requests), thread_name_prefix="request")
+    begin = time.monotonic()
+    futures: list[Future[Served | str]] = []
+    try:
+        for request in requests:
+            time.sleep(max(0.0, begin + request.arrival_s - time.monotonic()))
+            futures.append(pool.submit(_send, api, request, begin, answered))
+        results = [future.result() for future in futures]
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+    served = tuple(one for one in results if isinstance(one, Served))
+    errors = tuple(one for one in results if isinstance(one, str))
+    return Part(served, errors, time.monotonic() - begin)
+
+
+def _send(api: Api, request: ScaledRequest, begin: float, answered: Callable[[], object]) -> Served | str:
+    late_s = time.monotonic() - begin - request.arrival_s
+    try:
+        answer = api.complete(request.prompt, request.max_tokens)
+    except (ApiError, OSError, http.client.HTTPException) as error:
+        return f"{type(error).__name__}: {error}"
+    answered()
+    return Served(
+        late_s + answer.seconds_to_first_token,
+        time.monotonic() - begin,
+        answer.num_prompt_tokens,
+        answer.num_cached_tokens,
+        len(answer.token_ids),
+    )

@@ -1,0 +1,506 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace served over HTTP with tiers and without, side by side: ``python -m bench.serving TRACE``.
+
+Each side is a server of its own with the tiny hybrid model. All of them are up at once, and take turns: a part of the
+trace goes to one, then to the next, until all are through. So whatever else the machine does hits all sides.
+"""
+
+import argparse
+import contextlib
+import importlib
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.http_load import Part, play
+from bench.measure import percentile, table
+from bench.scaled_trace import Reuse, Scale, ScaledRequest, parts, reuse, sample
+from bench.serving_sides import (
+    BLOCK_TOKENS,
+    CONTEXT_TOKENS,
+    LOADING,
+    MATCH_UNIT,
+    NONE,
+    OFFLOADING,
+    OFFLOADING_FS,
+    SNAPSHOT_BYTES,
+    TOKEN_BYTES,
+    Running,
+    Side,
+    Sizes,
+    ours,
+    server,
+)
+from bench.storing_cost import COLUMNS as COST_COLUMNS
+from bench.storing_cost import cost_rows, measure_cost, new_prompts
+from bench.trace import TraceError, TraceRequest, read_trace
+from vllm_overlay.metrics import CONNECTOR
+from vllm_overlay.server.api_client import ApiClient, ApiError
+from vllm_overlay.server.interval import Interval
+from vllm_overlay.server.process_group import ENDING_SIGNALS
+from vllm_overlay.server.server_process import ServerError
+
+CALIBRATION_REQUESTS = 24
+FEWEST_REQUESTS = 8
+THIRD_PARTIES = {"offloading": OFFLOADING, "offloading-fs": OFFLOADING_FS}
+STORING_CPU_BYTES, STORING_DISK_BYTES = 32 << 20, 128 << 20
+OUTPUT_TOKENS = 4
+"""Of an answer in ``--storing-cost``: decode steps store nothing."""
+EPILOG = """\
+what is served
+  Whole sessions of the trace, drawn by --seed. A block of 512 tokens of the trace becomes --block-tokens tokens, equal
+  ones where the trace says so. Times between arrivals shrink alike, so that the load is --load. The first side, which
+  has no connector, is what the others are compared with. It is asked first how many tokens a second it computes.
+
+what the columns say
+  restored        tokens of prompts from tiers, and "device hits" those from vLLM's own cache
+  of sharable     both, over what a cache without a limit could restore that can go on anywhere; concurrent requests
+                  that share something may each compute it, so 100% is out of reach
+  first token     seconds since the request was due, so the wait for a busy server counts
+  of parts        p50' of each part alone, from least to most: where that is wide the machine's noise decides
+  tokens/s        prompts and answers, while requests were under way
+  CPU s           of the processor, by all processes of that server, until all was stored
+  '               over the first side's
+
+examples
+  python -m bench.serving conversation_trace.jsonl                      # about eight minutes
+  python -m bench.serving trace.jsonl --policies lru,learned --loading always --others ""  # our policies side by side
+  python -m bench.serving trace.jsonl --requests 40 --rounds 2          # a look, two minutes
+  python -m bench.serving --storing-cost                                # about six minutes
+
+exit status: 0 done, 1 a server or a request failed, 2 wrong usage, 130 interrupted
+"""
+WARM_UP = ScaledRequest(0.0, tuple(range(200)), 4)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one side has served. ``cpu_s``: of the processor, all its processes together. ``external``: tokens from its
+    tiers; ``by_connector``: the same, for ours."""
+
+    side: Side
+    parts: list[Part] = field(default_factory=list)
+    cpu_s: float = 0.0
+    external: int = 0
+    by_connector: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def first_tokens(self) -> list[float]:
+        return [one.first_token_s for part in self.parts for one in part.served]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(one.prompt_tokens for part in self.parts for one in part.served)
+
+    @property
+    def cached_tokens(self) -> int:
+        """From vLLM's own cache and from tiers."""
+        return sum(one.cached_tokens for part in self.parts for one in part.served)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompts and answers, while its requests were under way."""
+        return sum(part.num_tokens for part in self.parts) / sum(part.seconds for part in self.parts)
+
+    @property
+    def errors(self) -> list[str]:
+        return [error for part in self.parts for error in part.errors]
+
+
+class Bench:
+    """The servers of one run. Everything they write lies in ``directory``, which is removed at the end."""
+
+    def __init__(self, directory: Path, progress: Progress) -> None:
+        self._directory = directory
+        self._progress = progress
+        self._servers = contextlib.ExitStack()
+        self._model: Path | None = None
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        with self.step("stop the servers"):
+            self._servers.__exit__(*raised)
+
+    @contextlib.contextmanager
+    def step(self, description: str, total: int | None = None) -> Iterator[Any]:
+        """A line of the progress bar; yields what to call after each of ``total``."""
+        task = self._progress.add_task(description, total=total or 1)
+        yield lambda: self._progress.advance(task)
+        if total is None:
+            self._progress.advance(task)
+
+    def start(self, side: Side, sizes: Sizes) -> Running:
+        """Its server, which has served one request and lives as long as the bench."""
+        place = Path(tempfile.mkdtemp(dir=self._directory))
+        with self.step(f"start: {side.name}"):
+            started = server(side, self._made_model(), sizes, place)
+            api = self._servers.enter_context(started)
+            part = play(api, [WARM_UP])
+            if part.errors:
+                raise ServerError(f"{side.name}: {part.errors[0]}")
+        assert started.group is not None
+        return Running(side, api, started.group)
+
+    def _made_model(self) -> Path:
+        if self._model is None:
+            models = importlib.import_module("tools.tiny_model")  # untyped
+            self._model = models.make_tiny_model(self._directory / "tiny", context_tokens=CONTEXT_TOKENS)
+        assert self._model is not None
+        return self._model
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is served: made once, the same for each side."""
+
+    requests: tuple[ScaledRequest, ...]
+    rounds: int
+    reuse: Reuse
+    tokens_per_s: float
+    """What a server without a connector computed when it was asked for much at once."""
+
+    @property
+    def distinct_bytes(self) -> int:
+        """What a tier of unlimited size would hold at the end: the attention, and a snapshot a prompt."""
+        return self.reuse.distinct * TOKEN_BYTES + self.reuse.snapshots * SNAPSHOT_BYTES
+
+
+def compute_rate(api: ApiClient, trace: Sequence[TraceRequest], scale: Scale, seed: int) -> float:
+    """Tokens a second of prompts and answers that all come at once. Empties the device cache afterwards."""
+    requests = scale.requests(sample(trace, CALIBRATION_REQUESTS, seed), 0.0, seed)
+    part = play(api, requests)
+    if part.errors:
+        raise ServerError(part.errors[0])
+    api.reset_prefix_cache()
+    return part.num_tokens / part.seconds
+
+
+def make_plan(trace: Sequence[TraceRequest], scale: Scale, rate: float, arguments: argparse.Namespace) -> Plan:
+    """As many requests as the wanted seconds allow at that rate, and arrivals at the wanted load."""
+    mean = sum(map(scale.num_tokens, trace)) / len(trace)
+    wanted = arguments.requests or max(FEWEST_REQUESTS, int(rate * arguments.seconds / mean))
+    chosen = sample(trace, wanted, arguments.seed)
+    seconds = sum(map(scale.num_tokens, chosen)) / rate / arguments.load
+    requests = scale.requests(chosen, seconds, arguments.seed)
+    return Plan(tuple(requests), arguments.rounds, reuse(requests, MATCH_UNIT), rate)
+
+
+def serve(bench: Bench, plan: Plan, servers: Sequence[Running]) -> list[Outcome]:
+    """All parts of the trace through all sides in turns; another side begins each round.
+
+    Raises ServerError if every request of a part fails.
+    """
+    outcomes = [Outcome(running.side) for running in servers]
+    before = [running.api.settled_metrics() for running in servers]
+    for number, part in enumerate(parts(plan.requests, plan.rounds)):
+        for place in range(len(servers)):
+            turn = (number + place) % len(servers)
+            running, outcome = servers[turn], outcomes[turn]
+            with bench.step(f"part {number + 1} of {plan.rounds}: {running.side.name}", len(part)) as answered:
+                used = running.cpu_seconds()
+                served = play(running.api, part, answered)
+                if not served.served:
+                    raise ServerError(f"{running.name} answers nothing: {served.errors[0]}")
+                outcome.parts.append(served)
+                running.settle()
+                outcome.cpu_s += running.cpu_seconds() - used
+    for outcome, running, metrics in zip(outcomes, servers, before, strict=True):
+        grown = Interval(metrics, running.api.settled_metrics())
+        outcome.external = int(grown.amount("vllm:external_prefix_cache_hits_total"))
+        loaded = grown.by_label("vllm:kv_connector_loaded_tokens_total", CONNECTOR)
+        outcome.by_connector = {name: int(tokens) for name, tokens in loaded.items()}
+    return outcomes
+
+
+COLUMNS = (
+    *("side", "restored", "device hits", "of sharable", "first token p50", "p95", "p50'", "of parts", "p95'"),
+    *("tokens/s", "tokens/s'", "CPU s", "CPU s'", "failed"),
+)
+
+
+def rows(outcomes: Sequence[Outcome], plan: Plan) -> Iterator[Sequence[object]]:
+    """One for each side; the first one is what the others are compared with."""
+    first = outcomes[0]
+    base = [percentile(first.first_tokens, share) for share in (0.5, 0.95)]
+    for one in outcomes:
+        times = [percentile(one.first_tokens, share) for share in (0.5, 0.95)]
+        yield (
+            one.side.name,
+            f"{one.external:,}",
+            f"{one.cached_tokens - one.external:,}",
+            f"{one.cached_tokens / max(1, plan.reuse.shared):.0%}",
+            *(f"{time * 1000:.0f} ms" for time in times),
+            f"{times[0] / base[0]:.2f}",
+            "{:.2f} to {:.2f}".format(*spread(one, first)),
+            f"{times[1] / base[1]:.2f}",
+            f"{one.tokens_per_s:,.0f}",
+            f"{one.tokens_per_s / first.tokens_per_s:.2f}",
+            f"{one.cpu_s:.0f}",
+            f"{one.cpu_s / first.cpu_s:.2f}",
+            len(one.errors),
+        )
+
+
+def spread(one: Outcome, first: Outcome) -> tuple[float, float]:
+    """The least and the most of the parts' own p50 over those of ``first``: how much the machine's noise decides."""
+    ratios = [own.first_token_p50 / theirs.first_token_p50 for own, theirs in zip(one.parts, first.parts, strict=True)]
+    return min(ratios), max(ratios)
+
+
+def described(plan: Plan, sizes: Sizes) -> str:
+    """What was served, in two lines."""
+    last = plan.requests[-1].arrival_s
+    return (
+        f"{len(plan.requests)} requests over {last:.0f} s in {plan.rounds} parts, {plan.reuse.prompts:,} tokens of "
+        f"prompts, of which a cache without a limit could restore {plan.reuse.shared:,}; alone and at once the first "
+        f"side served {plan.tokens_per_s:,.0f} tokens/s.\n"
+        f"Everything together is {plan.distinct_bytes / 2**20:.0f} MiB: CPU tiers have "
+        f"{sizes.cpu_bytes / 2**20:.0f} MiB, our disk tier {sizes.disk_bytes / 2**20:.0f} MiB (the fs tier has no "
+        f"limit), vLLM's own cache {sizes.device_blocks} blocks."
+    )
+
+
+def as_json(outcomes: Sequence[Outcome], plan: Plan, sizes: Sizes) -> dict[str, Any]:
+    """Every figure of the table, each request's too."""
+    return {
+        "requests": len(plan.requests),
+        "reuse": asdict(plan.reuse),
+        "compute_tokens_per_s": plan.tokens_per_s,
+        "distinct_bytes": plan.distinct_bytes,
+        "sizes": asdict(sizes),
+        "sides": [
+            {
+                "side": asdict(one.side),
+                "restored_tokens": one.external,
+                "restored_by_connector": one.by_connector,
+                "cached_tokens": one.cached_tokens,
+                "prompt_tokens": one.prompt_tokens,
+                "tokens_per_s": one.tokens_per_s,
+                "cpu_s": one.cpu_s,
+                "first_token_s": {"p50": percentile(one.first_tokens, 0.5), "p95": percentile(one.first_tokens, 0.95)},
+                "parts": [asdict(part) for part in one.parts],
+            }
+            for one in outcomes
+        ],
+    }
+
+
+def run_trace(bench: Bench, arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
+    """The text to print, what ``--json`` gets, and how many requests failed. Raises TraceError, ServerError."""
+    trace = read_trace(arguments.trace)
+    scale = Scale(arguments.block_tokens, CONTEXT_TOKENS)
+    sides = chosen_sides(arguments)
+    first = bench.start(sides[0], Sizes(arguments.device_blocks, 0, 0))
+    with bench.step("measure what computing takes"):
+        rate = compute_rate(first.api, trace, scale, arguments.seed + 1)
+    plan = make_plan(trace, scale, rate, arguments)
+    shares = [int(plan.distinct_bytes / share) for share in (arguments.cpu_share, arguments.disk_share)]
+    sizes = Sizes(arguments.device_blocks, *shares)
+    servers = [first, *(bench.start(side, sizes) for side in sides[1:])]
+    outcomes = serve(bench, plan, servers)
+    text = described(plan, sizes) + "\n\n" + table(COLUMNS, rows(outcomes, plan))
+    errors = [f"{one.side.name}: {error}" for one in outcomes for error in one.errors]
+    return "\n".join([text, *errors[:5]]), as_json(outcomes, plan, sizes), len(errors)
+
+
+def chosen_sides(arguments: argparse.Namespace) -> list[Side]:
+    """Without a connector first: the others are compared with it."""
+    return [NONE, *ours(arguments.policies, arguments.loading), *(THIRD_PARTIES[name] for name in arguments.others)]
+
+
+STORING_SIDES = (
+    Side("no connector, restore points at blocks", match_unit=BLOCK_TOKENS),
+    Side("no connector"),
+    Side("ours, CPU tier", cpu=True, policy="lru"),
+    Side("ours, both tiers", cpu=True, disk=True, policy="lru"),
+    OFFLOADING,
+    OFFLOADING_FS,
+)
+"""Of ``--storing-cost``. The first one shows what a match unit below the block costs without any tier."""
+
+
+def run_storing_cost(bench: Bench, arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
+    """As ``run_trace``."""
+    sizes = Sizes(arguments.device_blocks, STORING_CPU_BYTES, STORING_DISK_BYTES)
+    servers = [bench.start(side, sizes) for side in STORING_SIDES]
+
+    def make(number: int) -> list[ScaledRequest]:
+        return new_prompts(number, arguments.batch, arguments.prompt_tokens, OUTPUT_TOKENS, arguments.seed)
+
+    with bench.step("new prompts to all sides in turn", arguments.pairs + 1) as done:
+        costs = measure_cost(servers, arguments.pairs, make, done)
+    text = (
+        f"{arguments.batch} prompts of {arguments.prompt_tokens:,} tokens a round that nobody has seen, and "
+        f"{OUTPUT_TOKENS} tokens of answers each. Tiers fill up and evict.\n\n{table(COST_COLUMNS, cost_rows(costs))}"
+    )
+    found = [{**asdict(one), "throughput": asdict(one.throughput), "cpu": asdict(one.cpu)} for one in costs]
+    return text, {"sides": found}, 0
+
+
+def names_of_policies(text: str) -> list[str]:
+    """Of ``--policies``."""
+    if names := _names(text):
+        return names
+    raise argparse.ArgumentTypeError("give at least one value of eviction_policy, such as lru")
+
+
+def names_of_others(text: str) -> list[str]:
+    """Of ``--others``."""
+    return _known(text, THIRD_PARTIES)
+
+
+def names_of_loading(text: str) -> list[str]:
+    """Of ``--loading``."""
+    return _known(text, LOADING)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _known(text: str, known: Collection[str]) -> list[str]:
+    if unknown := sorted(set(_names(text)) - set(known)):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(known)}")
+    return _names(text)
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """An argument's type that takes numbers above 0."""
+
+    def parse_number(text: str) -> float:
+        number = kind(text)
+        if not number > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return number
+
+    parse_number.__name__ = f"positive {kind.__name__}"
+    return parse_number
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m bench.serving",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+        epilog=EPILOG,
+    )
+    made.add_argument("trace", type=Path, nargs="?", help="a file of the Mooncake format; not with --storing-cost")
+    made.add_argument(
+        "--storing-cost", action="store_true", help="measure instead what storing costs when nothing is ever hit"
+    )
+    made.add_argument(
+        "--policies",
+        type=names_of_policies,
+        default=["lru"],
+        metavar="NAMES",
+        help="values of eviction_policy, with commas: a server with our two tiers for each (default: lru)",
+    )
+    made.add_argument(
+        "--loading",
+        type=names_of_loading,
+        default=["measured", "always"],
+        metavar="NAMES",
+        help="when our tiers load, with commas: measured (load_weight auto: when that is expected to be faster than "
+        "computing) and always; a server for each (default: both)",
+    )
+    made.add_argument(
+        "--others",
+        type=names_of_others,
+        default=list(THIRD_PARTIES),
+        metavar="NAMES",
+        help=f"vLLM's own tiers, with commas: {', '.join(THIRD_PARTIES)} (default: both; '': none)",
+    )
+    size = made.add_argument_group("how much is served")
+    size.add_argument(
+        "--seconds",
+        type=positive(float),
+        default=45.0,
+        help="what computing all prompts of one side takes, without a tier (default: 45)",
+    )
+    size.add_argument(
+        "--requests", type=positive(int), help="so many instead; two machines then serve the same requests"
+    )
+    size.add_argument(
+        "--load",
+        type=positive(float),
+        default=0.7,
+        help="arriving tokens over those that a server without a tier computes at most (default: 0.7)",
+    )
+    size.add_argument("--rounds", type=positive(int), default=6, help="parts of the trace (default: 6)")
+    size.add_argument("--seed", type=int, default=0, help="which sessions of the trace (default: 0)")
+    size.add_argument(
+        "--block-tokens",
+        type=positive(int),
+        default=128,
+        help="what is left of a trace's block of 512 tokens (default: 128)",
+    )
+    tiers = made.add_argument_group("what a side has")
+    tiers.add_argument("--device-blocks", type=positive(int), default=48, help="of vLLM's own KV cache (default: 48)")
+    tiers.add_argument(
+        "--cpu-share",
+        type=positive(float),
+        default=8.0,
+        help="CPU tiers hold one part in so many of all that the run could store (default: 8)",
+    )
+    tiers.add_argument("--disk-share", type=positive(float), default=2.0, help="the same of our disk tier (default: 2)")
+    cost = made.add_argument_group("--storing-cost")
+    cost.add_argument("--pairs", type=positive(int), default=30, help="rounds that count (default: 30)")
+    cost.add_argument("--batch", type=positive(int), default=8, help="prompts a round, all at once (default: 8)")
+    cost.add_argument("--prompt-tokens", type=positive(int), default=2000, help="of each (default: 2000)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, each request's too")
+    made.add_argument("--directory", type=Path, metavar="DIR", help="where disk tiers and logs go (default: TMPDIR)")
+    return made
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Exits with 2 when the arguments do not fit each other."""
+    made = parser()
+    arguments = made.parse_args(argv)
+    if arguments.storing_cost == (arguments.trace is not None):
+        made.error("give a trace, or --storing-cost" + (", not both" if arguments.trace else ""))
+    return arguments
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Everything; returns the number of failed requests."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.directory) as directory,
+        Progress(*columns, console=console) as progress,
+        Bench(Path(directory), progress) as bench,
+    ):
+        text, figures, num_failed = (run_storing_cost if arguments.storing_cost else run_trace)(bench, arguments)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
+    return num_failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    console = Console(stderr=True)
+    try:
+        return 1 if run(arguments, console) else 0
+    except (TraceError, ServerError, ApiError, RuntimeError, OSError) as error:
+        console.print(f"failed: {error}", markup=False, style="red")
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing is left running")
+        return 130
+
+
+if __name__ == "__main__":
+    for number in ENDING_SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+    sys.exit(main())

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers that ``bench/serving.py`` compares: the tiny hybrid model without a connector, with ours, with vLLM's."""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from tools.server import Server
+from vllm_overlay.server.api_client import ApiClient
+from vllm_overlay.server.process_group import ProcessGroup
+
+BLOCK_TOKENS = 640
+"""N of the tiny model with bfloat16 states."""
+MATCH_UNIT = 64
+TOKEN_BYTES = 2 * 2 * 32 * 2
+"""Keys and values of 2 heads of 32 dimensions in bfloat16, in the one layer of attention (``tools/tiny_model.py``)."""
+SNAPSHOT_BYTES = 3 * (4 * 128 * 128 * 2 + (2 * 2 * 128 + 4 * 128) * 3 * 2)
+"""Three layers: a state of 4 heads of 128 x 128, and the convolution's last three inputs, in bfloat16."""
+CONTEXT_TOKENS = 16384
+MAX_SEQUENCES = 4
+STEP_TOKENS = 2048
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""Left alone, vLLM gives a server on two cores one thread, and two with a connector (``ompmultiprocessing.py``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a side may use. ``device_blocks``: of vLLM's own KV cache, which is its prefix cache too."""
+
+    device_blocks: int
+    cpu_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One server. ``cpu``: it has a tier in host memory. ``policy``: ``eviction_policy`` of our tiers, "" for vLLM's.
+
+    ``disk``: it has one on disk, too. ``loads_always``: whatever our tiers have is loaded; else they measure whether
+    computing is faster. ``match_unit``: vLLM's ``--prefix-match-unit``, in tokens.
+    """
+
+    name: str
+    cpu: bool = False
+    disk: bool = False
+    policy: str = ""
+    loads_always: bool = False
+    match_unit: int = MATCH_UNIT
+
+    @property
+    def is_ours(self) -> bool:
+        return bool(self.policy)
+
+    def transfer_config(self, sizes: Sizes, root: Path) -> dict[str, Any] | None:
+        """``--kv-transfer-config``; None without a connector."""
+        if not self.cpu:
+            return None
+        return self._ours(sizes, root) if self.is_ours else self._offloading(sizes, root)
+
+    def _ours(self, sizes: Sizes, root: Path) -> dict[str, Any]:
+        weights = (1.0, 0.9) if self.loads_always else ("auto", "auto")
+        tiers: list[dict[str, Any]] = [{"tier": "cpu", "capacity_bytes": sizes.cpu_bytes}]
+        if self.disk:
+            tiers.append({"tier": "disk", "root": str(root), "capacity_bytes": sizes.disk_bytes})
+        children = [
+            {
+                "kv_connector": "HybridOffloadConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {**tier, "eviction_policy": self.policy, "load_weight": weight},
+            }
+            for tier, weight in zip(tiers, weights, strict=False)
+        ]
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_connector_module_path": "vllm_overlay.multi_connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": children},
+        }
+
+    def _offloading(self, sizes: Sizes, root: Path) -> dict[str, Any]:
+        """vLLM's OffloadingConnector. Its copies are CUDA's, so the tests' small worker does them on a CPU."""
+        settings: dict[str, Any] = {
+            "spec_name": "CpuTiering",
+            "spec_module_path": "tests.multi_connector.third_party",
+            "cpu_bytes_to_use": sizes.cpu_bytes,
+        }
+        if self.disk:
+            settings["secondary_tiers"] = [{"type": "fs", "root_dir": str(root)}]
+        return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A side whose server is up."""
+
+    side: Side
+    api: ApiClient
+    group: ProcessGroup
+
+    @property
+    def name(self) -> str:
+        return self.side.name
+
+    def cpu_seconds(self) -> float:
+        """What its processes have used so far: unlike time by the clock, it hardly knows who else is on the machine."""
+        total = 0.0
+        for pid in self.group.pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = psutil.Process(pid).cpu_times()
+                total += times.user + times.system
+        return total
+
+    def settle(self) -> None:
+        """Returns when its requests are counted and, if it is ours, stored."""
+        if self.side.is_ours:
+            self.api.wait_for_stores()
+        else:
+            self.api.settled_metrics()
+
+
+NONE = Side("no connector")
+OFFLOADING = Side("OffloadingConnector", cpu=True)
+OFFLOADING_FS = Side("OffloadingConnector, fs tier", cpu=True, disk=True)
+
+
+def ours(policies: Sequence[str], loading: Sequence[str]) -> list[Side]:
+    """A side for each value of ``eviction_policy``, with both tiers, and for each of LOADING."""
+    return [
+        Side(f"ours, {policy}{LOADING[how]}", cpu=True, disk=True, policy=policy, loads_always=how == "always")
+        for policy in policies
+        for how in loading
+    ]
+
+
+LOADING = {"measured": "", "always": ", loads always"}
+"""When our tiers load: when they expect it to be faster than computing, which is their default, or always."""
+
+
+def server(side: Side, model: Path, sizes: Sizes, directory: Path) -> Server:
+    """Of a side, with its log and the root of its disk tier in ``directory``, which is there."""
+    return Server(
+        model,
+        side.transfer_config(sizes, directory / "root"),
+        log_path=directory / "server.log",
+        arguments=[
+            *("--mamba-ssm-cache-dtype", "bfloat16", "--block-size", str(BLOCK_TOKENS)),
+            *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MAX_SEQUENCES)),
+            *("--max-num-batched-tokens", str(STEP_TOKENS), "--prefix-match-unit", str(side.match_unit)),
+            *("--num-gpu-blocks-override", str(sizes.device_blocks)),
+        ],
+        environment={**ONE_THREAD, "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": _python_path()},
+    )
+
+
+def _python_path() -> str:
+    """The repository first: a server imports the tests' small worker by its name."""
+    repository = str(Path(__file__).resolve().parent.parent)
+    return os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])
