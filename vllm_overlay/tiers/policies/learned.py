@@ -247,6 +247,8 @@ class LearnedEviction(EvictionPolicy[Entry]):
             return point.boundary
         if point.entry is None and not self._window_bytes:
             return run.tail.end_tokens - run.start_tokens
+        if run.parent is None:
+            return point.boundary
         stays = point.role in (Role.END, Role.JUNCTION)
         above = self._point_above(run, (Role.SUPERSEDED, Role.SPECULATIVE) if stays else ())
         return point.boundary - (above.boundary if above is not None else 0)
