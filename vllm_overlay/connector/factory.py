@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_overlay.config import ConfigError, TierSettings, parse_bytes
+from vllm_overlay.connector.amx import ask_for_amx
 from vllm_overlay.connector.fingerprint import compute_fingerprints
 from vllm_overlay.connector.kv_cache_groups import cell_facts, group_tensors, page_facts, planner_groups
 from vllm_overlay.connector.lora.digests import loaded_adapters
@@ -47,6 +48,7 @@ def build_worker(
     kv_caches: dict[str, torch.Tensor],
 ) -> tuple[OffloadWorker, OffloadHandshake]:
     """The worker's half and what it tells the scheduler's. Raises ConfigError or GeometryError."""
+    ask_for_amx()
     settings = spec.settings
     match_unit = kv_cache_config.hash_block_size
     tensors = group_tensors(vllm_config, kv_cache_config, kv_caches, match_unit)
