@@ -24,10 +24,10 @@ CHAT = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """A chat of three turns, each of which has more blocks of it, and three prompts of their own."""
+    """A chat of two turns, and between them four prompts that take all of the device cache."""
     lines = []
     for at in range(6):
-        blocks = CHAT[: 5 + at] if at % 2 == 0 else [100 * at + place for place in range(12)]
+        blocks = CHAT[: 6 + at] if at in (0, 5) else [100 * at + place for place in range(80)]
         length = 512 * len(blocks) + 100
         lines.append({"timestamp": 1000 * at, "input_length": length, "output_length": 20, "hash_ids": blocks})
     path = tmp_path / "trace.jsonl"
