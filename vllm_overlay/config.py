@@ -69,6 +69,13 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "`auto`: only for models without recurrent states."
         ),
     ] = "auto"
+    speculative_snapshot_tokens: Annotated[
+        Annotated[int, Meta(ge=0)] | Literal["auto"],
+        Meta(
+            description="A prefill step that ends at least so many tokens after the prompt's last snapshot leaves a "
+            "snapshot too. 0: never. `auto`: 8192 with the learned policy in a tier with room for 512 states, else 0."
+        ),
+    ] = "auto"
     load_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(
