@@ -63,8 +63,7 @@ def _of_platform(question: Question) -> Iterator[Advice]:
     if question.platform != "cpu":
         yield _warning(
             "--platform",
-            f"this version copies on vLLM's CPU platform only and is refused at start on {question.platform!r}: "
-            "the numbers are what such an engine will have",
+            f"this version was never run on {question.platform!r}: before you serve with it, run what docs/gpu.md says",
         )
 
 

@@ -51,7 +51,7 @@ class CpuTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
 
     tier: str = "cpu"
     capacity_bytes: Annotated[
-        int | str, Meta(description='host memory of this engine, all ranks together; bytes or `"4 GiB"`')
+        int | str, Meta(description="Host memory that this engine's tier takes, all ranks together.")
     ] = "4 GiB"
 
 
