@@ -65,6 +65,13 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "`auto`: only for models without recurrent states"
         ),
     ] = "auto"
+    speculative_snapshot_tokens: Annotated[
+        Annotated[int, Meta(ge=0)] | Literal["auto"],
+        Meta(
+            description="a prefill step that ends at least so many tokens after the prompt's last snapshot leaves a "
+            "snapshot too; 0: never; `auto`: 8192 with the learned policy, else 0"
+        ),
+    ] = "auto"
     load_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(description="what a failed load does to its request (vLLM's own default is `fail`)"),

@@ -40,6 +40,10 @@ NEVER_RUN = (
 """Logged once at start on a GPU, as docs/gpu.md and the README say, until somebody has."""
 
 
+AUTO_SPECULATIVE_TOKENS = 8192
+"""Of ``speculative_snapshot_tokens``. With an order by recency such snapshots cost hits (docs/eviction.md)."""
+
+
 def build_worker(
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
@@ -108,6 +112,16 @@ def build_scheduler(
         store_decoded_tokens=settings.store_decoded_tokens,
         max_load_attempts=settings.max_load_attempts,
         report_timeout_s=settings.report_timeout_s,
+        speculative_snapshot_tokens=speculative_snapshot_tokens(spec),
         num_concurrent_steps=vllm_config.max_concurrent_batches,
         stats=stats,
     )
+
+
+def speculative_snapshot_tokens(spec: TierSpec[Any]) -> int:
+    """What that setting comes to for a tier."""
+    settings: TierSettings = spec.settings
+    tokens = settings.speculative_snapshot_tokens
+    if tokens != "auto":
+        return tokens
+    return AUTO_SPECULATIVE_TOKENS if spec.learns else 0

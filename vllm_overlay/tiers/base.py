@@ -290,6 +290,11 @@ class TierSpec(ABC, Generic[SettingsT]):
         """What the tier may hold of all ranks together, for the log; None when it does not say."""
         return None
 
+    @property
+    def learns(self) -> bool:
+        """Whether its eviction policy learns, and so gives up speculative snapshots before others."""
+        return False
+
     def exclusive(self) -> dict[str, str]:
         """What no other tier of the same engine may have: setting -> value, in the form in which two are compared."""
         return {}
