@@ -88,7 +88,7 @@ def _children(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
-    """The plan as one JSON object; the command also as one line of a shell."""
+    """The plan as one JSON object, with the command also as one line for a shell."""
     plain: dict[str, Any] = msgspec.to_builtins(
         {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     )

@@ -69,7 +69,7 @@ class Lookups:
     def find(self, request: "Request", num_computed_tokens: int, now: float) -> tuple[int | None, bool]:
         """The tokens to load and whether asynchronously; None to be asked again.
 
-        Asks every child. Waits for one that is still looking only while it could win, and up to the deadline.
+        Asks every child. Waits for a child that is still looking while it could win, at most until the deadline.
         """
         asked = request.num_tokens - num_computed_tokens
         ceiling = max(asked - 1 if self._has_recurrent_groups else asked, 0)

@@ -90,8 +90,8 @@ class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc
 class MultiKVEvents(KVConnectorKVEvents):  # type: ignore[misc, unused-ignore]
     """Each child's own container of KV cache events.
 
-    vLLM adds ranks up by feeding one rank's ``get_all_events`` to another's ``add_events`` and never looks inside, so
-    here an "event" is a child's index with its whole container, and each child's containers are added up by its rules.
+    vLLM adds ranks up by feeding one rank's ``get_all_events`` to another's ``add_events``, and never looks inside. So
+    an "event" here is a child's index with its whole container. Each child's containers are added up by its rules.
     """
 
     def __init__(self, children: dict[int, KVConnectorKVEvents]) -> None:

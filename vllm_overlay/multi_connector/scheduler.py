@@ -43,8 +43,8 @@ NULL_BLOCK = 0
 """vLLM's block that stands for none: always the first that the pool hands out."""
 
 PAID_ELSEWHERE = 10**6
-"""Taken for the number of waiting requests where another engine has computed the prompt for this request: it is loaded,
-whatever that takes."""
+"""Taken for the number of waiting requests if another engine has computed the prompt of a request for this engine. So
+that request is loaded, whatever that takes."""
 
 
 class SchedulerSide:

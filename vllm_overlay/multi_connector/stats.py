@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers for each child under its configured name, from any process to the front end.
 
-Two children of one class stay apart, a child loaded by module path works, and nothing here raises into the engine or
-into the loop that serves metrics: what cannot be added up or exported is dropped and logged once.
+Two children of one class stay apart, and a child loaded by module path works. Nothing here raises into the engine or
+into the loop that serves metrics. What cannot be added up or exported is dropped and logged once.
 """
 
 import functools
@@ -135,7 +135,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
                 part.reset()
 
     def reduce(self) -> dict[str, Any]:
-        """A few words on each child that has done something, ours and its own; vLLM writes them into one line."""
+        """A few words on each child that has done something, ours and its own. vLLM writes them into one line."""
         own = self.data.get(OWN)
         reduced: dict[str, Any] = {} if own is None else own.reduce()
         for name, part in self.data.items():

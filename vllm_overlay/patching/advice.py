@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a refusal says of files that are not vLLM's own: all of them, and how to go on without losing an edit.
+"""What a refusal says of files that are not vLLM's own. It names all, and how to go on and lose no edit.
 
 ``tree`` calls this. No command here may destroy what somebody has written.
 """

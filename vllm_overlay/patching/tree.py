@@ -193,7 +193,7 @@ def reverse(root: Path, series: Series | None = None) -> Status:
 
 
 def refusal(root: Path, series: Series) -> str:
-    """Why ``apply`` would refuse this tree; empty when it would not. Touches nothing."""
+    """Why ``apply`` would refuse this tree. Empty if it would not. Touches nothing."""
     try:
         _patched(series, _originals_of(root, series, KeptOriginals.read(root)))
     except PatchError as error:
