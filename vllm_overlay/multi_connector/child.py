@@ -174,7 +174,7 @@ class Child:
             raise
         except BaseException as error:
             self.counters.count_error("shutdown")
-            self.log_once("shutdown", "could not be shut down; what it still holds stays held.", exc_info=error)
+            self.log_once("shutdown", "could not be shut down. What it still holds stays held.", exc_info=error)
         finally:
             self._ended("shutdown")
         return self.stopped

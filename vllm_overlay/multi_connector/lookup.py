@@ -106,9 +106,7 @@ class Lookups:
         tokens = None if answer is None else valid_tokens(answer, ceiling)
         if answer is not None and tokens is None:
             child.counters.invalid_answers += 1
-            child.log_once(
-                "answer", "offered %r tokens where 0 to %d are possible; taken as 0, and counted.", answer, ceiling
-            )
+            child.log_once("answer", "offered %r tokens where 0 to %d are possible. That counts as 0.", answer, ceiling)
             return nothing
         ignored, ignored_tokens = self._why_ignored(child, request.request_id, tokens), 0
         if ignored is not None:

@@ -236,7 +236,11 @@ class SchedulerSide:
             if holds:
                 holders.add(child.index)
             if own and (clashes := sorted(set(own) & set(parameters))):
-                child.log_once("parameters", "returned kv_transfer_params %s that another has set; dropped.", clashes)
+                child.log_once(
+                    "parameters",
+                    "returned kv_transfer_params %s that another child has set. They are dropped.",
+                    clashes,
+                )
             parameters = {**(own or {}), **parameters}
         self._forget(request_id)
         if holders:

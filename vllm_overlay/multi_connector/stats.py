@@ -117,7 +117,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
     def to_dict(self) -> dict[str, Any]:
         wire: dict[str, Any] = {}
         for name, part in self.data.items():
-            with harmless(f"Stats of connector {name!r} could not be written; they are lost."):
+            with harmless(f"Stats of connector {name!r} could not be written. They are lost."):
                 wire[name] = part.to_dict()
         return wire
 
@@ -125,7 +125,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
         for name, part in other.data.items():
             mine = self.data.setdefault(name, part)
             if mine is not part:
-                with harmless(f"Stats of connector {name!r} could not be added up; some are lost."):
+                with harmless(f"Stats of connector {name!r} could not be added up. Some are lost."):
                     self.data[name] = mine.aggregate(part)
         return self
 
@@ -141,7 +141,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
         for name, part in self.data.items():
             if name == OWN:
                 continue
-            with harmless(f"Stats of connector {name!r} could not be reduced; they are not logged."):
+            with harmless(f"Stats of connector {name!r} could not be reduced. They are not logged."):
                 if not part.is_empty() and (words := joined(reduced.get(name, {}), part.reduce())):
                     reduced[name] = words
         return reduced
@@ -149,7 +149,9 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
     def is_empty(self) -> bool:
         for name, part in self.data.items():
             empty = False
-            with harmless(f"Stats of connector {name!r} could not be asked whether they are empty; taken as not."):
+            with harmless(
+                f"Stats of connector {name!r} could not say whether they are empty. They count as not empty."
+            ):
                 empty = part.is_empty()
             if not empty:
                 return False
@@ -168,7 +170,7 @@ def _rebuilt(name: str, part: object, class_name: str | None) -> KVConnectorStat
     if isinstance(part, KVConnectorStats):
         return part
     registered = KVConnectorFactory.get_connector_class_by_name(name) if class_name is None else None
-    with harmless(f"Stats of connector {name!r} could not be rebuilt; they are not logged."):
+    with harmless(f"Stats of connector {name!r} could not be rebuilt. They are not logged."):
         cls: Any = registered if class_name is None else connector_class(*class_name.split(":", 1))
         stats: KVConnectorStats | None = cls.build_kv_connector_stats(data=part)
         return stats

@@ -76,7 +76,7 @@ class Watchdog:
             return
         call.reported = True
         logger.error(
-            "Connector %r has not returned from %s for %.1f s (hang_after_s); the engine waits for it here:\n%s",
+            "Connector %r has not returned from %s for %.1f s (hang_after_s). The engine waits for it here:\n%s",
             call.child,
             call.hook,
             self._clock() - call.started,
