@@ -69,7 +69,7 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Annotated[int, Meta(ge=0)] | Literal["auto"],
         Meta(
             description="a prefill step that ends at least so many tokens after the prompt's last snapshot leaves a "
-            "snapshot too; 0: never; `auto`: 8192 with the learned policy, else 0"
+            "snapshot too; 0: never; `auto`: 8192 with the learned policy in a tier with room for 512 states, else 0"
         ),
     ] = "auto"
     load_failure_policy: Annotated[

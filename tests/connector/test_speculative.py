@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from tests.connector.harness import GEOMETRY, HYBRID, Harness
-from vllm_overlay.connector.factory import AUTO_SPECULATIVE_TOKENS, speculative_snapshot_tokens
+from vllm_overlay.connector.factory import AUTO_SPECULATIVE_STATES, AUTO_SPECULATIVE_TOKENS, speculative_snapshot_tokens
 from vllm_overlay.planner.objects import SNAPSHOT_TAG
 from vllm_overlay.tiers.factory import tier_spec
+
+ROOM = AUTO_SPECULATIVE_STATES * HYBRID.state_bytes * 2
+"""Bytes of so many states, of two ranks."""
 
 
 def boundaries(harness: Harness, steps: list[int], num_tokens: int, start: int = 0, **options: Any) -> list[int]:
@@ -86,6 +89,9 @@ def test_a_state_whose_block_is_gone_is_not_stored() -> None:
     ("settings", "tokens"),
     [
         ({"tier": "cpu"}, AUTO_SPECULATIVE_TOKENS),
+        ({"tier": "cpu", "capacity_bytes": ROOM}, AUTO_SPECULATIVE_TOKENS),
+        ({"tier": "cpu", "capacity_bytes": ROOM - 1}, 0),
+        ({"tier": "cpu", "capacity_bytes": ROOM - 1, "speculative_snapshot_tokens": 4096}, 4096),
         ({"tier": "cpu", "eviction_policy": "learned"}, AUTO_SPECULATIVE_TOKENS),
         ({"tier": "cpu", "eviction_policy": "lru"}, 0),
         ({"tier": "cpu", "eviction_policy": "lru", "speculative_snapshot_tokens": 4096}, 4096),
@@ -94,5 +100,5 @@ def test_a_state_whose_block_is_gone_is_not_stored() -> None:
     ],
     ids=str,
 )
-def test_by_default_they_are_kept_where_the_policy_gives_them_up_first(settings: dict[str, Any], tokens: int) -> None:
-    assert speculative_snapshot_tokens(tier_spec(settings)) == tokens
+def test_by_default_they_are_kept_where_they_cost_no_hits(settings: dict[str, Any], tokens: int) -> None:
+    assert speculative_snapshot_tokens(tier_spec(settings), HYBRID, world_size=2) == tokens
