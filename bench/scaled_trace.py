@@ -73,7 +73,7 @@ class Scale:
         return self.prompt_length(request) + self.output_length(request)
 
     def requests(self, trace: Sequence[TraceRequest], seconds: float, seed: int) -> list[ScaledRequest]:
-        """What to send, over so many ``seconds``. Equal blocks are equal tokens; the rest of a prompt is its own."""
+        """What to send within ``seconds``. Equal blocks become equal tokens. The rest of a prompt is its own."""
         first, last = (trace[place].arrival_s for place in (0, -1))
         pace = seconds / (last - first) if last > first else 0.0
         return [

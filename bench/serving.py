@@ -135,7 +135,7 @@ class Bench:
 
     @contextlib.contextmanager
     def step(self, description: str, total: int | None = None) -> Iterator[Any]:
-        """A line of the progress bar; yields what to call after each of ``total``."""
+        """Shows a progress bar. Yields what to call after each of ``total``."""
         task = self._progress.add_task(description, total=total or 1)
         yield lambda: self._progress.advance(task)
         if total is None:
@@ -198,7 +198,7 @@ def make_plan(trace: Sequence[TraceRequest], scale: Scale, rate: float, argument
 
 
 def serve(bench: Bench, plan: Plan, servers: Sequence[Running]) -> list[Outcome]:
-    """All parts of the trace through all sides in turns; another side begins each round.
+    """Sends all parts of the trace through all sides in turns. Another side begins each round.
 
     Raises ServerError if every request of a part fails.
     """
@@ -242,7 +242,7 @@ COLUMNS = (
 
 
 def rows(outcomes: Sequence[Outcome], plan: Plan, sizes: Sizes) -> Iterator[Sequence[object]]:
-    """One for each side; the first one is what the others are compared with."""
+    """One row for each side. The others are compared with the first."""
     first = outcomes[0]
     base = [percentile(first.first_tokens, share) for share in (0.5, 0.95)]
     for one in outcomes:
@@ -490,7 +490,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Everything; returns the number of failed requests."""
+    """Runs everything. Returns the number of failed requests."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with (
         tempfile.TemporaryDirectory(dir=arguments.directory) as directory,
