@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a secret: read once at start, refused when others may know or change it."""
+"""The file of a secret. It is read once, at start, and refused when others may know or change it."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ _MAX_KEY_BYTES = 1 << 16
 
 
 def read_key(path: str, setting: str) -> bytes:
-    """All bytes of the file that ``setting`` names. A link to it is followed: that is how secrets are mounted.
+    """All bytes of the file that ``setting`` names. A link to it is followed, because secrets are mounted that way.
 
     Called by ``integrity_of``. Raises ConfigError, which names the setting.
     """

@@ -48,7 +48,7 @@ def choose_root(device: Device, root: str, has_key: bool = False) -> str:
 
 
 def open_with_locks(device: Device, root: str, has_key: bool = False) -> None:
-    """``open_root`` of what ``choose_root`` chose, and of the directory of its locks if that is another one."""
+    """``open_root`` for what ``choose_root`` chose, and for the directory of its locks if that is another one."""
     for directory in dict.fromkeys((root, lock_directory(root))):
         open_root(device, directory, has_key)
 
@@ -116,7 +116,7 @@ def _try_to_write(device: Device, root: str) -> None:
 
 
 def lock_directory(root: str) -> str:
-    """Where the catalogue of ``root`` lies: there, but for a host's sub-root on this host's own disk."""
+    """Where the catalogue of ``root`` lies: in it, or for a host's sub-root on this host's own disk."""
     if not HOST_ROOT.fullmatch(os.path.basename(root)):
         return root
     name = blake3(os.path.realpath(root).encode()).hexdigest(8)
@@ -139,7 +139,7 @@ def _takes_locks(device: Device, root: str) -> bool:
 
 
 def _this_host() -> str:
-    """The same after a restart, and another in a container that has a name of its own."""
+    """Names this host. The name is the same after a restart, and another one in a container with its own host name."""
     try:
         machine = _MACHINE_ID.read_text().strip()
     except OSError:
