@@ -98,7 +98,9 @@ def build_scheduler(
     first = handshakes[0]
     world_size = vllm_config.parallel_config.world_size
     if len(handshakes) != world_size:
-        raise ConfigError(f"{settings.name}: {len(handshakes)} of {world_size} workers told how their KV cache lies")
+        raise ConfigError(
+            f"{settings.name}: only {len(handshakes)} of {world_size} workers told the layout of their KV cache"
+        )
     if any(replace(handshake, rank=first.rank) != first for handshake in handshakes):
         raise ConfigError(f"{settings.name}: the ranks' KV caches differ in layout, so they cannot share objects")
     return OffloadScheduler(

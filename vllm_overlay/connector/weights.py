@@ -64,7 +64,7 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
         try:
             stack.enter_context(locked_if_possible(str(lock)))
         except OSError as error:
-            logger.warning("Ranks read the weights without waiting for one another: remove %s (%s)", lock, error)
+            logger.warning("Each rank reads the weights itself, because the lock %s cannot be opened (%s)", lock, error)
         yield
 
 

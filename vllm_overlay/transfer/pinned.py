@@ -52,8 +52,8 @@ class PinnedMemory:
             if result := self._library.cuMemHostRegister_v2(array.ctypes.data + start, size, 0):
                 self.unregister()
                 logger.warning(
-                    "the CUDA driver does not register %.1f GiB of host memory (error %d at %.1f GiB): copies go on "
-                    "without, slowly, and stores hold up steps; try a smaller capacity or a higher memlock limit",
+                    "the CUDA driver refuses to register %.1f GiB of host memory (error %d at %.1f GiB). Copies go on "
+                    "slowly, and stores hold up steps: set a smaller capacity or a higher memlock limit",
                     array.nbytes / 2**30,
                     result,
                     start / 2**30,

@@ -47,7 +47,9 @@ class LoadedAdapters:
         except SHUTDOWN:
             raise
         except BaseException:
-            logger.exception("Requests of LoRA adapter %s are not offloaded: no digest", request.lora_name)
+            logger.exception(
+                "Requests of LoRA adapter %s are not offloaded: its weights cannot be read", request.lora_name
+            )
             digest = b""
         name = (request.lora_name, request.lora_path)
         if (self._digests.get(request.lora_int_id), self._names.get(request.lora_int_id)) != (digest, name):

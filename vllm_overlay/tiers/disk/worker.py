@@ -302,7 +302,7 @@ class DiskTierWorker(TierWorker):
         except FileNotFoundError:
             pass
         except OSError as error:
-            _log.warning("remove", "disk tier: a bad object stays: %s", error)
+            _log.warning("remove", "disk tier: a bad object cannot be removed: %s", error)
 
     def _fail(self, fetch: _Fetch, reason: Reason, is_bad: bool = False, is_unreadable: bool = False) -> None:
         """Called with the lock held. The fetch has no buffer, or none any more."""

@@ -188,7 +188,7 @@ def takes_direct_io(device: Device, root: str) -> bool:
         finally:
             device.close(fd)
     except OSError as error:
-        logger.info("disk tier: no O_DIRECT under %s (%s); going through the page cache", root, error.strerror)
+        logger.info("disk tier: no O_DIRECT under %s (%s): files go through the page cache", root, error.strerror)
         return False
     finally:
         remove_quietly(device, path)

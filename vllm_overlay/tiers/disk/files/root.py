@@ -34,8 +34,8 @@ def choose_root(device: Device, root: str, has_key: bool = False) -> str:
         return root
     own = os.path.join(root, f"host-{_this_host()}")
     logger.warning(
-        "disk tier: the file system of %s has no file locks: this host keeps to %s, shares it with no other host, and "
-        "capacity_bytes is its limit for this host alone (locks are in %s)",
+        "disk tier: the file system of %s has no file locks. So this host keeps to %s and shares it with no other "
+        "host, and capacity_bytes is the limit of this host alone. Its locks are in %s",
         root, own, lock_directory(own),
     )  # fmt: skip
     open_with_locks(device, own, has_key)
@@ -71,8 +71,8 @@ def open_root(device: Device, root: str, has_key: bool = False) -> None:
             _try_to_write(device, root)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise ConfigError(f"root={root!r} is not writable: set it to a directory of mode 0700 that is") from error
-        logger.warning("disk tier: %s takes no file now: %s", root, error)
+            raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700") from error
+        logger.warning("disk tier: no file can be written under %s now: %s", root, error)
 
 
 def _check_directory(device: Device, root: str) -> RootKind:
@@ -93,7 +93,7 @@ def _check_directory(device: Device, root: str) -> RootKind:
         raise ConfigError(f"root={root!r} {error.why}") from error
     except OSError as error:
         raise ConfigError(
-            f"root={root!r} cannot be read ({error.strerror}): set it to a directory of mode 0700 that can"
+            f"root={root!r} cannot be read ({error.strerror}): set it to a readable directory of mode 0700"
         ) from error
 
 

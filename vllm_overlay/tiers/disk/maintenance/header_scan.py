@@ -56,7 +56,7 @@ class HeaderScan:
                 if time.monotonic() - logged > _PROGRESS_S and not self._is_closing():
                     logged = time.monotonic()
                     logger.info(
-                        "disk tier: recovering, %d objects in %d of %d directories of %s so far",
+                        "disk tier: recovered %d objects so far, in %d of %d directories of %s",
                         len(found.objects), number, len(ours), fingerprint[:16],
                     )  # fmt: skip
         finally:
