@@ -247,8 +247,8 @@ class _Part:
     def _addresses(self, run: _Run, layers: range) -> tuple[_Addresses, _Addresses, _Addresses, tuple[int, int]]:
         """Where compiled copies begin and how they go on.
 
-        That is each layer's first token in the page and in the host's first unit, the way to each unit, and the rows'
-        steps from token to token and from head to head.
+        Returns each layer's first token in the page, the same in the host's first unit, and the way to each unit. Last
+        come the rows' steps from token to token and from head to head.
         """
         span = run.span
         pages = self._pages[layers.start : layers.stop]
