@@ -37,7 +37,7 @@ NEVER_RUN = (
     "copies on a GPU were never run by the makers of vllm-overlay: before you serve with them run tools/gpu_smoke.py "
     "and vllm-overlay verify (docs/gpu.md)"
 )
-"""Logged once at start on a GPU, as docs/gpu.md and the README say, until somebody has."""
+"""Logged once at start on a GPU, until somebody has run it there. docs/gpu.md and the README say the same."""
 
 
 AUTO_SPECULATIVE_TOKENS = 8192
@@ -53,7 +53,7 @@ def build_worker(
     stats: OffloadStats,
     kv_caches: dict[str, torch.Tensor],
 ) -> tuple[OffloadWorker, OffloadHandshake]:
-    """The worker's half and what it tells the scheduler's. Raises ConfigError or GeometryError."""
+    """Makes the worker's half, and what it tells the scheduler's. Raises ConfigError or GeometryError."""
     ask_for_amx()
     settings = spec.settings
     match_unit = kv_cache_config.hash_block_size
@@ -99,12 +99,14 @@ def _transfer(
 def build_scheduler(
     vllm_config: "VllmConfig", spec: TierSpec[Any], stats: OffloadStats, handshakes: Sequence[OffloadHandshake]
 ) -> OffloadScheduler:
-    """The scheduler's half. Raises ConfigError when the ranks do not agree on what an object is."""
+    """Makes the scheduler's half. Raises ConfigError when the ranks do not agree on what an object is."""
     settings = spec.settings
     first = handshakes[0]
     world_size = vllm_config.parallel_config.world_size
     if len(handshakes) != world_size:
-        raise ConfigError(f"{settings.name}: {len(handshakes)} of {world_size} workers told how their KV cache lies")
+        raise ConfigError(
+            f"{settings.name}: only {len(handshakes)} of {world_size} workers told the layout of their KV cache"
+        )
     if any(replace(handshake, rank=first.rank) != first for handshake in handshakes):
         raise ConfigError(f"{settings.name}: the ranks' KV caches differ in layout, so they cannot share objects")
     return OffloadScheduler(

@@ -158,7 +158,7 @@ class OffloadScheduler:
             self._tier.touch([used for boundary in boundaries for used in self._planner.last_needed(keys, boundary)])
 
     def plan_failed(self, request_id: str) -> None:
-        """A load was promised and could not be planned: its request must hear of it, or it would wait for ever."""
+        """A load was promised and could not be planned. Its request must hear of it, or it would wait for ever."""
         self._account.load_ended(request_id, failed=True)
         self._unplanned_loads.append(request_id)
 
@@ -208,10 +208,12 @@ class OffloadScheduler:
         return jobs
 
     def _storable_tokens(self, tracked: TrackedRequest) -> int:
-        """Of the prompt alone where decode steps must not write what is stored: they round otherwise than a prefill.
+        """Tokens of a request that may be stored: those of the prompt alone where decode steps must not write what is
+        stored.
 
-        The next turn prefills the answer and stores it then. A model with states loses no hit: vLLM offers none of
-        the states that decode steps go through, so the next turn begins at the prompt's last state in any case.
+        Decode steps round otherwise than a prefill. The next turn prefills the answer and stores it then. A model with
+        states loses no hit: vLLM offers none of the states that decode steps go through. The next turn begins at the
+        prompt's last state in any case.
         """
         return tracked.request.num_tokens if self._stores_decoded else tracked.num_prompt_tokens
 

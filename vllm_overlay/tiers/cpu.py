@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU tier: the scheduler owns the index and says which units of the arena; every worker owns an arena's bytes.
+"""The CPU tier. The scheduler owns the index and says which units of the arena; every worker owns an arena's bytes.
 
 The tier's part of a ticket is the object's units, as a tuple of integers.
 """
@@ -64,7 +64,7 @@ class Arena:
 
 
 def arena_units(capacity_bytes: int, world_size: int, unit_bytes: int, largest_object_bytes: int) -> int:
-    """Units of one rank's arena; raises ConfigError when not even the largest object would fit."""
+    """Units of one rank's arena. Raises ConfigError when not even the largest object would fit."""
     num_units = capacity_bytes // world_size // unit_bytes
     needed = units_needed(largest_object_bytes, unit_bytes)
     if num_units < needed:
