@@ -40,6 +40,12 @@ NEVER_RUN = (
 """Logged once at start on a GPU, until somebody has run it there. docs/gpu.md and the README say the same."""
 
 
+AUTO_SPECULATIVE_TOKENS = 8192
+AUTO_SPECULATIVE_STATES = 512
+"""Of ``speculative_snapshot_tokens``: how far apart, in tiers with room for how many states. In smaller tiers, and with
+an order by recency, such snapshots cost hits (docs/eviction.md)."""
+
+
 def build_worker(
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
@@ -110,6 +116,17 @@ def build_scheduler(
         store_decoded_tokens=settings.store_decoded_tokens,
         max_load_attempts=settings.max_load_attempts,
         report_timeout_s=settings.report_timeout_s,
+        speculative_snapshot_tokens=speculative_snapshot_tokens(spec, first.geometry, world_size),
         num_concurrent_steps=vllm_config.max_concurrent_batches,
         stats=stats,
     )
+
+
+def speculative_snapshot_tokens(spec: TierSpec[Any], geometry: Geometry, world_size: int) -> int:
+    """What that setting comes to for a tier; 0: no such snapshots."""
+    settings: TierSettings = spec.settings
+    tokens = settings.speculative_snapshot_tokens
+    if tokens != "auto":
+        return tokens
+    is_large = (spec.capacity_bytes or 0) >= AUTO_SPECULATIVE_STATES * geometry.state_bytes * world_size
+    return AUTO_SPECULATIVE_TOKENS if spec.learns and is_large else 0

@@ -97,6 +97,8 @@ class TrackedRequest:
     restore_point: int = 0
     """The answer to its latest lookup. 0: none above ``num_local``."""
     failed_loads: int = 0
+    state_tokens: int | None = None
+    """Where its last state lies that is kept: it went on from there, or it was to be stored. None: no step yet."""
     cursors: dict[int, StoreCursor] = field(default_factory=dict)
     stalled_at: ObjectId | None = None
     """The chunk that got no room. Kept so that it is counted once."""

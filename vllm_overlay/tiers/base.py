@@ -296,6 +296,11 @@ class TierSpec(ABC, Generic[SettingsT]):
         """Bytes that the tier may hold for all ranks together, for the log. None when it does not say."""
         return None
 
+    @property
+    def learns(self) -> bool:
+        """Whether its eviction policy learns, and so gives up speculative snapshots before others."""
+        return False
+
     def exclusive(self) -> dict[str, str]:
         """What no other tier of the same engine may have: setting -> value, in a form in which two can be compared."""
         return {}

@@ -43,7 +43,7 @@ from vllm_overlay.tiers.memory import (
     units_needed,
 )
 from vllm_overlay.tiers.policies.base import EvictionPolicy
-from vllm_overlay.tiers.policies.factory import make_policy
+from vllm_overlay.tiers.policies.factory import AUTO, LEARNED, make_policy
 
 
 class CpuTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ class CpuTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
 
     tier: str = "cpu"
     capacity_bytes: Annotated[
-        int | str, Meta(description='host memory of this engine, all ranks together; bytes or `"4 GiB"`')
+        int | str, Meta(description="Host memory that this engine's tier takes, all ranks together.")
     ] = "4 GiB"
 
 
@@ -236,6 +236,10 @@ class CpuTierSpec(TierSpec[CpuTierSettings]):
     @property
     def capacity_bytes(self) -> int:
         return parse_bytes(self.settings.capacity_bytes, "capacity_bytes")
+
+    @property
+    def learns(self) -> bool:
+        return self.settings.eviction_policy in (AUTO, LEARNED)
 
     def build_worker(self, context: WorkerContext) -> tuple[CpuTierWorker, Arena]:
         arena = self._arena(context.geometry, context.world_size)

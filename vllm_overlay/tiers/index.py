@@ -359,15 +359,15 @@ class PrefixIndex:
                 found.extend(entry.children)
         released = []
         for entry, before in reversed(doomed):
+            self._policy.discard(entry)
             self._detach(entry, before is EntryState.COMMITTED)
             if before is not EntryState.RESERVED and not entry.pins:
                 released.append(self._release(entry))
         return released
 
     def _detach(self, entry: Entry, was_visible: bool) -> None:
-        """Takes a dropped entry off its parents. What was on top of it is off already."""
+        """Takes a dropped entry off its parents. What was on top of it is off already, and it is offered no more."""
         if was_visible:
-            self._policy.discard(entry)
             self._policy.removed(entry)
         counted = was_visible and entry.object_id.is_snapshot
         for parent in entry.parents:
