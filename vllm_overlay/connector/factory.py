@@ -42,8 +42,8 @@ NEVER_RUN = (
 
 AUTO_SPECULATIVE_TOKENS = 8192
 AUTO_SPECULATIVE_STATES = 512
-"""Of ``speculative_snapshot_tokens``: how far apart, in tiers with room for how many states. In smaller tiers, and with
-an order by recency, such snapshots cost hits (docs/eviction.md)."""
+"""What ``speculative_snapshot_tokens`` "auto" stands for: the distance of such snapshots, and the states for which a
+tier must have room. In smaller tiers, and with an order by recency, such snapshots cost hits (docs/eviction.md)."""
 
 
 def build_worker(
@@ -123,7 +123,7 @@ def build_scheduler(
 
 
 def speculative_snapshot_tokens(spec: TierSpec[Any], geometry: Geometry, world_size: int) -> int:
-    """What that setting comes to for a tier; 0: no such snapshots."""
+    """What that setting means for one tier. 0: no such snapshots."""
     settings: TierSettings = spec.settings
     tokens = settings.speculative_snapshot_tokens
     if tokens != "auto":

@@ -14,8 +14,8 @@ _SLACK = 64
 class LeastRecentlyUsed(EvictionPolicy[T]):
     """The longest unused first; of those used at once, the one deepest in its prompt.
 
-    A heap whose outdated items are skipped when they surface, and swept when they are the majority as one is added:
-    every call is O(log n) amortised, memory O(n) of the most that was offered at once.
+    It is a heap. Outdated items are skipped when they surface, and swept when an item is added while they are the
+    majority. Every call is O(log n) amortised. Memory is O(n) of the most that was offered at once.
     """
 
     def __init__(self) -> None:

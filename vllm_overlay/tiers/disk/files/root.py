@@ -35,7 +35,7 @@ def choose_root(device: Device, root: str, has_key: bool = False) -> str:
     own = os.path.join(root, f"host-{_this_host()}")
     logger.warning(
         "disk tier: the file system of %s has no file locks. So this host keeps to %s and shares it with no other "
-        "host, and capacity_bytes is the limit of this host alone. Its locks are in %s",
+        "host, and capacity_bytes is a limit for this host alone. Its locks are in %s",
         root, own, lock_directory(own),
     )  # fmt: skip
     open_with_locks(device, own, has_key)
@@ -72,7 +72,7 @@ def open_root(device: Device, root: str, has_key: bool = False) -> None:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700") from error
-        logger.warning("disk tier: no file can be written under %s now: %s", root, error)
+        logger.warning("disk tier: %s takes no file now: %s", root, error)
 
 
 def _check_directory(device: Device, root: str) -> RootKind:
