@@ -6,18 +6,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from devtools.docs.commands import wrong_commands
 from devtools.docs.findings import Finding
 from devtools.docs.links import broken_links
 from devtools.docs.metrics import unknown_metrics
+from devtools.docs.names import unknown_names
 from devtools.docs.page import Page
 from devtools.docs.paths import missing_paths
 from devtools.docs.prose import long_lines, long_sentences
 
-CHECKS = (long_lines, long_sentences, broken_links, missing_paths, wrong_commands, unknown_metrics)
+REPOSITORY = Path(__file__).resolve().parent.parent
+CHECKS = (long_lines, long_sentences, broken_links, missing_paths, wrong_commands, unknown_metrics, unknown_names)
 FOLDERS = (".", "docs", "examples")
 
 
