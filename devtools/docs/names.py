@@ -6,7 +6,7 @@ Where no vLLM is installed only its flags and identifiers go unchecked. Nothing 
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +35,8 @@ _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _IDENTIFIER = re.compile(
     r"[A-Za-z_]*[a-z0-9]_[a-z0-9]\w*|[A-Z0-9]+(?:_[A-Z0-9]+)+|[A-Za-z_]\w*[a-z][A-Z]\w*|[a-z][A-Z]\w*"
 )
+_NOT_ASKED = (Path(__file__).name, "test_docs.py")
+"""Files with names that nothing else has: this list, and the test that such names are found."""
 _SOURCES = (".json", ".patch", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", "")
 
 
@@ -73,15 +75,12 @@ def is_known(root: Path, name: str) -> bool:
 @cache
 def _own_words(root: Path) -> frozenset[str]:
     """All words of this repository's sources, and its files' names."""
-    files = _own_files(root)
-    words = {word for file in files for word in _WORD.findall(file.read_text(encoding="utf-8", errors="replace"))}
-    return frozenset(words | {file.stem for file in files})
+    return _words_of(_own_files(root))
 
 
 @cache
 def _own_flags(root: Path) -> frozenset[str]:
-    texts = (file.read_text(encoding="utf-8", errors="replace") for file in _own_files(root))
-    return frozenset(flag for text in texts for flag in _FLAG.findall(text))
+    return frozenset(flag for text in _texts(_own_files(root)) for flag in _FLAG.findall(text))
 
 
 @cache
@@ -89,10 +88,7 @@ def _own_files(root: Path) -> tuple[Path, ...]:
     folders = [root / folder for folder in (*FOLDERS, ".github") if folder != "docs"]
     below = [file for folder in folders for file in folder.rglob("*")]
     found = [*below, *root.glob("*")]
-    # This list of names would make itself known.
-    return tuple(
-        file for file in found if file.is_file() and file.suffix in _SOURCES and file.name != Path(__file__).name
-    )
+    return tuple(file for file in found if file.is_file() and file.suffix in _SOURCES and file.name not in _NOT_ASKED)
 
 
 @cache
@@ -101,6 +97,16 @@ def _vllm_words() -> frozenset[str] | None:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return None
-    files = list(Path(spec.origin).parent.rglob("*.py"))
-    words = {word for file in files for word in _WORD.findall(file.read_text(encoding="utf-8", errors="replace"))}
+    return _words_of(list(Path(spec.origin).parent.rglob("*.py")))
+
+
+def _words_of(files: Sequence[Path]) -> frozenset[str]:
+    """The words of files, and the files' names."""
+    words = {word for text in _texts(files) for word in _WORD.findall(text)}
     return frozenset(words | {file.stem for file in files})
+
+
+def _texts(files: Sequence[Path]) -> Iterator[str]:
+    for file in files:
+        if file.name not in _NOT_ASKED:
+            yield file.read_text(encoding="utf-8", errors="replace")

@@ -101,8 +101,11 @@ class Page:
     @cached_property
     def links(self) -> list[Text]:
         """The targets of links and images."""
-        found = [Text(text.line, target) for text in self._blocks() for target in _targets(_without_code(text.text))]
-        return sorted(found, key=lambda link: link.line)
+        return [
+            Text(block.line + block.text[:place].count("\n"), target)
+            for block in self._blocks()
+            for place, target in sorted(_targets(_without_code(block.text)))
+        ]
 
     @cached_property
     def code_spans(self) -> list[Text]:
@@ -164,9 +167,10 @@ def _without_code(text: str) -> str:
     return _CODE.sub(lambda found: re.sub(r"[\[\]()<]", "x", found[0]), text)
 
 
-def _targets(text: str) -> list[str]:
-    """Also of an image inside a link: the words of a link are looked through."""
-    found: list[str] = []
-    for words, target in _LINK.findall(text):
-        found += [target, *_targets(words)]
-    return found + _HTML_LINK.findall(text)
+def _targets(text: str) -> list[tuple[int, str]]:
+    """Where each begins, and what it names; also of an image inside a link, because its words are looked through."""
+    found: list[tuple[int, str]] = []
+    for link in _LINK.finditer(text):
+        found.append((link.start(), link[2]))
+        found += [(link.start(1) + place, target) for place, target in _targets(link[1])]
+    return found + [(link.start(), link[1]) for link in _HTML_LINK.finditer(text)]
