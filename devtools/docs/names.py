@@ -88,7 +88,7 @@ def _own_files(root: Path) -> tuple[Path, ...]:
     folders = [root / folder for folder in (*FOLDERS, ".github") if folder != "docs"]
     below = [file for folder in folders for file in folder.rglob("*")]
     found = [*below, *root.glob("*")]
-    return tuple(file for file in found if file.is_file() and file.suffix in _SOURCES and file.name not in _NOT_ASKED)
+    return tuple(file for file in found if file.is_file() and file.suffix in _SOURCES)
 
 
 @cache
