@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -42,7 +42,7 @@ VOCABULARY = 256
 LONGEST = 8128
 """Tokens of a prompt that the tiny model takes."""
 PICTURE = Path("docs/images/first-token.png")
-COLUMNS = ("prompt", "first token", "over cold", "least to most")
+COLUMNS = ("prompt", "first token", "over cold", "middle half")
 _LOADED_BYTES = "vllm:hybrid_offload_loaded_bytes_total"
 
 
@@ -63,46 +63,43 @@ SOURCES = (Source("cold", ""), Source("from the CPU tier", "cpu"), Source("from 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One source over all prompts: the median of the seconds, and median, least and most of the ratio to cold."""
+    """One source over all prompts: the median of the seconds, and the quartiles of the ratio to cold."""
 
     source: str
     seconds: float
+    lower: float
     ratio: float
-    least: float
-    most: float
+    """The median."""
+    upper: float
 
 
 def summaries(prompts: Sequence[Sequence[float]]) -> list[Summary]:
-    """``prompts``: of each, at least one, the seconds to its first token in the order of SOURCES."""
+    """``prompts``: of each, at least two, the seconds to its first token in the order of SOURCES."""
     found = []
     for place, source in enumerate(SOURCES):
-        ratios = [seconds[place] / seconds[0] for seconds in prompts]
-        found.append(
-            Summary(
-                source.name, median(seconds[place] for seconds in prompts), median(ratios), min(ratios), max(ratios)
-            )
-        )
+        lower, ratio, upper = quantiles([seconds[place] / seconds[0] for seconds in prompts], n=4, method="inclusive")
+        found.append(Summary(source.name, median(seconds[place] for seconds in prompts), lower, ratio, upper))
     return found
 
 
 def rows(found: Sequence[Summary]) -> Iterator[Sequence[object]]:
     for one in found:
-        yield one.source, f"{one.seconds * 1000:.0f} ms", f"{one.ratio:.3f}", f"{one.least:.3f} to {one.most:.3f}"
+        yield one.source, f"{one.seconds * 1000:.0f} ms", f"{one.ratio:.3f}", f"{one.lower:.3f} to {one.upper:.3f}"
 
 
 def picture(found: Sequence[Summary], caption: str) -> Any:
-    """A matplotlib figure with a bar for each source, cold first: the median, and a line from the least to the most."""
+    """A matplotlib figure with a bar for each source, cold first: the median, and a line over the middle half."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 2.7), layout="constrained")
     axes = figure.subplots()
     names, ratios = [one.source for one in found], [one.ratio for one in found]
-    spread = [[one.ratio - one.least for one in found], [one.most - one.ratio for one in found]]
+    spread = [[one.ratio - one.lower for one in found], [one.upper - one.ratio for one in found]]
     axes.barh(names, ratios, xerr=spread, color=["#8c8c8c", "#2a6fbb", "#3d9970"], capsize=3, height=0.6)
     for place, one in enumerate(found):
-        axes.text(one.most + 0.015, place, f"{one.ratio:.2f}  ({one.seconds * 1000:.0f} ms)", va="center")
+        axes.text(one.upper + 0.015, place, f"{one.ratio:.2f}  ({one.seconds * 1000:.0f} ms)", va="center")
     axes.invert_yaxis()
-    longest = max(one.most for one in found)
+    longest = max(one.upper for one in found)
     axes.set(title="Time to the first token, over that of the cold prompt", xlim=(0, longest + 0.25))
     axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(caption, fontsize=8)
@@ -113,7 +110,7 @@ def caption(num_tokens: int, num_prompts: int) -> str:
     """What the picture says of how it was made."""
     cores = len(os.sched_getaffinity(0))
     return (
-        f"{num_prompts} prompts of {num_tokens:,} tokens; bar: median, line: least to most.\n"
+        f"{num_prompts} prompts of {num_tokens:,} tokens; bar: median, line: middle half.\n"
         f"Tiny hybrid model with random weights, on a machine with {cores} CPU cores and no GPU. "
         "Another model has other ratios."
     )
@@ -208,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--prompts", type=int, default=9, metavar="N", help="how many (default: %(default)s)")
+    made.add_argument("--prompts", type=int, default=15, metavar="N", help="how many (default: %(default)s)")
     made.add_argument(
         "--prompt-tokens",
         type=int,
@@ -222,8 +219,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    if arguments.prompts < 1 or not MATCH_UNIT < arguments.prompt_tokens <= LONGEST:
-        parser().error(f"give at least 1 prompt, of {MATCH_UNIT + 1} to {LONGEST} tokens")
+    if arguments.prompts < 2 or not MATCH_UNIT < arguments.prompt_tokens <= LONGEST:
+        parser().error(f"give at least 2 prompts, of {MATCH_UNIT + 1} to {LONGEST} tokens")
     console = Console(stderr=True)
     try:
         found = summaries(run(arguments, console))
