@@ -147,7 +147,8 @@ MULTI_CONNECTOR_GAUGES = (
     CounterName(
         "load_weight",
         "vllm:kv_connector_load_weight",
-        "The weight of its last offer: configured, or what load_weight auto measured; 0: computing is faster.",
+        "The weight of its last offer: configured, or what load_weight auto measured; 0: computing is faster. "
+        "The series begins with the first offer.",
     ),
     CounterName(
         "quarantined_requests",

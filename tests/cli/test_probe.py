@@ -54,6 +54,11 @@ def row(found, title, number=0):
     return dict(zip(names_of, rows[number], strict=True))
 
 
+def test_a_connector_that_has_offered_nothing_has_no_weight_yet():
+    silent = "".join(line for line in text_of().splitlines(keepends=True) if "load_weight" not in line)
+    assert row(tables(interval(None, silent)), "connectors")["weight"] == "-"
+
+
 def test_tables_say_what_the_metrics_do():
     found = tables(interval(None, text_of()))
     assert row(found, "connectors") == {

@@ -46,7 +46,7 @@ def _connectors(interval: Interval) -> Rows:
             (
                 shown(name),
                 _PHASES[int(interval.worst(f"{MULTI}_state", **of))],
-                f"{interval.worst(f'{MULTI}_load_weight', **of):.2f}",
+                _weight(interval.worst_known(f"{MULTI}_load_weight", **of)),
                 _share(amount("offered_tokens"), amount("asked_tokens")),
                 f"{amount('loaded_tokens'):,.0f} tokens",
                 f"{amount('chosen'):,.0f}",
@@ -134,6 +134,11 @@ def _amount_of(interval: Interval, prefix: str, name: str) -> Callable[[str], fl
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
+
+
+def _weight(weight: float | None) -> str:
+    """None: the connector has offered nothing yet."""
+    return "-" if weight is None else f"{weight:.2f}"
 
 
 def _seconds(seconds: float | None) -> str:

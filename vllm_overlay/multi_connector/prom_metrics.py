@@ -115,11 +115,15 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
         return factory(name=one.name, documentation=one.documentation, labelnames=labels, **options)
 
     def _begin(self, engine: list[object], names: Sequence[str]) -> None:
-        """Every series is there before anything is counted, with 0."""
+        """Every series is there before anything is counted, with 0.
+
+        A weight is not: 0 would say that loading never pays.
+        """
+        gauges = [gauge for field, gauge in self._gauges.items() if field != "load_weight"]
         for name in names:
             for plain in MULTI_CONNECTOR:
                 self._counters[plain.field].labels(*engine, name)
-            for metric in (*self._gauges.values(), *self._histograms.values()):
+            for metric in (*gauges, *self._histograms.values()):
                 metric.labels(*engine, name)
             for counters, values in _LABEL_VALUES:
                 for counter in counters:

@@ -39,7 +39,11 @@ class Interval:
 
     def worst(self, name: str, **labels: str) -> float:
         """A gauge's largest present value of all engines."""
-        return max((sample.value for sample in self.after.samples(name, **labels)), default=0.0)
+        return self.worst_known(name, **labels) or 0.0
+
+    def worst_known(self, name: str, **labels: str) -> float | None:
+        """As ``worst``; None: no engine has said it yet."""
+        return max((sample.value for sample in self.after.samples(name, **labels)), default=None)
 
     def connectors(self, name: str) -> list[str]:
         """The values of the label ``connector``, in the server's order."""
