@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this engine thinks that its objects are worth, as times: the catalogue evicts by time, over all engines."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_overlay.planner.geometry import Geometry
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.policies.base import Ranked
+from vllm_overlay.tiers.policies.guarded import GuardedPolicy
+from vllm_overlay.tiers.policies.learned import LearnedEviction
+from vllm_overlay.tiers.policies.reuse import Learned
+
+SHARE = 16
+"""A ranking begins when this engine has stored 1/16 of the capacity since the last one began."""
+LEAST_S, MOST_S = 1.0, 60.0
+"""But no sooner and no later than so long after that."""
+
+
+class Timed(NamedTuple):
+    """Evict an object as if it had been used last at ``evict_as``, unless it was used after ``until``."""
+
+    object_id: ObjectId
+    evict_as: float
+    until: float
+
+
+class Ranker:
+    """A learned policy that never evicts, and its rankings. Called from the scheduler's thread."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        capacity_bytes: int,
+        learned: Learned | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``learned`` is what an earlier ranker's ``learned`` returned."""
+        self._learned = LearnedEviction(clock, learned=learned)
+        self.policy = GuardedPolicy(self._learned)
+        """Of the index: it is told what happens there."""
+        self.policy.serve(geometry)
+        self._clock = clock
+        self._part_bytes = capacity_bytes / SHARE
+        self._stored_bytes = 0
+        self._began = clock()
+        self._rest: Iterator[Ranked] | None = None
+        self._found: list[Ranked] = []
+
+    def learned(self) -> Learned:
+        return self._learned.learned()
+
+    def stored(self, num_bytes: int) -> None:
+        """So much was stored."""
+        self._stored_bytes += num_bytes
+
+    def advance(self, deadline: float) -> list[Ranked] | None:
+        """Rank on until ``deadline`` of ``time.perf_counter``. Returns a ranking once it is done, if one was due."""
+        if self._rest is None:
+            if not self._is_due():
+                return None
+            self._rest = self.policy.ranking()
+        while time.perf_counter() < deadline:
+            item = next(self._rest, None)
+            if item is None:
+                found, self._found, self._rest = self._found, [], None
+                return found
+            self._found.append(item)
+        return None
+
+    def _is_due(self) -> bool:
+        since = self._clock() - self._began
+        if since < LEAST_S or (since < MOST_S and self._stored_bytes < self._part_bytes):
+            return False
+        self._began += since
+        self._stored_bytes = 0
+        return True
+
+
+def times_of(ranking: Sequence[Ranked]) -> Iterator[Timed]:
+    """The least worth of n gets the earliest of their n last uses, and so on. So they are, together, as old as before.
+
+    What nobody can use any more goes before all else. Called in the bookkeeper's thread: numpy sorts while others run.
+    """
+    for item in ranking:
+        if item.used_at is None:
+            yield from (Timed(object_id, -math.inf, item.until) for object_id in item.object_ids)
+    usable = [item for item in ranking if item.used_at is not None]
+    order = np.argsort(np.array([item.value for item in usable]), kind="stable")
+    times = np.sort(np.array([item.used_at for item in usable]))
+    for place, evict_as in zip(order.tolist(), times.tolist(), strict=True):
+        item = usable[place]
+        yield from (Timed(object_id, evict_as, item.until) for object_id in item.object_ids)
