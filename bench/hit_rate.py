@@ -201,7 +201,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench.hit_rate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("traces", nargs="+", metavar="TRACE", help="a .jsonl file, or a workload and seed such as chat:1")
-    made.add_argument("--policies", nargs="+", default=list(POLICIES), choices=[*POLICIES, *ON_DISK, *ABLATIONS], metavar="NAME")
+    made.add_argument(
+        "--policies", nargs="+", default=list(POLICIES), choices=[*POLICIES, *ON_DISK, *ABLATIONS], metavar="NAME"
+    )
     made.add_argument("--ablations", action="store_true", help="lru, and learned without one of its parts each")
     made.add_argument(
         "--budgets", nargs="+", default=list(BUDGETS), metavar="N", help="the tier holds W/N, or unlimited"

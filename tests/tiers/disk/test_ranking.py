@@ -66,7 +66,9 @@ def test_the_times_are_the_last_uses_given_out_by_value(found):
     timed = list(times_of(named))
     assert sorted(item.object_id.key for item in timed) == sorted(name.key for name in by_name)
     usable = [item for item in timed if by_name[item.object_id].used_at is not None]
-    assert sorted(item.evict_as for item in usable) == sorted(item.used_at for item in named if item.used_at is not None)
+    assert sorted(item.evict_as for item in usable) == sorted(
+        item.used_at for item in named if item.used_at is not None
+    )
     values = [by_name[item.object_id].value for item in sorted(usable, key=lambda item: item.evict_as)]
     assert [item.evict_as for item in usable] == sorted(item.evict_as for item in usable)
     assert [by_name[item.object_id].value for item in usable] == sorted(values)
@@ -164,4 +166,3 @@ def test_a_policy_that_fails_ranks_no_more_and_loses_nothing(tmp_path: Path, ran
         assert made.reasons([*alone, *first, *second]) == [""] * 6
         assert victims(made)[0] == name_of(alone[-1])
     assert caplog.text.count("the longest unused goes first from now on") == 1
-

@@ -278,3 +278,21 @@ def test_what_was_only_found_is_not_ranked_and_nothing_is_learned_from_it_until_
     index.unpin(names)
     assert [item.object_ids for item in policy.ranking()] == [(names[-1],)]
     assert policy.learned() == LearnedEviction().learned()
+
+
+def test_of_a_dense_model_a_place_where_prompts_part_is_ranked_below_what_is_on_top_of_it() -> None:
+    tier = Tier(DENSE, None, learned)
+    tier.serve(0, 1, 2, 3)
+    tier.serve(5, 1, 2, 4)
+    found = {item.object_ids[0].key[0]: item for item in tier.policy.ranking()}
+    assert sorted(found) == [2, 3, 4]
+    assert [found[block].used_at for block in (2, 3, 4)] == [5, 0, 5]
+
+
+def test_chunks_whose_state_somebody_else_has_evicted_are_of_no_use() -> None:
+    tier = Tier(STATES, None, learned)
+    tier.serve(0, 1, 2)
+    tier.serve(1, 3)
+    tier.shelf.drop(ObjectId("s", (2).to_bytes(8, "little")))
+    useless = [item.object_ids for item in tier.policy.ranking() if item.used_at is None]
+    assert useless == [(ObjectId("f0", (2).to_bytes(8, "little")),)]

@@ -290,7 +290,7 @@ class Bookkeeper:
 
     def _write_learned(self, namespace: DiskNamespace) -> None:
         learned, self._learned = self._learned, None
-        if learned is not None and not namespace.is_temporary:
+        if learned is not None:
             write_learned(self._device, self._root, namespace.attention, learned)
 
     def _make_room(self, session: _Session) -> None:

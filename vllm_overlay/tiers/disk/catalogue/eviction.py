@@ -2,8 +2,8 @@
 """What goes when there is no room: leaves of all namespaces, in one order for everybody.
 
 First what nobody serves, and of that first what nobody will serve again. Then the lowest ``place``: a member's score of
-the object while it holds, else its last use. Both are in seconds since the epoch, so they can be compared. What loses its
-last child and has no score of its own takes over the child's.
+the object while it holds, else its last use. Both are in seconds since the epoch, so they can be compared. What loses
+its last child and has no score of its own takes over the child's.
 """
 
 import heapq

@@ -32,9 +32,7 @@ def publish_scores(db: sqlite3.Connection, scores: Iterable[Scored], expires_at:
         for item in scores
         if (namespace := namespaces.get(item.name.fingerprint)) is not None
     ]
-    db.executemany(
-        f"UPDATE object SET score = ?, score_expiry = ?, place = ? WHERE {BY_NAME} AND last_use <= ?", rows
-    )
+    db.executemany(f"UPDATE object SET score = ?, score_expiry = ?, place = ? WHERE {BY_NAME} AND last_use <= ?", rows)
 
 
 def pass_on(db: sqlite3.Connection, child: int, score: float, expiry: int | None) -> None:

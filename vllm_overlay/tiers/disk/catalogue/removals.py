@@ -49,7 +49,8 @@ def begin(db: sqlite3.Connection, slot: int, numbers: Sequence[int]) -> list[Rem
     removed = []
     for number in numbers:
         row = db.execute(
-            "SELECT namespace, tag, key, world_size, num_bytes, num_children, score, score_expiry FROM object WHERE id = ?",
+            "SELECT namespace, tag, key, world_size, num_bytes, num_children, score, score_expiry FROM object"
+            " WHERE id = ?",
             (number,),
         ).fetchone()
         if row is not None and not (going := read_one(_Going, row)).num_children:

@@ -4,7 +4,6 @@
 import logging
 import os
 import stat
-from typing import Literal
 
 import msgspec
 
@@ -20,7 +19,7 @@ _log = RateLimitedLog(logging.getLogger(__name__))
 
 
 class _Words(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: Literal[1]
+    version: int
     learned: Learned
 
 
@@ -42,10 +41,10 @@ def check_learned(root: str, directory: str) -> Learned | None:
         raw = file.read(_MAX_BYTES + 1)
     if len(raw) > _MAX_BYTES:
         raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-    learned = msgspec.json.decode(raw, type=_Words).learned
-    if not learned.fits():
-        raise ValueError("it is of other roles, ages or properties")
-    return learned
+    words = msgspec.json.decode(raw, type=_Words)
+    if words.version != versions.LEARNED or not words.learned.fits():
+        raise ValueError("it is of another version, or of other roles, ages or properties")
+    return words.learned
 
 
 def read_learned(root: str, attention: str) -> Learned | None:
