@@ -56,13 +56,13 @@ def victims(made: TierPair, now: int = 0) -> list[Name]:
     return [item.name for item in catalogue_of(made.tier).choose_victims(EVERYTHING, now)]
 
 
-rankings = st.lists(st.builds(Ranked, st.just(()), st.floats(0, 9), st.none() | st.floats(0, 99), st.floats(0, 99)))
+rankings = st.lists(st.tuples(st.floats(0, 9), st.none() | st.floats(0, 99), st.floats(0, 99)))
 
 
 @given(rankings)
 def test_the_times_are_the_last_uses_given_out_by_value(found):
-    named = [item._replace(object_ids=(ObjectId("s", bytes([place])),)) for place, item in enumerate(found)]
-    by_name = {item.object_ids[0]: item for item in named}
+    named = [Ranked(ObjectId("s", bytes([place])), *item) for place, item in enumerate(found)]
+    by_name = {item.object_id: item for item in named}
     timed = list(times_of(named))
     assert sorted(item.object_id.key for item in timed) == sorted(name.key for name in by_name)
     usable = [item for item in timed if by_name[item.object_id].used_at is not None]
@@ -77,8 +77,9 @@ def test_the_times_are_the_last_uses_given_out_by_value(found):
 
 
 def test_objects_that_go_together_have_one_time():
-    both = (ObjectId("w1", b"a"), ObjectId("w1", b"b"))
-    assert [item.evict_as for item in times_of([Ranked(both, 1.0, 7.0, 7.0)])] == [7.0, 7.0]
+    one, other = ObjectId("f0", b"a"), ObjectId("w1", b"a")
+    timed = list(times_of([Ranked(one, 1.0, 7.0, 8.0, (other,))]))
+    assert timed == [(one, 7.0, 8.0), (other, 7.0, 8.0)]
 
 
 class Stopped:

@@ -47,8 +47,8 @@ from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.never import NeverEvicts
 from vllm_overlay.tiers.policies.reuse import Learned
 
-_STEP_S = 0.001
-"""A call of ``advance`` takes in updates for so long: an engine at work steps every few milliseconds."""
+STEP_S = 0.001
+"""A call of ``advance`` takes in updates, or ranks, for so long: an engine at work steps every few milliseconds."""
 _AWAKE_S = 60.0
 _JOIN_S = 2.0
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class DiskTierManager(TierManager):
 
     def advance(self) -> None:
         updates = self._served.updates
-        deadline = time.perf_counter() + _STEP_S
+        deadline = time.perf_counter() + STEP_S
         while self._outdated and time.perf_counter() < deadline:
             self._forget(self._outdated.pop())
         while updates and time.perf_counter() < deadline:

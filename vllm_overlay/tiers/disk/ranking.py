@@ -88,10 +88,15 @@ def times_of(ranking: Sequence[Ranked]) -> Iterator[Timed]:
     """
     for item in ranking:
         if item.used_at is None:
-            yield from (Timed(object_id, -math.inf, item.until) for object_id in item.object_ids)
+            yield from _timed(item, -math.inf)
     usable = [item for item in ranking if item.used_at is not None]
     order = np.argsort(np.array([item.value for item in usable]), kind="stable")
     times = np.sort(np.array([item.used_at for item in usable]))
     for place, evict_as in zip(order.tolist(), times.tolist(), strict=True):
-        item = usable[place]
-        yield from (Timed(object_id, evict_as, item.until) for object_id in item.object_ids)
+        yield from _timed(usable[place], evict_as)
+
+
+def _timed(item: Ranked, evict_as: float) -> Iterator[Timed]:
+    yield Timed(item.object_id, evict_as, item.until)
+    for other in item.others:
+        yield Timed(other, evict_as, item.until)

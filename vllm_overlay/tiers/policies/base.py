@@ -3,7 +3,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+import msgspec
 
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId
@@ -11,17 +13,18 @@ from vllm_overlay.planner.objects import ObjectId
 T = TypeVar("T")
 
 
-class Ranked(NamedTuple):
-    """Objects that go together, and what keeping them is worth, in a unit of the policy's own.
+class Ranked(msgspec.Struct, frozen=True, gc=False):
+    """An object and what goes with it, and what keeping them is worth, in a unit of the policy's own.
 
     ``used_at``: when they were used last, in seconds of the policy's clock; None: nobody can use them any more. The
     policy knows of no use after ``until``.
     """
 
-    object_ids: tuple[ObjectId, ...]
+    object_id: ObjectId
     value: float
     used_at: float | None
     until: float
+    others: tuple[ObjectId, ...] = ()
 
 
 class EvictionPolicy(ABC, Generic[T]):

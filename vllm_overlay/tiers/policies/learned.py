@@ -232,10 +232,10 @@ class LearnedEviction(EvictionPolicy[Entry]):
         """What was stored or used here. Of what was only found, nobody here knows when it was used last."""
         for run in list(self._dead):
             if run.is_dead and run.tail.ticket:
-                yield Ranked((run.tail.object_id,), 0.0, None, self._clock())
+                yield Ranked(run.tail.object_id, 0.0, None, self._clock())
         for window in list(self._windows):
             if window in self._windows and window.ticket and not self._is_needed(window):
-                yield Ranked((window.object_id,), 0.0, None, self._clock())
+                yield Ranked(window.object_id, 0.0, None, self._clock())
         ranked: set[Point] = set()
         for candidate in self._candidates.all():
             if candidate.place < 0:
@@ -244,7 +244,8 @@ class LearnedEviction(EvictionPolicy[Entry]):
                 if not self._is_only_found(point):
                     now = self._clock()
                     until = point.since if point is candidate else now
-                    yield Ranked(self._first_of(point), self.value(point, now), point.since, until)
+                    first, *others = self._first_of(point)
+                    yield Ranked(first, self.value(point, now), point.since, until, tuple(others))
 
     def _points_below(self, candidate: Point, ranked: set[Point]) -> list[Point]:
         """Of a dense model: those that may go once the candidate is gone, but for ``ranked``, which they are then."""
@@ -256,7 +257,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
             run = run.parent
         return found
 
-    def _first_of(self, point: Point) -> tuple[ObjectId, ...]:
+    def _first_of(self, point: Point) -> list[ObjectId]:
         """Of what goes with a point, the objects that nothing of it hangs on."""
         found = [point.entry] if point.entry is not None else [run.tail for run in point.runs]
         for run in point.runs:
@@ -264,7 +265,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
             while chunk is not None and chunk.end_tokens > run.tail.end_tokens - self._window_tokens:
                 found += [child for child in chunk.children if child.object_id.kind is ObjectKind.SLIDING_WINDOW]
                 chunk = runs.chunk_above(chunk)
-        return tuple(item.object_id for item in found)
+        return [item.object_id for item in found]
 
     @staticmethod
     def _is_only_found(point: Point) -> bool:
