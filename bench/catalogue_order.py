@@ -95,7 +95,7 @@ class CatalogueOrder(EvictionPolicy[Entry]):
         if self._ranker is None or (ranking := self._ranker.advance(math.inf)) is None:
             return
         entries = {item.object_id: item for item in self._places}
-        for timed in times_of(ranking):
+        for timed in times_of(ranking, to_epoch_s=0.0):
             item = entries[timed.object_id]
             if self._places[item] <= timed.until or item in self._scored:
                 self._score(item, timed.evict_as)

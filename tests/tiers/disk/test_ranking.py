@@ -2,15 +2,17 @@
 """Rankings of a learned policy: as times, in a catalogue that several engines share, and over a restart."""
 
 import math
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiers.disk.files import on_disk
 from tests.tiers.disk.inside import catalogue_of
 from tests.tiers.disk.objects import GEOMETRY, OBJECT, chain, key
-from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
+from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, store_many, tier_pair
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk import ranking
@@ -56,30 +58,29 @@ def victims(made: TierPair, now: int = 0) -> list[Name]:
     return [item.name for item in catalogue_of(made.tier).choose_victims(EVERYTHING, now)]
 
 
-rankings = st.lists(st.tuples(st.floats(0, 9), st.none() | st.floats(0, 99), st.floats(0, 99)))
+rankings = st.lists(st.tuples(st.floats(0, 9), st.none() | st.floats(1, 99), st.floats(0, 99)), max_size=200)
 
 
-@given(rankings)
-def test_the_times_are_the_last_uses_given_out_by_value(found):
+@given(rankings, st.floats(0, 1e9))
+def test_the_times_are_the_last_uses_given_out_by_value_in_the_second_before(found, to_epoch_s):
     named = [Ranked(ObjectId("s", bytes([place])), *item) for place, item in enumerate(found)]
     by_name = {item.object_id: item for item in named}
-    timed = list(times_of(named))
+    timed = list(times_of(named, to_epoch_s))
     assert sorted(item.object_id.key for item in timed) == sorted(name.key for name in by_name)
+    assert all(item.until == by_name[item.object_id].until + to_epoch_s for item in timed)
+    assert all(item.evict_as == 0 for item in timed if by_name[item.object_id].used_at is None)
     usable = [item for item in timed if by_name[item.object_id].used_at is not None]
-    assert sorted(item.evict_as for item in usable) == sorted(
-        item.used_at for item in named if item.used_at is not None
-    )
-    values = [by_name[item.object_id].value for item in sorted(usable, key=lambda item: item.evict_as)]
-    assert [item.evict_as for item in usable] == sorted(item.evict_as for item in usable)
-    assert [by_name[item.object_id].value for item in usable] == sorted(values)
-    assert all(item.until == by_name[item.object_id].until for item in timed)
-    assert all(item.evict_as == -math.inf for item in timed if by_name[item.object_id].used_at is None)
+    seconds = sorted(math.floor(item.used_at + to_epoch_s) for item in named if item.used_at is not None)
+    assert [math.floor(item.evict_as) for item in usable] == [second - 1 for second in seconds]
+    assert all(one.evict_as < other.evict_as for one, other in pairwise(usable))
+    values = [by_name[item.object_id].value for item in usable]
+    assert values == sorted(values)
 
 
 def test_objects_that_go_together_have_one_time():
     one, other = ObjectId("f0", b"a"), ObjectId("w1", b"a")
-    timed = list(times_of([Ranked(one, 1.0, 7.0, 8.0, (other,))]))
-    assert timed == [(one, 7.0, 8.0), (other, 7.0, 8.0)]
+    timed = list(times_of([Ranked(one, 1.0, 7.0, 8.0, (other,))], 0.0))
+    assert timed == [(one, 6.5, 8.0), (other, 6.5, 8.0)]
 
 
 class Stopped:
@@ -114,6 +115,12 @@ def test_what_a_turn_has_superseded_goes_before_what_is_older_but_not_by_last_us
             prompts = talk(made)
             wanted = name_of(prompts[goes_first][-1])
             until(lambda made=made, wanted=wanted: made.tier.advance() or victims(made)[0] == wanted, policy)
+
+
+def test_what_is_newer_than_a_ranking_goes_after_what_was_used_in_the_same_second(tmp_path: Path, ranks_often):
+    """So a prompt that is being stored keeps the chunks that the next ones need."""
+    with tier_pair(tmp_path / "root", capacity_bytes=15 * on_disk()) as made:
+        store_many(made, 100, lambda: None)
 
 
 def test_a_unit_goes_as_a_whole_and_all_of_it_before_what_is_worth_more(tmp_path: Path, ranks_often):
@@ -167,3 +174,20 @@ def test_a_policy_that_fails_ranks_no_more_and_loses_nothing(tmp_path: Path, ran
         assert made.reasons([*alone, *first, *second]) == [""] * 6
         assert victims(made)[0] == name_of(alone[-1])
     assert caplog.text.count("the longest unused goes first from now on") == 1
+
+
+@pytest.mark.parametrize("namespace", [NAMESPACE, OTHER_NAMESPACE], ids=["the same model", "another model"])
+def test_an_engine_without_the_policy_evicts_by_the_scores_of_one_with_it(tmp_path: Path, ranks_often, namespace):
+    room = 40 * on_disk()
+    with (
+        tier_pair(tmp_path / "root", geometry=GEOMETRY, capacity_bytes=room) as one,
+        tier_pair(tmp_path / "root", namespace=namespace, eviction_policy="lru", capacity_bytes=room) as two,
+    ):
+        _, first, _ = talk(one)
+        until(lambda: one.tier.advance() or victims(two)[0] == name_of(first[-1]), "scores")
+        turns = count()
+        while one.has(first[-1]):
+            two.store(chain(f"many-{next(turns)}", 1))
+            one.tier.advance()
+        one.tier.index.check_integrity()
+        assert catalogue_of(two.tier).check() == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.tiers.disk.inside import has_news, num_turns
-from tests.tiers.disk.objects import OBJECT, UNIT, bytes_of, chain, content, fill
+from tests.tiers.disk.objects import GEOMETRY, OBJECT, UNIT, bytes_of, chain, content, fill
 from tests.tiers.disk.waiting import until
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import PlannedObject
@@ -49,7 +49,7 @@ class TierPair:
         device: Device | None = None,
         unit_bytes: int = UNIT,
         max_object_bytes: int = OBJECT,
-        geometry: Geometry | None = None,
+        geometry: Geometry | None = GEOMETRY,
         **changes: object,
     ) -> None:
         self.root, self.world_size, self.namespace, self.device = root, world_size, namespace, device

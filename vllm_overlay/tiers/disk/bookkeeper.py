@@ -385,6 +385,6 @@ def _namespaces_of(namespace: DiskNamespace) -> list[Namespace]:
 
 
 def _scores_of(namespace: DiskNamespace, ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Scored]:
-    for item in times_of(ranking):
+    for item in times_of(ranking, to_epoch_s):
         name = Name(namespace.fingerprint_of(item.object_id.tag), item.object_id)
-        yield Scored(name, max(0.0, item.evict_as + to_epoch_s), item.until + to_epoch_s + _LATE_S)
+        yield Scored(name, item.evict_as, item.until + _LATE_S)

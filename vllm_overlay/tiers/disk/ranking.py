@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this engine thinks that its objects are worth, as times: the catalogue evicts by time, over all engines."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,7 +21,8 @@ LEAST_S, MOST_S = 1.0, 60.0
 
 
 class Timed(NamedTuple):
-    """Evict an object as if it had been used last at ``evict_as``, unless it was used after ``until``."""
+    """Evict an object as if it had been used last at ``evict_as``, unless it was used after ``until``. In seconds since
+    the epoch."""
 
     object_id: ObjectId
     evict_as: float
@@ -81,22 +81,26 @@ class Ranker:
         return True
 
 
-def times_of(ranking: Sequence[Ranked]) -> Iterator[Timed]:
+def times_of(ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Timed]:
     """The least worth of n gets the earliest of their n last uses, and so on. So they are, together, as old as before.
 
-    What nobody can use any more goes before all else. Called in the bookkeeper's thread: numpy sorts while others run.
+    What nobody can use any more gets 0. The ranking's clock and ``to_epoch_s`` are seconds since the epoch. Called in
+    the bookkeeper's thread: numpy sorts while others run.
+
+    The catalogue knows last uses by the second. So each time is in the second before, in the order of worth: else what
+    is newer than a ranking, and has no time from one, might go before what was used in the same second.
     """
     for item in ranking:
         if item.used_at is None:
-            yield from _timed(item, -math.inf)
+            yield from _timed(item, 0.0, to_epoch_s)
     usable = [item for item in ranking if item.used_at is not None]
     order = np.argsort(np.array([item.value for item in usable]), kind="stable")
-    times = np.sort(np.array([item.used_at for item in usable]))
+    seconds = np.floor(np.sort(np.array([item.used_at for item in usable])) + to_epoch_s)
+    times = seconds - 1 + np.arange(1, len(usable) + 1) / (len(usable) + 1)
     for place, evict_as in zip(order.tolist(), times.tolist(), strict=True):
-        yield from _timed(usable[place], evict_as)
+        yield from _timed(usable[place], max(0.0, evict_as), to_epoch_s)
 
 
-def _timed(item: Ranked, evict_as: float) -> Iterator[Timed]:
-    yield Timed(item.object_id, evict_as, item.until)
-    for other in item.others:
-        yield Timed(other, evict_as, item.until)
+def _timed(item: Ranked, evict_as: float, to_epoch_s: float) -> Iterator[Timed]:
+    for object_id in (item.object_id, *item.others):
+        yield Timed(object_id, evict_as, item.until + to_epoch_s)
