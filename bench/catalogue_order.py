@@ -3,11 +3,12 @@
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from bench.baselines import Moment
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.tiers.disk.ranking import Ranker, times_of
+from vllm_overlay.tiers.disk.bookkeeper import LATE_S
+from vllm_overlay.tiers.disk.ranking import Ranker, Timed, times_of
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 
@@ -22,6 +23,7 @@ class CatalogueOrder(EvictionPolicy[Entry]):
         self._moment = moment
         self._ranks = ranks
         self._ranker: Ranker | None = None
+        self._last_uses: dict[Entry, float] = {}
         self._places: dict[Entry, float] = {}
         self._scored: set[Entry] = set()
         self._offered: dict[Entry, float] = {}
@@ -32,19 +34,20 @@ class CatalogueOrder(EvictionPolicy[Entry]):
             self._ranker = Ranker(geometry, self._moment.capacity_bytes, clock=self._moment.clock)
 
     def stored(self, item: Entry) -> None:
-        self._places[item] = self._now()
+        self._last_uses[item] = self._places[item] = self._now()
         if self._ranker is not None:
             self._ranker.policy.stored(item)
             self._ranker.stored(item.num_bytes)
 
     def used(self, items: Sequence[Entry]) -> None:
         for item in items:
-            self._places[item] = self._now()
+            self._last_uses[item] = self._places[item] = self._now()
         if self._ranker is not None:
             self._ranker.policy.used(items)
 
     def removed(self, item: Entry) -> None:
         place = self._places.pop(item)
+        del self._last_uses[item]
         if item in self._scored:
             self._scored.remove(item)
             for parent in item.parents:
@@ -64,7 +67,7 @@ class CatalogueOrder(EvictionPolicy[Entry]):
             self._ranker.policy.discard(item)
 
     def pop(self) -> Entry | None:
-        self._rank()
+        self.rank_if_due()
         while self._heap:
             place, _, item = heapq.heappop(self._heap)
             if self._offered.get(item) == place:
@@ -91,11 +94,15 @@ class CatalogueOrder(EvictionPolicy[Entry]):
         if item in self._offered:
             self._push(item)
 
-    def _rank(self) -> None:
-        if self._ranker is None or (ranking := self._ranker.advance(math.inf)) is None:
-            return
+    def rank_if_due(self) -> None:
+        """Called before each eviction."""
+        if self._ranker is not None and (ranking := self._ranker.advance(math.inf)) is not None:
+            self.publish(times_of(ranking, to_epoch_s=0.0))
+
+    def publish(self, times: Iterable[Timed]) -> None:
+        """Scores by name, as the bookkeeper gives them to the catalogue."""
         entries = {item.object_id: item for item in self._places}
-        for timed in times_of(ranking, to_epoch_s=0.0):
+        for timed in times:
             item = entries[timed.object_id]
-            if self._places[item] <= timed.until or item in self._scored:
+            if self._last_uses[item] <= timed.until + LATE_S:
                 self._score(item, timed.evict_as)

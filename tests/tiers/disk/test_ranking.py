@@ -156,7 +156,7 @@ def test_after_a_restart_what_was_not_used_since_is_ranked_by_nobody(tmp_path: P
 
 
 def test_another_engine_of_the_namespace_outranks_what_it_used_later(tmp_path: Path, ranks_often, monkeypatch):
-    monkeypatch.setattr("vllm_overlay.tiers.disk.bookkeeper._LATE_S", -100.0)  # as if all was used later elsewhere
+    monkeypatch.setattr("vllm_overlay.tiers.disk.bookkeeper.LATE_S", -100.0)  # as if all was used later elsewhere
     with tier_pair(tmp_path / "root", geometry=GEOMETRY) as made:
         alone, _, _ = talk(made)
         made.settled()

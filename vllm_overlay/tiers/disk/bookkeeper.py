@@ -56,7 +56,7 @@ _MOST_USED = 1 << 16
 _SCORES_A_TURN = 4096
 _SCORES_HOLD_S = 300
 """A few rankings' time. Of a process that ranks no more, what is worth little goes early for no longer."""
-_LATE_S = 5.0
+LATE_S = 5.0
 """So much later than a use the catalogue may hear of it: this process's own use is no other's."""
 _log = RateLimitedLog(logging.getLogger(__name__))
 
@@ -387,4 +387,4 @@ def _namespaces_of(namespace: DiskNamespace) -> list[Namespace]:
 def _scores_of(namespace: DiskNamespace, ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Scored]:
     for item in times_of(ranking, to_epoch_s):
         name = Name(namespace.fingerprint_of(item.object_id.tag), item.object_id)
-        yield Scored(name, item.evict_as, item.until + _LATE_S)
+        yield Scored(name, item.evict_as, item.until + LATE_S)
