@@ -300,3 +300,13 @@ def test_chunks_whose_state_somebody_else_has_evicted_are_of_no_use() -> None:
     tier.shelf.drop(ObjectId("s", (2).to_bytes(8, "little")))
     useless = [names_of(item) for item in tier.policy.ranking() if item.used_at is None]
     assert useless == [[ObjectId("f0", (2).to_bytes(8, "little"))]]
+
+
+def test_of_a_dense_model_what_goes_while_a_ranking_is_under_way_is_not_named() -> None:
+    tier = Tier(DENSE, None, learned)
+    tier.serve(0, 1, 2, 3)
+    tier.serve(5, 1, 2, 4)
+    ranking = tier.policy.ranking()
+    next(ranking)
+    tier.shelf.drop(ObjectId("f0", (1).to_bytes(8, "little")))
+    assert list(ranking) == []

@@ -241,7 +241,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
             if candidate.place < 0:
                 continue
             for point in [candidate, *self._points_below(candidate, ranked)]:
-                if not self._is_only_found(point):
+                if self._is_own(point):
                     now = self._clock()
                     until = point.since if point is candidate else now
                     first, *others = self._first_of(point)
@@ -268,11 +268,11 @@ class LearnedEviction(EvictionPolicy[Entry]):
         return [item.object_id for item in found]
 
     @staticmethod
-    def _is_only_found(point: Point) -> bool:
-        """Whether nothing here has stored it or used it: another process has, or an earlier life. Or it is gone."""
+    def _is_own(point: Point) -> bool:
+        """Whether it is still there, and was stored or used here: not by another process or in an earlier life."""
         if point.entry is not None:
-            return not (point.hits or point.entry.ticket)
-        return not (point.hits or any(run.tail.ticket for run in point.runs))
+            return bool(point.hits or point.entry.ticket)
+        return any(point.hits or run.tail.ticket for run in point.runs)
 
     # What it is worth.
 
@@ -446,7 +446,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
     def _watch(self, point: Point, now: float) -> None:
         point.since = now
         point.version = -1
-        if not self._is_only_found(point):
+        if self._is_own(point):
             point.watch = self._model.begin(point.role, self._levels(point), now)
 
     @staticmethod
