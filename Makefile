@@ -67,7 +67,7 @@ test-faults: setup
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.multi_connector.churn .faults/tiny --requests 1000
 	$(BIN)/python -m tests.multi_connector.report_fuzz --seeds 300
 
-# Every model of the README's table in real engines, and the table anew: about twenty minutes.
+# Every model of docs/models.md in real engines, and its table anew: about twenty minutes.
 test-matrix: setup
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python -m tests.matrix
 

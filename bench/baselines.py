@@ -47,7 +47,7 @@ class _Ordered(EvictionPolicy[Entry]):
         """Of an entry that is offered now."""
 
     def current_rank(self, item: Entry, rank: float) -> float:
-        """Of an entry that surfaced with ``rank``; when it is another one the entry goes back."""
+        """The present rank of an entry that surfaced with ``rank``. If the two differ, the entry goes back."""
         return rank
 
     def add(self, item: Entry, last_use: int, end_tokens: int) -> None:
@@ -268,7 +268,7 @@ class Arc(_TwoQueues):
 
 
 class S3Fifo(_TwoQueues):
-    """S3-FIFO by name and in bytes: a tenth for what is new; what was used there, or comes back, stays longer."""
+    """S3-FIFO, in bytes. New objects get a tenth. What was used there, or comes back, stays longer."""
 
     SMALL_SHARE, MOST_USES = 0.1, 3
 

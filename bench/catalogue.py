@@ -60,7 +60,7 @@ class Report:
 
 
 def prompts(part: int) -> Iterator[StoredObject]:
-    """Chains of ``_PROMPT`` chunks, parents first, for ever; no two parts have a name in common."""
+    """Endless chains of ``_PROMPT`` chunks, parents first. No two parts have a name in common."""
     parents: tuple[ObjectId, ...] = ()
     number = 0
     while True:
@@ -143,7 +143,7 @@ class Outcome:
 
 
 def compete(root: str, num_processes: int, rows_per_s: float, seconds: float, kill: bool) -> Outcome:
-    """Run the processes; when half the time is over kill the first one, if there is another."""
+    """Runs the processes. After half the time it kills the first one, if there is another."""
     watcher = fill(root, int(_CAPACITY * _FILLED) // _OBJECT_BYTES)
     rate = rows_per_s / num_processes
     children = [start(root, part, Pace(rate, seconds, part / num_processes)) for part in range(num_processes)]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One side of ``bench/conversations.py``: a real engine that chats, or judges; the side comes as JSON on its input.
+"""One side of ``bench/conversations.py``: a real engine that chats, or judges.
 
-It prints one JSON line for each run. Answers are the engine's own, and become part of the next turn's prompt.
+The side comes as JSON on its input. It prints one JSON line for each run. Answers are the engine's own, and become part
+of the next turn's prompt.
 """
 
 import json

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a restore that takes objects from several tiers pays: ``python -m bench.composition TRACE``.
 
-Replays a request trace through two children of one MultiConnector, a CPU and a disk tier, with the planner, the index,
-the order of eviction and the admission that serve. One replay restores each request from the child with the most
-tokens, as today. Another composes: each object from the first child that has it. No model, no bytes, no device cache.
+Replays a request trace through two children of one MultiConnector, a CPU and a disk tier. The planner, the index, the
+order of eviction and the admission are those that serve. One replay restores each request from the child with the most
+tokens, as today. Another one composes: it takes each object from the first child that has it. There is no model, no
+bytes and no device cache.
 
 The trace is one of Mooncake's FAST'25 release, say conversation_trace.jsonl (repository kvcache-ai/Mooncake, folder
 FAST25-release/traces). W is the size of all its distinct attention; the CPU tier gets a part of W, the disk tier four
@@ -36,8 +37,9 @@ THRESHOLD = 0.02
 class Times(msgspec.Struct, frozen=True):
     """Milliseconds, means over requests, each from the tiers as the replay without composition leaves them.
 
-    To the first token: the load and then the prefill of the rest. ``by_tokens``: the child with the most tokens loads;
-    ``by_time``: the one that is done first, or none. Of loads: of those requests that restore something.
+    The time to the first token is the load and then the prefill of the rest. With ``by_tokens`` the child with the most
+    tokens loads. With ``by_time`` the child that is done first loads, or none. Times of loads are of those requests
+    that restore something.
     """
 
     disk_gb_per_s: int
@@ -73,7 +75,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def gain(new: float, old: float) -> float:
-    """0.02 for 2 % more; 0 for nothing from nothing."""
+    """How much more, as a share: 0.02 for 2 %. Nothing from nothing gives 0."""
     return new / old - 1 if old else float(new > 0)
 
 
@@ -162,7 +164,7 @@ def measure_all(
 
 
 def chosen(names: Sequence[str]) -> list[Setting]:
-    """The settings that have one of ``names`` in theirs, and those they are compared to; all without names."""
+    """The settings with one of ``names`` in their names, and those they are compared to. Without names, all."""
     wanted = {s.name for s in SETTINGS if not names or any(name in s.name for name in names)}
     wanted |= {s.compared_to for s in SETTINGS if s.name in wanted}
     return [setting for setting in SETTINGS if setting.name in wanted]

@@ -14,11 +14,12 @@ MB = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row. ``compared_to`` names the row with the tiers as they ship; empty: itself.
+    """One row. ``compared_to`` names the row with the tiers as they ship. If it is empty, that is the row itself.
 
-    ``keeps``: *chains* as the production index, an object only with all that it builds on; *objects* each for itself;
-    *objects, refreshed*: and a pass of a stored object counts as a use. ``disk_gets``: all stores, what the CPU evicts,
-    or that and nothing that the CPU has. Restarts empty a tier, at equal distances in the trace.
+    ``keeps`` says what a tier holds. With *chains* it holds an object only with all that it builds on, as the
+    production index does. With *objects* it holds each object for itself. With *objects, refreshed*, a pass of a stored
+    object also counts as a use. ``disk_gets``: all stores, what the CPU evicts, or that and nothing that the CPU has.
+    Restarts empty a tier, at equal distances in the trace.
     """
 
     name: str

@@ -118,7 +118,7 @@ def judge_all(model: Path, states: str, sides: Sequence[Sequence[Turn]]) -> list
 
 
 def summary(name: str, judged: Sequence[Judged], num_turns: int) -> Sequence[object]:
-    """One row; a snapshot is known by its chat and boundary."""
+    """One row of the table. A snapshot is known by its chat and boundary."""
     turns = [one.turn for one in judged]
     stored = sum(len(turn.stored) for turn in turns)
     loaded = {(number // num_turns, boundary) for number, turn in enumerate(turns) for boundary in turn.loaded}

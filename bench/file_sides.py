@@ -60,7 +60,7 @@ class Ours:
         return PlannedObject(ObjectId("f0", key), (), 0, 64, self._object_bytes, 0)
 
     def prepare(self, keys: Sequence[bytes]) -> None:
-        """Tickets; they need room, which the scheduler has ahead of its stores."""
+        """Tickets for stores. They need room, which the scheduler has ahead of its stores."""
         self._tickets = []
         for key in keys:
             while (ticket := self.tier.reserve(self.planned(key))) is None:

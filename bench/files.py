@@ -31,10 +31,10 @@ _PAUSE_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tier's code with objects of one size; shares are of raw O_DIRECT in the same rounds.
+    """One tier's code with objects of one size. Shares are of raw O_DIRECT in the same rounds.
 
-    ``process`` are CPU microseconds an object of the whole process, ``cpu`` those of the thread that writes or reads
-    it with warm caches, where they were measured.
+    ``process`` and ``cpu`` are microseconds of the processor for an object. ``process`` is of the whole process.
+    ``cpu`` is of the thread that writes or reads the object with warm caches, where that was measured.
     """
 
     mib: float

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of published models for replays, cut at the blocks of a trace.
 
-Each number follows from the model's published ``config.json``: attention of a token is keys and values of all layers of
-a kind in bfloat16, a state the recurrent state in float32 and the last tokens of the convolution in bfloat16.
+Each number follows from the model's published ``config.json``. A token's attention is the keys and values of all layers
+of a kind in bfloat16. A state is the recurrent state in float32, and the last tokens of the convolution in bfloat16.
 """
 
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ class Row:
     gb_per_s: float
     share: float
     host_us: float
-    """Of the calling thread, until the submission has returned; 0 where it was not measured."""
+    """Microseconds of the calling thread, until the submission has returned. 0 if not measured."""
 
 
 class Case:

@@ -3,9 +3,9 @@
 
     python -m bench.gpu_transfer [--quick] [--json FILE]
 
-Needs torch and Triton, not vLLM. Beside the copy engine stand one large pinned copy (the reference), copies of whole
-pages by the driver, as vLLM's own offloading makes them, and plain torch indexing. It was never run on a GPU: its test
-takes all of it through a fake device, whose figures mean nothing.
+Needs torch and Triton, not vLLM. The copy engine is compared with one large pinned copy (the reference), with plain
+torch indexing, and with copies of whole pages by the driver, as vLLM's own offloading makes them. This was never run on
+a GPU. Its test takes all of it through a fake device, whose figures mean nothing.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Scale:
     """How much is measured."""
 
     models: tuple[tuple[Model, int], ...]
-    """With the number of blocks of the KV cache; half of them are stored, or loaded."""
+    """Each model with the number of blocks of its KV cache. Half of them are stored, or loaded."""
     rounds: int
     product_size: int
     products: int
@@ -62,7 +62,7 @@ def workloads(model: Model, num_blocks: int) -> Iterator[Workload]:
 
 
 def cases(rig: Rig, scale: Scale) -> Iterator[Case]:
-    """One after the other; each is closed before the next one."""
+    """The cases, one after the other. Each is closed before the next one."""
     for model, num_blocks in scale.models:
         for layout in LAYOUTS:
             for workload in workloads(model, num_blocks):
@@ -116,7 +116,7 @@ class _Pace:
 
 
 def measure(rig: Rig, scale: Scale, report: Callable[[str], None]) -> dict[str, list[dict[str, object]]] | None:
-    """All figures, told as they come; None as soon as a byte is wrong."""
+    """All figures. ``report`` hears of each as it comes. None as soon as a byte is wrong."""
     rows: list[Row] = []
     found: list[Slowdown] = []
     for case in cases(rig, scale):

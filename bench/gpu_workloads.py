@@ -37,7 +37,7 @@ class Model:
 
     @property
     def page_bytes(self) -> int:
-        """Of one layer; a state's page is as large, with padding behind the state."""
+        """Bytes of a page of one layer. A state's page is as large, with padding behind the state."""
         return self.block_tokens * self.heads * self.cell_bytes
 
 
@@ -75,7 +75,7 @@ class Workload:
 
 
 def chunks(model: Model, chunk_tokens: int, num_blocks: int, seed: int = 0) -> Workload:
-    """All chunks of half of the blocks, block by block, the blocks in any order; what a block has left is left out."""
+    """All chunks of half of the blocks, block by block. Blocks come in any order. What a block has left is left out."""
 
     def placed(blocks: list[int]) -> tuple[Placement, ...]:
         starts = range(0, model.block_tokens, chunk_tokens)

@@ -46,7 +46,7 @@ class Part:
 
     @property
     def first_token_p50(self) -> float:
-        """Seconds; some request was answered."""
+        """Seconds until the first token, of the requests that were answered. There must be one."""
         return percentile([one.first_token_s for one in self.served], 0.5)
 
 

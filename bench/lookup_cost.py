@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the MultiConnector adds to a lookup: ``python -m bench.lookup_cost``. Children answer at once; no engine."""
+"""What the MultiConnector adds to a lookup: ``python -m bench.lookup_cost``.
+
+The children answer at once, and there is no engine.
+"""
 
 import statistics
 import time

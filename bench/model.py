@@ -13,7 +13,7 @@ from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.page_map import known_page_maps
 
 BLOCK_TOKENS = 1056
-"""What vLLM finds for it with float32 states; the figures do not depend on the machine's own choice."""
+"""N as vLLM finds it with float32 states. So the figures do not depend on the machine's own choice."""
 MATCH_UNIT = 48
 NUM_HEADS, HEAD_SIZE = 2, 256
 LAYERS_A_GROUP, STATE_GROUPS = 10, 3
@@ -23,7 +23,7 @@ TOKEN_BYTES = LAYERS_A_GROUP * NUM_HEADS * 2 * HEAD_SIZE * 2
 
 
 def geometry(target_bytes: int | None = None) -> Geometry:
-    """How a tier cuts the model's prompts; ``target_bytes`` as the disk tier's ``auto`` gives it."""
+    """How a tier cuts the model's prompts. ``target_bytes`` is what the disk tier's ``auto`` gives."""
     attention = Group(0, GroupKind.FULL, BLOCK_TOKENS, TOKEN_BYTES, BLOCK_TOKENS * TOKEN_BYTES, sliceable=True)
     state_bytes = LAYERS_A_GROUP * STATE_BYTES
     states = [

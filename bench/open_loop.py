@@ -20,7 +20,7 @@ NUM_BLOCKS = 40_000
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is compared; lengths in tokens."""
+    """What is compared. Lengths are in tokens."""
 
     budget: int
     load: float
@@ -41,7 +41,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request; ``time`` in steps of the full cost."""
+    """A request. ``time`` is in steps of the full cost."""
 
     time: float
     prompt: int

@@ -19,7 +19,7 @@ class PacedTierSettings(CpuTierSettings, kw_only=True, forbid_unknown_fields=Tru
 
 
 class PacedTierWorker(CpuTierWorker):
-    """Loads end when they are due; stores at once."""
+    """Loads end when they are due, and stores end at once."""
 
     def __init__(self, num_units: int, unit_bytes: int, settings: PacedTierSettings) -> None:
         super().__init__(num_units, unit_bytes)

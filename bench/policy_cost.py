@@ -22,14 +22,17 @@ from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.base import EvictionPolicy
+from vllm_overlay.tiers.policies.guarded import GuardedPolicy
 from vllm_overlay.tiers.policies.learned import LearnedEviction
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 UNIT = 64
+STEP_OBJECTS = 2048 // UNIT
+"""Chunks of a prefill step of 2,048 tokens."""
 RESIDENT_BYTES = Path("/proc/self/statm")
 POLICIES: dict[str, Callable[[Clock], EvictionPolicy[Entry]]] = {
     "lru": lambda _: LeastRecentlyUsed[Entry](),
-    "learned": LearnedEviction,
+    "learned": lambda clock: GuardedPolicy(LearnedEviction(clock)),
 }
 
 
@@ -78,12 +81,15 @@ class Subject:
     hits: list[float] = field(default_factory=list)
 
     def store(self, prompt: Prompt) -> None:
-        """As the CPU tier does for each object of a step: make room, reserve, commit."""
-        for item in prompt.objects:
-            self.index.evict(item.num_bytes, keep=item.parents)
-            ticket = next(self.tickets)
-            self.index.reserve(item, ticket)
-            self.index.commit(ticket)
+        """As the CPU tier does in each prefill step: makes room for each object and reserves it, then commits all."""
+        for start in range(0, len(prompt.objects), STEP_OBJECTS):
+            tickets = []
+            for item in prompt.objects[start : start + STEP_OBJECTS]:
+                self.index.evict(item.num_bytes, keep=item.parents)
+                tickets.append(next(self.tickets))
+                self.index.reserve(item, tickets[-1])
+            for ticket in tickets:
+                self.index.commit(ticket)
 
     def hit(self, prompt: Prompt) -> None:
         lookup = self.planner.lookup(prompt.keys, prompt.num_tokens, 0, self.index)

@@ -36,7 +36,7 @@ CHEAP_STEP = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of one side at one point; times in steps."""
+    """The result of one side at one point. Times are in steps."""
 
     mean: float
     p50: float

@@ -15,8 +15,8 @@ _PAGE_BYTES = 4096
 class RawFiles:
     """Files of equal size, as many as there are threads that write them, read by as many as read.
 
-    ``memory`` is where the bytes come from and go to. The tier's own, for how fast a disk is depends on it: pages that
-    do not follow each other in physical memory make for more and smaller requests, on some machines a third as fast.
+    ``memory`` is where the bytes come from and go to. It is the tier's own, because a disk's speed depends on it. Pages
+    that do not follow each other in physical memory make more and smaller requests, a third as fast on some machines.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ def start(settings: DiskTierSettings, num_objects: int) -> Start:
 
 
 def row_of(what: str, starts: list[Start]) -> tuple[str, ...]:
-    """Medians over the starts; the longest step is the longest of all."""
+    """Medians over the starts. The longest step is the longest of all starts."""
     steps = [each for one in starts for each in one.steps]
     return (
         what,

@@ -160,9 +160,10 @@ class RememberingPlanner(HybridOffloadPlanner):
 class Replay:
     """Serves requests one after the other, without a device cache. ``tiers``: the CPU, then the disk.
 
-    ``composes``: a load takes its objects from both; else from the child with the most tokens. What a load takes counts
-    as used in the child that it is taken from. Every child stores all that passes. ``offers_restored``: vLLM offers the
-    restored state too, so that the sibling can store it; it does not, unless the prompt ends there.
+    With ``composes`` a load takes its objects from both tiers, else from the child with the most tokens. What a load
+    takes counts as used in the child that it is taken from. Every child stores all that passes. With
+    ``offers_restored`` vLLM offers the restored state too, so that the sibling can store it. In truth vLLM does so only
+    if the prompt ends there.
     """
 
     def __init__(

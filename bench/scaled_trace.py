@@ -73,7 +73,7 @@ class Scale:
         return self.prompt_length(request) + self.output_length(request)
 
     def requests(self, trace: Sequence[TraceRequest], seconds: float, seed: int) -> list[ScaledRequest]:
-        """What to send, over so many ``seconds``. Equal blocks are equal tokens; the rest of a prompt is its own."""
+        """What to send within ``seconds``. Equal blocks become equal tokens. The rest of a prompt is its own."""
         first, last = (trace[place].arrival_s for place in (0, -1))
         pace = seconds / (last - first) if last > first else 0.0
         return [
@@ -123,7 +123,7 @@ def reuse(requests: Iterable[ScaledRequest], match_unit: int) -> Reuse:
     seen: set[int] = set()
     total = shared = snapshots = 0
     for request in requests:
-        units = _unit_names(request.prompt, match_unit)
+        units = unit_names(request.prompt, match_unit)
         most = (len(request.prompt) - 1) // match_unit
         known = next((place for place, name in enumerate(units) if name not in seen), len(units))
         total += len(request.prompt)
@@ -133,7 +133,7 @@ def reuse(requests: Iterable[ScaledRequest], match_unit: int) -> Reuse:
     return Reuse(total, shared, len(seen) * match_unit, snapshots)
 
 
-def _unit_names(prompt: Sequence[int], match_unit: int) -> list[int]:
+def unit_names(prompt: Sequence[int], match_unit: int) -> list[int]:
     """A name for each whole match unit that says all that comes before it, too."""
     names, name = [], 0
     for end in range(match_unit, len(prompt) + 1, match_unit):

@@ -129,7 +129,7 @@ class Scheduler:
 
 
 def row_of(what: str, steps: Sequence[Step]) -> tuple[str, ...]:
-    """One line of the table; in milliseconds."""
+    """One line of the table, in milliseconds."""
     seconds = [step.seconds for step in steps]
     longest = max(steps, key=lambda step: step.seconds)
     most_cpu = max(step.cpu_seconds for step in steps)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a ``load_weight`` costs in time to first token, on simulated services: ``python -m bench.selection``.
 
-The production rule decides for each request whether a CPU tier, a disk tier or nobody loads, and hears what its loads
-and steps took once they have ended. Each cell is its mean and 95th percentile time to first token over that of an
-oracle, which knows what every load will take. "informed" knows what loads take on average at that time, and not the
-dice: nobody can do better by measuring. The CPU tier's weight is 1.0 beside a number and "auto" beside "auto".
+The production rule decides for each request whether a CPU tier, a disk tier or nobody loads. It hears what loads and
+steps took once they have ended. Each cell is its mean and 95th percentile time to first token, over that of an oracle.
+The oracle knows what every load will take. "informed" knows what loads take on average at that time, and not the dice,
+so nobody can do better by measuring. The CPU tier's weight is 1.0 beside a number and "auto" beside "auto".
 """
 
 import argparse

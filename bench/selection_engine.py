@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How well ``load_weight`` chooses in a real engine: ``python -m bench.selection_engine``.
 
-A tiny hybrid model behind the MultiConnector with two tiers: the CPU tier, which has the beginning of each prompt, and
-one that has more of it and takes its time. Its pace is set by what computing takes on this machine, so that the slow
-tier is right for some prompts and wrong for others. In each round every prompt is served four times: as the rule
-chooses, and forced: nobody loads, one tier loads, the other loads. The rule learns from its own requests alone. A
-choice costs the median time of the same prompt served in that way by force; the oracle makes the cheapest choices.
+A tiny hybrid model serves behind the MultiConnector with two tiers. The CPU tier has the beginning of each prompt. The
+other tier has more of it and takes its time. Its pace is set by what computing takes on this machine, so that the slow
+tier is right for some prompts and wrong for others.
+
+In each round every prompt is served four times: as the rule chooses, and forced in three ways. Nobody loads, one tier
+loads, or the other loads. The rule learns from its own requests alone. A choice costs the median time of the same
+prompt served in that way by force. The oracle makes the cheapest choices.
 """
 
 import argparse
@@ -32,7 +34,7 @@ TAIL = 100
 """New tokens at a prompt's end, others each time."""
 CPU, PACED = 0, 1
 FORCED = (None, CPU, PACED)
-"""Who loads by force; None: nobody."""
+"""The child that is forced to load, or None for nobody."""
 WEIGHTS: tuple[tuple[float | str, float | str], ...] = (("auto", "auto"), (1.0, 0.5), (1.0, 0.8), (1.0, 1.0))
 """Of the CPU tier and of the paced tier."""
 

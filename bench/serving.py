@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.http_load import Part, play
 from bench.measure import percentile, table
 from bench.scaled_trace import Reuse, Scale, ScaledRequest, parts, reuse, sample
+from bench.serving_forecast import forecast
 from bench.serving_sides import (
     BLOCK_TOKENS,
     CONTEXT_TOKENS,
@@ -64,6 +65,7 @@ what the columns say
   restored        tokens of prompts from tiers, and "device hits" those from vLLM's own cache
   of sharable     both, over what a cache without a limit could restore that can go on anywhere; concurrent requests
                   that share something may each compute it, so 100% is out of reach
+  foretold        "of sharable" by the replay of bench/hit_rate.py: one request at a time, always loaded, one tier
   first token     seconds since the request was due, so the wait for a busy server counts
   of parts        p50' of each part alone, from least to most: where that is wide the machine's noise decides
   tokens/s        prompts and answers, while requests were under way
@@ -133,7 +135,7 @@ class Bench:
 
     @contextlib.contextmanager
     def step(self, description: str, total: int | None = None) -> Iterator[Any]:
-        """A line of the progress bar; yields what to call after each of ``total``."""
+        """Shows a progress bar. Yields what to call after each of ``total``."""
         task = self._progress.add_task(description, total=total or 1)
         yield lambda: self._progress.advance(task)
         if total is None:
@@ -196,7 +198,7 @@ def make_plan(trace: Sequence[TraceRequest], scale: Scale, rate: float, argument
 
 
 def serve(bench: Bench, plan: Plan, servers: Sequence[Running]) -> list[Outcome]:
-    """All parts of the trace through all sides in turns; another side begins each round.
+    """Sends all parts of the trace through all sides in turns. Another side begins each round.
 
     Raises ServerError if every request of a part fails.
     """
@@ -223,13 +225,24 @@ def serve(bench: Bench, plan: Plan, servers: Sequence[Running]) -> list[Outcome]
 
 
 COLUMNS = (
-    *("side", "restored", "device hits", "of sharable", "first token p50", "p95", "p50'", "of parts", "p95'"),
+    *(
+        "side",
+        "restored",
+        "device hits",
+        "of sharable",
+        "foretold",
+        "first token p50",
+        "p95",
+        "p50'",
+        "of parts",
+        "p95'",
+    ),
     *("tokens/s", "tokens/s'", "CPU s", "CPU s'", "failed"),
 )
 
 
-def rows(outcomes: Sequence[Outcome], plan: Plan) -> Iterator[Sequence[object]]:
-    """One for each side; the first one is what the others are compared with."""
+def rows(outcomes: Sequence[Outcome], plan: Plan, sizes: Sizes) -> Iterator[Sequence[object]]:
+    """One row for each side. The others are compared with the first."""
     first = outcomes[0]
     base = [percentile(first.first_tokens, share) for share in (0.5, 0.95)]
     for one in outcomes:
@@ -239,6 +252,9 @@ def rows(outcomes: Sequence[Outcome], plan: Plan) -> Iterator[Sequence[object]]:
             f"{one.external:,}",
             f"{one.cached_tokens - one.external:,}",
             f"{one.cached_tokens / max(1, plan.reuse.shared):.0%}",
+            ""
+            if (tokens := forecast(plan.requests, one.side, sizes)) is None
+            else f"{tokens / max(1, plan.reuse.shared):.0%}",
             *(f"{time * 1000:.0f} ms" for time in times),
             f"{times[0] / base[0]:.2f}",
             "{:.2f} to {:.2f}".format(*spread(one, first)),
@@ -284,6 +300,7 @@ def as_json(outcomes: Sequence[Outcome], plan: Plan, sizes: Sizes) -> dict[str, 
                 "restored_tokens": one.external,
                 "restored_by_connector": one.by_connector,
                 "cached_tokens": one.cached_tokens,
+                "foretold_tokens": forecast(plan.requests, one.side, sizes),
                 "prompt_tokens": one.prompt_tokens,
                 "tokens_per_s": one.tokens_per_s,
                 "cpu_s": one.cpu_s,
@@ -308,7 +325,7 @@ def run_trace(bench: Bench, arguments: argparse.Namespace) -> tuple[str, dict[st
     sizes = Sizes(arguments.device_blocks, *shares)
     servers = [first, *(bench.start(side, sizes) for side in sides[1:])]
     outcomes = serve(bench, plan, servers)
-    text = described(plan, sizes) + "\n\n" + table(COLUMNS, rows(outcomes, plan))
+    text = described(plan, sizes) + "\n\n" + table(COLUMNS, rows(outcomes, plan, sizes))
     errors = [f"{one.side.name}: {error}" for one in outcomes for error in one.errors]
     return "\n".join([text, *errors[:5]]), as_json(outcomes, plan, sizes), len(errors)
 
@@ -473,7 +490,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Everything; returns the number of failed requests."""
+    """Runs everything. Returns the number of failed requests."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with (
         tempfile.TemporaryDirectory(dir=arguments.directory) as directory,

@@ -213,7 +213,7 @@ def bench_disk(directory: Path, total_bytes: int, rounds: int) -> tuple[list[Row
 
 
 def _staging_of(worker: DiskTierWorker, num_bytes: int) -> memoryview:
-    """All of the worker's staging memory, free as long as nothing is stored or loaded; warm after this."""
+    """All of the worker's staging memory. It is free while nothing is stored or loaded. This warms it."""
     ticket = StoreTicket(0, PlannedObject(ObjectId("f0", b"staging"), (), 0, 0, num_bytes))
     buffer = worker.begin_store(ticket)
     assert buffer is not None
@@ -276,7 +276,7 @@ def _snapshots(planner: HybridOffloadPlanner, keys: list[bytes], count: int) -> 
 
 
 def _reserve(tier: TierManager, objects: Sequence[PlannedObject]) -> list[StoreTicket]:
-    """Tickets for all; waits until the tier has room. The CPU tier's may be used again and again."""
+    """Tickets for all objects. Waits until the tier has room. The CPU tier's may be used again and again."""
     tickets = []
     for planned in objects:
         while (ticket := tier.reserve(planned)) is None:

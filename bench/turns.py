@@ -35,8 +35,11 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of a side. ``stores_decoded``: of its CPU tier; None: no connector. ``keeps_states``: vLLM keeps one at the end
-    of each block, in answers too, as ``--prefix-cache-retention-interval`` lets it."""
+    """What makes a side.
+
+    ``stores_decoded`` is the setting of its CPU tier, or None without a connector. With ``keeps_states`` vLLM keeps a
+    state at the end of each block, in answers too, as ``--prefix-cache-retention-interval`` lets it.
+    """
 
     name: str
     stores_decoded: bool | None

@@ -12,7 +12,7 @@ class Watched(Weighted):
     """The rule ``weighted``, which can be overruled, and then learns nothing."""
 
     forced: ClassVar[int | None] = None
-    """The child that loads by force; None: nobody."""
+    """The child that is forced to load, or None for nobody."""
     is_forced: ClassVar[bool] = False
     choices: ClassVar[list[int | None]] = []
     """The loaders of all requests that were not forced."""

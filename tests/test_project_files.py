@@ -4,35 +4,17 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from vllm.config import KVTransferConfig
 
 from tests.python_path import REPOSITORY
-from vllm_overlay.multi_connector.children import child_specs
-from vllm_overlay.plugin import register
-from vllm_overlay.tiers.factory import tier_spec
+from tests.transfer_config import accepted_tiers
 
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.json"))
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted((REPOSITORY / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-PAGES = [REPOSITORY / name for name in ("CONTRIBUTING.md", "SECURITY.md", "examples/README.md")]
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
-
-
-def accepted_tiers(config: dict[str, Any]) -> list[str]:
-    """The tiers of a ``--kv-transfer-config``, after vLLM and our connectors have taken it as at a start."""
-    register()
-    taken = KVTransferConfig(**config)
-    extra = taken.kv_connector_extra_config
-    if taken.kv_connector != "MultiConnector":
-        return [tier_spec(extra).settings.tier]
-    assert taken.kv_connector_module_path == "vllm_overlay.multi_connector"
-    specs = child_specs(extra, kv_role=taken.kv_role, engine_id=None)
-    ours = [spec.kv_transfer_config.kv_connector_extra_config for spec in specs if "Hybrid" in spec.cls.__name__]
-    return [tier_spec(settings).settings.tier for settings in ours]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -98,16 +80,6 @@ def test_pre_commit_runs_what_make_lint_runs() -> None:
     lint = (REPOSITORY / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
     assert all(entry in lint.replace("--check ", "") for entry in entries)
     assert len(entries) == lint.count("$(BIN)/")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_names_files_and_targets_that_are_there(page: Path) -> None:
-    text = page.read_text()
-    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text)]
-    assert [link for link in links if link and not (page.parent / link).exists()] == []
-    paths = re.findall(r"`((?:tests|docs|tools|patches|examples|docker)/[\w./-]+)`", text)
-    assert [path for path in paths if not (REPOSITORY / path).exists()] == []
-    assert set(re.findall(r"\bmake ([a-z][a-z0-9-]*)", text)) <= TARGETS
 
 
 def test_every_example_is_in_its_page() -> None:

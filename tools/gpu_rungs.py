@@ -52,7 +52,7 @@ class Engine:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         from vllm import LLM
 
-        arguments.setdefault("async_scheduling", False)  # our connector refuses it: docs/gpu.md
+        arguments.setdefault("async_scheduling", False)  # one cause less; the rung "asynchronous" asks for it
         if device == "cpu":
             for name in ("attention_backend", "gdn_prefill_backend"):
                 arguments.pop(name, None)

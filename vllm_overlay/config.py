@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting, its default, unit and check. The README's tables are tested against this file."""
+"""Every setting, its default, unit and check. The tables of docs/configuration.md are made from this file."""
 
 import math
 import re
@@ -28,7 +28,8 @@ def parse_bytes(value: object, setting: str) -> int:
 
 
 MaxLoadAttempts = Annotated[
-    int, Meta(description="failed loads of one request after which this connector is not used for it again", ge=1)
+    int,
+    Meta(description="After so many failed loads of one request, the connector is not used for that request.", ge=1),
 ]
 """Like ``load_weight`` a key of every connector below a MultiConnector; our tiers heed it when they are alone too."""
 
@@ -39,54 +40,65 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tier: Annotated[
         str,
         Meta(
-            description='which tier this connector serves: `"cpu"`, `"disk"`, or anybody\'s as `"module:Class"`',
+            description='The tier that this connector serves: `"cpu"`, `"disk"`, or your own as `"module:Class"`.',
             examples=["cpu"],
         ),
     ]
     name: Annotated[
         str,
         Meta(
-            description="label `connector` of its metrics, and its key in the control file; default: `tier`",
+            description="The label `connector` of its metrics, and its key in the control file. Default: `tier`.",
             examples=["cpu"],
         ),
     ] = ""
     load_weight: Annotated[
         float | Literal["auto"],
-        Meta(description="weight of this child in a MultiConnector: `matched_tokens x load_weight`; `auto`: measured"),
+        Meta(
+            description="Weight of what it offers below a MultiConnector: `matched_tokens x load_weight`. "
+            "`auto`: measured."
+        ),
     ] = "auto"
     hybrid_chunk_size: Annotated[
         Annotated[int, Meta(gt=0)] | Literal["auto"],
-        Meta(description='tokens in a chunk of attention KV, or `"auto"`'),
+        Meta(description="Tokens in a chunk of attention KV. `auto`: by the model's blocks."),
     ] = "auto"
     store_decoded_tokens: Annotated[
         bool | Literal["auto"],
         Meta(
-            description="whether a request's own answer is stored as decode steps wrote it; "
-            "`auto`: only for models without recurrent states"
+            description="Whether a request's own answer is stored as decode steps wrote it. "
+            "`auto`: only for models without recurrent states."
+        ),
+    ] = "auto"
+    speculative_snapshot_tokens: Annotated[
+        Annotated[int, Meta(ge=0)] | Literal["auto"],
+        Meta(
+            description="A prefill step that ends at least so many tokens after the prompt's last snapshot leaves a "
+            "snapshot too. 0: never. `auto`: 8192 with the learned policy in a tier with room for 512 states, else 0."
         ),
     ] = "auto"
     load_failure_policy: Annotated[
         Literal["recompute", "fail"],
-        Meta(description="what a failed load does to its request (vLLM's own default is `fail`)"),
+        Meta(
+            description="What a failed load does to its request: compute it, or end it with an error "
+            "(vLLM's own default is `fail`)."
+        ),
     ] = "recompute"
     max_load_attempts: MaxLoadAttempts = 3
     load_timeout_s: Annotated[
-        float, Meta(description="seconds after which a load is given up and its request computed", gt=0)
+        float, Meta(description="Seconds that a load may take. After that its request is computed.", gt=0)
     ] = 30.0
     report_timeout_s: Annotated[
         float,
-        Meta(
-            description="seconds after which a store or load that no worker reported is not waited for any more", gt=0
-        ),
+        Meta(description="Seconds that the scheduler waits for the workers' report of a store or a load.", gt=0),
     ] = 120.0
     shutdown_timeout_s: Annotated[
-        float, Meta(description="seconds that pending copies and stores are given at shutdown", ge=0)
+        float, Meta(description="Seconds that pending copies and stores have at shutdown.", ge=0)
     ] = 4.0
     device_buffer_bytes: Annotated[
         int | str,
         Meta(
-            description="memory of a GPU, in each rank, for stores on their way to the host; stores that find no room "
-            "are dropped (`transfer_full`). No effect on a CPU"
+            description="GPU memory of each rank for stores on their way to the host. Stores that find no room "
+            "there are dropped (`transfer_full`). No effect on a CPU."
         ),
     ] = "512 MiB"
     eviction_policy: Annotated[

@@ -80,7 +80,7 @@ MULTI_CONNECTOR = (
     CounterName(
         "invalid_answers",
         "vllm:kv_connector_invalid_answers",
-        "Lookups answered with something impossible (negative, not a number, more than the prompt); taken as 0.",
+        "Lookups answered with something impossible (negative, not a number, more than the prompt). They count as 0.",
     ),
     CounterName(
         "ignored_reports",
@@ -90,7 +90,7 @@ MULTI_CONNECTOR = (
     CounterName(
         "isolations",
         "vllm:kv_connector_isolations",
-        "Times it left service; isolations less returns is 1 while it is out, else 0.",
+        "Times it left service. Isolations minus returns is 1 while it is out, else 0.",
     ),
     CounterName("returns", "vllm:kv_connector_returns", "Times it came back into service as a new instance."),
     CounterName("hangs", "vllm:kv_connector_hangs", "Hooks of it that took longer than hang_after_s."),

@@ -70,8 +70,8 @@ def test_a_row_compares_a_side_with_the_first_one():
     first = Outcome(NONE, [part(1.0, 2.0, seconds=4.0), part(3.0, seconds=4.0)], cpu_s=10.0)
     other = Outcome(OFFLOADING_FS, [part(0.5, 1.0, seconds=3.0), part(1.5, seconds=3.0)], cpu_s=12.0, external=120)
     plan = Plan((), 2, Reuse(300, 200, 0, 0), 1.0)
-    _, row = rows([first, other], plan)
+    _, row = rows([first, other], plan, SIZES)
     assert row == (
         OFFLOADING_FS.name,
-        *("120", "60", "90%", "1000 ms", "1500 ms", "0.50", "0.50 to 0.50", "0.50", "60", "1.33", "12", "1.20", 0),
+        *("120", "60", "90%", "", "1000 ms", "1500 ms", "0.50", "0.50 to 0.50", "0.50", "60", "1.33", "12", "1.20", 0),
     )

@@ -33,6 +33,7 @@ class Harness:
         geometry: Geometry = GEOMETRY,
         num_concurrent_steps: int = 1,
         store_decoded_tokens: bool | Literal["auto"] = "auto",
+        speculative_snapshot_tokens: int = 0,
     ) -> None:
         self.stats = OffloadStats.make("test")
         self.tier = tier or CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
@@ -44,6 +45,7 @@ class Harness:
             store_decoded_tokens=store_decoded_tokens,
             max_load_attempts=3,
             report_timeout_s=report_timeout_s,
+            speculative_snapshot_tokens=speculative_snapshot_tokens,
             num_concurrent_steps=num_concurrent_steps,
             stats=self.stats,
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of requests that meet the cache: the answer is that of the cold run, and what can be restored is.
 
-One request is in a batch at a time, so that equal means equal to the last bit. docs/features.md lists them all.
+One request is in a batch at a time, so that equal means equal to the last bit. docs/models.md lists them all.
 """
 
 from collections.abc import Callable, Iterator
@@ -82,7 +82,7 @@ def equal_up_to_a_tie(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_several_answers_of_one_restored_prompt(engine: Engine, uncached: Engine) -> None:
     """``n``: the first restores, the others take what it has restored from the device cache.
 
-    They all say the same: a seed, which would tell them apart, kills vLLM's engine on a CPU (docs/features.md).
+    They all say the same: a seed, which would tell them apart, kills vLLM's engine on a CPU (docs/models.md).
     """
     tokens, sampling = prompt(LENGTH, seed=1), {"n": 3, "temperature": 1.0, "top_k": 1, "max_tokens": 6}
     cold = answers(engine, tokens, **sampling)

@@ -32,7 +32,8 @@ from vllm_overlay.server.api_client import ApiClient, Metrics
 pytestmark = pytest.mark.engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "multi-connector.md"
-SMALLER = {"8 GiB": "256 MiB", "200 GiB": "1 GiB"}
+SMALLER = {"cpu": "256 MiB", "disk": "1 GiB"}
+"""``capacity_bytes`` for each tier, which the README leaves at its default."""
 COUNTERS = [f"{one.name}_total" for one in HYBRID_OFFLOAD_COUNTERS]
 OURS = [
     *COUNTERS,
@@ -85,10 +86,10 @@ def lines_of(log: Path, text: str) -> list[str]:
 def test_the_readmes_configuration_has_one_name_for_a_child_everywhere(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = example().replace("/var/cache/vllm-kv", str(tmp_path / "root"))
-    for size, smaller in SMALLER.items():
-        text = text.replace(size, smaller)
-    config = json.loads(text)
+    config = json.loads(example().replace("/var/cache/vllm-kv", str(tmp_path / "root")))
+    for child in config["kv_connector_extra_config"]["connectors"]:
+        settings = child["kv_connector_extra_config"]
+        settings["capacity_bytes"] = SMALLER[settings["tier"]]
     switches = tmp_path / "switches.json"
     switches.write_text(documented_switches())
     config["kv_connector_extra_config"]["control_file"] = str(switches)

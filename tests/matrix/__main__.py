@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the matrix of models in real engines and writes what it found into results.json and the README.
+"""Runs the matrix of models in real engines and writes what it found into results.json and docs/models.md.
 
     python -m tests.matrix                 # every model: about twenty minutes
     python -m tests.matrix LFM2 gpt-oss    # these; the other rows keep what was found before

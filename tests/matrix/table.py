@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix as a table: kept in results.json, shown in the README between two markers."""
+"""The matrix as a table: kept in results.json, shown in docs/models.md between two markers."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.matrix.rows import ROWS
 from tests.python_path import REPOSITORY
 
 RESULTS = Path(__file__).with_name("results.json")
-README = REPOSITORY / "README.md"
+PAGE = REPOSITORY / "docs" / "models.md"
 BEGIN = "<!-- models:begin (python -m tests.matrix made it from tests/matrix/results.json) -->\n"
 END = "<!-- models:end -->\n"
 
@@ -56,11 +56,11 @@ def _words(column: Column, cell: Cell, reasons: list[str]) -> str:
 
 
 def shown() -> str:
-    """The table that the README has."""
-    return README.read_text().split(BEGIN)[1].split(END)[0]
+    """The table that the page has."""
+    return PAGE.read_text().split(BEGIN)[1].split(END)[0]
 
 
 def show(results: Results) -> None:
-    """Puts the table into the README."""
-    before, rest = README.read_text().split(BEGIN)
-    README.write_text(before + BEGIN + render(results) + END + rest.split(END)[1])
+    """Puts the table into the page."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(before + BEGIN + render(results) + END + rest.split(END)[1])

@@ -119,7 +119,7 @@ def test_a_rule_that_raises_while_serving_is_replaced_by_weights_and_logged_once
     connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (16, True)
     assert [serve(connector, name) for name in ("third", "fourth")] == [90, 90]
     step(connector)
-    assert lines == [f"selection='{FAKES}:Raising' has failed; from now on tokens x load_weight decide."]
+    assert lines == [f"selection='{FAKES}:Raising' has failed. From now on tokens x load_weight decide."]
     assert not any(one.isolated for one in connector._children)
     assert not connector._scheduler.tracked
 
@@ -133,7 +133,7 @@ def test_if_the_measuring_itself_raises_what_the_children_promise_decides(lines,
     for number in range(6):
         step(connector)
         assert serve(connector, f"r{number}") == 90
-    assert lines == ["selection='weighted' has failed; from now on tokens x load_weight decide."]
+    assert lines == ["selection='weighted' has failed. From now on tokens x load_weight decide."]
 
 
 @pytest.mark.parametrize("error", ENDINGS)

@@ -96,3 +96,4 @@ def test_more_than_the_free_memory_is_warned_of(free_bytes: int | None, is_warne
 def test_another_platform_than_ours_is_warned_of() -> None:
     (item,) = warnings(QWEN_35B, **GOOD, platform="cuda")
     assert item.setting == "--platform"
+    assert "never run on 'cuda'" in item.sentence

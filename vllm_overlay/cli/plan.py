@@ -21,8 +21,8 @@ from vllm_overlay.planning.server_command import shell_line
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = """\
-Reads the model's config.json: no weights, no network, no device. On a machine with vLLM it asks vLLM itself
-(a quarter to half a minute); for --platform cuda, or without vLLM, it uses vLLM's rule, and says so.
+Reads the model's config.json. It needs no weights, no network and no device. On a machine with vLLM it asks vLLM
+itself, in a quarter to half a minute. For --platform cuda, or without vLLM, it uses vLLM's rule, and says so.
 
 example:
   vllm-overlay plan /models/Qwen3.5-35B-A3B --cpu 32GiB --disk /mnt/kv:1TiB --conversation-tokens 8000
@@ -88,7 +88,7 @@ def _children(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
-    """The plan as one JSON object; the command also as one line of a shell."""
+    """The plan as one JSON object, with the command also as one line for a shell."""
     plain: dict[str, Any] = msgspec.to_builtins(
         {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     )

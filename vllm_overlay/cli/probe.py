@@ -21,7 +21,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = """\
 Reads /metrics alone, which every vLLM server has, and changes nothing. Without --watch all figures are since the
-server's start; with it each table is of the last interval. VLLM_API_KEY is used if it is set. docs/metrics.md says what
+server's start. With it each table is of the last interval. VLLM_API_KEY is used if it is set. docs/metrics.md says what
 each figure means.
 
 examples:

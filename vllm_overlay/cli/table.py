@@ -19,7 +19,7 @@ def show_table(title: str, rows: Rows, *, has_header: bool = False) -> None:
 
 
 def _show_rich_table(title: str, rows: Rows, has_header: bool) -> bool:
-    """Whether it was printed; rich is there with vLLM, but this package does not need it."""
+    """Whether it was printed. rich comes with vLLM, but this package does not need it."""
     try:
         from rich.console import Console
         from rich.table import Table

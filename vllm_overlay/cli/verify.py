@@ -31,14 +31,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "vllm-overlay verify [options] URL | vllm-overlay verify [options] -- SERVER-ARGUMENT ..."
     parser.epilog = """\
 Sends prompts that end a few tokens past a restore point, of lengths around a match unit, a chunk and a block. Each is
-computed twice, hit in vLLM's device cache, then restored with that cache emptied, and, with server arguments, once more
-after a restart. Tokens and logprobs must be those that were computed, or those of vLLM's own hit, to the last bit;
-else they must be within --tolerance, and where a token differs both must have been that nearly likely.
+computed twice and hit in vLLM's device cache. Then it is restored with that cache emptied. With server arguments it is
+restored once more after a restart. Tokens and logprobs must be those that were computed, or those of vLLM's own hit, to
+the last bit. Else they must be within --tolerance, and where a token differs both must have been that nearly likely.
 
-A running server must have VLLM_SERVER_DEV_MODE=1 and --enable-prompt-tokens-details, and should serve nobody else
-meanwhile. VLLM_API_KEY is used if it is set. Where load_weight is "auto", what is faster to compute is not restored:
-give its children numbers for the verification. (A server that is started here gets load_weight 1.0 by itself.)
-What is stored stays in the tiers and is found by no other request.
+A running server must have VLLM_SERVER_DEV_MODE=1 and --enable-prompt-tokens-details. It should serve nobody else
+meanwhile. VLLM_API_KEY is used if it is set. Where load_weight is "auto", what is faster to compute is not restored. So
+give all children numbers for the verification. A server that is started here gets load_weight 1.0 by itself. What is
+stored stays in the tiers, and no other request finds it.
 
 examples:
   vllm-overlay verify http://127.0.0.1:8000

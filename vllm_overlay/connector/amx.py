@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leave to use a processor's AMX tiles, which Linux gives to a process that asks for it."""
+"""Permission to use a processor's AMX tiles. Linux gives it to a process that asks."""
 
 import torch
 
@@ -8,7 +8,7 @@ def ask_for_amx() -> None:
     """Called by the worker's half at start.
 
     vLLM 0.32.0's kernels for experts use tiles without asking. Usually oneDNN has asked before, in the first larger
-    product. A restored prompt may leave no such product: the engine then ended with an illegal instruction.
+    product. After a restore there may be no such product. The engine then ended with an illegal instruction.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

@@ -51,8 +51,8 @@ def _check_engine(vllm_config: "VllmConfig") -> None:
         )
     if vllm_config.max_concurrent_batches > 1 and not vllm_config.kv_transfer_config.is_kv_consumer:
         raise ConfigError(
-            "with asynchronous scheduling vLLM keeps blocks that a step still writes from connectors that load, and "
-            'kv_role "kv_producer" says that this one does not: set kv_role to "kv_both" or --no-async-scheduling'
+            'kv_role "kv_producer" does not work with asynchronous scheduling: vLLM would let this connector load into '
+            'blocks that a step still writes: set kv_role to "kv_both" or --no-async-scheduling'
         )
     _check_device(vllm_config)
 

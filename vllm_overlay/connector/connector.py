@@ -51,7 +51,7 @@ _UNGUARDED = (
     "build_kv_connector_stats",
     "build_prom_metrics",
 )
-"""Hooks of the start, and of the class: what cannot work is refused there, with a sentence."""
+"""Hooks that vLLM calls at start or of the class. What cannot work is refused there, with a sentence."""
 
 _ANSWERS: dict[str, Callable[[], Any]] = {
     "requires_kv_delivery": lambda: False,
@@ -78,15 +78,15 @@ _ANSWERS: dict[str, Callable[[], Any]] = {
     "shutdown": lambda: None,
     "_close_worker": lambda: None,
 }
-"""What a hook answers when it fails, which must do no harm: the engine goes on without this tier for that call."""
+"""What a hook answers when it fails. The answer does no harm: for that call the engine goes on without this tier."""
 
 
 @never_fatal(KVConnectorBase_V1, answers=_ANSWERS, unguarded=_UNGUARDED)
 class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # type: ignore[misc, unused-ignore]
     """One tier behind vLLM's interface. Built once in the scheduler and once in every worker; see docs/architecture.md.
 
-    Raises ConfigError (a sentence that names the setting) when it is built with what cannot work, and
-    UnpatchedError when the installed vLLM lacks our patches.
+    Raises ConfigError (a sentence that names the setting) for settings that cannot work. Raises UnpatchedError when the
+    installed vLLM lacks our patches.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
@@ -111,7 +111,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
             )
 
     def _set_failure_policy(self) -> None:
-        """vLLM's default fails the request; a cache should only cost time. Read by the scheduler after us."""
+        """vLLM's default fails the request. A cache should only cost time. The scheduler reads this after us."""
         if self._kv_transfer_config.kv_load_failure_policy != self.settings.load_failure_policy:
             logger.info(
                 "%s: a failed load leads to %s (load_failure_policy)",
@@ -126,7 +126,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         return False
 
     def hook_failed(self, hook: str, error: BaseException) -> None:
-        """Counts an unexpected error of a hook; the first of a hook is logged with its trace."""
+        """Counts an unexpected error of a hook, and logs the first one of each hook with its trace."""
         self._stats.count("hook_errors", reason=hook)
         if hook not in self._failures_logged:
             self._failures_logged.add(hook)
@@ -180,7 +180,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         return num_tokens, bool(num_tokens)
 
     def completes_local_attention(self, request: "Request") -> bool:
-        """Asked by the scheduler after an offer (patch 0012): whether the load leaves out attention that is local."""
+        """Called by the scheduler after an offer (patch 0012). Whether the load leaves out attention that is local."""
         return self._scheduler is not None and self._scheduler.completes_local_attention
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
@@ -201,7 +201,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         return metadata
 
     def _plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
-        """Guarded by itself: the loads of this step go out whatever becomes of its stores."""
+        """Guarded by itself: this step's loads go out whatever becomes of its stores."""
         return self._scheduler.plan_stores(scheduler_output) if self._scheduler is not None else ()
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -244,7 +244,8 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
             self._worker.fail_loads(metadata.loads, metadata.failed_loads, Reason.HOOK_ERROR)
 
     def _check_adapters(self, metadata: OffloadMetadata) -> None:
-        """Guarded by itself: when nobody can say what was computed with, what was restored is not believed."""
+        """Guarded by itself: when it fails, nobody knows which adapter computed, and what was restored is not
+        believed."""
         if self._worker is not None:
             self._worker.check_adapters(metadata.checks)
 
@@ -319,7 +320,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
 
 
 def _blocks_to_load(blocks: "KVCacheBlocks") -> tuple[list[int], ...]:
-    """A request's blocks, null where the device cache has them already: others may share those."""
+    """A request's blocks. Those that the device cache has already are null, because other requests may share them."""
     return tuple(
         [NULL_BLOCK if block.block_hash is not None else block.block_id for block in group] for group in blocks.blocks
     )

@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20
 MAX_ENTRIES = 2048
-"""So many of the longest entries fit in ``MAX_BYTES``."""
+"""This many entries fit in ``MAX_BYTES``, even of the longest ones."""
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _HexOrNothing = Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
 
 
 class FileIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What tells a file's content from what was there before: no program can set ``ctime_ns`` back.
+    """What shows that a file has changed. No program can set ``ctime_ns`` back.
 
-    ``path`` is the BLAKE3 of the path, which has any length and need not be UTF-8.
+    ``path`` is the BLAKE3 of the path, because a path has any length and need not be UTF-8.
     """
 
     path: _Hex
@@ -73,7 +73,8 @@ class DigestCache:
         self._key = key
 
     def read(self) -> dict[FileIdentity, str]:
-        """The digests that can be believed, in 64 hex digits. Never raises; logs one line if something cannot be."""
+        """The digests that can be believed, in 64 hex digits. Never raises. Logs one line when the file, or a part of
+        it, is not believed."""
         try:
             content = msgspec.json.decode(self._read_bytes(), type=_Content)
         except FileNotFoundError:
@@ -96,7 +97,8 @@ class DigestCache:
         return {entry.file: entry.digest for entry in ours}
 
     def write(self, digests: Mapping[FileIdentity, str]) -> None:
-        """Keeps the last ``MAX_ENTRIES`` of these. Best effort: without it the next start reads the weights again.
+        """Keeps the last ``MAX_ENTRIES`` of these. Never raises: without the file the next start reads the weights
+        again.
 
         Writes nothing where the next ``read`` would not believe it.
         """
@@ -145,14 +147,14 @@ class DigestCache:
         return not self._key or hmac.compare_digest(entry.seal, self._seal_of(entry.file, entry.digest))
 
     def _seal_of(self, file: FileIdentity, digest: str) -> str:
-        """Over everything that a reader uses, so that no digest can be moved to another file or version."""
+        """The seal covers everything that a reader uses. So no digest can be moved to another file or version."""
         if not self._key:
             return ""
         fields = (versions.WEIGHT_DIGESTS, *msgspec.structs.astuple(file), digest)
         return blake3(msgspec.json.encode(fields), key=self._key).hexdigest()
 
     def _unused(self, why: str) -> dict[FileIdentity, str]:
-        """Says what to change."""
+        """Logs that the file is not used, and what to change."""
         logger.warning(
             "%s %s: it is not used, and weights are read again. Remove it, and give its directory to this user alone "
             "(mode 0700)%s",

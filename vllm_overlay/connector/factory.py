@@ -37,7 +37,13 @@ NEVER_RUN = (
     "copies on a GPU were never run by the makers of vllm-overlay: before you serve with them run tools/gpu_smoke.py "
     "and vllm-overlay verify (docs/gpu.md)"
 )
-"""Logged once at start on a GPU, as docs/gpu.md and the README say, until somebody has."""
+"""Logged once at start on a GPU, until somebody has run it there. docs/gpu.md and the README say the same."""
+
+
+AUTO_SPECULATIVE_TOKENS = 8192
+AUTO_SPECULATIVE_STATES = 512
+"""What ``speculative_snapshot_tokens`` "auto" stands for: the distance of such snapshots, and the states for which a
+tier must have room. In smaller tiers, and with an order by recency, such snapshots cost hits (docs/eviction.md)."""
 
 
 def build_worker(
@@ -47,7 +53,7 @@ def build_worker(
     stats: OffloadStats,
     kv_caches: dict[str, torch.Tensor],
 ) -> tuple[OffloadWorker, OffloadHandshake]:
-    """The worker's half and what it tells the scheduler's. Raises ConfigError or GeometryError."""
+    """Makes the worker's half, and what it tells the scheduler's. Raises ConfigError or GeometryError."""
     ask_for_amx()
     settings = spec.settings
     match_unit = kv_cache_config.hash_block_size
@@ -93,12 +99,14 @@ def _transfer(
 def build_scheduler(
     vllm_config: "VllmConfig", spec: TierSpec[Any], stats: OffloadStats, handshakes: Sequence[OffloadHandshake]
 ) -> OffloadScheduler:
-    """The scheduler's half. Raises ConfigError when the ranks do not agree on what an object is."""
+    """Makes the scheduler's half. Raises ConfigError when the ranks do not agree on what an object is."""
     settings = spec.settings
     first = handshakes[0]
     world_size = vllm_config.parallel_config.world_size
     if len(handshakes) != world_size:
-        raise ConfigError(f"{settings.name}: {len(handshakes)} of {world_size} workers told how their KV cache lies")
+        raise ConfigError(
+            f"{settings.name}: only {len(handshakes)} of {world_size} workers told the layout of their KV cache"
+        )
     if any(replace(handshake, rank=first.rank) != first for handshake in handshakes):
         raise ConfigError(f"{settings.name}: the ranks' KV caches differ in layout, so they cannot share objects")
     return OffloadScheduler(
@@ -108,6 +116,17 @@ def build_scheduler(
         store_decoded_tokens=settings.store_decoded_tokens,
         max_load_attempts=settings.max_load_attempts,
         report_timeout_s=settings.report_timeout_s,
+        speculative_snapshot_tokens=speculative_snapshot_tokens(spec, first.geometry, world_size),
         num_concurrent_steps=vllm_config.max_concurrent_batches,
         stats=stats,
     )
+
+
+def speculative_snapshot_tokens(spec: TierSpec[Any], geometry: Geometry, world_size: int) -> int:
+    """What that setting means for one tier. 0: no such snapshots."""
+    settings: TierSettings = spec.settings
+    tokens = settings.speculative_snapshot_tokens
+    if tokens != "auto":
+        return tokens
+    is_large = (spec.capacity_bytes or 0) >= AUTO_SPECULATIVE_STATES * geometry.state_bytes * world_size
+    return AUTO_SPECULATIVE_TOKENS if spec.learns and is_large else 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the numbers on disk depend on: two digests, one for attention chunks, one for snapshots.
 
-Attention chunks are stored in one canonical order, so their fingerprint names only what changes the numbers; where
-they are made of opaque cells, also what a cell is. Snapshots are raw pages: theirs adds how the pages are laid out, and
-by which backend and vLLM version.
+Attention chunks are stored in one canonical order. So their fingerprint names only what changes the numbers, and for
+opaque cells also what a cell is. Snapshots are raw pages. Their fingerprint adds how the pages are laid out, and by
+which backend and vLLM version.
 """
 
 import json

@@ -37,13 +37,13 @@ class FirstTokens:
     """Called by the scheduler's half alone. A first token is seen at the next step, or when its request ends."""
 
     def __init__(self, stats: OffloadStats, clock: Callable[[], float] = time.time) -> None:
-        """``clock``: of ``Request.arrival_time``, which is wall-clock time."""
+        """``clock`` is that of ``Request.arrival_time``: wall-clock time."""
         self._stats = stats
         self._clock = clock
         self._new: dict[str, _Prompt] = {}
-        """Not in any step yet. A preempted request is new again."""
+        """Requests that were in no step yet. A preempted request is new again."""
         self._computing: dict[str, _Prompt] = {}
-        """Without an output token, as far as was seen."""
+        """Requests whose first output token was not seen yet."""
 
     @property
     def tracked(self) -> int:
@@ -63,7 +63,7 @@ class FirstTokens:
             prompt.has_others = not num_tokens
 
     def step(self, scheduled: Iterable[str]) -> None:
-        """Before a step that computes these requests."""
+        """Called before a step that computes these requests."""
         out = [name for name, prompt in self._computing.items() if prompt.request.num_output_tokens]
         for request_id in out:
             self._observe(self._computing.pop(request_id))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one guard through which vLLM reaches a connector's hooks: what a hook raises is logged, counted, answered for."""
+"""The one guard through which vLLM reaches a connector's hooks. It logs and counts what a hook raises, and answers for
+it."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
@@ -21,11 +22,13 @@ C = TypeVar("C", bound=type[Any])
 
 
 def never_fatal(interface: type, *, answers: Mapping[str, Answer], unguarded: Collection[str]) -> Callable[[C], C]:
-    """A class decorator: no exception of a method or property named in ``answers`` leaves it, but a shutdown's.
+    """A class decorator: no exception of a method or property in ``answers`` leaves it, except for a shutdown's.
 
-    ``answers`` has for each what it returns instead. A method ``_recover_<name>`` is called first, with the same
-    arguments, and fenced in the same way. Every member of ``interface`` that the class defines must be in ``answers``
-    or in ``unguarded``, whose exceptions are meant to be seen: raises TypeError at import when one is in neither.
+    ``answers`` says what each returns instead. A method ``_recover_<name>`` is called first, with the same arguments,
+    and is fenced in the same way. ``unguarded`` names the members whose exceptions are meant to be seen.
+
+    Every member of ``interface`` that the class defines must be in one of the two. Raises TypeError at import when one
+    is in neither.
     """
 
     def decorate(cls: C) -> C:

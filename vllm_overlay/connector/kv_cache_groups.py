@@ -78,7 +78,7 @@ def planner_groups(kv_cache_config: "KVCacheConfig", tensors: dict[int, GroupTen
 def page_facts(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", tensors: dict[int, GroupTensors]
 ) -> tuple[str, ...]:
-    """Words for everything that decides what a raw page's bytes mean, in this rank."""
+    """In words: everything that decides what a raw page's bytes mean, in this rank."""
     layers = vllm_config.compilation_config.static_forward_context
     facts = [f"kv_cache_layout={vllm_config.cache_config.kv_cache_layout}"]
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -102,8 +102,10 @@ def _processor(device: torch.device) -> str:
 
 
 def _prefill_kernel(layer: Any) -> str:
-    """What computes the states of a prompt where it is not vLLM's own Triton kernel: ``auto`` means another one by the
-    device (FlashInfer's on SM90). Layers that have such a choice say what it came to."""
+    """The kernel that computes the states of a prompt, where it is not vLLM's own Triton kernel.
+
+    ``auto`` means another one by the device (FlashInfer's on SM90). Layers that have such a choice say what was chosen.
+    """
     found = getattr(layer, "gdn_prefill_backend", "triton")
     return "" if found == "triton" else f" prefill={found}"
 
@@ -148,7 +150,7 @@ _KINDS: dict[type[KVCacheSpec], GroupKind] = {
     ChunkedLocalAttentionSpec: GroupKind.WINDOW,
     MambaSpec: GroupKind.RECURRENT,
 }
-"""By the very class: a subclass is another kind of attention (R-SWA forgets answers, sinks precede the prompt)."""
+"""Kinds by the very class. A subclass is another kind of attention: R-SWA forgets answers, sinks precede the prompt."""
 
 
 def _kind(group: "KVCacheGroupSpec") -> GroupKind:
@@ -217,8 +219,8 @@ def _cache_write(layer: Any, spec: AttentionSpec, cache: torch.Tensor) -> CacheW
 def _detached(impl: Any, cache: torch.Tensor) -> Any:
     """A copy of a backend for writes to scratch memory.
 
-    A backend may keep views of its cache (Triton: of the scales). The copy starts without them, so that it does not
-    write to the real cache, and what it keeps of the scratch is not kept by the engine.
+    A backend may keep views of its cache (Triton: of the scales). The copy starts without them, so it does not write to
+    the real cache. The engine keeps nothing of the scratch memory either.
     """
     own = copy.copy(impl)
     memory = cache.untyped_storage().data_ptr()

@@ -32,7 +32,7 @@ class StoreJob:
 class LoadJob:
     """Bring one request's objects into its blocks, then clear ``zeros``.
 
-    ``load_id`` names this attempt; a request that is loaded again after a failure gets another one.
+    ``load_id`` names this attempt. A request that is loaded again after a failure gets another one.
     """
 
     load_id: str
@@ -44,13 +44,14 @@ class LoadJob:
 
 @dataclass(slots=True)
 class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
-    """Scheduler to workers, once a step. ``failed_loads`` are request ids whose load could not even be planned.
+    """Scheduler to workers, once a step.
 
-    ``step`` counts up from 1; workers say it with what they report, as vLLM may have planned the next step by then. It
-    is 0 of a step that could not be planned.
+    ``failed_loads`` are ids of requests whose load could not even be planned. ``step`` counts up from 1, and is 0 for a
+    step that could not be planned. Workers say it with what they report, as vLLM may have planned the next step by
+    then.
 
-    ``overdue_stores`` are tickets, ``overdue_loads`` ids of requests, whose reports are missing: a worker says which of
-    them it does not hold.
+    ``overdue_stores`` are tickets and ``overdue_loads`` ids of requests, whose reports are missing. A worker says which
+    of them it does not hold.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -64,14 +65,15 @@ class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
 
 @dataclass(slots=True)
 class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unused-ignore]
-    """Workers to scheduler, once a step; vLLM aggregates the ranks' into one.
+    """Workers to scheduler, once a step. vLLM aggregates the ranks' into one.
 
-    ``step`` is that of the ``OffloadMetadata``.
-    ``reported`` counts, by store ticket, the ranks that are done with it; ``failed_stores`` are those that failed in
-    some rank. ``bad_objects`` did not verify in some rank, ``unreadable_objects`` could not be read in some.
-    ``failed_loads`` maps request ids to a reason. For ``load_pause_s`` seconds every load would fail in some rank; 0.0
-    ends such a pause, None is no news. ``adapters`` counts the ranks that have newly loaded these weights.
-    ``idle_stores`` and ``idle_loads`` count the ranks that hold nothing of what the scheduler asked about in this step.
+    ``step`` is that of the ``OffloadMetadata``. ``reported`` counts, by store ticket, the ranks that are done with it.
+    ``failed_stores`` are those that failed in some rank. ``bad_objects`` did not verify in some rank,
+    ``unreadable_objects`` could not be read in some. ``failed_loads`` maps request ids to a reason.
+
+    For ``load_pause_s`` seconds every load would fail in some rank. 0.0 ends such a pause, None is no news.
+    ``adapters`` counts the ranks that have newly loaded these weights. ``idle_stores`` and ``idle_loads`` count the
+    ranks that hold nothing of what the scheduler asked about in this step.
     """
 
     reported: Counter[int] = field(default_factory=Counter)

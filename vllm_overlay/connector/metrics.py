@@ -37,8 +37,8 @@ class OffloadStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
     """``data`` = {"name": configured name, "counters": {...}, "histograms": {...}, "gauges": {...}}.
 
     Keys of counters (amounts) and histograms (``Buckets``) are "metric" or "metric:label", where the label is the
-    reason or the source. Both add up over ranks and steps; of gauges, which only the scheduler side reports, the last
-    one stays. On the wire ``Buckets`` are lists.
+    reason or the source. Both add up over ranks and steps. Only the scheduler side reports gauges, and the last one
+    stays. On the wire ``Buckets`` are lists.
     """
 
     data: dict[str, Any]
@@ -114,7 +114,8 @@ def _buckets(key: str, part: object) -> Buckets:
 
 
 class LoggedOffloadStats(OffloadStats):
-    """As vLLM's log has them, in the front end: empty also when there are numbers and nothing worth a line."""
+    """The stats as vLLM's log has them, in the front end. Empty when nothing is worth a line, even if there are
+    numbers."""
 
     def is_empty(self) -> bool:
         return not self.reduce()
@@ -143,7 +144,7 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-i
         per_engine_labelvalues: dict[int, list[object]],
         name: str,
     ) -> None:
-        """``name`` is the connector's. Its counters are there before anything is counted, with 0."""
+        """``name`` is the connector's. Its counters exist with 0 before anything is counted."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = self._make(metric_types[prometheus_client.Counter], metrics.HYBRID_OFFLOAD_COUNTERS)
         self._gauges = self._make(metric_types[prometheus_client.Gauge], metrics.HYBRID_OFFLOAD_GAUGES)

@@ -11,11 +11,12 @@ _PROCESSOR_FILES = (
     "tekken.json",
     "video_preprocessor_config.json",
 )
-"""What says how images, videos and sounds become a model's input, say how many pixels an image may have."""
+"""Files that say how images, videos and sounds become a model's input, for example how many pixels an image may
+have."""
 
 
 def safetensors_files(model: str, revision: str | None) -> list[Path]:
-    """The model's weights; none when they are not here, or not safetensors."""
+    """The model's weights. Empty when they are not on this machine, or are not safetensors."""
     directory = _directory(model, revision)
     return sorted(directory.glob("*.safetensors")) if directory else []
 

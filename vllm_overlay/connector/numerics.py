@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's settings that change the numbers in a KV cache. Runs in the workers, once the model is there.
 
-The rule, and a row for each setting: docs/disk-format.md. What is at vLLM's default is no fact, so that a new fact
+docs/disk-format.md has the rule, and a row for each setting. What is at vLLM's default is no fact. So a new fact
 changes no digest of an engine that leaves the setting alone.
 """
 
@@ -38,11 +38,11 @@ PRECISION_VARIABLES: dict[str, object] = {
 """Environment variables that say how precise numbers are, or that promise equal bits, and their defaults."""
 
 MEDIA_VARIABLES: dict[str, object] = {"VLLM_MEDIA_CONNECTOR": "http", "VLLM_VIDEO_LOADER_BACKEND": "opencv"}
-"""Environment variables that say how media are read, which their hashes do not."""
+"""Environment variables that say how media are read. The hashes of media do not say it."""
 
 QUANTIZED_ATTENTION = ("disable_flashinfer_q_quantization", "indexer_kv_dtype", "use_prefill_query_quantization")
 KERNELS_OF_QUANTIZED_MODELS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
-"""With quantised weights they decide whether a layer's input is quantised too."""
+"""Settings that decide, for quantised weights, whether a layer's input is quantised too."""
 
 NO_FACTS_OF_MEDIA = {
     "allow_missing_mm_embeddings",
@@ -64,11 +64,12 @@ NO_FACTS_OF_MEDIA = {
     "mm_tensor_ipc",
     "skip_mm_profiling",
 }
-"""Fields of vLLM's ``MultiModalConfig`` that change no number, or tokens and hashes with it. All others are facts."""
+"""Fields of vLLM's ``MultiModalConfig`` that change no number, or that change tokens and hashes too. All others are
+facts."""
 
 
 def numeric_facts(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict[str, Any]:
-    """By name; those that say nothing are left out."""
+    """The facts by name. Those that say nothing are left out."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     facts = {
         "attention": _differing(vllm_config.attention_config, QUANTIZED_ATTENTION),
@@ -86,7 +87,7 @@ def numeric_facts(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -
 
 
 def cache_dtype(vllm_config: "VllmConfig") -> str:
-    """What keys and values are kept as. ``auto`` where that is what the model computes with, however it was said."""
+    """The dtype that keys and values are kept in. ``auto`` where it is the model's own, however that was said."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     model, name = vllm_config.model_config, vllm_config.cache_config.cache_dtype
@@ -96,7 +97,7 @@ def cache_dtype(vllm_config: "VllmConfig") -> str:
 
 
 def _states(kv_cache_config: "KVCacheConfig") -> list[str]:
-    """What recurrent states are kept as: attention above them depends on it."""
+    """The dtypes that recurrent states are kept in. Attention above them depends on it."""
     from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
@@ -110,7 +111,7 @@ def _state_rounding(vllm_config: "VllmConfig") -> list[Any]:
 
 
 def _implementation(model: "ModelConfig") -> list[Any]:
-    """Which code computes the model, where it is not vLLM's own for it."""
+    """The code that computes the model, where it is not vLLM's own for that model."""
     from vllm.model_executor.models import ModelRegistry
 
     registered = ModelRegistry.models.get(model.architecture)
@@ -132,7 +133,7 @@ def _kernels(vllm_config: "VllmConfig") -> dict[str, Any]:
 
 
 def _multimodal(model: "ModelConfig") -> dict[str, Any]:
-    """How media become a model's input, of what their hashes do not say."""
+    """How media become a model's input, as far as their hashes do not say it."""
     config = model.multimodal_config
     if config is None:
         return {}
@@ -152,7 +153,7 @@ def _scales(config: "MultiModalConfig") -> str:
 
 
 def _differing(config: Any, names: list[str] | tuple[str, ...]) -> dict[str, Any]:
-    """Those of a config's fields that are not as vLLM makes it."""
+    """Fields of a config that differ from vLLM's defaults."""
     default = type(config)()
     return {
         name: getattr(config, name)

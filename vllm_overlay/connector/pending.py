@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stores and loads that the workers still have to report.
 
-A copy that is under way cannot be taken back, so its memory and its blocks are taken until it has ended. A report that
-is overdue is waited for no longer, but what it stands for stays taken until it comes, or until every rank has said in
-one and the same step that it holds nothing of it: then the report was lost.
+A copy that is under way cannot be taken back. So its memory and its blocks are taken until it has ended. A report that
+is overdue is waited for no longer, but what it stands for stays taken until it comes. It also ends when every rank has
+said, in one and the same step, that it holds nothing of it: then the report was lost.
 """
 
 import time
@@ -29,7 +29,7 @@ class PendingStore:
 
 @dataclass(slots=True)
 class PendingLoad:
-    """A load that workers still have to report: what it keeps pinned."""
+    """A load that workers still have to report, and what it keeps pinned."""
 
     request_id: str
     object_ids: tuple[ObjectId, ...]
@@ -94,7 +94,7 @@ class PendingReports:
         return ended
 
     def fail_all_stores(self) -> int:
-        """Every store that is out will end as one that failed. Returns how many are new in that."""
+        """Mark every store that is out as failed. Returns how many were not marked before."""
         sound = [store for store in self._stores.values() if not store.has_failed]
         for store in sound:
             store.has_failed = True
@@ -112,10 +112,10 @@ class PendingReports:
         return tuple(load.request_id for load in self._loads.values() if load.is_overdue)
 
     def take_lost(self, idle_stores: Counter[int], idle_loads: Counter[str]) -> tuple[list[PendingStore], list[str]]:
-        """Stores (failed now) and requests with loads of which no rank holds anything; ``end_load`` ends the loads.
+        """Stores (failed now) and requests with loads of which no rank holds anything. ``end_load`` ends the loads.
 
-        The answer to a question of before may come when the load has ended and another one of its request has begun:
-        that one is not overdue.
+        The answer to an earlier question may come late: the load has ended, and another one of its request has begun.
+        That one is not overdue.
         """
         stores = [
             self._stores.pop(ticket)

@@ -27,9 +27,9 @@ class Placer:
     def to_store(
         self, planned: PlannedObject, block_ids: BlockIds, states: Mapping[int, int] | None = None
     ) -> Placement | None:
-        """Where an object is to be copied from; None when a block of it is gone.
+        """Where an object is to be copied from, or None when a block of it is gone.
 
-        ``states`` has for a snapshot the block that vLLM offers for each recurrent group.
+        For a snapshot ``states`` has the block that vLLM offers for each recurrent group.
         """
         group = self.group_of(planned)
         placement = self._chunk(planned, group, block_ids) if group else self._snapshot(planned, block_ids, states)
@@ -41,14 +41,15 @@ class Placer:
         return self._chunk(planned, group, block_ids) if group else self._snapshot(planned, block_ids, None)
 
     def is_local(self, planned: PlannedObject, block_ids: BlockIds) -> bool:
-        """Whether it is attention that the device cache has: the null block stands there."""
+        """Whether the device cache has this attention already: the request's table has the null block there."""
         group = self.group_of(planned)
         if group is None or not group.is_full:
             return False
         return block_at(block_ids, group, planned.start_tokens) == NULL_BLOCK
 
     def beyond(self, restore_point: int, block_ids: BlockIds) -> tuple[Span, ...]:
-        """The rest of the last attention block of each group: vLLM does not clear what a connector says it loads."""
+        """The rest of the last attention block of each group, to be cleared. vLLM does not clear what a connector says
+        it loads."""
         spans = []
         for group in self._geometry.attention:
             offset = restore_point % group.block_size

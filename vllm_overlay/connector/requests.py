@@ -19,8 +19,8 @@ _LONGEST_PAUSE_STEPS = 64
 class StoreCursor:
     """How far one attention group of a request was considered for storing: up to ``tokens``.
 
-    After a failed store nothing later can be found, so the cursor goes back to that chunk, and nothing after it is
-    stored until it is: ``retry``. It is tried in the next step, and after ever more steps while that fails too.
+    After a failed store nothing later can be found. So the cursor goes back to that chunk (``retry``), and nothing
+    after it is stored before it is. It is tried in the next step, and after ever more steps while that fails too.
     """
 
     tokens: int = 0
@@ -38,7 +38,7 @@ class StoreCursor:
         return self.retry is None or (not self._is_retry_out and step >= self._again_at)
 
     def should_store(self, chunk: PlannedObject, tier: TierManager) -> bool:
-        """What the tier says. It is asked once a chunk: what is tried again is no further use of it."""
+        """Whether the tier wants the chunk. It is asked once a chunk: to try again is no further use."""
         if chunk.end_tokens <= self._asked_tokens:
             return chunk.object_id not in self._unwanted
         self._asked_tokens = chunk.end_tokens
@@ -68,14 +68,15 @@ class StoreCursor:
             self.retry, self._is_retry_out, self._num_failures = None, False, 0
 
     def submitted(self, chunk: PlannedObject) -> None:
-        """The chunk is on its way. While one is tried again it is that one: what came before it may be unwanted."""
+        """The chunk is on its way. While one is tried again it becomes the one to retry: what came before it may be
+        unwanted."""
         self.tokens = chunk.end_tokens
         if self.retry is not None:
             self.retry, self._is_retry_out = chunk, True
 
     def go_back(self, chunk: PlannedObject) -> None:
-        """Chunks from this one on have gone from the tier. Once only: tiers too small for their requests would evict
-        for ever what is stored again for ever."""
+        """Chunks from this one on have gone from the tier. Goes back once only. Otherwise a tier that is too small for
+        its requests would store and evict the same chunks for ever."""
         if chunk.start_tokens < self.tokens and not self._has_gone_back:
             self._has_gone_back = True
             self.tokens = min(self.tokens, chunk.start_tokens)
@@ -91,13 +92,16 @@ class TrackedRequest:
     names: RequestNames
     num_local: int
     num_prompt_tokens: int
-    """When it came. A streaming session takes what it has decoded into its prompt later."""
+    """Tokens of the prompt when the request came. A streaming session later takes what it has decoded into its
+    prompt."""
     restore_point: int = 0
-    """Of its latest lookup; 0: none above ``num_local``."""
+    """The answer to its latest lookup. 0: none above ``num_local``."""
     failed_loads: int = 0
+    state_tokens: int | None = None
+    """Where its last state lies that is kept: it went on from there, or it was to be stored. None: no step yet."""
     cursors: dict[int, StoreCursor] = field(default_factory=dict)
     stalled_at: ObjectId | None = None
-    """The chunk that got no room, so that it is counted once."""
+    """The chunk that got no room. Kept so that it is counted once."""
 
     def cursor(self, group_id: int) -> StoreCursor:
         """The cursor of one group; a new one is at the beginning of the prompt."""

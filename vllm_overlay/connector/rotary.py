@@ -19,7 +19,8 @@ _OF_THE_CONFIGURATION_ALONE = {
     "RotaryEmbedding",
     "YaRNScalingRotaryEmbedding",
 }
-"""Classes in which a position's rotation follows from the model's configuration: other limits give longer tables."""
+"""Classes in which a position's rotation follows from the model's configuration. Other limits only give longer
+tables."""
 
 _HOW_IT_IS_COMPUTED = {"training", "use_flashinfer", "use_aiter"}
 
@@ -27,9 +28,11 @@ _HOW_IT_IS_COMPUTED = {"training", "use_flashinfer", "use_aiter"}
 def rotary_facts() -> list[dict[str, Any]]:
     """The rotary embeddings of this process that the model's configuration alone does not decide, as vLLM made them.
 
-    LongRoPE takes its long factors if ``max_model_len`` is above the trained length, and some models make tables of
-    dynamic scaling for ``max_model_len``. A class that nobody has looked at counts as such. Called once the model is
-    there: what it computes with is read from the modules, so that it need not be worked out a second time.
+    LongRoPE takes its long factors if ``max_model_len`` is above the trained length. Some models make tables of dynamic
+    scaling for ``max_model_len``. A class that nobody has looked at counts as such.
+
+    Called once the model is there. What it computes with is read from the modules, so it need not be worked out a
+    second time.
     """
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
@@ -42,7 +45,7 @@ def rotary_facts() -> list[dict[str, Any]]:
 
 
 def _values(module: object) -> dict[str, Any]:
-    """All plain values that a module was made with or worked out."""
+    """All plain values that a module was given or has worked out."""
     return {
         name: value
         for name, value in sorted(vars(module).items())

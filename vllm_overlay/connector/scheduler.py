@@ -5,7 +5,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from vllm.v1.request import RequestStatus
@@ -46,6 +46,7 @@ class OffloadScheduler:
         store_decoded_tokens: bool | Literal["auto"],
         max_load_attempts: int,
         report_timeout_s: float,
+        speculative_snapshot_tokens: int = 0,
         num_concurrent_steps: int = 1,
         stats: OffloadStats,
     ) -> None:
@@ -56,6 +57,7 @@ class OffloadScheduler:
         self._tier = tier
         self._stores_decoded = not geometry.recurrent if store_decoded_tokens == "auto" else store_decoded_tokens
         self._max_load_attempts = max_load_attempts
+        self._speculative_snapshot_tokens = speculative_snapshot_tokens
         self._stats = stats
         self._account = TokenAccount(stats)
         self._first_tokens = FirstTokens(stats)
@@ -156,7 +158,7 @@ class OffloadScheduler:
             self._tier.touch([used for boundary in boundaries for used in self._planner.last_needed(keys, boundary)])
 
     def plan_failed(self, request_id: str) -> None:
-        """A load was promised and could not be planned: its request must hear of it, or it would wait for ever."""
+        """A load was promised and could not be planned. Its request must hear of it, or it would wait for ever."""
         self._account.load_ended(request_id, failed=True)
         self._unplanned_loads.append(request_id)
 
@@ -196,6 +198,8 @@ class OffloadScheduler:
                 computed = tracked.request.num_computed_tokens + num_tokens
                 computed = min(computed, self._storable_tokens(tracked))
                 jobs += self._store_chunks(tracked, tracked.names.keys, computed, block_state)
+                if self._speculative_snapshot_tokens and self._geometry.recurrent:
+                    jobs += self._store_speculative(tracked, tracked.names.keys, num_tokens, block_state)
         for request_id, offers in block_state.boundary_state_offloads.items():
             tracked = self._tracked.get(request_id)
             block_ids = block_state.get_block_ids(request_id)
@@ -204,10 +208,12 @@ class OffloadScheduler:
         return jobs
 
     def _storable_tokens(self, tracked: TrackedRequest) -> int:
-        """Of the prompt alone where decode steps must not write what is stored: they round otherwise than a prefill.
+        """Tokens of a request that may be stored: those of the prompt alone where decode steps must not write what is
+        stored.
 
-        The next turn prefills the answer and stores it then. A model with states loses no hit: vLLM offers none of
-        the states that decode steps go through, so the next turn begins at the prompt's last state in any case.
+        Decode steps round otherwise than a prefill. The next turn prefills the answer and stores it then. A model with
+        states loses no hit: vLLM offers none of the states that decode steps go through. The next turn begins at the
+        prompt's last state in any case.
         """
         return tracked.request.num_tokens if self._stores_decoded else tracked.num_prompt_tokens
 
@@ -269,11 +275,43 @@ class OffloadScheduler:
             known = min(len(keys) * self._geometry.match_unit, self._storable_tokens(tracked))
             if set(states) != wanted or boundary > known or not self._geometry.is_restore_point(boundary):
                 continue
-            snapshot = self._planner.snapshot(keys, boundary)
-            if self._tier.should_store(snapshot.object_id):
-                job = self._reserve(tracked, snapshot, self._placer.to_store(snapshot, block_ids, states))
-                jobs += [job] if job is not None else []
+            tracked.state_tokens = boundary
+            jobs += self._store_snapshot(tracked, keys, boundary, block_ids, states)
         return jobs
+
+    def _store_speculative(
+        self, tracked: TrackedRequest, keys: Sequence[bytes], num_tokens: int, block_state: "KVConnectorBlockState"
+    ) -> list[StoreJob]:
+        """The state where this step of ``num_tokens`` ends inside a prompt, far enough after the last that is kept.
+
+        vLLM neither keeps nor offers it. It is in each group's last block, from which the next step goes on.
+        """
+        boundary = tracked.request.num_computed_tokens + num_tokens
+        if tracked.state_tokens is None:
+            tracked.state_tokens = tracked.request.num_computed_tokens
+        if boundary - tracked.state_tokens < self._speculative_snapshot_tokens:
+            return []
+        last = self._geometry.floor_to_restore_point(tracked.num_prompt_tokens - 1)
+        block_ids = block_state.get_block_ids(tracked.request.request_id)
+        if boundary >= last or block_ids is None or not self._geometry.is_restore_point(boundary):
+            return []
+        tracked.state_tokens = boundary
+        return self._store_snapshot(tracked, keys, boundary, block_ids)
+
+    def _store_snapshot(
+        self,
+        tracked: TrackedRequest,
+        keys: Sequence[bytes],
+        boundary: int,
+        block_ids: BlockIds,
+        states: Mapping[int, int] | None = None,
+    ) -> list[StoreJob]:
+        """``states``: see ``Placer.to_store``."""
+        snapshot = self._planner.snapshot(keys, boundary)
+        if not self._tier.should_store(snapshot.object_id):
+            return []
+        job = self._reserve(tracked, snapshot, self._placer.to_store(snapshot, block_ids, states))
+        return [] if job is None else [job]
 
     def _reserve(self, tracked: TrackedRequest, planned: PlannedObject, placement: Placement | None) -> StoreJob | None:
         if placement is None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the log says of a tier at start: what was configured, and what follows from it for this model."""
+"""What the log says about a tier at start: its configuration, and what follows from it for this model."""
 
 from vllm_overlay.common.log_summary import in_bytes
 from vllm_overlay.planner.geometry import Geometry
 
 
 def start_line(name: str, geometry: Geometry, world_size: int, capacity_bytes: int | None) -> str:
-    """``name``: the connector's. ``capacity_bytes``: of all ranks; None when the tier does not say."""
+    """``name`` is the connector's. ``capacity_bytes`` is of all ranks, and None when the tier does not say."""
     blocks = " and ".join(str(size) for size in sorted({group.block_size for group in geometry.groups}))
     line = f"{name}: {geometry.describe()}; blocks of {blocks} tokens"
     if capacity_bytes is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every token that an admitted request asks for is restored, or is lost for one reason: here both are counted."""
+"""Counts tokens: every token that an admitted request asks for is restored, or is lost for one reason."""
 
 import time
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ class _Load:
 class TokenAccount:
     """Called by the scheduler's half alone.
 
-    A lookup counts when its request is admitted, so that one repeated for want of blocks counts once. When a load
-    begins then, it counts when the load has ended, so that at any time::
+    A lookup counts when its request is admitted. So one that is repeated for want of blocks counts once. If a load
+    begins then, the lookup counts when the load has ended. So at any time::
 
         queried_tokens == restored_tokens + the sum of lost_tokens over all reasons
     """
@@ -44,7 +44,7 @@ class TokenAccount:
         return len(self._asked) + len(self._loads)
 
     def looked_up(self, request_id: str, num_tokens: int, lost: Mapping[Reason, int]) -> None:
-        """The answer to a lookup for ``num_tokens`` beyond the device cache; it replaces an earlier one."""
+        """The answer to a lookup for ``num_tokens`` beyond the device cache. It replaces an earlier answer."""
         self._asked[request_id] = _Asked(num_tokens, lost)
 
     def forget(self, request_id: str) -> None:
@@ -52,7 +52,8 @@ class TokenAccount:
         self._asked.pop(request_id, None)
 
     def admitted(self, request_id: str, num_tokens: int) -> None:
-        """The request got its blocks, to load so many tokens. Of a lookup that has counted already: nothing."""
+        """The request got its blocks, to load so many tokens. A lookup that has counted already does not count
+        again."""
         asked = self._asked.pop(request_id, None)
         if asked is None:
             return
@@ -62,7 +63,7 @@ class TokenAccount:
             self._count(asked)
 
     def load_ended(self, request_id: str, *, failed: bool) -> int:
-        """In all ranks, or with a failure in one. Returns the tokens of a load that came."""
+        """A load has ended, in all ranks or with a failure in one. Returns the tokens of a load that came."""
         load = self._loads.pop(request_id, None)
         if load is None:
             return 0

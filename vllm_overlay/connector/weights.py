@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One digest of all bytes of a model's weight files; a file is read again only if it may have changed."""
+"""One digest of all bytes of a model's weight files. A file is read again only if it may have changed."""
 
 import contextlib
 import logging
@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
 _SETTLED_NS = 60 * 10**9
-"""A digest is kept if the file's last change is so long ago. A later change then shows in its times.
+"""A digest is kept if the file's last change is at least so long ago. A later change then shows in its times.
 
 File systems keep time in ticks of up to 2 s. Stores through a memory map show only after the kernel's write-back, 35 s
-by default. The rest is for a file server's clock that is behind.
+by default. The rest is for a file server whose clock is behind.
 """
 _BUFFER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _FileDigest:
-    """``is_settled``: a file with this identity has this digest, now and later."""
+    """``is_settled`` says that a file with this identity has this digest, now and later."""
 
     identity: FileIdentity
     digest: str
@@ -59,12 +59,12 @@ def weights_digest(files: Iterable[Path], cache_file: Path, key: bytes = b"") ->
 
 @contextlib.contextmanager
 def _one_at_a_time(lock: Path) -> Iterator[None]:
-    """A lock that cannot be opened, a link say, costs that each rank reads for itself."""
+    """Holds the lock. Where it cannot be opened (a link, for example) each rank reads for itself."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(locked_if_possible(str(lock)))
         except OSError as error:
-            logger.warning("Ranks read the weights without waiting for one another: remove %s (%s)", lock, error)
+            logger.warning("Each rank reads the weights itself, because the lock %s cannot be opened (%s)", lock, error)
         yield
 
 
@@ -74,7 +74,8 @@ def _known_or_new(path: Path, known: dict[FileIdentity, str]) -> _FileDigest:
 
 
 def _identity_of(path: Path) -> FileIdentity:
-    """Of the file that is there now. Opens it, because over NFS only that asks the server for its times."""
+    """The identity of the file that is there now. Opens it, because over NFS only that asks the server for its
+    times."""
     with path.open("rb", buffering=0) as file:
         return _opened_identity(path, file)
 
@@ -85,7 +86,7 @@ def _opened_identity(path: Path, file: FileIO) -> FileIdentity:
 
 
 def _read_stable(path: Path) -> _FileDigest:
-    """Reads again what changes or is replaced meanwhile. Raises ConfigError when that does not end."""
+    """Reads a file, and again while it changes or is replaced. Raises ConfigError when that does not end."""
     for _ in range(_MAX_ATTEMPTS):
         started_ns = time.time_ns()
         with path.open("rb", buffering=0) as file:
@@ -105,7 +106,7 @@ def _is_settled(identity: FileIdentity, started_ns: int) -> bool:
 
 
 def read_digest(file: FileIO, num_bytes: int) -> str:
-    """The BLAKE3 of an unbuffered file that has ``num_bytes``. Of one that grows only a little more is read.
+    """The BLAKE3 of an unbuffered file that has ``num_bytes``. If the file grows meanwhile, only a little more is read.
 
     Not through a memory map: a file that gets shorter would end the process (SIGBUS).
     """

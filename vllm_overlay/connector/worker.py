@@ -28,12 +28,13 @@ from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 _ADVANCE = "advance"
-"""Stands for a hook in `vllm:hybrid_offload_hook_errors`: what several hooks do, in parts that fail one by one."""
+"""Stands for a hook in `vllm:hybrid_offload_hook_errors`: several hooks do this work, and its parts fail one by one."""
 
 _Accepted = tuple[StoreJob, HostBuffer]
 
 _unfinished: list["OffloadWorker"] = []
-"""Closed while copies were under way. Their memory stays until the process ends: a device may still write to it."""
+"""Workers that were closed while copies were under way. Their memory stays until the process ends, because a device may
+still write to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,10 +71,10 @@ class OffloadWorker:
         self._load_copies: dict[Handle, _Load] = {}
         self._store_copies: dict[Handle, list[_Accepted]] = {}
         self._handed_over: set[int] = set()
-        """Store tickets that the transfer or the tier holds: one of them will end each."""
+        """Store tickets that the transfer or the tier holds. One of the two will end each."""
         self._finished: set[str] = set()
         self._failed_loads: set[str] = set()
-        """Those of ``_finished`` that failed. Both are vLLM's; ``_failed`` tells our scheduler why."""
+        """Those of ``_finished`` that failed. vLLM takes both; ``_failed`` tells our scheduler why."""
         self._failed: dict[str, Reason] = {}
         self._bad_objects: set[ObjectId] = set()
         self._unreadable_objects: set[ObjectId] = set()
@@ -90,7 +91,7 @@ class OffloadWorker:
         self._step = step
 
     def advance(self) -> None:
-        """Take what the transfer and the tier have ready. What raises here is counted; the rest goes on without it."""
+        """Take what the transfer and the tier have ready. What raises here is counted, and the rest goes on."""
         for step in (self._take_copies, self._take_results, self._take_copies, self._fail_late_loads):
             self._fenced(step)
 
@@ -222,8 +223,9 @@ class OffloadWorker:
                 self._fail_load(load, reason)
 
     def check_adapters(self, checks: tuple[AdapterCheck, ...]) -> None:
-        """Within the pass that first computes with restored blocks, after it has loaded its adapters: if one is not
-        what it was at the lookup, vLLM must hear that the blocks are bad, and computes their requests anew."""
+        """Called within the pass that first computes with restored blocks, after it has loaded its adapters. If an
+        adapter is not what it was at the lookup, vLLM must hear that the blocks are bad. It then computes their
+        requests anew."""
         self.fail_checks(tuple(check for check in checks if not self._adapters.computes_with(check.weights)))
 
     def fail_checks(self, checks: tuple[AdapterCheck, ...]) -> None:
@@ -299,7 +301,7 @@ class OffloadWorker:
     # Reports.
 
     def answer(self, overdue_stores: tuple[int, ...], overdue_loads: tuple[str, ...]) -> None:
-        """Say which of these this rank holds nothing of, in this step's report: their reports were lost."""
+        """Say in this step's report which of these this rank does not hold. Their reports were lost."""
         loading = {load.job.request_id for load in self._loads.values()} | self._finished
         self._idle_stores = Counter(set(overdue_stores) - self._handed_over - set(self._reported))
         self._idle_loads = Counter(set(overdue_loads) - loading)
@@ -339,7 +341,7 @@ class OffloadWorker:
         return metadata if metadata else None
 
     def close(self, timeout_s: float) -> int:
-        """Finish pending copies and stores in that time; returns how many stores were given up."""
+        """Finish pending copies and stores in that time. Returns how many stores were given up."""
         deadline = time.monotonic() + timeout_s
         if not self._transfer.close(timeout_s):
             _unfinished.append(self)

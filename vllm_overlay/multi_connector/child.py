@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One child and the fence around it: what it raises or garbles is logged, counted, answered for, never passed on.
+"""One child and the fence around it. What the child raises or garbles is logged, counted and answered for.
 
 A child that raised, or answered what cannot be an answer, has done an unknown part of its work, so it is *isolated*: no
 hook of it is called any more, here and (supervisor.py) in all processes. It comes back as a new instance. Blocks that
@@ -139,7 +139,7 @@ class Child:
                 self.isolate(f"it took {seconds:.1f} s in {hook} (hang_after_s)")
 
     def _ended(self, hook: str) -> float:
-        """A hook of the present instance has returned; the seconds it took, which are counted here."""
+        """Called when a hook of the present instance has returned. Counts and returns the seconds it took."""
         seconds = self._watchdog.ended()
         self.hook_times.add(hook, seconds)
         if hook == LOOKUP:
@@ -163,7 +163,7 @@ class Child:
             logger.warning("Connector %r is out of service in this process: %s.", self.name, reason)
 
     def stop(self) -> bool:
-        """Shuts the present instance down; True when that worked, now or before. It may be tried again."""
+        """Shuts the present instance down. True if that worked, now or before; else it may be tried again."""
         if self.stopped:
             return True
         self._watchdog.began(self.name, "shutdown")
@@ -174,7 +174,7 @@ class Child:
             raise
         except BaseException as error:
             self.counters.count_error("shutdown")
-            self.log_once("shutdown", "could not be shut down; what it still holds stays held.", exc_info=error)
+            self.log_once("shutdown", "could not be shut down. What it still holds stays held.", exc_info=error)
         finally:
             self._ended("shutdown")
         return self.stopped

@@ -268,7 +268,7 @@ def _refused(what: str) -> Iterator[None]:
 
 
 def _sentence(error: BaseException) -> str:
-    """One line for an error; pydantic's are several."""
+    """The text of an error on one line. pydantic's errors have several."""
     details = getattr(error, "errors", None)
     if callable(details):
         return "; ".join(f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in details())

@@ -80,7 +80,7 @@ class Completions:
         self._fail(request_id, load)
 
     def expect_saves(self, request_id: str, children: Collection[int]) -> None:
-        """A finished request; these children hold its blocks until they report, or have reported already."""
+        """A request is finished. These children hold its blocks until they report, or have reported already."""
         early = self._sent_early.pop(request_id, set())
         self._saves.setdefault(request_id, set()).update(set(children) - early)
         self._end_if_sent(request_id)
@@ -98,7 +98,7 @@ class Completions:
             self.sent(child, [request_id])
 
     def received(self, child: int, finished: Collection[str], failed: Collection[str]) -> int:
-        """One child's finished and failed loads; returns how many reports were not the child's to make.
+        """Takes one child's finished and failed loads. Returns how many reports were not the child's to make.
 
         A synchronous load that its child calls failed is told by its blocks, and needs no report when it is good.
         """
@@ -120,7 +120,7 @@ class Completions:
         return ignored
 
     def sent(self, child: int, finished: Collection[str]) -> int:
-        """One child's finished saves; returns how many reports were not the child's to make."""
+        """Takes one child's finished saves. Returns how many reports were not the child's to make."""
         ignored = 0
         for request_id in finished:
             if child in self._saves.get(request_id, ()):

@@ -95,7 +95,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unused-ignore]
-    """The best offer loads, every child stores. See the module's table and ``settings.py``.
+    """The child with the best offer loads, and every child stores. See the module's table and ``settings.py``.
 
     What takes thought is in ``scheduler.py`` and ``worker.py``; here each hook finds its way there.
     """
@@ -203,7 +203,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         )
 
     def get_kv_connector_stats(self) -> MultiStats | None:
-        """Scheduler and workers; increments since the last call. None when there is nothing to say."""
+        """Called in the scheduler and in workers. Increments since the last call, or None if there are none."""
         self._scheduler.record_gauges()
         stats, now = MultiStats(), self._clock()
         for child in self._children:

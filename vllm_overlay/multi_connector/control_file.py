@@ -70,7 +70,7 @@ def read_switches(content: bytes, configured: Mapping[str, ChildSettings]) -> di
 
 
 class ControlFile:
-    """The present settings of every child. Bad: a warning, and the last good ones hold; gone: as configured."""
+    """The present settings of every child. A bad file changes nothing but warns; without a file, as configured."""
 
     def __init__(self, path: str, configured: Mapping[str, ChildSettings]) -> None:
         """``path`` may be empty: then the settings never change."""
@@ -81,7 +81,7 @@ class ControlFile:
         self.settings = self._configured
 
     def look(self, now: float) -> None:
-        """Called often; reads the file when it has changed, at most once a second."""
+        """Called often. Reads the file if it has changed, at most once a second."""
         if self._path is None or now - self._looked_at < LOOK_EVERY_S:
             return
         self._looked_at = now

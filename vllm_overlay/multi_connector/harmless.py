@@ -14,7 +14,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @functools.cache
 def log_once(message: str) -> None:
-    """Called while an exception is handled; logs it with its traceback, once a message and process."""
+    """Called while an exception is handled. Logs it with its traceback, each message once in a process."""
     logger.exception(message)
 
 

@@ -20,7 +20,7 @@ class HookTimes:
         self._seconds[hook] += seconds
 
     def take(self, now: float) -> dict[str, float]:
-        """Seconds by hook since they were last handed on; nothing before a second has passed since then."""
+        """Seconds by hook since they were last handed on. Empty before a second has passed since then."""
         if self._taken_at is None:
             self._taken_at = now
         if now - self._taken_at < REPORT_EVERY_S:

@@ -12,7 +12,7 @@ UNKNOWN = 0.8
 
 @dataclass(slots=True, frozen=True)
 class LoadWeight:
-    """``number``: the weight; of a measured one what it is taken to be until it is measured."""
+    """``number``: the weight. A measured weight is taken to be this until it is measured."""
 
     number: float
     is_measured: bool = False

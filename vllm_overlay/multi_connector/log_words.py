@@ -11,7 +11,7 @@ from vllm_overlay.multi_connector.lifecycle import Phase
 
 _PHASES = {phase.value: phase.name.lower().replace("_", " ") for phase in Phase if phase is not Phase.SERVING}
 MOST_WORDS = 20
-"""What a child may say of itself beside that; somebody else's may have much to say."""
+"""How many words of its own a child may add. Somebody else's connector may have much to say."""
 
 
 def words_of(counters: Counters) -> dict[str, Any]:
@@ -35,6 +35,6 @@ def _loaded(counters: Counters) -> str:
 
 
 def joined(ours: Mapping[str, Any], childs: Mapping[str, Any]) -> dict[str, Any]:
-    """Our words and then the child's own; where both have one, ours holds."""
+    """Our words, then the child's own. Where both have a word, ours holds."""
     own = ((word, value) for word, value in childs.items() if word not in ours)
     return {**ours, **dict(islice(own, MOST_WORDS))}

@@ -69,7 +69,7 @@ class Lookups:
     def find(self, request: "Request", num_computed_tokens: int, now: float) -> tuple[int | None, bool]:
         """The tokens to load and whether asynchronously; None to be asked again.
 
-        Asks every child. Waits for one that is still looking only while it could win, and up to the deadline.
+        Asks every child. Waits for a child that is still looking while it could win, at most until the deadline.
         """
         asked = request.num_tokens - num_computed_tokens
         ceiling = max(asked - 1 if self._has_recurrent_groups else asked, 0)
@@ -106,9 +106,7 @@ class Lookups:
         tokens = None if answer is None else valid_tokens(answer, ceiling)
         if answer is not None and tokens is None:
             child.counters.invalid_answers += 1
-            child.log_once(
-                "answer", "offered %r tokens where 0 to %d are possible; taken as 0, and counted.", answer, ceiling
-            )
+            child.log_once("answer", "offered %r tokens where 0 to %d are possible. That counts as 0.", answer, ceiling)
             return nothing
         ignored, ignored_tokens = self._why_ignored(child, request.request_id, tokens), 0
         if ignored is not None:

@@ -90,8 +90,8 @@ class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc
 class MultiKVEvents(KVConnectorKVEvents):  # type: ignore[misc, unused-ignore]
     """Each child's own container of KV cache events.
 
-    vLLM adds ranks up by feeding one rank's ``get_all_events`` to another's ``add_events`` and never looks inside, so
-    here an "event" is a child's index with its whole container, and each child's containers are added up by its rules.
+    vLLM adds ranks up by feeding one rank's ``get_all_events`` to another's ``add_events``, and never looks inside. So
+    an "event" here is a child's index with its whole container. Each child's containers are added up by its rules.
     """
 
     def __init__(self, children: dict[int, KVConnectorKVEvents]) -> None:
@@ -104,7 +104,7 @@ class MultiKVEvents(KVConnectorKVEvents):  # type: ignore[misc, unused-ignore]
             if (mine := self.children.get(index)) is None:
                 self.children[index] = theirs
                 continue
-            with harmless(f"KV cache events of child {index} could not be added up; some are lost."):
+            with harmless(f"KV cache events of child {index} could not be added up. Some are lost."):
                 mine.add_events(theirs.get_all_events())
                 mine.increment_workers(theirs.get_number_of_workers())
 
@@ -114,7 +114,7 @@ class MultiKVEvents(KVConnectorKVEvents):  # type: ignore[misc, unused-ignore]
     def aggregate(self) -> "MultiKVEvents":
         aggregated: dict[int, KVConnectorKVEvents] = {}
         for index, events in self.children.items():
-            with harmless(f"KV cache events of child {index} could not be aggregated; they are lost."):
+            with harmless(f"KV cache events of child {index} could not be aggregated. They are lost."):
                 aggregated[index] = events.aggregate()
         return MultiKVEvents(aggregated)
 

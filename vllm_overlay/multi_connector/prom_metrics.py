@@ -105,7 +105,7 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
         self._children: dict[str, KVConnectorPromMetrics] = {}
         for name, cls, config in children:
             made = None
-            with harmless(f"Metrics of connector {name!r} could not be built; its own are not exported."):
+            with harmless(f"Metrics of connector {name!r} could not be built. Its own metrics are not exported."):
                 made = cls.build_prom_metrics(config, registry.types_for(name), labelnames, per_engine_labelvalues)
             if made is not None:
                 self._children[name] = made

@@ -75,7 +75,7 @@ class RequestFilter:
         return len(self._unknown) + len(self._without_work) + len(self._after_this_step)
 
     def view(self, output: "SchedulerOutput") -> "SchedulerOutput":
-        """``output`` without what the child must not see; ``output`` itself when that is nothing."""
+        """``output`` without what the child must not see. ``output`` itself if it may see all."""
         hidden = self._unknown | self._without_work
         return _without(output, hidden, self._unknown) if hidden else output
 

@@ -43,8 +43,8 @@ NULL_BLOCK = 0
 """vLLM's block that stands for none: always the first that the pool hands out."""
 
 PAID_ELSEWHERE = 10**6
-"""Taken for the number of waiting requests where another engine has computed the prompt for this request: it is loaded,
-whatever that takes."""
+"""Taken for the number of waiting requests if another engine has computed the prompt of a request for this engine. So
+that request is loaded, whatever that takes."""
 
 
 class SchedulerSide:
@@ -236,7 +236,11 @@ class SchedulerSide:
             if holds:
                 holders.add(child.index)
             if own and (clashes := sorted(set(own) & set(parameters))):
-                child.log_once("parameters", "returned kv_transfer_params %s that another has set; dropped.", clashes)
+                child.log_once(
+                    "parameters",
+                    "returned kv_transfer_params %s that another child has set. They are dropped.",
+                    clashes,
+                )
             parameters = {**(own or {}), **parameters}
         self._forget(request_id)
         if holders:

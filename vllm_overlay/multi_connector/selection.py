@@ -83,10 +83,10 @@ def merge_junctions(schedulers: int, childrens: Iterable[object], resume_tokens:
     """The one junction the scheduler stops at, of the values the children left in ``shared_prefix_boundary``.
 
     A junction is where a prefill should stop so that the state there is kept for siblings. It can only help ahead of
-    ``resume_tokens`` (local hit plus the chosen child's tokens) and inside the request, so: the largest such value
-    among the children's (each started from the scheduler's, so one that set nothing votes for that), else the
-    scheduler's own. The largest, because the prefix up to it is what most tiers can serve to the next sibling; a stop
-    that turns out useless costs one split of a prefill, never a wrong byte.
+    ``resume_tokens`` (local hit plus the chosen child's tokens) and inside the request. The largest such value of the
+    children's holds. Each child starts from the scheduler's value, so one that sets nothing votes for that. If there is
+    none, the scheduler's own value holds. It is the largest, because the prefix up to it is what most tiers can serve
+    to the next sibling. A stop that turns out useless costs one split of a prefill, never a wrong byte.
     """
     useful = [
         value

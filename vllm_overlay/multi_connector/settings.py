@@ -20,51 +20,70 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     connectors: Annotated[
         list[dict[str, Any]],
         Meta(
-            description="the children, in order; each takes the fields of `--kv-transfer-config`",
+            description="The children, in order. Each takes the fields of `--kv-transfer-config`.",
             examples=[[{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]],
         ),
     ]
     selection: Annotated[
         str,
         Meta(
-            description="who loads: `weighted`, the most matched_tokens x load_weight; "
-            "`module:Class`, a rule of your own"
+            description="Who loads a request. `weighted`: the child with the most `matched_tokens x load_weight`. "
+            "`module:Class`: a rule of your own."
         ),
     ] = "weighted"
     lookup_timeout_ms: Annotated[
         float,
-        Meta(description="ms a request waits for children still looking, when one could beat the ready offers", ge=0),
+        Meta(
+            description="Milliseconds that a request waits for children that are still looking, "
+            "if one of them could beat the ready offers.",
+            ge=0,
+        ),
     ] = 50.0
     isolate_after_s: Annotated[
         float,
         Meta(
-            description="seconds after which a load that its child has not reported isolates the child; 0: never", ge=0
+            description="Seconds that a child may take to report a load. After that the child is isolated. "
+            "0: no limit.",
+            ge=0,
         ),
     ] = 120.0
     retry_first_s: Annotated[
-        float, Meta(description="seconds a child stays out of service after its first failure; doubles each time", gt=0)
+        float,
+        Meta(
+            description="Seconds that a child stays out of service after its first failure. "
+            "Each further failure doubles them.",
+            gt=0,
+        ),
     ] = 1.0
     retry_longest_s: Annotated[
-        float, Meta(description="the longest such pause; serving for as long makes the next failure a first one", gt=0)
+        float,
+        Meta(
+            description="The longest such pause in seconds. After a child has served for as long, "
+            "its next failure counts as the first.",
+            gt=0,
+        ),
     ] = 60.0
     hang_after_s: Annotated[
         float,
         Meta(
-            description="seconds in one hook after which the log names the child; once back, it is isolated; 0: off",
+            description="Seconds that a hook may take. After that the log names the child, "
+            "and the child is isolated when the hook returns. 0: no limit.",
             ge=0,
         ),
     ] = 30.0
     control_file: Annotated[
         str,
         Meta(
-            description="a JSON file that changes the children's switches while serving; re-read when it changes",
+            description="A JSON file that changes the children's switches while the server runs. "
+            "It is read again when it changes.",
             examples=["/etc/vllm/switches.json"],
         ),
     ] = ""
     load_failure_policy: Annotated[
         Literal["recompute", "fail"],
         Meta(
-            description="what a failed load does to its request, whichever child it was (vLLM's own default is `fail`)"
+            description="What a failed load does to its request, whichever child it was: compute it, "
+            "or end it with an error (vLLM's own default is `fail`)."
         ),
     ] = "recompute"
 
@@ -82,15 +101,15 @@ class ChildSettings(msgspec.Struct, kw_only=True, frozen=True):
     load_weight: Annotated[
         float | Literal["auto"],
         Meta(
-            description="weight of what it offers: `matched_tokens x load_weight`; "
-            "`auto`: measured, the share of the time of computing that its load saves"
+            description="Weight of what it offers: `matched_tokens x load_weight`. "
+            "`auto`: measured, as the share of the computing time that its loads save."
         ),
     ] = "auto"
     max_load_attempts: MaxLoadAttempts = 3
-    min_tokens: Annotated[int, Meta(description="an offer of fewer tokens counts as none", ge=0)] = 0
-    load: Annotated[bool, Meta(description="whether requests are loaded from it")] = True
-    store: Annotated[bool, Meta(description="whether it stores requests")] = True
-    promote: Annotated[bool, Meta(description="whether it stores requests that another child loads")] = True
+    min_tokens: Annotated[int, Meta(description="An offer of fewer tokens counts as none.", ge=0)] = 0
+    load: Annotated[bool, Meta(description="Whether requests are loaded from it.")] = True
+    store: Annotated[bool, Meta(description="Whether it stores requests.")] = True
+    promote: Annotated[bool, Meta(description="Whether it stores requests that another child loads.")] = True
 
 
 OURS_ALONE = ("min_tokens", "load", "store", "promote")

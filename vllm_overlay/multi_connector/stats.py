@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers for each child under its configured name, from any process to the front end.
 
-Two children of one class stay apart, a child loaded by module path works, and nothing here raises into the engine or
-into the loop that serves metrics: what cannot be added up or exported is dropped and logged once.
+Two children of one class stay apart, and a child loaded by module path works. Nothing here raises into the engine or
+into the loop that serves metrics. What cannot be added up or exported is dropped and logged once.
 """
 
 import functools
@@ -117,7 +117,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
     def to_dict(self) -> dict[str, Any]:
         wire: dict[str, Any] = {}
         for name, part in self.data.items():
-            with harmless(f"Stats of connector {name!r} could not be written; they are lost."):
+            with harmless(f"Stats of connector {name!r} could not be written. They are lost."):
                 wire[name] = part.to_dict()
         return wire
 
@@ -125,7 +125,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
         for name, part in other.data.items():
             mine = self.data.setdefault(name, part)
             if mine is not part:
-                with harmless(f"Stats of connector {name!r} could not be added up; some are lost."):
+                with harmless(f"Stats of connector {name!r} could not be added up. Some are lost."):
                     self.data[name] = mine.aggregate(part)
         return self
 
@@ -135,13 +135,13 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
                 part.reset()
 
     def reduce(self) -> dict[str, Any]:
-        """A few words on each child that has done something, ours and its own; vLLM writes them into one line."""
+        """A few words on each child that has done something, ours and its own. vLLM writes them into one line."""
         own = self.data.get(OWN)
         reduced: dict[str, Any] = {} if own is None else own.reduce()
         for name, part in self.data.items():
             if name == OWN:
                 continue
-            with harmless(f"Stats of connector {name!r} could not be reduced; they are not logged."):
+            with harmless(f"Stats of connector {name!r} could not be reduced. They are not logged."):
                 if not part.is_empty() and (words := joined(reduced.get(name, {}), part.reduce())):
                     reduced[name] = words
         return reduced
@@ -149,7 +149,9 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
     def is_empty(self) -> bool:
         for name, part in self.data.items():
             empty = False
-            with harmless(f"Stats of connector {name!r} could not be asked whether they are empty; taken as not."):
+            with harmless(
+                f"Stats of connector {name!r} could not say whether they are empty. They count as not empty."
+            ):
                 empty = part.is_empty()
             if not empty:
                 return False
@@ -168,7 +170,7 @@ def _rebuilt(name: str, part: object, class_name: str | None) -> KVConnectorStat
     if isinstance(part, KVConnectorStats):
         return part
     registered = KVConnectorFactory.get_connector_class_by_name(name) if class_name is None else None
-    with harmless(f"Stats of connector {name!r} could not be rebuilt; they are not logged."):
+    with harmless(f"Stats of connector {name!r} could not be rebuilt. They are not logged."):
         cls: Any = registered if class_name is None else connector_class(*class_name.split(":", 1))
         stats: KVConnectorStats | None = cls.build_kv_connector_stats(data=part)
         return stats

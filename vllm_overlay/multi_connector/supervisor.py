@@ -33,7 +33,7 @@ class Supervisor:
             child.start(hook, argument)
 
     def notice_isolations(self, now: float) -> None:
-        """Children are isolated wherever they fail; this is where the other processes begin to hear of it.
+        """A child is isolated in the process where it fails. From here the other processes hear of it.
 
         It is counted here, once, and not where it happens: a failed attempt to come back is no new isolation.
         """

@@ -32,7 +32,7 @@ class Watchdog:
     """One per MultiConnector. ``began`` and ``ended`` bracket each hook; they cost well under a microsecond."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """``limit_s``: a call that lasts longer is reported; 0: none is."""
+        """``limit_s``: a call that lasts longer is reported. With 0 none is."""
         self.limit_s = limit_s
         self._clock = clock
         self._call: _Call | None = None
@@ -53,7 +53,7 @@ class Watchdog:
             logger.error("The watchdog has no thread, so hooks that hang are not named: %s", error)
 
     def ended(self) -> float:
-        """The hook has returned; how many seconds it took."""
+        """Called when the hook has returned. Returns how many seconds it took."""
         call, self._call = self._call, None
         return 0.0 if call is None else self._clock() - call.started
 
@@ -76,7 +76,7 @@ class Watchdog:
             return
         call.reported = True
         logger.error(
-            "Connector %r has not returned from %s for %.1f s (hang_after_s); the engine waits for it here:\n%s",
+            "Connector %r has not returned from %s for %.1f s (hang_after_s). The engine waits for it here:\n%s",
             call.child,
             call.hook,
             self._clock() - call.started,

@@ -130,7 +130,7 @@ class WorkerSide:
                 child.standing_by = False
 
     def _renew(self, child: Child, generation: int) -> None:
-        """Builds the new instance; the old one has been stopped on every rank."""
+        """Builds the new instance. The old one has been stopped on every rank."""
         self._handshakes.pop(child.index, None)
         self._stop_attempts[child.index] = Backoff(
             self._stop_attempts[child.index].first_s, self._stop_attempts[child.index].longest_s
@@ -181,7 +181,7 @@ class WorkerSide:
         child.counters.ignored_reports += ignored
 
     def _stop(self, child: Child, finished_req_ids: set[str]) -> None:
-        """One step of ending an isolated instance; see the top of this page."""
+        """One step of ending an isolated instance: see the top of this file."""
         attempts, now = self._stop_attempts[child.index], self._clock()
         owes = self._completions.owes(child.index)
         if (child.can_be_stopped or not owes) and attempts.may_try(now):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a refusal says of files that are not vLLM's own: all of them, and how to go on without losing an edit.
+"""What a refusal says of files that are not vLLM's own. It names all, and how to go on and lose no edit.
 
 ``tree`` calls this. No command here may destroy what somebody has written.
 """
@@ -23,7 +23,7 @@ def of_files(root: Path, hindering: Mapping[str, FileState], reasons: Mapping[st
     states = set(hindering.values())
     paragraphs = [_headline(root, hindering, total) + "\n" + _listed(hindering, reasons), "Nothing was changed."]
     if FileState.OTHER_VERSION in states:
-        paragraphs[-1] += f" Use vLLM {VLLM_VERSION}, or move the series as docs/patches.md says."
+        paragraphs[-1] += f" Use vLLM {VLLM_VERSION}, or move the series as docs/moving-the-pin.md says."
         if _is_checkout(root):
             paragraphs.append(f"The series can be applied to a checkout beside this one:\n{_worktree(root)}")
     if edited := [path for path, state in hindering.items() if state is FileState.EDITED]:

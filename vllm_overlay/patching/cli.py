@@ -28,7 +28,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
   {program} --installed --status            which patches are in it
   {program} --installed --reverse           back to vLLM's own files
   {program} --target ~/src/vllm             patch a checkout or an unpacked source
-  {program} --target ~/src/vllm --check     would it apply? touches nothing; also for other versions
+  {program} --target ~/src/vllm --check     say whether it would apply, also to another version
 
 exit status:
   0    done; with --check: the series fits what is in the tree, or is applied; with --status: it is applied

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and applies unified diffs. Exact context, no fuzz; a hunk may have moved, but only to one possible place.
+"""Reads and applies unified diffs.
 
-Works on bytes and on whole lines with their line ends, so that what is not in a hunk stays as it is.
+Context is exact, without fuzz. A hunk may have moved, but only to one possible place. It works on bytes and on whole
+lines with their line ends, so that what is not in a hunk stays as it is.
 """
 
 import re

@@ -82,7 +82,7 @@ def verify_installed(series: Series | None = None, root: Path | None = None) -> 
 
 
 def _broken(found: Status, pin: str, command: str) -> str:
-    """Why these files are no vLLM to start with, patched or not; empty when they are one."""
+    """Why these files are no vLLM at all, patched or not. Empty if they are one."""
     if hindering := [f"{path} ({state})" for path, state in found.files.items() if state.hinders]:
         return (
             f"vLLM in {found.root / 'vllm'} has files that are not those of vLLM {pin}, patched or not: "

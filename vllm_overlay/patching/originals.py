@@ -29,7 +29,7 @@ class KeptOriginals:
 
     @classmethod
     def read(cls, root: Path) -> "KeptOriginals":
-        """What is noted for a tree; nothing when the notes are not there or damaged."""
+        """What is noted for a tree. Empty if the notes are damaged or not there."""
         try:
             noted = json.loads(_notes_file(root).read_text(encoding="utf-8"))
             notes = {str(path): {str(k): str(v) for k, v in digests.items()} for path, digests in noted.items()}
@@ -42,7 +42,7 @@ class KeptOriginals:
         return digest in self.notes.get(path, {})
 
     def find(self, path: str, digest: str) -> bytes | None:
-        """The original of a file with this content; None if none was kept, or if it is not what was noted."""
+        """The original of a file with this content. None if none was kept, or if it is not what was noted."""
         original = self.notes.get(path, {}).get(digest)
         if original is None:
             return None

@@ -72,7 +72,7 @@ def unwritable_directory(root: Path, paths: Iterable[str]) -> Path | None:
 
 @contextlib.contextmanager
 def lock(root: Path) -> Iterator[None]:
-    """One writer a tree at a time; waits for another one. File systems without locks are used without."""
+    """Lets one writer into a tree at a time, and waits for another. Does without where a file system has no locks."""
     descriptor = os.open(root / "vllm", os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):

@@ -93,7 +93,7 @@ class Series:
 
 
 def load(directory: Path | None = None, *, checksums: bool = True) -> Series:
-    """Reads the series; the one of this installation by default. ``checksums=False`` is for who writes them."""
+    """Reads a series, by default this installation's. ``checksums=False`` is for the program that writes them."""
     directory = directory or _patches_directory()
     try:
         version = (directory / "vllm_version.txt").read_text(encoding="utf-8").strip()

@@ -193,7 +193,7 @@ def reverse(root: Path, series: Series | None = None) -> Status:
 
 
 def refusal(root: Path, series: Series) -> str:
-    """Why ``apply`` would refuse this tree; empty when it would not. Touches nothing."""
+    """Why ``apply`` would refuse this tree. Empty if it would not. Touches nothing."""
     try:
         _patched(series, _originals_of(root, series, KeptOriginals.read(root)))
     except PatchError as error:
@@ -221,7 +221,7 @@ def _originals_of(root: Path, series: Series, kept: KeptOriginals) -> dict[str, 
     if is_other_version(version):
         raise PatchError(
             f"{root} is vLLM {version} and the series is made for {series.vllm_version}: nothing was changed; use "
-            f"vLLM {series.vllm_version}, or move the series to {version} as docs/patches.md says"
+            f"vLLM {series.vllm_version}, or move the series to {version} as docs/moving-the-pin.md says"
         )
     found = _examine(root, series, kept, version)
     if hindering := {path: finding for path, finding in found.items() if finding.state.hinders}:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups in a store that answers in batches and promises nothing about what depends on what, say a remote one."""
+"""Lookups in a store that answers in batches. It may hold objects without what they depend on, as a remote store
+does."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,7 +22,7 @@ class BatchSource(Protocol):
 class BatchedHits:
     """Implements ``HitSource`` for one lookup of one prompt. Made by ``TierManager.hits``, then thrown away.
 
-    Chunks of full attention count up to the first missing one, so the answers are prefix-closed whatever the store
+    Chunks of full attention count up to the first missing one. So the answers are prefix-closed whatever the store
     holds. A question about one object asks about its neighbours too, in the direction in which a lookup goes on.
     """
 
@@ -43,7 +44,7 @@ class BatchedHits:
         return self._known[object_id]
 
     def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
-        """Any chunk may have snapshots: only asking about them tells."""
+        """Any chunk may have snapshots. Only asking about them tells."""
         return self._ends[object_id.key]
 
     def was_evicted(self, object_id: ObjectId) -> bool:
@@ -68,7 +69,7 @@ class BatchedHits:
         return count * size
 
     def _neighbours(self, object_id: ObjectId) -> list[ObjectId]:
-        """The object and those that a lookup asks about next: window chunks upwards, snapshots downwards."""
+        """The object, and those that a lookup asks about next: window chunks upwards, snapshots downwards."""
         end = self._ends[object_id.key]
         if object_id.is_snapshot:
             unit = self._geometry.restore_unit

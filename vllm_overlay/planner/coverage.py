@@ -19,8 +19,8 @@ class HitSource(Protocol):
     def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
         """The end, in tokens, of the nearest chunk that has snapshots hanging below it; 0 when there is none.
 
-        Looked for from the full-attention chunk ``object_id``, itself included, up its own chain of parents. The
-        snapshots may belong to other prompts, which left this one after that chunk.
+        The search starts at the full-attention chunk ``object_id``, itself included, and goes up its own chain of
+        parents. The snapshots may belong to other prompts, which left this one after that chunk.
         """
 
     def was_evicted(self, object_id: ObjectId) -> bool:
@@ -34,12 +34,15 @@ class HitSource(Protocol):
 class Coverage:
     """What a tier holds of one prompt.
 
-    ``tokens`` has for each attention group, by vLLM's id: full attention, the tokens of its leading chunks; sliding
-    window, the tokens of the chunks its window needs at the restore point. ``restore_point`` is 0 when there is none
-    above the local hit. ``reach`` is the last restore point that full attention alone would allow, 0 when there is no
-    such group. ``group_id`` is the group that ``limited_by`` speaks of, if any. ``window_reach`` is the highest
-    boundary above the local hit that windows alone can rule out; it is above ``restore_point`` where they did.
-    ``reach_before_eviction`` is what ``reach`` would be if nothing had been evicted, as far as the tier remembers.
+    ``tokens`` is by vLLM's id of the attention group. For full attention it has the tokens of the leading chunks. For a
+    sliding window it has the tokens of the chunks that the window needs at the restore point.
+
+    ``restore_point`` is 0 when there is none above the local hit. ``reach`` is the last restore point that full
+    attention alone would allow, 0 when there is no such group. ``reach_before_eviction`` is what ``reach`` would be if
+    nothing had been evicted, as far as the tier remembers.
+
+    ``group_id`` is the group that ``limited_by`` speaks of, if any. ``window_reach`` is the highest boundary above the
+    local hit that windows alone can rule out. It is above ``restore_point`` where they did.
     """
 
     tokens: dict[int, int]
@@ -52,7 +55,7 @@ class Coverage:
 
 
 def count_covered(num_chunks: int, has_chunk: Callable[[int], bool]) -> int:
-    """How many leading chunks are there, of a prefix-closed sequence of ``num_chunks``, in O(log n) probes."""
+    """Counts the leading chunks that are there, of a prefix-closed sequence of ``num_chunks``, in O(log n) probes."""
     low, high = 0, num_chunks
     while low < high:
         middle = (low + high + 1) // 2
@@ -64,12 +67,14 @@ def count_covered(num_chunks: int, has_chunk: Callable[[int], bool]) -> int:
 
 
 class CoverageSearch:
-    """One lookup of one prompt in one tier; made and run by the planner, then thrown away.
+    """One lookup of one prompt in one tier. Made and run by the planner, then thrown away.
 
-    Probes: O(log n) for each full-attention group. For snapshots, a ``nearest_snapshot_chunk`` and at most chunk / U
-    probes for each chunk tried; further chunks are tried only when all snapshots of the last were other prompts'.
+    It takes O(log n) probes for each full-attention group. For snapshots it takes a ``nearest_snapshot_chunk`` and at
+    most chunk / U probes for each chunk tried. Further chunks are tried only when all snapshots of the last one were
+    other prompts'.
+
     Without a full-attention group nothing narrows the search, and boundaries are probed downwards one by one. Each
-    window chunk is probed at most once; a missing one rules out every boundary whose window it is in.
+    window chunk is probed at most once. A missing one rules out every boundary whose window it is in.
     """
 
     def __init__(
@@ -108,7 +113,8 @@ class CoverageSearch:
         return count * size
 
     def _tokens_before_eviction(self, group: Group, covered: int) -> int:
-        """Of the leading chunks that are here or were evicted. Later ones went first, and are forgotten first."""
+        """The reach of the leading chunks that are here or were evicted. Later chunks went first, and are forgotten
+        first."""
         size = self._geometry.chunk_size_of(group)
         first = covered // size
 

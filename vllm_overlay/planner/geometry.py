@@ -16,7 +16,8 @@ AUTO_CHUNK_TOKENS = 64
 
 
 class GeometryError(ValueError):
-    """A model layout or ``hybrid_chunk_size`` that cannot work: one sentence with the setting and what would."""
+    """A model layout or ``hybrid_chunk_size`` that cannot work. One sentence names the setting and a value that
+    works."""
 
 
 class GroupKind(StrEnum):
@@ -29,10 +30,12 @@ class GroupKind(StrEnum):
 class Group:
     """One KV cache group of vLLM as one rank sees it.
 
-    ``block_size`` is in tokens. ``token_bytes`` is the attention KV of one token in all layers of the group (0 when
-    recurrent); ``page_bytes`` what moves when a whole block of all its layers moves raw. ``sliceable`` says that a
-    page can be cut by token. ``window`` is the sliding window in tokens, the token being computed included. With
-    ``is_chunked`` it does not slide: attention is local to chunks of the prompt, of ``window`` tokens each.
+    ``block_size`` is in tokens. ``token_bytes`` is the attention KV of one token in all layers of the group, 0 when
+    recurrent. ``page_bytes`` is what moves when a whole block of all its layers moves raw. ``sliceable`` says that a
+    page can be cut by token.
+
+    ``window`` is the sliding window in tokens, the token being computed included. With ``is_chunked`` it does not
+    slide: attention is local to chunks of the prompt, of ``window`` tokens each.
     """
 
     group_id: int
@@ -118,7 +121,7 @@ class Geometry:
 
     @property
     def completes_local_attention(self) -> bool:
-        """Whether a state alone can make a restore point of a longer local hit: only the one full-attention group may
+        """Whether a state alone can make a restore point of a longer local hit. Only the one full-attention group may
         be ahead of it, since vLLM shows nothing of the others' local hits."""
         return bool(self.recurrent) and len(self.attention) == len(self.full) == 1
 
@@ -140,7 +143,7 @@ class Geometry:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of one token in all attention groups: its share of a page where pages are moved whole."""
+        """Bytes of one token in all attention groups. Where pages are moved whole it is the token's share of a page."""
         return sum(self.chunk_bytes(group) / self.chunk_size_of(group) for group in self.attention)
 
     @property
@@ -186,8 +189,8 @@ class Geometry:
     def window_chunks(self, group: Group, boundary: int, num_local: int = 0) -> range:
         """Indices of the chunks that a window group needs to go on at ``boundary`` beyond ``num_local`` local tokens.
 
-        The next token sees what follows ``group.first_visible``. The tail of that range is the snapshot's, what lies
-        below ``num_local`` is in the KV cache already (a local hit holds its own window).
+        The next token sees what follows ``group.first_visible``. The tail of that range is the snapshot's. What lies
+        below ``num_local`` is in the KV cache already: a local hit holds its own window.
         """
         size = self.chunk_size_of(group)
         return range(max(group.first_visible(boundary), num_local) // size, boundary // size)
@@ -224,7 +227,8 @@ def common_block_size(groups: Sequence[Group]) -> int:
 
 
 def finer_match_unit(groups: Sequence[Group]) -> int:
-    """The match unit to recommend: the largest divisor of every block size up to 64, a multiple of 8 if one is."""
+    """The match unit to recommend: the largest divisor of every block size up to 64, and a multiple of 8 if there is
+    one."""
     common = common_block_size(groups)
     divisors = [n for n in range(1, EXACT_TOKENS + 1) if common % n == 0]
     return max([n for n in divisors if n % 8 == 0] or divisors)
@@ -250,11 +254,12 @@ def check_groups(groups: Sequence[Group], match_unit: int) -> None:
 def resolve_chunk_size(
     groups: Sequence[Group], match_unit: int, setting: int | str, *, target_bytes: int | None = None
 ) -> int:
-    """Tokens in a chunk, from ``hybrid_chunk_size`` = ``setting``; raises GeometryError.
+    """Tokens in a chunk, from ``hybrid_chunk_size`` = ``setting``. Raises GeometryError.
 
-    ``auto`` without ``target_bytes`` (CPU tier) is the largest valid size up to 64, else the match unit; with it
-    (disk tier) the smallest valid size whose chunk of the largest group has at least that many bytes in a rank, else
-    the common block size. Valid is a multiple of ``match_unit`` that divides every sliceable block size.
+    A size is valid if it is a multiple of ``match_unit`` and divides every sliceable block size. ``auto`` without
+    ``target_bytes`` (CPU tier) is the largest valid size up to 64, else the match unit. With ``target_bytes`` (disk
+    tier) it is the smallest valid size whose chunk of the largest group has at least that many bytes in a rank. If
+    there is none, it is the common block size.
     """
     check_groups(groups, match_unit)
     if setting != "auto" and (isinstance(setting, bool) or not isinstance(setting, int)):

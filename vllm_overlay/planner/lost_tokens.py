@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a prompt a lookup does not restore, and why: the prompt's end downwards, each token once."""
+"""Which tokens of a prompt a lookup does not restore, and why. Each token counts once, from the prompt's end down."""
 
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.coverage import Coverage
@@ -9,16 +9,16 @@ from vllm_overlay.planner.geometry import Geometry
 def lost_tokens(
     geometry: Geometry, coverage: Coverage, num_keys: int, num_tokens: int, num_local: int
 ) -> dict[Reason, int]:
-    """The tokens above the local hit and the restore point, by reason; reasons without tokens are left out.
+    """The tokens above the local hit and the restore point, by reason. Reasons without tokens are left out.
 
-    Called by the planner once a lookup. The sum is ``num_tokens`` less the higher of the two, or 0. From the top:
+    Called by the planner once a lookup. The sum is ``num_tokens`` less the higher of the two, or 0. Each reason has the
+    tokens below those of the reason before it, down to its own bound:
 
-    - what no tier could restore: what follows the last restore point that the prompt has;
-    - ``ATTENTION``: up to there from the last restore point that full attention reaches or, before the tier evicted
-      some of it, reached;
-    - ``EVICTED``: up to there from the last restore point that full attention reaches;
-    - ``STATE``: up to there from the last boundary that has a snapshot;
-    - ``WINDOW``: up to there from the restore point.
+    - what no tier could restore: down to the last restore point that the prompt has;
+    - ``ATTENTION``: down to the last one that full attention reaches, or reached before the tier evicted some of it;
+    - ``EVICTED``: down to the last restore point that full attention reaches;
+    - ``STATE``: down to the last boundary that has a snapshot;
+    - ``WINDOW``: down to the restore point.
     """
     reached = min(max(coverage.restore_point, num_local), num_tokens)
     limit = max(0, min(num_tokens - 1, num_keys * geometry.match_unit))

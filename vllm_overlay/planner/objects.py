@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of what a tier keeps: chunks and snapshots.
 
-A full tier has hundreds of thousands of them, so they are structs that the garbage collector passes by.
+A full tier has hundreds of thousands of them. So they are structs that the garbage collector leaves alone.
 """
 
 from enum import StrEnum
@@ -30,10 +30,11 @@ def chunk_tag(kind: ObjectKind, index: int) -> str:
 class ObjectId(msgspec.Struct, frozen=True, order=True, gc=False):
     """Names one object of a tier.
 
-    ``tag`` is ``f<n>`` for a chunk of the n-th attention group when that group is full attention, ``w<n>`` when it
-    is a sliding window, and ``s`` for a snapshot. ``key`` is vLLM's chained block hash of the prompt up to the
-    object's last token, so it stands for everything before it too (and for media and cache salt), or what the weights
-    of a LoRA adapter make of that hash.
+    ``tag`` is ``f<n>`` for a chunk of the n-th attention group when that group is full attention, ``w<n>`` when it is a
+    sliding window, and ``s`` for a snapshot.
+
+    ``key`` is vLLM's chained block hash of the prompt up to the object's last token. It stands for everything before it
+    too, and for media and cache salt. With a LoRA adapter it is what the adapter's weights make of that hash.
     """
 
     tag: str
@@ -56,9 +57,9 @@ class ObjectId(msgspec.Struct, frozen=True, order=True, gc=False):
 class PlannedObject(msgspec.Struct, frozen=True, gc=False):
     """One object to store or to load, as the planner names it.
 
-    ``start_tokens`` and ``end_tokens`` bound the tokens whose attention KV it holds; a snapshot's ``end_tokens`` is
-    its boundary and its ``start_tokens`` the last chunk boundary at or below it. ``parents`` must be in the tier
-    before it. ``num_bytes`` is its size in one rank. ``group_id`` is vLLM's KV cache group, None for a snapshot.
+    ``start_tokens`` and ``end_tokens`` bound the tokens whose attention KV it holds. A snapshot's ``end_tokens`` is its
+    boundary, and its ``start_tokens`` the last chunk boundary at or below that. ``parents`` must be in the tier before
+    it. ``num_bytes`` is its size in one rank. ``group_id`` is vLLM's KV cache group, None for a snapshot.
     """
 
     object_id: ObjectId

@@ -15,9 +15,9 @@ from vllm_overlay.planner.objects import ObjectId, PlannedObject
 class Lookup:
     """The answer to one lookup.
 
-    ``num_new_tokens`` is what a load would add to the local hit, 0 when nothing. ``junction`` is the boundary at
-    which a prefill should stop so that its state is kept, because attention coverage reaches it and no restore point
-    does; 0 when there is none. ``lost`` has the tokens beyond both the local hit and the restore point, by why.
+    ``num_new_tokens`` is what a load would add to the local hit, 0 when nothing. ``junction`` is the boundary at which
+    a prefill should stop so that its state is kept: attention coverage reaches it, and no restore point does. It is 0
+    when there is none. ``lost`` has the tokens beyond both the local hit and the restore point, by reason.
     """
 
     num_new_tokens: int
@@ -41,7 +41,7 @@ class Lookup:
 
 
 class HybridOffloadPlanner:
-    """Plans loads and stores for one tier. Pure: no state but the geometry. Called by the scheduler's half.
+    """Plans loads and stores for one tier. Pure: it has no state but the geometry. Called by the scheduler's half.
 
     ``keys`` is ``request.block_hashes`` everywhere, or what an adapter's weights make of them: ``keys[i]`` names tokens
     [0, (i + 1) * U), where U is the match unit.
@@ -81,7 +81,7 @@ class HybridOffloadPlanner:
         )
 
     def _chunk_parents(self, keys: Sequence[bytes], group: Group, index: int) -> tuple[ObjectId, ...]:
-        """The chunk before it for full attention; for a window the anchor's last chunk that ends no later."""
+        """For full attention the chunk before it, for a window the anchor's last chunk that ends no later."""
         if group.is_full:
             return (self.geometry.chunk_id(keys, group, index - 1),) if index else ()
         if self.geometry.anchor is None:
@@ -137,10 +137,11 @@ class HybridOffloadPlanner:
         return planned
 
     def last_needed(self, keys: Sequence[bytes], boundary: int) -> list[ObjectId]:
-        """What going on at ``boundary`` needs that nothing else of its prefix depends on: the objects to mark as used.
+        """The objects to mark as used when a request goes on at ``boundary``: those that nothing else of its prefix
+        depends on.
 
-        A tier evicts leaves first, so what a marked object depends on stays for as long: marking the last chunk of
-        full attention is as good as marking all of them. Names, whether the tier has them or not.
+        A tier evicts leaves first, so what a marked object depends on stays for as long. To mark the last chunk of full
+        attention is as good as marking all of them. These are names, whether the tier has the objects or not.
         """
         boundary = min(boundary, len(keys) * self.geometry.match_unit)
         if boundary <= 0:
@@ -160,8 +161,8 @@ class HybridOffloadPlanner:
         """The chunks that became complete, parents first: full attention by position, then windows.
 
         ``cursors`` has for each attention group, by vLLM's id, the tokens considered before (none: 0). The caller
-        advances it, to ``end_tokens`` of each planned chunk. ``computed_tokens`` counts tokens whose KV is in the
-        cache after this step; what ``keys`` do not reach is left for a later step.
+        advances it, to ``end_tokens`` of each planned chunk. ``computed_tokens`` counts tokens whose KV is in the cache
+        after this step. What ``keys`` do not reach is left for a later step.
         """
         computed_tokens = min(computed_tokens, len(keys) * self.geometry.match_unit)
         full = [

@@ -63,8 +63,7 @@ def _of_platform(question: Question) -> Iterator[Advice]:
     if question.platform != "cpu":
         yield _warning(
             "--platform",
-            f"this version copies on vLLM's CPU platform only and is refused at start on {question.platform!r}: "
-            "the numbers are what such an engine will have",
+            f"this version was never run on {question.platform!r}: before you serve with it, run what docs/gpu.md says",
         )
 
 
@@ -87,7 +86,7 @@ def _of_match_unit(question: Question, layout: EngineLayout, match_unit: int) ->
         yield _warning(
             "--prefix-match-unit",
             f"{match_unit} is no multiple of {EXACT_TOKENS}: with GDN layers a restore then equals vLLM's own device "
-            f"cache, and not the last bit of what is computed. --block-size {exact_block} --prefix-match-unit "
+            f"cache, and not to the last bit what is computed. --block-size {exact_block} --prefix-match-unit "
             f"{EXACT_TOKENS} is exact",
         )
 

@@ -53,7 +53,7 @@ def geometry_of(layout: EngineLayout, match_unit: int, spec: TierSpec[Any]) -> G
 def tier_capacity(
     spec: TierSpec[Any], geometry: Geometry, world_size: int, conversation: Conversation
 ) -> TierCapacity | None:
-    """What the tier holds; None where it cannot tell. Raises ConfigError for a capacity that cannot work."""
+    """What the tier holds, or None if it cannot tell. Raises ConfigError for a capacity that cannot work."""
     room = spec.room(geometry, world_size)
     if room is None:
         return None

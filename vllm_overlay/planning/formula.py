@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The unified block size N by vLLM's rule, for a platform that is not here to be asked.
 
-An attention page of N tokens must be at least a page of states, and N a multiple of the block that kernels and server
-ask for: the smallest such N. The state page is then padded to the attention page.
+An attention page of N tokens must be at least a page of states. N must be a multiple of the block that kernels and
+server ask for. The smallest such N holds. The state page is then padded to the attention page.
 """
 
 from collections.abc import Mapping

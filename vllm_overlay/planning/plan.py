@@ -84,7 +84,7 @@ def make_plan(question: Question, children: Sequence[Mapping[str, Any]], convers
 
 
 def find_layout(question: Question) -> EngineLayout:
-    """Asks vLLM where it runs on the platform of the question; else the formula."""
+    """Asks vLLM if it runs on the platform of the question. Else uses the formula."""
     if question.platform == "cpu" and has_vllm():
         read_config(question.model)
         return ask_vllm(question)

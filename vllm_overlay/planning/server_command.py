@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SHUTDOWN_TIMEOUT_S = 10
-"""Time for pending stores at SIGTERM; vLLM's default kills the worker at once."""
+"""Time that pending stores get at SIGTERM. vLLM's default kills the worker at once."""
 
 
 def transfer_config(children: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

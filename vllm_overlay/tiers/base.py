@@ -2,8 +2,8 @@
 """The interface of a tier: a manager in the scheduler's process, a worker in every worker's process, and a spec.
 
 The manager decides what is kept. The worker only does what a ticket says. They meet through tickets, which travel in
-connector metadata, and through completions, which travel back. Whatever a tier needs beside that travels as its own
-*part* of a ticket or of the handshake, which everybody else passes on without looking at it.
+connector metadata, and through completions, which travel back. Whatever else a tier needs travels as its own *part* of
+a ticket or of the handshake. Everybody else passes a part on without looking at it.
 """
 
 from abc import ABC, abstractmethod
@@ -24,9 +24,10 @@ SettingsT = TypeVar("SettingsT", bound=TierSettings)
 
 @dataclass(frozen=True, slots=True)
 class StoreTicket:
-    """Permission to write one object. ``ticket`` is unique in the engine's life and serves as generation tag.
+    """Permission to write one object.
 
-    ``part`` is the tier's own: what its manager tells its workers.
+    ``ticket`` is unique in the engine's life and serves as generation tag. ``part`` is the tier's own: what its manager
+    tells its workers.
     """
 
     ticket: int
@@ -63,7 +64,7 @@ class TierManager(ABC):
 
     @abstractmethod
     def advance(self) -> None:
-        """Take in what background work has found or freed. Called before lookups and once a scheduler step."""
+        """Take in what background work has found or freed. Called before lookups, and once a scheduler step."""
 
     def has_more_to_come(self) -> bool:
         """Whether an idle engine should go on stepping, because ``advance`` will have more to take in soon."""
@@ -71,7 +72,7 @@ class TierManager(ABC):
 
     @abstractmethod
     def hits(self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int) -> HitSource:
-        """What answers the questions of one lookup of one prompt; not used after it.
+        """What answers the questions of one lookup of one prompt. It is not used after that lookup.
 
         A tier with a ``PrefixIndex`` returns that. A tier whose store answers in batches, or whose objects are not
         prefix-closed, returns ``BatchedHits`` over it.
@@ -89,41 +90,41 @@ class TierManager(ABC):
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
         """Make room for one object and hand out its ticket.
 
-        None when the object is already there or on its way, a parent is missing, or no room can be made: the store is
-        then dropped, which costs a future miss and nothing else.
+        Returns None when the object is already there or on its way, when a parent is missing, or when no room can be
+        made. The store is then dropped, which costs a future miss and nothing else.
         """
 
     @abstractmethod
     def commit(self, ticket: int) -> None:
-        """Every rank has stored the object of ``ticket``: it may be found from now on (once its parents may)."""
+        """Every rank has stored the object of ``ticket``. It may be found from now on, once its parents may."""
 
     @abstractmethod
     def abort(self, ticket: int) -> None:
-        """A rank could not store the object of ``ticket``: forget it and what was planned on top of it.
+        """A rank could not store the object of ``ticket``. Forget it, and what was planned on top of it.
 
         Called once every rank has reported, so no rank writes to its memory any more.
         """
 
     @abstractmethod
     def acquire(self, planned: Sequence[PlannedObject]) -> list[LoadTicket] | None:
-        """Pin the objects of a load plan, all or none; None when one of them is gone."""
+        """Pin the objects of a load plan, all or none. Returns None when one of them is gone."""
 
     @abstractmethod
     def release(self, object_ids: Sequence[ObjectId]) -> None:
-        """Unpin what ``acquire`` pinned; objects dropped meanwhile are ignored."""
+        """Unpin what ``acquire`` pinned. Objects that were dropped meanwhile are ignored."""
 
     def touch(self, object_ids: Sequence[ObjectId]) -> None:  # noqa: B027
-        """Those of these objects that the tier has were used now, though not loaded from here: they go late."""
+        """These objects were used now, though not loaded from here. Those that the tier has are evicted late."""
 
     @abstractmethod
     def drop(self, object_id: ObjectId) -> None:
-        """Stop finding an object, and everything that depends on it: it did not verify, or its store is overdue.
+        """Stop finding an object, and everything that depends on it. It did not verify, or its store is overdue.
 
         Memory that a ticket or a load holds is given back only when that has ended.
         """
 
     def suspend(self, object_id: ObjectId) -> None:  # noqa: B027
-        """An object could not be read, and nobody knows that it is wrong.
+        """An object could not be read, and nobody knows whether it is wrong.
 
         Stop finding it for a while, so that its load is not promised again at once. It may be stored again meanwhile.
         """
@@ -153,12 +154,14 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """One object of a load is in host memory and verified, or is not.
+    """One object of a load is in host memory and verified, or it is not.
 
     ``position`` is its place in the tickets given to ``begin_load``. On success ``buffer`` holds the object until
-    ``end_fetch``. On failure ``buffer`` is None, and ``is_bad`` says whether the object itself must be dropped (a fault
-    of this process, e.g. no staging in time, is not the object's). ``is_unreadable`` says that it is to be suspended. A
-    load whose size exceeds the staging memory arrives in pieces: later objects wait until earlier ones are ended.
+    ``end_fetch``. On failure ``buffer`` is None. ``is_bad`` then says whether the object itself must be dropped. (A
+    fault of this process is not the object's, for example no staging in time.) ``is_unreadable`` says that it is to be
+    suspended.
+
+    A load whose size exceeds the staging memory arrives in pieces: later objects wait until earlier ones are ended.
     """
 
     load_id: str
@@ -200,7 +203,7 @@ class TierWorker(ABC):
 
     @abstractmethod
     def begin_load(self, load_id: str, tickets: Sequence[LoadTicket]) -> None:
-        """Start fetching and verifying; one ``FetchResult`` a ticket comes from later ``poll`` calls, in any order."""
+        """Start fetching and verifying. Later ``poll`` calls bring one ``FetchResult`` a ticket, in any order."""
 
     @abstractmethod
     def end_fetch(self, load_id: str, position: int) -> None:
@@ -217,7 +220,7 @@ class TierWorker(ABC):
         """The load did not come in the time it had, and is about to be cancelled."""
 
     def load_pause_s(self) -> float:
-        """For how many seconds from now every load would fail at once; 0.0 when loads may come."""
+        """For how many seconds from now every load would fail at once. 0.0 when loads may come."""
         return 0.0
 
     @abstractmethod
@@ -226,7 +229,7 @@ class TierWorker(ABC):
 
     @abstractmethod
     def close(self, timeout_s: float) -> int:
-        """Finish pending stores within ``timeout_s``, end all threads; returns how many stores were given up."""
+        """Finish pending stores within ``timeout_s`` and end all threads. Returns how many stores were given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +247,12 @@ class Fingerprinter(Protocol):
     def __call__(
         self, weights_name: str, cache_directory: Path, facts: Mapping[str, Any], cache_key: bytes = b""
     ) -> Fingerprints:
-        """``weights_name`` stands for the weights when it is not empty; else their files are read once, and their
-        digests kept in ``cache_directory``. ``cache_key``, 32 bytes, seals what is kept there; without it nothing is
-        kept where others can write. ``facts`` are the tier's own, by name. Raises ConfigError."""
+        """Called by a tier in every worker, at start. Raises ConfigError.
+
+        ``weights_name`` stands for the weights when it is not empty. Otherwise their files are read once, and their
+        digests are kept in ``cache_directory``. ``cache_key``, 32 bytes, seals what is kept there. Without it nothing
+        is kept where others can write. ``facts`` are the tier's own, by name.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,33 +271,38 @@ class TierRoom:
 
     capacity_bytes: int
     object_bytes: Callable[[int], int]
-    """What an object takes there, from its bytes in one rank."""
+    """The bytes that an object takes there, from its bytes in one rank."""
 
 
 class TierSpec(ABC, Generic[SettingsT]):
-    """Everything that the connector must know of a kind of tier. ``tiers/factory.py`` finds it by its name."""
+    """Everything that the connector must know about a kind of tier. ``tiers/factory.py`` finds it by its name."""
 
     settings_type: ClassVar[type[TierSettings]]
-    """What it takes in ``kv_connector_extra_config``."""
+    """The settings that it takes in ``kv_connector_extra_config``."""
     hit_source: ClassVar[str] = "external_unspecified"
     """Where its tokens come from: a value of vLLM's ``CacheHitSource``."""
     auto_object_bytes: ClassVar[int | None] = None
-    """``hybrid_chunk_size`` "auto" picks the smallest chunk of at least so many bytes; None: chunks of 64 tokens."""
+    """``hybrid_chunk_size`` "auto" picks the smallest chunk of at least so many bytes. None: chunks of 64 tokens."""
     prior_load_weight: ClassVar[float] = 0.8
-    """What ``load_weight`` "auto" is until it is measured: the share of computing that loads save, below 1."""
+    """``load_weight`` "auto" until it is measured: the share of computing that loads save, below 1."""
     outlives_engine: ClassVar[bool] = False
-    """Whether a later process finds its objects, so that their names must not change from process to process."""
+    """Whether a later process finds its objects. Then their names must not change from process to process."""
 
     def __init__(self, settings: SettingsT) -> None:
         self.settings = settings
 
     @property
     def capacity_bytes(self) -> int | None:
-        """What the tier may hold of all ranks together, for the log; None when it does not say."""
+        """Bytes that the tier may hold for all ranks together, for the log. None when it does not say."""
         return None
 
+    @property
+    def learns(self) -> bool:
+        """Whether its eviction policy learns, and so gives up speculative snapshots before others."""
+        return False
+
     def exclusive(self) -> dict[str, str]:
-        """What no other tier of the same engine may have: setting -> value, in the form in which two are compared."""
+        """What no other tier of the same engine may have: setting -> value, in a form in which two can be compared."""
         return {}
 
     @abstractmethod
@@ -306,7 +317,7 @@ class TierSpec(ABC, Generic[SettingsT]):
         """The scheduler's half, from the ranks' part of the handshake. Raises ConfigError. Called once, at start."""
 
     def room(self, geometry: Geometry, world_size: int) -> TierRoom | None:
-        """What the tier would hold of that geometry; None: it cannot tell.
+        """What the tier would hold of that geometry. None: it cannot tell.
 
         Called by `vllm-overlay plan`, which has no engine. Raises the ConfigError that a start would.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU tier: the scheduler owns the index and says which units of the arena; every worker owns an arena's bytes.
+"""The CPU tier. The scheduler owns the index and says which units of the arena; every worker owns an arena's bytes.
 
 The tier's part of a ticket is the object's units, as a tuple of integers.
 """
@@ -43,7 +43,7 @@ from vllm_overlay.tiers.memory import (
     units_needed,
 )
 from vllm_overlay.tiers.policies.base import EvictionPolicy
-from vllm_overlay.tiers.policies.factory import make_policy
+from vllm_overlay.tiers.policies.factory import AUTO, LEARNED, make_policy
 
 
 class CpuTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +51,7 @@ class CpuTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
 
     tier: str = "cpu"
     capacity_bytes: Annotated[
-        int | str, Meta(description='host memory of this engine, all ranks together; bytes or `"4 GiB"`')
+        int | str, Meta(description="Host memory that this engine's tier takes, all ranks together.")
     ] = "4 GiB"
 
 
@@ -64,7 +64,7 @@ class Arena:
 
 
 def arena_units(capacity_bytes: int, world_size: int, unit_bytes: int, largest_object_bytes: int) -> int:
-    """Units of one rank's arena; raises ConfigError when not even the largest object would fit."""
+    """Units of one rank's arena. Raises ConfigError when not even the largest object would fit."""
     num_units = capacity_bytes // world_size // unit_bytes
     needed = units_needed(largest_object_bytes, unit_bytes)
     if num_units < needed:
@@ -236,6 +236,10 @@ class CpuTierSpec(TierSpec[CpuTierSettings]):
     @property
     def capacity_bytes(self) -> int:
         return parse_bytes(self.settings.capacity_bytes, "capacity_bytes")
+
+    @property
+    def learns(self) -> bool:
+        return self.settings.eviction_policy in (AUTO, LEARNED)
 
     def build_worker(self, context: WorkerContext) -> tuple[CpuTierWorker, Arena]:
         arena = self._arena(context.geometry, context.world_size)

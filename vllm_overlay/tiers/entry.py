@@ -21,10 +21,10 @@ class EntryState(Enum):
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
-    """One object of the index. Callers read it; only the index changes it.
+    """One object of the index. Callers read it. Only the index changes it.
 
-    The garbage collector passes by, because it would stop the scheduler for a walk over all entries. So what refers to
-    each other in a circle is freed only where the index takes it apart: when an object goes.
+    The garbage collector passes by, because it would stop the scheduler for a walk over all entries. So objects that
+    refer to each other in a circle are freed only where the index takes them apart: when an object goes.
     """
 
     object_id: ObjectId
@@ -41,7 +41,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     num_snapshots: int = 0
     """Committed snapshots right below this chunk."""
     jump: "Entry | None" = None
-    """A chunk above on the same chain, such that none in between has snapshots; None: none above has."""
+    """A chunk above on the same chain, with no chunk in between that has snapshots. None: no chunk above has any."""
     unit: "Struct | None" = None
     """What the eviction policy keeps of it, if it keeps anything."""
 

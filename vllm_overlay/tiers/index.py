@@ -2,14 +2,17 @@
 """The prefix-closed index of a tier: what is there, what is on its way, what may go.
 
 Life of an entry: ``reserve`` (a ticket travels to the ranks) - ``commit`` (every rank has its bytes) - visible once its
-parents are - ``evict`` or ``drop``. An object is visible only while everything it depends on is, so coverage of a
-prompt is monotone and a lookup may search it in halves.
+parents are - ``evict`` or ``drop``.
 
-Bytes are handed back exactly once, as the entry in some method's list of *released* entries; only then may the caller
-reuse the entry's units or remove its file. An entry that is dropped while a rank writes it or a load reads it becomes
-invisible at once, but keeps its bytes, its place in ``used_bytes`` and its name until the ticket ends or the last pin
-goes: ``commit``, ``abort`` or ``unpin`` then releases it. Its name cannot be reserved before that, so a name never
-stands for two sets of bytes.
+An object is visible only while everything it depends on is. So coverage of a prompt is monotone, and a lookup may
+search it in halves.
+
+Bytes are handed back exactly once, as the entry in some method's list of *released* entries. Only then may the caller
+reuse the entry's units or remove its file.
+
+An entry may be dropped while a rank writes it or a load reads it. It becomes invisible at once. It keeps its bytes, its
+place in ``used_bytes`` and its name until the ticket ends or the last pin goes. Then ``commit``, ``abort`` or ``unpin``
+releases it. Its name cannot be reserved before that, so a name never stands for two sets of bytes.
 """
 
 from collections import defaultdict, deque
@@ -32,10 +35,10 @@ class Commit(NamedTuple):
 
 
 class PrefixIndex:
-    """Implements the planner's ``HitSource``. Lives in the scheduler process, is called from its thread only.
+    """Implements the planner's ``HitSource``. Lives in the scheduler process, and is called from its thread only.
 
-    Bytes are those of one rank, as the planner counts them; ``capacity_bytes`` likewise (None: no limit). Unknown
-    names and tickets are ignored everywhere: a late report is no error.
+    Bytes are those of one rank, as the planner counts them. So is ``capacity_bytes`` (None: no limit). Unknown names
+    and tickets are ignored everywhere: a late report is no error.
     """
 
     def __init__(self, capacity_bytes: int | None, policy: EvictionPolicy[Entry] | None = None) -> None:
@@ -85,7 +88,7 @@ class PrefixIndex:
         return (object_id for object_id, entry in self._entries.items() if entry.state is EntryState.COMMITTED)
 
     def may_reserve(self, planned: PlannedObject) -> bool:
-        """Whether ``reserve`` would take the object if there is room: it is new and its parents are here or coming."""
+        """Whether ``reserve`` would take the object if there is room: it is new, and its parents are here or coming."""
         return planned.object_id not in self._entries and self._find_parents(planned) is not None
 
     def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
@@ -118,8 +121,8 @@ class PrefixIndex:
     def reserve(self, planned: PlannedObject, ticket: int, units: Sequence[int] = ()) -> Entry | None:
         """Takes the object's name and bytes before its ticket goes out.
 
-        None, and nothing changed, when the name is taken, a parent is neither here nor on its way, or it does not fit
-        (call ``evict`` first). ``ticket`` must be new: raises ValueError when it is in flight.
+        Returns None, and changes nothing, when the name is taken, a parent is neither here nor on its way, or it does
+        not fit (call ``evict`` first). ``ticket`` must be new: raises ValueError when it is in flight.
         """
         if ticket in self._in_flight:
             raise ValueError(f"ticket {ticket} is in flight already")
@@ -132,7 +135,8 @@ class PrefixIndex:
         return entry
 
     def commit(self, ticket: int) -> Commit:
-        """Every rank has stored the object: it is visible once its parents are, and so may be others on top of it.
+        """Every rank has stored the object. It is visible once its parents are, and others on top of it may become so
+        too.
 
         When the object was dropped meanwhile, it is released instead.
         """
@@ -145,7 +149,7 @@ class PrefixIndex:
         return Commit(self._publish(entry), [])
 
     def abort(self, ticket: int) -> list[Entry]:
-        """The object could not be stored: it goes, with everything on top. Returns the released entries.
+        """The object could not be stored. It goes, with everything on top. Returns the released entries.
 
         Entries on top of it whose own tickets are out are released when those end.
         """
@@ -158,11 +162,11 @@ class PrefixIndex:
         return self._drop_tree(entry)
 
     def restore(self, planned: Iterable[PlannedObject], ticket: int = 0) -> list[PlannedObject]:
-        """Puts back what a tier found after a restart, in any order; returns what cannot be reached, to be removed.
+        """Puts back what a tier found after a restart, in any order. Returns what cannot be reached, to be removed.
 
         An object is reachable when its parents are in ``planned`` or in the index. What the index has under its name
-        already is left alone and not returned. Where recency is known, give the longest unused first. Capacity is not
-        looked at: call ``evict(0)`` afterwards.
+        already is left alone and not returned. Where recency is known, give the longest unused first. The capacity does
+        not limit this: call ``evict(0)`` afterwards.
         """
         missing: dict[ObjectId, tuple[int, PlannedObject]] = {}
         for item in planned:
@@ -214,7 +218,7 @@ class PrefixIndex:
         return [entry for entry in pinned if entry.pins and self._let_go(entry)]
 
     def touch(self, object_ids: Iterable[ObjectId]) -> None:
-        """The visible ones of these objects were used now."""
+        """These objects were used now. Those that are visible go late."""
         self._clock += 1
         entries = [entry for object_id in object_ids if (entry := self.get(object_id)) is not None]
         self._policy.used(entries)
@@ -225,15 +229,15 @@ class PrefixIndex:
     # Removal.
 
     def drop(self, object_id: ObjectId) -> list[Entry]:
-        """Forgets an object and everything on top of it at once; returns the released entries.
+        """Forgets an object and everything on top of it at once. Returns the released entries.
 
-        Those pinned or in flight follow from ``unpin``, ``commit`` or ``abort``.
+        Entries that are pinned or in flight follow from ``unpin``, ``commit`` or ``abort``.
         """
         entry = self._entries.get(object_id)
         return [] if entry is None else self._drop_tree(entry)
 
     def drop_evicted(self, object_id: ObjectId) -> list[Entry]:
-        """As ``drop``, of an object that somebody else has evicted."""
+        """As ``drop``, for an object that somebody else has evicted."""
         if object_id in self._entries:
             self._evicted.add(object_id)
         return self.drop(object_id)
@@ -244,9 +248,9 @@ class PrefixIndex:
         return [entry for root in roots for entry in self._drop_tree(root)]
 
     def evict(self, num_bytes: int, keep: Sequence[ObjectId] = ()) -> list[Entry]:
-        """Evicts until ``num_bytes`` more fit or nothing may go; returns the released entries. Ask ``fits`` after.
+        """Evicts until ``num_bytes`` more fit or nothing may go. Returns the released entries. Ask ``fits`` after that.
 
-        ``keep`` stay: the parents of the object that the room is for. What could never fit evicts nothing.
+        ``keep`` stay: the parents of the object that the room is for. An object that could never fit evicts nothing.
         """
         if self.capacity_bytes is not None and num_bytes > self.capacity_bytes:
             return []
@@ -263,7 +267,7 @@ class PrefixIndex:
     def evict_one(self, keep: Sequence[ObjectId] = ()) -> Entry | None:
         """Evicts and releases one visible object that is unpinned and has nothing on top, but none of ``keep``.
 
-        None when there is none.
+        Returns None when there is none.
         """
         kept = self._hold_visible(keep)
         leaf = self._evict_leaf()
@@ -307,7 +311,7 @@ class PrefixIndex:
         return entry
 
     def _publish(self, stored: Entry) -> list[Entry]:
-        """Makes ``stored`` visible if its parents are, and what waited for it; returns what became so."""
+        """Makes ``stored`` visible if its parents are, and what waited for it. Returns what became so."""
         visible = []
         waiting = [stored]
         while waiting:
@@ -327,10 +331,10 @@ class PrefixIndex:
         return visible
 
     def _count_snapshot(self, chunk: Entry) -> None:
-        """A snapshot below ``chunk`` is visible. The first of a chunk stops the jumps of the chunks below it here.
+        """A snapshot below ``chunk`` is visible. The first one of a chunk stops the jumps of the chunks below it here.
 
-        That costs a walk over the chunks below, down to the next ones which have snapshots: few for a prompt's last
-        boundary, those of all siblings for a junction.
+        That costs a walk over the chunks below, down to the next ones which have snapshots. They are few for a prompt's
+        last boundary, and those of all siblings for a junction.
         """
         chunk.num_snapshots += 1
         below = [chunk] if chunk.num_snapshots == 1 else []
@@ -344,7 +348,7 @@ class PrefixIndex:
                     below.append(child)
 
     def _drop_tree(self, root: Entry) -> list[Entry]:
-        """Makes ``root`` and all on top of it invisible; returns those that neither a ticket nor a pin holds."""
+        """Makes ``root`` and all on top of it invisible. Returns those that neither a ticket nor a pin holds."""
         doomed: list[tuple[Entry, EntryState]] = []
         found = [root]
         while found:
@@ -355,15 +359,15 @@ class PrefixIndex:
                 found.extend(entry.children)
         released = []
         for entry, before in reversed(doomed):
+            self._policy.discard(entry)
             self._detach(entry, before is EntryState.COMMITTED)
             if before is not EntryState.RESERVED and not entry.pins:
                 released.append(self._release(entry))
         return released
 
     def _detach(self, entry: Entry, was_visible: bool) -> None:
-        """Takes a dropped entry off its parents. What was on top of it is off already."""
+        """Takes a dropped entry off its parents. What was on top of it is off already, and it is offered no more."""
         if was_visible:
-            self._policy.discard(entry)
             self._policy.removed(entry)
         counted = was_visible and entry.object_id.is_snapshot
         for parent in entry.parents:

@@ -13,7 +13,7 @@ _UNPINNED = (EntryState.RESERVED, EntryState.STORED)
 def inconsistencies(
     entries: Mapping[ObjectId, Entry], in_flight: Mapping[int, Entry], used_bytes: int, policy: EvictionPolicy[Entry]
 ) -> Iterator[str]:
-    """Sentences about the parts of a ``PrefixIndex``, which calls this; none when all is well.
+    """Sentences about the parts of a ``PrefixIndex``, which calls this. There are none when all is well.
 
     The parts may change only once the iterator is done with.
     """

@@ -20,8 +20,8 @@ _LARGE_UNIT_BYTES = 1 << 20
 class HostBuffer:
     """An object's bytes in host memory: ``num_bytes`` spread over the rows ``units`` of ``array``, in that order.
 
-    Every row but the last is full. ``array`` has shape (units of the pool, bytes a unit) and page-aligned rows when
-    the unit is a multiple of 4 KiB, which is what O_DIRECT asks for.
+    Every row but the last is full. ``array`` has shape (units of the pool, bytes a unit). Its rows are page-aligned
+    when the unit is a multiple of 4 KiB, which is what O_DIRECT asks for.
     """
 
     array: Bytes
@@ -43,13 +43,16 @@ class HostBuffer:
 
 
 def unit_size(smallest_object_bytes: int) -> int:
-    """Bytes of a unit for objects of at least that size: the object itself, so that a chunk is one row and runs of
-    chunks are runs of rows; 1 MiB where it is large. Larger objects take several units, any ones: no fragmentation."""
+    """Bytes of a unit for objects of at least that size: the object itself, or 1 MiB where it is large.
+
+    Where a unit is an object, a chunk is one row, and runs of chunks are runs of rows. Larger objects take any units,
+    so nothing fragments.
+    """
     return smallest_object_bytes if smallest_object_bytes <= 4 * _LARGE_UNIT_BYTES else _LARGE_UNIT_BYTES
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take: the machine's, or what its control group leaves when that is less."""
+    """Bytes that this process may still take: the machine's, or what its control group leaves if that is less."""
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     for limit_name, usage_name in (
@@ -68,10 +71,10 @@ def units_needed(num_bytes: int, unit_bytes: int) -> int:
 
 
 class HostPool:
-    """``num_units`` rows of ``unit_bytes`` in one anonymous mapping. Knows nothing of who uses which row.
+    """``num_units`` rows of ``unit_bytes`` in one anonymous mapping. It does not know who uses which row.
 
-    In huge pages where the kernel has them: copies miss the TLB less, and direct I/O goes in fewer, larger requests. A
-    forked child does not get the mapping, so a read under way cannot end in a copy of its page.
+    The kernel takes huge pages where it has them. Copies then miss the TLB less, and direct I/O goes in fewer, larger
+    requests. A forked child does not get the mapping, so a read under way cannot end in a copy of its page.
     """
 
     def __init__(self, num_units: int, unit_bytes: int) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transfer interface: objects between the engine's paged KV tensors and host buffers.
 
-An object's bytes, in order: the raw rows of its pages (group by group as placed, layer by layer), then its spans in
-the canonical order of its group's page map (``PageMap.order``). A chunk is one span, or one page when its group cannot
-be cut; a snapshot is the pages of all recurrent groups and the spans between the last chunk boundary and its own.
+An object's bytes begin with the raw rows of its pages, group by group as placed, layer by layer. Its spans follow, in
+the canonical order of its group's page map (``PageMap.order``).
+
+A chunk is one span, or one page when its group cannot be cut. A snapshot is the pages of all recurrent groups, and the
+spans between the last chunk boundary and its own.
 """
 
 from abc import ABC, abstractmethod
@@ -43,7 +45,7 @@ Handle = NewType("Handle", int)
 
 @dataclass(frozen=True, slots=True)
 class FinishedCopy:
-    """A submitted copy has ended: nothing of it touches the KV cache or host memory any more.
+    """A submitted copy has ended. Nothing of it touches the KV cache or host memory any more.
 
     ``error`` is None when every byte was copied.
     """
@@ -63,20 +65,20 @@ class KVTransfer(ABC):
     def gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> Handle | None:
         """KV cache to host: fill each buffer with its placement's bytes.
 
-        What the blocks hold now is what arrives, whatever the engine computes into them afterwards. None, and nothing
-        submitted, when there is no room for that many bytes on their way.
+        What the blocks hold now is what arrives, whatever the engine computes into them afterwards. Returns None, and
+        submits nothing, when there is no room for that many bytes on their way.
         """
 
     @abstractmethod
     def scatter(
         self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], zeros: Sequence[Span] = ()
     ) -> Handle:
-        """Host to KV cache; then clear ``zeros``: what a load leaves beyond its last token must not stay as garbage."""
+        """Host to KV cache. Then clear ``zeros``: what a load leaves beyond its last token must not stay as garbage."""
 
     @abstractmethod
     def poll(self) -> list[FinishedCopy]:
         """What has finished since the last call. Never waits."""
 
     def close(self, timeout_s: float) -> bool:
-        """Wait so long for what was submitted; whether all of it has finished. Called once, at shutdown."""
+        """Wait so long for what was submitted. Returns whether all of it has finished. Called once, at shutdown."""
         return True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernel that executes a table of copies in one launch. Run by Triton's interpreter only, never on a GPU.
 
-A copy's bytes are taken as one sequence of vectors over all its rows, so that short rows keep as many lanes busy as
-long ones. Addresses may be those of pinned host memory.
+A copy's bytes are taken as one sequence of vectors over all its rows. So short rows keep as many lanes busy as long
+ones. Addresses may be those of pinned host memory.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from vllm_overlay.transfer.copy_table import NUM_FIELDS
 LANES = 512
 """Vectors that one program copies at a time."""
 _STRIDES = 4
-"""So often, at least, a program does that before another one shares a copy with it."""
+"""How often, at least, a program does that before another one shares a copy with it."""
 _MAX_PROGRAMS_A_COPY = 64
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -38,7 +38,7 @@ def clear_rows(table: torch.Tensor, vector_bytes: int, largest_bytes: int) -> No
 
 
 def prepare(device: torch.device) -> None:
-    """Compile all variants before the first step needs one; called at start. Each copies nothing, once."""
+    """Compile all variants before the first step needs one. Called at start. Each copies nothing, once."""
     table = torch.zeros((NUM_FIELDS, 1), dtype=torch.int64, device=device)
     for vector_bytes in (16, 8, 4, 2, 1):
         copy_rows(table, vector_bytes, 1)

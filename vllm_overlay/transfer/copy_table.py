@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies as a table of numbers: what a copy kernel or a copy engine takes, on a device or in host memory.
 
-A place is an address, or an offset where a docstring says so. All numbers are bytes, but for the numbers of rows.
+A place is an address, or an offset where a docstring says so. All numbers but those of rows are in bytes.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ class CopyTable:
 
     @classmethod
     def of(cls, copies: Sequence[tuple[int, int, int, int, int, int]]) -> "CopyTable":
-        """From (source, target, rows, bytes a row, source step, target step) of each copy."""
+        """A table of (source, target, rows, bytes a row, source step, target step) of each copy."""
         return cls(np.array(copies, dtype=np.int64).reshape(-1, NUM_FIELDS).T.copy())
 
     @classmethod
     def joined(cls, tables: Sequence["CopyTable"]) -> "CopyTable":
-        """One after the other."""
+        """All copies of these tables, one table after the other."""
         if len(tables) == 1:
             return tables[0]
         return cls(np.concatenate([table.fields for table in tables], axis=1)) if tables else cls.of(())
@@ -94,18 +94,18 @@ class CopyTable:
         return CopyTable(fields)
 
     def times(self, count: int) -> "CopyTable":
-        """All copies so many times, one after the other."""
+        """The whole table so many times, one after the other."""
         return CopyTable(np.tile(self.fields, count))
 
     def chosen(self, which: npt.NDArray[np.bool_]) -> "CopyTable":
         return CopyTable(self.fields[:, which])
 
     def reversed(self) -> "CopyTable":
-        """The way back."""
+        """The same copies from targets to sources."""
         return CopyTable(self.fields[[_TARGET, _SOURCE, _ROWS, _ROW_BYTES, _TARGET_STEP, _SOURCE_STEP]])
 
     def merged(self) -> "CopyTable":
-        """Single rows that follow each other in the table and on both sides become one."""
+        """Joins single rows that follow each other in the table and on both sides."""
         if len(self) < 2:
             return self
         ends = self.row_bytes[:-1]
@@ -131,7 +131,8 @@ class CopyTable:
         return CopyTable(fields)
 
     def cut_at(self, unit_bytes: int) -> "CopyTable":
-        """No row goes beyond a multiple of ``unit_bytes`` of the targets, which are offsets, nor does a copy.
+        """Cuts the copies so that no row and no copy goes beyond a multiple of ``unit_bytes`` of the targets, which are
+        offsets.
 
         A copy becomes the rows that lie wholly in each unit, and the pieces of those that lie in several.
         """
@@ -168,7 +169,7 @@ class CopyTable:
         return table
 
     def in_pieces(self, max_bytes: int) -> "CopyTable":
-        """Rows, none longer than ``max_bytes``."""
+        """Cuts rows so that none is longer than ``max_bytes``."""
         rows = self.in_rows()
         if (rows.row_bytes <= max_bytes).all():
             return rows

@@ -22,7 +22,8 @@ _Addresses = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Chunks that follow each other in one block, ``span`` the first, and the rows of ``array`` they lie in."""
+    """Chunks that follow each other in one block, and the rows of ``array`` that they lie in. ``span`` is the first
+    chunk."""
 
     span: Span
     array: Bytes
@@ -30,7 +31,7 @@ class _Run:
 
 
 class CpuTransfer(KVTransfer):
-    """Copies on the calling thread; chunks in runs, so that whole blocks move in one call."""
+    """Copies on the calling thread. Chunks go in runs, so that whole blocks move in one call."""
 
     def __init__(self, groups: Mapping[int, GroupTensors]) -> None:
         cpu_kernels.prepare()
@@ -136,8 +137,11 @@ class CpuTransfer(KVTransfer):
             page.copy_(torch.from_numpy(row).view(page.shape))
 
     def _slabs(self, placement: Placement, stream: "_Stream") -> Iterator[tuple[Span, range, Bytes, bool]]:
-        """The placement's spans, as many layers at once as lie in one piece, with their bytes: those of the buffer
-        (True), or for a layer that lies in several pieces others to copy from or to."""
+        """The placement's spans, as many layers at once as lie in one piece, with their bytes.
+
+        The bytes are those of the buffer (True). For a layer that lies in several pieces they are others, to copy from
+        or to.
+        """
         for span in placement.spans:
             group = self._groups[span.group_id]
             num_layers = len(group.layers)
@@ -166,7 +170,7 @@ def _parts(page_map: PageMap, layers: Sequence[torch.Tensor]) -> tuple["_Part", 
 class _Part:
     """The keys, the values or the cells in a group's pages, and copies between them and the canonical order.
 
-    ``place`` is its own among the ``num_parts`` that a layer's slab in the host's memory has.
+    A layer's slab in the host's memory has ``num_parts``. ``place`` is this one's.
     """
 
     def __init__(self, views: Sequence[torch.Tensor], place: int, num_parts: int) -> None:
@@ -193,7 +197,7 @@ class _Part:
                 tokens.zero_()
 
     def copy(self, run: _Run, layers: range, *, to_host: bool) -> None:
-        """Between these layers' pages and the run's rows, which have these layers alone."""
+        """Copies between these layers' pages and the run's rows, which have these layers alone."""
         span = run.span
         self._check(run, len(layers))
         if self._has_rows:
@@ -204,7 +208,7 @@ class _Part:
             self._copy_strided(run, layers, to_host)
 
     def _check(self, run: _Run, num_layers: int) -> None:
-        """Compiled copies would go on beyond the ends of a page or of the host's memory."""
+        """Checks the bounds: compiled copies would go on beyond the ends of a page or of the host's memory."""
         num_blocks, block_size = self._views[0].shape[0], self._block_size
         end = run.span.offset + len(run.units) * run.span.num_tokens
         if not (0 <= run.span.block_id < num_blocks and 0 <= run.span.offset < end <= block_size):
@@ -241,8 +245,11 @@ class _Part:
         return run.span.num_tokens, self._num_heads
 
     def _addresses(self, run: _Run, layers: range) -> tuple[_Addresses, _Addresses, _Addresses, tuple[int, int]]:
-        """Each layer's first token in the page and in the host's first unit, the way to each unit, and the rows' steps
-        from token to token and head to head."""
+        """Where compiled copies begin and how they go on.
+
+        Returns each layer's first token in the page, the same in the host's first unit, and the way to each unit. Last
+        come the rows' steps from token to token and from head to head.
+        """
         span = run.span
         pages = self._pages[layers.start : layers.stop]
         row_bytes = self._num_heads * self._head_bytes
@@ -255,7 +262,7 @@ class _Part:
         )
 
     def _copy_strided(self, run: _Run, layers: range, to_host: bool) -> None:
-        """With torch, for what the kernels do not know."""
+        """Copies with torch what the kernels do not know."""
         first = run.span
         row_shape = (len(layers), self._num_parts, first.num_tokens, self._num_heads * self._head_size)
         num_bytes = len(layers) * self._num_parts * first.num_tokens * self._num_heads * self._head_bytes

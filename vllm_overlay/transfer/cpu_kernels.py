@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled copies between pages and canonical rows, where torch's strided copy is several times slower than memory.
 
-A page's keys may be column-major, [dimension][token]; the canonical order is [token][head][dimension]. Tiles of 16
-vectors are transposed in registers. Whole cache lines are streamed past the cache, which saves reading each line
-before it is overwritten: a third of the memory traffic of a copy.
+A page's keys may be column-major, [dimension][token]. The canonical order is [token][head][dimension]. Tiles of 16
+vectors are transposed in registers. Whole cache lines are streamed past the cache, so no line is read before it is
+overwritten. That saves a third of the memory traffic of a copy.
 
-All addresses, strides and sizes are in bytes unless they say tokens; elements have 2 bytes. Callers keep the memory
+All addresses, strides and sizes are in bytes unless they say tokens. Elements have 2 bytes. Callers keep the memory
 alive and check the shapes: ``can_transpose`` and ``can_copy_rows``.
 """
 
@@ -132,9 +132,9 @@ _line_copy, _line_stream = _line(stream=False), _line(stream=True)
 def copy_rows(sources, source_chunks, source_steps, targets, target_chunks, target_steps, counts, row_bytes, stream):  # type: ignore[no-untyped-def]
     """Copies rows of one token and one head each.
 
-    ``sources`` and ``targets`` have an address for each layer, ``source_chunks`` and ``target_chunks`` the way from
-    there to each chunk; the steps lead from token to token and from head to head, ``counts`` says how many there are.
-    ``stream`` asks for targets at whole lines.
+    ``sources`` and ``targets`` have an address for each layer. ``source_chunks`` and ``target_chunks`` have the way
+    from there to each chunk. The steps lead from token to token and from head to head, and ``counts`` says how many
+    there are. ``stream`` asks for targets at whole lines.
     """
     for layer in range(len(sources)):
         for chunk in range(len(source_chunks)):
@@ -153,7 +153,7 @@ def copy_rows(sources, source_chunks, source_steps, targets, target_chunks, targ
 
 @numba.njit(nogil=True)
 def gather_columns(pages, page_steps, rows, row_chunks, row_steps, counts, row_bytes, stream):  # type: ignore[no-untyped-def]
-    """From pages, in which tokens lie side by side and chunk after chunk, to rows; see ``copy_rows``.
+    """Copies from pages, in which tokens lie side by side and chunk after chunk, to rows; see ``copy_rows``.
 
     ``page_steps`` lead from dimension to dimension and from head to head.
     """
@@ -179,9 +179,9 @@ def gather_columns(pages, page_steps, rows, row_chunks, row_steps, counts, row_b
 
 @numba.njit(nogil=True)
 def scatter_columns(rows, row_chunks, row_steps, pages, page_steps, counts, row_bytes, place):  # type: ignore[no-untyped-def]
-    """The reverse. ``place`` is the first token's in its line of the page, in tokens; -1: not known.
+    """The reverse. ``place`` is the first token's place in its line of the page, in tokens. -1: not known.
 
-    Lines that are written whole are streamed; they may belong to two chunks.
+    Lines that are written whole are streamed. They may belong to two chunks.
     """
     num_tokens, num_heads = counts
     dim_step, head_step = page_steps

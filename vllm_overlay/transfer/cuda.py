@@ -27,9 +27,9 @@ from vllm_overlay.transfer.regions import Regions
 
 RING_BYTES = 512 << 20
 MAX_COPY_BYTES = 4 << 20
-"""Largest single copy of a copy engine: about 0.1 ms over PCIe 5 that another stream's copy may have to wait."""
+"""Largest single copy of a copy engine. Another stream's copy may have to wait for it, about 0.1 ms over PCIe 5."""
 MIN_ENGINE_BYTES = 28 << 10
-"""Shorter pieces are read by the kernel: engines reach 7 GB/s with 16 KiB, 27 to 44 with 28 (vLLM PR 42212)."""
+"""The kernel reads shorter pieces. Copy engines reach 7 GB/s with 16 KiB, and 27 to 44 with 28 KiB (vLLM PR 42212)."""
 _ALIGNMENT = 256
 _CLOSE_INTERVAL_S = 0.001
 
@@ -121,7 +121,7 @@ class CudaTransfer(KVTransfer):
         return True
 
     def _store(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], ring: int) -> None:
-        """By way of a region that begins at ``ring``: the objects lie there unit by unit, as in host memory."""
+        """Stores by way of a region that begins at ``ring``. The objects lie there unit by unit, as in host memory."""
         units = HostUnits.of(buffers)
         pages = self._descriptors.to_units(placements, units).moved(0, ring)
         rows = units.located(units.in_order()).moved(ring, 0)
@@ -147,7 +147,8 @@ class CudaTransfer(KVTransfer):
             stream.clear(cleared)
 
     def _submit(self, copy: Callable[[], None], stream: Stream, region: int | None = None) -> Handle:
-        """The copy ends when ``stream`` has done what it has now; after an error, also what was submitted before it."""
+        """The copy ends when ``stream`` has done what it has now. After an error that includes what was submitted
+        before it."""
         handle = Handle(next(self._handles))
         error = self._device_error or _error_of(copy)
         try:

@@ -46,8 +46,8 @@ class CudaStream(Stream):
     def _upload(self, table: CopyTable) -> torch.Tensor:
         """The table on the device, in the current stream's order.
 
-        torch's allocators keep both memories until the stream is done with them. They ask the driver for more, which
-        may wait for the device, only as long as the tables in flight have not been that many and that large before.
+        torch's allocators keep both memories until the stream is done with them. They ask the driver for more only for
+        tables in flight that are more or larger than ever before. That may wait for the device.
         """
         pinned = torch.empty(table.fields.shape, dtype=torch.int64, pin_memory=True)
         pinned.numpy()[:] = table.fields
@@ -55,7 +55,7 @@ class CudaStream(Stream):
 
 
 class CudaDevice(Device):
-    """Compiles the kernel when it is made, for a few seconds unless Triton has it in its cache.
+    """Compiles the kernel when it is made. That takes a few seconds unless Triton has it in its cache.
 
     Raises OSError when there is no CUDA driver.
     """

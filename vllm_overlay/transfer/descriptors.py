@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From placements to copies: which bytes of the KV cache are which bytes of an object.
 
-The same copies serve stores and, reversed, loads; on any device, because they are addresses. What a page or a span
-takes is worked out once, for block 0, and moved to the blocks that are asked for.
+The same copies serve stores and, reversed, loads. They serve any device, because they are addresses. What a page or a
+span takes is worked out once, for block 0, and moved to the blocks that are asked for.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,10 +131,10 @@ def _pattern(pieces: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> _Pattern:
 
 @lru_cache(maxsize=1024)
 def _rows_of(shape: tuple[int, ...], strides: tuple[int, ...], element_bytes: int) -> CopyTable:
-    """From offsets in a strided piece to those of a contiguous one; layers that are alike share them.
+    """From offsets in a strided piece to those of a contiguous one. Layers that are alike share them.
 
-    Rows are as long as both sides are contiguous. Of the dimensions left, the largest is that of the rows; the copies
-    are those of the others.
+    Rows are as long as both sides are contiguous. Of the dimensions that are left, the largest is that of the rows. The
+    others make the copies.
     """
     row_bytes = element_bytes
     outer: list[tuple[int, int, int]] = []

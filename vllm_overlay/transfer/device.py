@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transfer asks of a device: streams, events, copies. ``cuda_device.py`` has CUDA's; the tests have a fake.
+"""What a transfer asks of a device: streams, events, copies. ``cuda_device.py`` has CUDA's. The tests have a fake.
 
-Everything is submitted, nothing waits; all of it may raise when the device fails. The operations of a stream run one
-after the other. The copies within one operation run in any order, and those of two streams at any time, unless one
+Everything is submitted, and nothing waits. Each call may raise when the device fails. The operations of a stream run
+one after the other. The copies within one operation run in any order. Those of two streams run at any time, unless one
 waits for the other's event.
 """
 
@@ -34,16 +34,18 @@ class Stream(ABC):
 
     @abstractmethod
     def copy(self, table: CopyTable, *, source_is_stable: bool) -> None:
-        """By the copy engines: copies of a single row each. ``source_is_stable`` allows it to read at any time from
-        now on, ahead of what the stream waits for."""
+        """Copies of a single row each, by the copy engines.
+
+        ``source_is_stable`` allows them to read at any time from now on, ahead of what the stream waits for.
+        """
 
     @abstractmethod
     def run(self, table: CopyTable) -> None:
-        """By one kernel; it reads and writes device memory and pinned host memory."""
+        """Copies by one kernel. It reads and writes device memory and pinned host memory."""
 
     @abstractmethod
     def clear(self, table: CopyTable) -> None:
-        """Zeros to the targets, by one kernel."""
+        """Writes zeros to the targets, by one kernel."""
 
 
 class Device(ABC):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA driver's copies, called by address: cuMemcpyBatchAsync, or cuMemcpyAsync one by one where it is missing.
 
-Through the driver's own library, so that neither vLLM's operators nor another package is needed. Signatures and
-constants: CUDA Driver API, "Memory Management", as of 12.8. Tested on a fake of the library, never on a GPU.
+They go through the driver's own library, so neither vLLM's operators nor another package is needed. Signatures and
+constants are of the CUDA Driver API, "Memory Management", as of 12.8. Tested on a fake of the library, never on a GPU.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from vllm_overlay.transfer.copy_table import CopyTable
 
 _LIBRARY = "libcuda.so.1"
 _BATCH_SINCE = 12080
-"""CUDA 12.8 has the form of the function that is called here; later ones keep it under this number."""
+"""CUDA 12.8 has the form of the function that is called here. Later versions keep it under this number."""
 _IN_STREAM_ORDER, _IN_ANY_ORDER = 1, 3
 """CUmemcpySrcAccessOrder: when the source may be read."""
 
@@ -27,7 +27,7 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes; zeros say nothing of where source and target are."""
+    """CUmemcpyAttributes. Zeros say nothing about where source and target are."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_uint),

@@ -12,8 +12,8 @@ from vllm_overlay.transfer.page_map import PageMap
 class GroupTensors:
     """The registered tensors of one KV cache group, one a layer, and the map of their pages (None: moved whole).
 
-    Dimension 0 counts vLLM's blocks. An attention layer is (blocks, heads, tokens a block, content), or where its
-    backend works on smaller blocks (blocks, kernel blocks, heads, tokens a kernel block, content), with any strides.
+    Dimension 0 counts vLLM's blocks. An attention layer is (blocks, heads, tokens a block, content), with any strides.
+    Where its backend works on smaller blocks it is (blocks, kernel blocks, heads, tokens a kernel block, content).
     """
 
     layers: tuple[torch.Tensor, ...]

@@ -14,7 +14,7 @@ from vllm_overlay.transfer.copy_table import CopyTable, Numbers
 class HostUnits:
     """Unit n is at ``addresses[n]`` and stands for the offsets from ``n * unit_bytes`` on.
 
-    Each object begins with a unit: at the offset ``starts``, up to ``ends``.
+    Each object begins with a unit. Its offsets go from ``starts`` to ``ends``.
     """
 
     unit_bytes: int

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A page map is believed only after this check, through the backend's own cache write.
 
-``find_page_map`` writes known tokens to a few scratch blocks that have the registered tensor's strides. It does so
-four times, and takes the map that explains every byte of the scratch each time. A page no map explains is moved whole.
+``find_page_map`` writes known tokens to a few scratch blocks that have the registered tensor's strides. It does so four
+times, and takes the map that explains every byte of the scratch each time. A page that no map explains is moved whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -79,7 +79,7 @@ class _Tokens:
         return cls(keys, values)
 
     def with_one_head_of(self, other: "_Tokens") -> "_Tokens":
-        """The same, but for one head of each token."""
+        """The same tokens, with one head of each changed."""
         heads = self.keys.shape[1]
         place = torch.arange(len(self.keys), device=self.keys.device)
         keys, values = self.keys.clone(), self.values.clone()
@@ -101,11 +101,13 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class _Rounds:
-    """Together they show where every token of a block goes, if a write puts each slot's bytes at one place.
+    """Four rounds of writes. Together they show where every token of a block goes, if a write puts each slot's bytes at
+    one place.
 
-    ``in_order`` and ``moved`` hold the same tokens, one place apart, and leave out one place each, in different
-    blocks. Cells that move along with their tokens can then only lie where their slots say. ``other`` has other tokens
-    in half of the places. ``one_head`` is ``in_order`` with one head of each token changed: heads are not exchanged.
+    ``in_order`` and ``moved`` hold the same tokens, one place apart, and leave out one place each, in different blocks.
+    Cells that move along with their tokens can then only lie where their slots say. ``other`` has other tokens in half
+    of the places. ``one_head`` is ``in_order`` with one head of each token changed, which shows that heads are not
+    exchanged.
     """
 
     in_order: _Round
@@ -158,7 +160,7 @@ class _Check:
         self._write(item.tokens.keys[chosen], item.tokens.values[chosen], self._cache, slots)
 
     def _read_round(self, page_map: PageMap, item: _Round) -> tuple[torch.Tensor, ...] | None:
-        """What the map reads in the written blocks, each part (tokens, heads, bytes); the scratch is cleared.
+        """What the map reads in the written blocks, each part (tokens, heads, bytes). The scratch is cleared.
 
         None when the round changed a byte that the map does not read there.
         """
@@ -197,7 +199,8 @@ class _Check:
         )
 
     def _cells_of(self, page_map: PageMap, item: _Round) -> torch.Tensor | None:
-        """Each token's cells, (tokens, heads, bytes); None unless the cells of written tokens, all and alone, changed.
+        """Each token's cells, (tokens, heads, bytes). None unless just the cells of written tokens changed, and all of
+        them.
 
         Tokens that were not written keep the background.
         """

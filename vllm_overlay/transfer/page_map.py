@@ -46,7 +46,7 @@ class PageMap(ABC):
 
 @dataclass(frozen=True, slots=True)
 class CellMap(PageMap):
-    """Each (token, head) is one cell of opaque bytes: the layer's own strides say where.
+    """Each (token, head) is one cell of opaque bytes. The layer's own strides say where it lies.
 
     What is in a cell is the backend's business: a key and a value, a latent, fp8 numbers, scales.
     """
@@ -116,7 +116,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class KeyValueMap(PageMap):
-    """A layout of the CPU kernels: where the keys and the values are in the page of one (block, head)."""
+    """A layout of the CPU kernels: where keys and values lie in the page of one (block, head)."""
 
     order = "layer, key/value, token, head, dimension"
 
@@ -158,7 +158,7 @@ def span_pieces(part: torch.Tensor, span: Span) -> Iterator[tuple[int, torch.Ten
 
 
 def has_packed_heads(cache: torch.Tensor) -> bool:
-    """Whether the page of one (block, head) is contiguous: what a ``KeyValueMap`` takes for granted."""
+    """Whether the page of one (block, head) is contiguous. A ``KeyValueMap`` relies on that."""
     return bool(cache.dim() == 4 and cache[0, 0].is_contiguous())
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory registered with CUDA, so that the device copies from and to it by itself. Never run on a GPU.
 
-The memory stays anonymous: after a SIGKILL nothing of it is left anywhere. The driver's own functions are called, as
-an error of theirs is nothing but their result; one of the runtime's would be raised again by torch's next kernel.
+The memory stays anonymous: after a SIGKILL nothing of it is left anywhere. The driver's own functions are called,
+because an error of theirs is only their result. torch's next kernel would raise an error of the runtime's again.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ class PinnedMemory:
         self.is_pinned = self._register(array, max_part_bytes)
 
     def unregister(self) -> None:
-        """Make it ordinary memory again. Called at shutdown; a second call does nothing."""
+        """Make it ordinary memory again. Called at shutdown. A second call does nothing."""
         while self._parts:
             self._library.cuMemHostUnregister(self._parts.pop())
         self.is_pinned = False
@@ -52,8 +52,8 @@ class PinnedMemory:
             if result := self._library.cuMemHostRegister_v2(array.ctypes.data + start, size, 0):
                 self.unregister()
                 logger.warning(
-                    "the CUDA driver does not register %.1f GiB of host memory (error %d at %.1f GiB): copies go on "
-                    "without, slowly, and stores hold up steps; try a smaller capacity or a higher memlock limit",
+                    "the CUDA driver refuses to register %.1f GiB of host memory (error %d at %.1f GiB). Copies go on "
+                    "slowly, and stores hold up steps: set a smaller capacity or a higher memlock limit",
                     array.nbytes / 2**30,
                     result,
                     start / 2**30,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of one buffer: any one can be given back at any time."""
+"""Parts of one buffer. Any part can be given back at any time."""
 
 from bisect import insort
 
@@ -21,7 +21,7 @@ class Regions:
         return self._num_bytes - sum(end - start for start, end in self._taken)
 
     def allocate(self, num_bytes: int) -> int | None:
-        """The start of ``num_bytes``, at least 1, that nobody has; None when no gap is that large."""
+        """The start of ``num_bytes``, at least 1, that nobody has. None when no gap is that large."""
         start = 0
         for taken_start, taken_end in self._taken:
             if start + num_bytes <= taken_start:
@@ -33,5 +33,5 @@ class Regions:
         return start
 
     def free(self, start: int) -> None:
-        """Give back the region that begins there; raises StopIteration when none does."""
+        """Give back the region that begins there. Raises StopIteration when none does."""
         self._taken.remove(next(region for region in self._taken if region[0] == start))

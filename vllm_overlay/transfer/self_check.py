@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before a device's KV cache is used: does what a transfer stores come back from it, byte for byte?
+"""Checks, before a device's KV cache is used, that what a transfer stores comes back from it, byte for byte.
 
 It is for transfers that no test of ours has run on the real device. It cannot show that copies are in order with the
 engine's own work.
@@ -18,14 +18,14 @@ from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.page_map import span_pieces
 
 TIMEOUT_S = 30.0
-"""For one copy of one block. The first compiles nothing any more."""
+"""The time limit of one copy of one block. The first one compiles nothing any more."""
 _POLL_S = 0.001
 _POISON = 0xA5
 _WAY_OUT = "remove HybridOffloadConnector"
 
 
 class TransferError(RuntimeError):
-    """Copies to and from the device do not work; the message says which, and what to change."""
+    """Copies to and from the device do not work. The message says which, and what to change."""
 
 
 def check_round_trips(transfer: KVTransfer, groups: Mapping[int, GroupTensors], memory: Bytes | None) -> None:
@@ -74,7 +74,7 @@ class _Block:
 
 
 def _placements(group_id: int, group: GroupTensors) -> Iterator[tuple[Placement, int]]:
-    """What is tried, with its bytes."""
+    """The placements that are tried, each with its bytes."""
     last = group.layers[0].shape[0] - 1
     yield Placement(pages=((group_id, last),)), group.page_bytes
     if group.page_map is not None:
@@ -86,7 +86,7 @@ def _placements(group_id: int, group: GroupTensors) -> Iterator[tuple[Placement,
 
 
 def _buffer(memory: Bytes | None, num_bytes: int) -> HostBuffer | None:
-    """None: no object of that size can be stored."""
+    """A buffer for one object. None: no object of that size can be stored."""
     if memory is None:
         return HostPool(1, num_bytes).buffer((0,), num_bytes)
     count = units_needed(num_bytes, memory.shape[1])
@@ -118,7 +118,7 @@ def _check(
 
 
 def _expect_span(group: GroupTensors, layer: torch.Tensor, span: Span) -> None:
-    """Poison the span's block but for the span."""
+    """Poison the span's block, except for the span."""
     assert group.page_map is not None
     kept = [piece.clone() for part in group.page_map.parts(layer) for _, piece in span_pieces(part, span)]
     layer[span.block_id].view(torch.uint8).fill_(_POISON)

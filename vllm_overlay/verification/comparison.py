@@ -9,7 +9,7 @@ from vllm_overlay.server.api_client import Completion
 
 
 class Verdict(StrEnum):
-    """From good to bad; the last two fail a verification."""
+    """Ordered from good to bad. The last two fail a verification."""
 
     EQUAL = "equal"
     """All tokens and logprobs are those of the recomputed answer, to the last bit."""
@@ -64,7 +64,7 @@ def _difference(answer: Completion, recomputed: Completion, tolerance: float) ->
 
 
 def _apart(token: int, answer: Completion, recomputed: Completion, place: int) -> float:
-    """How far both say one token's logprob is apart; infinite where one does not name it."""
+    """How far apart both say that one token's logprob is. Infinite if one does not name the token."""
     mine, theirs = (
         completion.candidates[place].get(token) if place < len(completion.candidates) else None
         for completion in (answer, recomputed)

@@ -51,6 +51,6 @@ def make_prompts(alphabet: Sequence[int], unit: int, chunk: int, block: int, lon
 
 
 def extension(prompt: Prompt, alphabet: Sequence[int], num_tokens: int, seed: int) -> Prompt:
-    """The prompt and so many tokens more; what was stored of the first one is restored."""
+    """The prompt with so many tokens more. It restores what was stored of the first prompt."""
     tokens = (*prompt.tokens, *random.Random(seed).choices(alphabet, k=num_tokens))
     return Prompt(f"{len(tokens)} tokens, of which {len(prompt.tokens)} were sent before", tokens, prompt.boundary)

@@ -19,7 +19,7 @@ _GAUGES = tuple(f"vllm:hybrid_offload_{name}_tokens" for name in ("restore_unit"
 
 
 class NothingToVerify(Exception):
-    """The server cannot be verified; the message says why and what to change."""
+    """The server cannot be verified. The message says why, and what to change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ def assert_files_go_before_their_rows(disk, caplog, is_ended):
             cut_log(made.root)
             others.enter_context(disk.full())
             until(lambda: made.try_store(chain("q", 1)[0]) and bytes_under(made.root) < before, "files that go")
-            until(lambda: "removed for the catalogue to work" in caplog.text, "the log's word")
+            until(lambda: "so that the catalogue can be written" in caplog.text, "the log's word")
             assert made.tier.usage().evicted_objects > evicted
             if not is_ended:
                 others.close()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The LoRA adapters that a worker's process has loaded, by digests of their weights.
 
-vLLM calls ``LoadedAdapters.heard`` with each adapter that it loads (patch 0016), before it computes with it: at start,
-by request, anew after an eviction, and in place. What counts is what was loaded, not what lies on disk.
+vLLM calls ``LoadedAdapters.heard`` with each adapter that it loads (patch 0016), before it computes with it. It loads
+at start, by request, again after an eviction, and in place. What counts is what was loaded, not what lies on disk.
 """
 
 import functools
@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class LoadedAdapters:
-    """One entry for each adapter that was ever loaded. ``settings`` are those of vLLM that change what it computes."""
+    """One entry for each adapter that was ever loaded. ``settings`` are vLLM's settings that change what it
+    computes."""
 
     def __init__(self, settings: str = "") -> None:
         self._settings = settings
@@ -39,14 +40,16 @@ class LoadedAdapters:
         """Changes with what ``weights`` returns."""
 
     def heard(self, request: "LoRARequest", model: "LoRAModel") -> None:
-        """Called by vLLM when it has loaded ``model`` under ``request.lora_int_id``. Raises nothing: one whose weights
-        cannot be read is unknown."""
+        """Called by vLLM when it has loaded ``model`` under ``request.lora_int_id``. Raises nothing: an adapter whose
+        weights cannot be read is unknown."""
         try:
             digest = self._digest(model)
         except SHUTDOWN:
             raise
         except BaseException:
-            logger.exception("Requests of LoRA adapter %s are not offloaded: no digest", request.lora_name)
+            logger.exception(
+                "Requests of LoRA adapter %s are not offloaded: its weights cannot be read", request.lora_name
+            )
             digest = b""
         name = (request.lora_name, request.lora_path)
         if (self._digests.get(request.lora_int_id), self._names.get(request.lora_int_id)) != (digest, name):
@@ -57,16 +60,17 @@ class LoadedAdapters:
             self.version += 1
 
     def weights(self) -> Iterator[AdapterWeights]:
-        """What is loaded, or was until vLLM evicted it: then it is loaded anew, and heard of, before it computes."""
+        """What is loaded, or was until vLLM evicted it. An evicted adapter is loaded again, and heard of, before it
+        computes."""
         return map(self._weights_of, self._digests)
 
     def computes_with(self, weights: AdapterWeights) -> bool:
-        """Whether the adapter that a pass computes with under their id is the same."""
+        """Whether a pass computes with these very weights under their id."""
         return self._digests.get(weights.adapter_id) == weights.digest
 
     def have_still(self, weights: AdapterWeights) -> bool:
-        """Also whether no pass since they were reported had others under their id, and whether as much is known of
-        their name and path."""
+        """Whether ``computes_with`` holds, and has held in every pass since the weights were reported. As much must
+        still be known of their name and path."""
         return self.computes_with(weights) and self._weights_of(weights.adapter_id) == weights
 
     def _weights_of(self, adapter_id: int) -> AdapterWeights:
@@ -87,7 +91,7 @@ class LoadedAdapters:
 
 
 class AdapterReports:
-    """What one connector has told its scheduler of the process's adapters."""
+    """What one connector has told its scheduler about the process's adapters."""
 
     def __init__(self, adapters: LoadedAdapters) -> None:
         self._adapters = adapters
@@ -128,7 +132,7 @@ def _listening(settings: str) -> LoadedAdapters:
 
 
 def loaded_adapters(vllm_config: "VllmConfig") -> LoadedAdapters:
-    """The ones of this process, shared by its connectors and kept for instances to come. Called at start."""
+    """The adapters of this process. Its connectors share them, and later instances too. Called at start."""
     if vllm_config.lora_config is None:
         return LoadedAdapters()
     return _listening(vllm_config.lora_config.compute_hash())

@@ -47,8 +47,8 @@ class AdapterKeys(Sequence[bytes]):
 class RequestNames:
     """The names of one request's objects, from a lookup to the request's end or its next lookup.
 
-    ``keys`` is None while the request is passed by: it is not known which weights compute it, or some of its blocks
-    may be of before the last reset. ``should_ask_again`` says that the weights may be known after this step.
+    ``keys`` is None while the request is passed by. Either nobody knows which weights compute it, or some of its blocks
+    may be from before the last reset. ``should_ask_again`` says that the weights may be known after this step.
     """
 
     def __init__(self, request: "Request", num_found: int) -> None:
@@ -85,12 +85,14 @@ class RequestNames:
             self._doubt_what_was_found()
 
     def _doubt_what_was_found(self) -> None:
-        """Block hashes do not tell which of several weights of one name and path have computed a local hit."""
+        """Pass the request by if several weights had its adapter's name and path. Block hashes do not tell which of
+        them have computed a local hit."""
         if self.weights is not None and not self.weights.is_only and self._num_found:
             self.keys = None
 
     def begin(self, step: int, is_scheduled: bool) -> AdapterCheck | None:
-        """A step begins. What vLLM found in its own cache shows with the first pass: lookups hear of whole blocks."""
+        """A step begins. The first pass shows what vLLM found in its own cache, because lookups hear of whole blocks
+        only."""
         if not is_scheduled:
             return None
         if self._first_step is None:
@@ -102,10 +104,11 @@ class RequestNames:
         return AdapterCheck(self._request.request_id, self.weights, blocks) if blocks and self.weights else None
 
     def learn(self, loaded: AdapterWeights | None, step: int) -> None:
-        """Take in what was ``loaded`` when ``step`` had been computed; 0 is one of an unknown number.
+        """Take in what was ``loaded`` when ``step`` had been computed. Step 0 means that its number is not known.
 
-        What other weights have begun is stored no more. What began with weights that were not known is stored from now
-        on, if these are the ones of its first pass or of before: workers refuse to store once they have changed.
+        What other weights have begun is stored no more. A request may have begun when its weights were not known. It is
+        stored from now on, if these weights are those of its first pass or of before. Workers refuse to store once they
+        have changed.
         """
         if self.weights is not None and self.weights != loaded:
             self.keys = None
@@ -116,9 +119,11 @@ class RequestNames:
 class LoraNames:
     """Names the objects of every request, by what the workers have loaded. Called by the scheduler's half.
 
-    Three calls: ``names`` at a lookup, ``begin_step``, and ``learn`` with each step's reports. A request is forgotten
-    with the ``RequestNames`` that the caller holds. Reports may come when later steps have begun, of which at most
-    ``num_concurrent_steps`` are under way: vLLM's ``max_concurrent_batches``, two with asynchronous scheduling.
+    There are three calls: ``names`` at a lookup, ``begin_step``, and ``learn`` with each step's reports. A request is
+    forgotten with the ``RequestNames`` that the caller holds.
+
+    Reports may come when later steps have begun. At most ``num_concurrent_steps`` are under way: vLLM's
+    ``max_concurrent_batches``, two with asynchronous scheduling.
     """
 
     def __init__(self, world_size: int, num_concurrent_steps: int = 1) -> None:
@@ -145,15 +150,16 @@ class LoraNames:
     def _may_be_reported(self, adapter_id: int) -> bool:
         """Whether a lookup should be repeated after this step.
 
-        An adapter that was loaded ahead of its requests is reported with the first step after that, so an unknown
-        one is waited for from its first lookup until the step after that has been reported, and never again.
+        An adapter that was loaded ahead of its requests is reported with the first step after that. So an unknown
+        adapter is waited for from its first lookup until the next step has been reported, and never again.
         """
         if adapter_id in self._loaded:
             return False
         return self._step < self._asked.setdefault(adapter_id, self._step) + self._num_concurrent_steps
 
     def begin_step(self, step: int, scheduled: Collection[str]) -> tuple[AdapterCheck, ...]:
-        """A step's metadata goes to the workers; what they have to check of restored requests that it computes.
+        """A step's metadata goes to the workers. Returns what they have to check of restored requests that the step
+        computes.
 
         Steps count up from 1.
         """
@@ -162,7 +168,7 @@ class LoraNames:
         return tuple(check for check in checks if check is not None)
 
     def learn(self, step: int, reports: Counter[AdapterWeights]) -> None:
-        """Take in a step's reports: what not every rank has loaded alike is unknown."""
+        """Take in a step's reports. An adapter that the ranks have not all loaded alike is unknown."""
         for weights in reports:
             self._loaded.pop(weights.adapter_id, None)
         for weights, num_ranks in reports.items():

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 class AdapterWeights:
     """What a rank has loaded under the id of a LoRA adapter.
 
-    ``digest`` is of all its weights, empty when they could not be read. ``is_only`` says that nothing else was loaded
-    under its name and path since the process began: what the device cache holds by these was computed with it.
-    ``generation`` counts what was loaded under the id: weights that went and came back are told from ones that stayed.
+    ``digest`` is of all its weights, and empty when they could not be read. ``is_only`` says that nothing else was
+    loaded under its name and path since the process began. Then all that the device cache holds by that name and path
+    was computed with it. ``generation`` counts what was loaded under the id. So weights that went and came back differ
+    from weights that stayed.
     """
 
     adapter_id: int
@@ -21,9 +22,9 @@ class AdapterWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCheck:
-    """A restored request that this pass computes with for the first time, and the blocks of what was loaded for it.
+    """A restored request that this pass computes with for the first time, and the blocks that were loaded for it.
 
-    They are bad unless its adapter is still ``weights``.
+    The blocks are bad unless the request's adapter is still ``weights``.
     """
 
     request_id: str

@@ -33,7 +33,7 @@ class SelectionRule:
         return None
 
     def decided(self, offers: Sequence[int], asked_tokens: int, loader: int | None) -> None:
-        """A request is admitted, and ``loader`` loads it; None: it is computed.
+        """A request is admitted. ``loader`` loads it, or with None it is computed.
 
         ``asked_tokens``: what the request needs beyond the device cache.
         """

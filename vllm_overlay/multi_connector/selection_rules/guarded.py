@@ -47,7 +47,7 @@ class GuardedRule:
         if isinstance(self.rule, Weighted):
             weights = [LoadWeight(weight.number) for weight in weights]
         self.rule = Weighted(weights)
-        logger.error("selection=%r has failed; from now on tokens x load_weight decide.", self._name, exc_info=error)
+        logger.error("selection=%r has failed. From now on tokens x load_weight decide.", self._name, exc_info=error)
 
     def decide(self, offers: Sequence[int | None], ceiling: int, may_wait: bool) -> Verdict:
         """As ``selection.decide``, or a child that the rule wants to try instead."""

@@ -11,9 +11,9 @@ _MAX_COUNTED = 100_000
 
 
 class WriteRate:
-    """Bytes a second, with a burst of one second or of the largest object. Called from the scheduler's thread.
+    """Limits bytes a second, with a burst of one second or of the largest object. Called from the scheduler's thread.
 
-    ``bytes_per_s`` of 0 is no limit. ``now``: seconds of a monotonic clock; a replay has one of its own.
+    ``bytes_per_s`` of 0 is no limit. ``now`` is in seconds of a monotonic clock. A replay has a clock of its own.
     """
 
     def __init__(
@@ -37,19 +37,20 @@ class WriteRate:
         return num_bytes <= self._left
 
     def spend(self, num_bytes: int) -> None:
-        """So much is being written."""
+        """Takes so many bytes, which are being written."""
         self._left -= num_bytes
 
 
 class UseCounter:
-    """How often each object was wanted; remembers the last ``_MAX_COUNTED``. Called from the scheduler's thread."""
+    """Counts how often each object was wanted. It remembers the last ``_MAX_COUNTED``. Called from the scheduler's
+    thread."""
 
     def __init__(self, wanted_uses: int) -> None:
         self._wanted_uses = wanted_uses
         self._uses: OrderedDict[ObjectId, int] = OrderedDict()
 
     def is_due(self, object_id: ObjectId) -> bool:
-        """Counts a use; whether it is the n-th or a later one."""
+        """Counts a use. Returns whether it is the n-th or a later one."""
         if self._wanted_uses <= 1:
             return True
         uses = self._uses[object_id] = self._uses.get(object_id, 0) + 1

@@ -226,7 +226,7 @@ class Bookkeeper:
             self._end_session()
             self._replace(error.generation)
         except Superseded as error:
-            _log.warning("root", "disk tier: %s was removed or replaced, or its catalogue: %s", self._root, error)
+            _log.warning("root", "disk tier: %s or its catalogue was removed or replaced: %s", self._root, error)
             self._end_session()
         except BaseException as error:
             self._must_ask_room = True
@@ -236,7 +236,7 @@ class Bookkeeper:
         try:
             replace_damaged(lock_directory(self._root), generation)
         except CatalogueError as error:
-            _log.warning("replace", "disk tier: %s gets no new catalogue now: %s", self._root, error)
+            _log.warning("replace", "disk tier: no new catalogue can be made in %s now: %s", self._root, error)
 
     def _turn(self) -> None:
         while self._retired:

@@ -24,9 +24,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """A store has failed, or nobody wants its object: whatever files it left are of no use.
+    """A store has failed, or nobody wants its object. The files that it left, if any, are of no use.
 
-    ``is_refused``: the catalogue did not take the object, and the scheduler thinks that it is there.
+    ``is_refused`` says that the catalogue did not take the object, while the scheduler thinks that it is there.
     """
 
     served: ServedNamespace
@@ -61,7 +61,7 @@ Step = Stored | Discarded | Lost | Dropped | Moved
 
 
 class Committer:
-    """Called in the bookkeeper's thread. Raises CatalogueError; then the steps that are left are tried again."""
+    """Called in the bookkeeper's thread. Raises CatalogueError. The steps that are left are then tried again."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Committer:
         stuck: list[Discarded],
         move: Callable[[ServedNamespace], None],
     ) -> None:
-        """``stuck`` is the caller's, for as long as it keeps ``room``: what could not be unlinked."""
+        """``stuck`` has what could not be unlinked. The caller owns it for as long as it keeps ``room``."""
         self._catalogue = catalogue
         self._remover = remover
         self._room = room
@@ -106,7 +106,7 @@ class Committer:
                 raise AssertionError("stores are committed together")
 
     def _commit(self, stored: Sequence[Stored], steps: deque[Step]) -> None:
-        """Once the catalogue has answered, the steps are done: what is left to do are steps of its own."""
+        """Once the catalogue has answered, these steps are done. What is left to do becomes new steps."""
         refused = self._refused(stored)
         left: list[Step] = []
         for step in stored:
@@ -131,8 +131,8 @@ class Committer:
             return {stored[0].item.name}
 
     def _discard(self, step: Discarded) -> bool:
-        """Whether its files are gone, or another process's, which has stored the same object. Else its bytes stay
-        taken."""
+        """Whether its files are gone, or belong to another process that has stored the same object. If not, its bytes
+        stay taken."""
         item = step.item
         is_others = bool(self._catalogue.find([item.name]))
         if not is_others and not self._remover.unlink_all(self._remover.paths_of(item.name, item.world_size)):

@@ -108,7 +108,9 @@ class Evictor:
         for item in chosen:
             self._remover.unlink_all(self._remover.paths_of(item.name, item.world_size))
             self._unrecorded[item.name] = item.num_bytes
-        logger.warning("disk tier: %s is full: %d objects removed for the catalogue to work", self._root, len(chosen))
+        logger.warning(
+            "disk tier: %s is full: removed %d objects so that the catalogue can be written", self._root, len(chosen)
+        )
         return len(chosen)
 
     def record(self, served: ServedNamespace) -> None:

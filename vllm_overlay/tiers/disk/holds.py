@@ -11,7 +11,7 @@ from vllm_overlay.planner.objects import ObjectId
 class Holds:
     """Thread-safe, and never waits for more than a few set operations.
 
-    The scheduler's thread holds and releases. The bookkeeper's thread claims what it is about to evict; from then on
+    The scheduler's thread holds and releases. The bookkeeper's thread claims what it is about to evict. From then on
     nobody can hold it. Other processes do not see the holds of this one: a load may still find an object missing.
     """
 
@@ -21,7 +21,7 @@ class Holds:
         self._going: set[ObjectId] = set()
 
     def hold(self, object_ids: Iterable[ObjectId]) -> bool:
-        """Hold all, or none when one of them is going: then False."""
+        """Hold all of these, or none when one of them is going. Returns whether they are held."""
         wanted = tuple(object_ids)
         with self._lock:
             if not self._going.isdisjoint(wanted):
@@ -43,7 +43,7 @@ class Holds:
             return frozenset(self._counts)
 
     def claim(self, object_ids: Iterable[ObjectId]) -> set[ObjectId]:
-        """Those that nobody holds; they are going from now on."""
+        """Claim and return those that nobody holds. They are going from now on."""
         with self._lock:
             claimed = {object_id for object_id in object_ids if object_id not in self._counts}
             self._going |= claimed
@@ -55,6 +55,6 @@ class Holds:
             return frozenset(self._going)
 
     def unclaim(self, object_ids: Iterable[ObjectId]) -> None:
-        """These stay after all, or are gone and may come again."""
+        """End the claim: these stay after all, or are gone and may come again."""
         with self._lock:
             self._going.difference_update(object_ids)

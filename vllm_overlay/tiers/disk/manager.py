@@ -354,7 +354,7 @@ class DiskTierManager(TierManager):
         self._removing.clear()
         self._pinned_before.update(self._pinned)
         self._pinned.clear()
-        logger.info("%s: reset; objects of before are not loaded any more", self._name)
+        logger.info("%s: reset: what was stored before is not loaded any more", self._name)
 
     def usage(self) -> TierUsage:
         return TierUsage(

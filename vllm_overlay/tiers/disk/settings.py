@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting of the disk tier, its default, unit and check. The README's table is tested against this file."""
+"""Every setting of the disk tier, its default, unit and check. A table of docs/configuration.md is made from it."""
 
 from typing import Annotated, Literal
 
@@ -15,51 +15,51 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
     root: Annotated[
         str,
         Meta(
-            description="directory of the objects: a root, an empty directory, or one that is not there (made with "
-            "mode 0700)",
+            description="Directory of the objects: a root, an empty directory, or one that is not there yet. "
+            "A new one gets mode 0700.",
             examples=["/var/cache/vllm-kv"],
             min_length=1,
         ),
     ]
     capacity_bytes: Annotated[
-        int | str, Meta(description='limit of all objects under `root`, of every process; bytes or `"4 GiB"`')
+        int | str, Meta(description="Limit of all objects under `root`, of all processes together.")
     ] = "20 GiB"
     min_free_bytes: Annotated[
-        int | str, Meta(description="free space of the file system below which nothing is written")
+        int | str, Meta(description="Nothing is written while the file system has less free space than this.")
     ] = "1 GiB"
     max_write_bytes_per_s: Annotated[
-        int | str, Meta(description="what this engine, all ranks together, writes in a second; 0: no limit")
+        int | str, Meta(description="Bytes that this engine may write in a second, all ranks together. 0: no limit.")
     ] = 0
     store_on_nth_use: Annotated[
-        int, Meta(description="an object is written when it could be stored for the n-th time; 1: at once", ge=1)
+        int, Meta(description="An object is written when it could be stored for the n-th time. 1: at once.", ge=1)
     ] = 1
-    staging_bytes: Annotated[int | str, Meta(description="host memory a rank between the KV cache and the disk")] = (
-        "256 MiB"
-    )
-    read_threads: Annotated[int, Meta(description="threads a rank that read", ge=1, le=64)] = 4
-    write_threads: Annotated[int, Meta(description="threads a rank that write", ge=1, le=64)] = 2
+    staging_bytes: Annotated[
+        int | str, Meta(description="Host memory of each rank between the KV cache and the disk.")
+    ] = "256 MiB"
+    read_threads: Annotated[int, Meta(description="Threads of each rank that read.", ge=1, le=64)] = 4
+    write_threads: Annotated[int, Meta(description="Threads of each rank that write.", ge=1, le=64)] = 2
     direct_io: Annotated[
-        Literal["auto", "off"], Meta(description="`auto` uses O_DIRECT where the file system takes it")
+        Literal["auto", "off"], Meta(description="`auto`: O_DIRECT where the file system takes it.")
     ] = "auto"
     namespace: Annotated[
         str,
         Meta(
-            description="stands for the weights in the fingerprint when they are not safetensors files on disk",
+            description="A name for exactly these weights, needed where they are not safetensors files on disk.",
             examples=["qwen3.5-35b-rev7"],
         ),
     ] = ""
     integrity_key_file: Annotated[
         str,
         Meta(
-            description="private file of at least 32 bytes; what was not written with this key is a miss",
+            description="A private file of at least 32 bytes. What was not written with this key is a miss.",
             examples=["/etc/vllm/kv.key"],
         ),
     ] = ""
     encryption_key_file: Annotated[
         str,
         Meta(
-            description="private file of at least 32 bytes; objects are encrypted with AES-256-GCM, and what was not "
-            "written with this key is a miss; instead of `integrity_key_file`",
+            description="A private file of at least 32 bytes, instead of `integrity_key_file`. Objects are encrypted "
+            "with AES-256-GCM. What was not written with this key is a miss.",
             examples=["/etc/vllm/kv-encryption.key"],
         ),
     ] = ""

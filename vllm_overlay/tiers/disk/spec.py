@@ -54,7 +54,7 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
         return DiskTierManager(self.settings, part, world_size, largest, geometry=geometry)
 
     def room(self, geometry: Geometry, world_size: int) -> TierRoom:
-        """Without what is set aside for objects that are being written."""
+        """Bytes that objects may take, without what is set aside for objects that are being written."""
         quota = quota_of(self.settings, geometry.largest_object_bytes, world_size)
         held = max(quota.capacity_bytes // HELD_PARTS, quota.largest_bytes)
         return TierRoom(quota.capacity_bytes - held, lambda num_bytes: bytes_on_disk(num_bytes, world_size))

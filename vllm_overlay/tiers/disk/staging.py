@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host memory between the KV cache and the disk, shared by stores and loads so that neither locks the other out."""
+"""The host memory between the KV cache and the disk. Stores and loads share it, and neither locks the other out."""
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.memory import Bytes, HostBuffer, HostPool, UnitAllocator, units_needed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that could not be read just now: for a while they are not offered, nor what builds on them."""
+"""Objects that could not be read just now. For a while neither they nor what builds on them is offered."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -9,13 +9,14 @@ from vllm_overlay.planner.objects import ObjectId, ObjectKind
 from vllm_overlay.tiers.index import PrefixIndex
 
 SUSPENDED_S = 60.0
-"""For so long an object that could not be read is not offered."""
+"""How long an object that could not be read is not offered."""
 
 
 class ReadableHits:
     """Implements ``HitSource`` for one lookup of one prompt: the index without what is suspended.
 
-    A chunk of full attention hides all of the prompt that ends where it does or later, which builds on it.
+    A suspended chunk of full attention hides all of the prompt that ends where it does or later, because that builds on
+    it.
     """
 
     def __init__(

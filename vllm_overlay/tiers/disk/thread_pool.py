@@ -18,7 +18,8 @@ _log = RateLimitedLog(logging.getLogger(__name__))
 
 
 class ThreadPool:
-    """Threads that do jobs first in, first out. Daemons: one that a disk holds forever does not keep the process."""
+    """Threads that do jobs first in, first out. They are daemons, so one that a disk holds forever does not keep the
+    process."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -32,7 +33,7 @@ class ThreadPool:
         self._jobs.put(job)
 
     def stop(self, timeout_s: float) -> None:
-        """End every thread after its jobs, and wait for that no longer than ``timeout_s``."""
+        """End every thread after its jobs, and wait for their end no longer than ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         for _ in self._threads:
             self._jobs.put(None)
@@ -50,7 +51,8 @@ class ThreadPool:
 
 
 def in_threads(job: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> list[_Result]:
-    """What ``job`` returns for each item, this thread and others at work. Raises what one that failed has raised.
+    """Returns what ``job`` returns for each item. This thread and others work at it. Raises what a failed job has
+    raised.
 
     The others are daemons that end with this call, so nobody has to stop them.
     """

@@ -36,7 +36,7 @@ from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes, HostBuffer
 MAX_PENDING_STORES = 256
 _JOIN_S = 1.0
 _FAULTS = frozenset({Reason.IO_ERROR, Reason.NO_SPACE, Reason.ERROR})
-"""Reasons that speak of the disk, not of one object; many in a row open a breaker."""
+"""Reasons that speak of the disk, not of one object. Many in a row open a breaker."""
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 
@@ -54,9 +54,9 @@ class _Fetch:
 
 
 class DiskTierWorker(TierWorker):
-    """See ``TierWorker``. One a rank; its lock is held for arithmetic only, never over a system call on a file.
+    """See ``TierWorker``. One a rank. Its lock is held for arithmetic only, never over a system call on a file.
 
-    ``unit_bytes`` cuts the staging memory (a multiple of 4 KiB allows O_DIRECT); ``max_object_bytes`` is the largest
+    ``unit_bytes`` cuts the staging memory; a multiple of 4 KiB allows O_DIRECT. ``max_object_bytes`` is the largest
     object in one rank. Raises ConfigError when the root or ``staging_bytes`` cannot work.
     """
 
@@ -116,7 +116,7 @@ class DiskTierWorker(TierWorker):
             self._start_waiting()
 
     def _store(self, ticket: StoreTicket, buffer: HostBuffer, started: float) -> None:
-        """In a write thread."""
+        """Runs in a write thread."""
         reason = self._try_to_write(ticket, buffer)
         with self._lock:
             self._staging.end_store(buffer)
@@ -216,7 +216,7 @@ class DiskTierWorker(TierWorker):
         self._fetched = [result for result in self._fetched if result.load_id != load_id]
 
     def _forget(self, fetch: _Fetch) -> None:
-        """No result of it goes out any more; its buffer is free, at once or when its thread is done with it."""
+        """No result of the fetch goes out any more. Its buffer is free, at once or when its thread is done with it."""
         fetch.is_wanted = False
         self._unlist(fetch)
         if fetch.buffer is not None and not fetch.is_reading:
@@ -230,7 +230,7 @@ class DiskTierWorker(TierWorker):
             del self._loads[fetch.load_id]
 
     def _start_waiting(self) -> None:
-        """Hand fetches to the read threads, in order, as far as the staging memory goes. With the lock held."""
+        """Hand fetches to the read threads, in order, as far as the staging memory goes. Called with the lock held."""
         while self._waiting:
             fetch = self._waiting[0]
             if not fetch.is_wanted:
@@ -246,7 +246,7 @@ class DiskTierWorker(TierWorker):
                 return
 
     def _fetch(self, fetch: _Fetch, buffer: HostBuffer) -> None:
-        """In a read thread."""
+        """Runs in a read thread."""
         failure = self._try_to_read(fetch, buffer)
         with self._lock:
             fetch.is_reading = False
@@ -302,10 +302,10 @@ class DiskTierWorker(TierWorker):
         except FileNotFoundError:
             pass
         except OSError as error:
-            _log.warning("remove", "disk tier: a bad object stays: %s", error)
+            _log.warning("remove", "disk tier: a bad object cannot be removed: %s", error)
 
     def _fail(self, fetch: _Fetch, reason: Reason, is_bad: bool = False, is_unreadable: bool = False) -> None:
-        """With the lock held; the fetch has no buffer (any more)."""
+        """Called with the lock held. The fetch has no buffer, or none any more."""
         self._fetched.append(self._result(fetch, reason, is_bad, is_unreadable))
         self._unlist(fetch)
 

@@ -9,17 +9,17 @@ from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.guarded import GuardedPolicy
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
+AUTO = "auto"
+LEARNED = "learned"
+
 POLICIES: Registry[EvictionPolicy[Any]] = Registry(
     "eviction_policy",
     EvictionPolicy,  # type: ignore[type-abstract]
     {
         "lru": "vllm_overlay.tiers.policies.lru:LeastRecentlyUsed",
-        "learned": "vllm_overlay.tiers.policies.learned:LearnedEviction",
+        LEARNED: "vllm_overlay.tiers.policies.learned:LearnedEviction",
     },
 )
-
-
-AUTO = "auto"
 
 
 def check_policy(name: str) -> None:
@@ -30,7 +30,7 @@ def check_policy(name: str) -> None:
 
 def make_policy(name: str, geometry: Geometry) -> EvictionPolicy[Any]:
     """A new policy for one tier in memory of that model; one that may fail is guarded. Raises ConfigError."""
-    policy = POLICIES.find("learned" if name == AUTO else name)()
+    policy = POLICIES.find(LEARNED if name == AUTO else name)()
     if isinstance(policy, LeastRecentlyUsed):
         return policy
     guarded = GuardedPolicy(policy)

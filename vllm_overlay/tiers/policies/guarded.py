@@ -89,7 +89,7 @@ class GuardedPolicy(EvictionPolicy[T]):
 
     def _fall_back(self, error: Exception) -> None:
         logger.error(
-            "eviction policy %s failed: the longest unused goes first from now on",
+            "eviction policy %s failed: from now on the longest unused goes first",
             type(self._policy).__name__,
             exc_info=error,
         )

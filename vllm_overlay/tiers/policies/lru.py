@@ -14,8 +14,8 @@ _SLACK = 64
 class LeastRecentlyUsed(EvictionPolicy[T]):
     """The longest unused first; of those used at once, the one deepest in its prompt.
 
-    A heap whose outdated items are skipped when they surface, and swept when they are the majority: every call is
-    O(log n) amortised, memory O(n).
+    It is a heap. Outdated items are skipped when they surface, and swept when an item is added while they are the
+    majority. Every call is O(log n) amortised. Memory is O(n) of the most that was offered at once.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,6 @@ class LeastRecentlyUsed(EvictionPolicy[T]):
 
     def discard(self, item: T) -> None:
         self._current.pop(item, None)
-        self._sweep()
 
     def pop(self) -> T | None:
         while self._heap:

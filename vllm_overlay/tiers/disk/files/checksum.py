@@ -43,7 +43,7 @@ NO_SEAL = Seal(b"")
 
 
 class Digest(Protocol):
-    """Fed piece by piece; ``digest`` says what all pieces one after the other come to."""
+    """A checksum that is fed piece by piece. ``digest`` is that of all pieces one after the other."""
 
     def update(self, data: memoryview | bytes, /) -> object: ...
 
@@ -76,10 +76,11 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Integrity(ABC):
-    """What the header's two checksums are. ``name`` tells algorithms and keys apart and gives no key away.
+    """What the header's two checksums are.
 
-    ``key`` is that of header checksums, ``cache_key`` seals the digests of weights that are kept under the root; each
-    has 32 bytes, or none without a key file. ``salt_bytes`` is not 0 where payloads are encrypted.
+    ``name`` tells algorithms and keys apart and gives no key away. ``key`` is that of header checksums. ``cache_key``
+    seals the digests of weights that are kept under the root. Each has 32 bytes, or none without a key file.
+    ``salt_bytes`` is not 0 where payloads are encrypted.
     """
 
     algorithm: ClassVar[int]
@@ -98,12 +99,13 @@ class Integrity(ABC):
         """The checksum of a header's bytes before its checksum."""
 
     def verify_header(self, checksum: bytes, header: bytes) -> bool:
-        """Whether it is that checksum. Takes as long for a near miss as for any other."""
+        """Whether it is that checksum. A near miss takes as long as any other."""
         return hmac.compare_digest(checksum, self.header_checksum(header))
 
     @abstractmethod
     def seal(self, segments: Sequence[memoryview]) -> Seal:
-        """What proves the payload in these segments, which are as they belong on the disk then: perhaps encrypted."""
+        """What proves the payload in these segments. The call leaves them as they belong on the disk: perhaps
+        encrypted."""
 
     @abstractmethod
     def open(self, salt: bytes) -> Opening:
@@ -145,7 +147,7 @@ class KeyedIntegrity(Integrity):
 
     @classmethod
     def of(cls, secret: bytes) -> "KeyedIntegrity":
-        """With the keys that a key file of these bytes stands for."""
+        """Made with the keys that a key file of these bytes stands for."""
         key_id = _derive(secret, _NAME_CONTEXT)[:KEY_ID_BYTES]
         return cls(
             name=f"blake3:{key_id.hex()}",
@@ -170,7 +172,8 @@ class KeyedIntegrity(Integrity):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncryptedIntegrity(Integrity):
-    """AES-256-GCM for payloads, with a key an object. The header names salt and tag, and keyed BLAKE3 proves it."""
+    """AES-256-GCM for payloads, with a key for each object. The header names salt and tag, and keyed BLAKE3 proves the
+    header."""
 
     algorithm = 3
     header_checksum_bytes = 32
@@ -182,7 +185,7 @@ class EncryptedIntegrity(Integrity):
 
     @classmethod
     def of(cls, secret: bytes) -> "EncryptedIntegrity":
-        """With the keys that an encryption key file of these bytes stands for."""
+        """Made with the keys that an encryption key file of these bytes stands for."""
         key_id = _derive(secret, _ENCRYPTION_NAME_CONTEXT)[:KEY_ID_BYTES]
         return cls(
             name=f"{_ENCRYPTED}{key_id.hex()}",

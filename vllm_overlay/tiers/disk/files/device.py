@@ -59,7 +59,7 @@ class Device:
         os.mkdir(path, DIRECTORY_MODE)
 
     def free_bytes(self, path: str) -> int:
-        """What the file system of ``path`` still has for this user; none where it takes no more files."""
+        """Free bytes that the file system of ``path`` still has for this user. 0 where it takes no more files."""
         found = os.statvfs(path)
         if found.f_files and not found.f_favail:
             return 0
@@ -76,7 +76,7 @@ def _advance(segments: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 def write_all(device: Device, fd: int, segments: Sequence[memoryview]) -> None:
-    """Write the segments from the file's start on. Raises OSError."""
+    """Write the segments, from the file's start. Raises OSError."""
     left = list(segments)
     offset = 0
     while left:
@@ -103,7 +103,8 @@ def replace_file(device: Device, path: str, content: bytes) -> None:
 
 
 def read_all(device: Device, fd: int, segments: Sequence[memoryview]) -> bool:
-    """Fill the segments from the file's start; False when the file ends before they are full. Raises OSError."""
+    """Fill the segments, from the file's start. Returns False when the file ends before they are full. Raises
+    OSError."""
     left = list(segments)
     offset = 0
     while left:
@@ -116,7 +117,7 @@ def read_all(device: Device, fd: int, segments: Sequence[memoryview]) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """When the process started, in clock ticks since boot; empty when there is no such process."""
+    """When the process started, in clock ticks since boot. Empty when there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[19]
@@ -147,13 +148,15 @@ def _writer(pid: int) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether the name is one that ``temporary_name`` makes: what else begins alike is a stranger's."""
+    """Whether the name is one that ``temporary_name`` makes. What else begins alike is a stranger's."""
     return _TEMPORARY_NAME.fullmatch(name) is not None
 
 
 def writer_is_alive(name: str) -> bool | None:
-    """Whether the process that named this temporary still runs. None where nobody here can say: it is of another host,
-    container or boot."""
+    """Whether the process that named this temporary still runs.
+
+    None where nobody here can say: it is of another host, container or boot.
+    """
     match = _TEMPORARY_NAME.fullmatch(name)
     if match is None:
         return False
@@ -161,7 +164,7 @@ def writer_is_alive(name: str) -> bool | None:
 
 
 def make_directory(device: Device, path: str) -> None:
-    """Create ``path`` and what lies above it; there already is fine. Raises OSError."""
+    """Create ``path`` and what lies above it. A directory that is there already is fine. Raises OSError."""
     try:
         device.mkdir(path)
     except FileExistsError:
@@ -189,7 +192,7 @@ def is_missing(device: Device, path: str) -> bool:
 
 
 def takes_direct_io(device: Device, root: str) -> bool:
-    """Whether the file system of ``root`` takes O_DIRECT; tries a page once, and logs one line when it does not."""
+    """Whether the file system of ``root`` takes O_DIRECT. Tries a page once, and logs one line when it does not."""
     path = os.path.join(root, temporary_name())
     page = memoryview(mmap.mmap(-1, PAGE_BYTES))
     try:
@@ -200,7 +203,7 @@ def takes_direct_io(device: Device, root: str) -> bool:
         finally:
             device.close(fd)
     except OSError as error:
-        logger.info("disk tier: no O_DIRECT under %s (%s); going through the page cache", root, error.strerror)
+        logger.info("disk tier: no O_DIRECT under %s (%s): files go through the page cache", root, error.strerror)
         return False
     finally:
         remove_quietly(device, path)

@@ -17,7 +17,7 @@ VERSION = versions.DISK_OBJECT
 HEADER_BYTES = PAGE_BYTES
 MAX_PARENTS = 8
 MAX_TOKENS = 1 << 40
-"""No prompt has as many, and the catalogue takes no more."""
+"""No prompt has as many tokens, and the catalogue takes no more."""
 MAX_PAYLOAD_BYTES = 1 << 40
 """An object passes through host memory as a whole, so none has a TiB in one rank."""
 
@@ -42,8 +42,10 @@ def file_bytes(payload_bytes: int) -> int:
 
 
 def counted_bytes(size: int) -> int:
-    """What a file of that size counts against the capacity. One larger than any object's, say a sparse one, is not ours
-    and counts nothing."""
+    """What a file of that size counts against the capacity.
+
+    A file larger than any object's (a sparse one, for example) is not ours and counts nothing.
+    """
     return size if size <= file_bytes(MAX_PAYLOAD_BYTES) else 0
 
 
@@ -58,9 +60,9 @@ class Identity(NamedTuple):
 
 
 class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
-    """What a file says of itself. ``ticket`` is the writer's; ``seal`` leaves the padding out.
+    """What a file says of itself. ``ticket`` is the writer's. ``seal`` leaves the padding out.
 
-    Only a sealed header can be written; ``write_object`` seals it.
+    Only a sealed header can be written. ``write_object`` seals it.
     """
 
     fingerprint: bytes
@@ -131,9 +133,10 @@ class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def decode(cls, page: bytes, integrity: Integrity = XXH3) -> "ObjectHeader":
-        """The header in ``page``; raises FormatError. Reads a fixed number of fields, whatever the bytes say.
+        """The header in ``page``. Raises FormatError.
 
-        Only the checksum that ``integrity`` asks for counts: with a key, XXH3's is as wrong as any other.
+        Reads a fixed number of fields, whatever the bytes say. Only the checksum that ``integrity`` asks for counts.
+        With a key, XXH3's is as wrong as any other.
         """
         if len(page) != HEADER_BYTES:
             raise FormatError(f"a header has {HEADER_BYTES} bytes, not {len(page)}")
@@ -155,7 +158,7 @@ class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def decode_unverified(cls, page: bytes) -> "ObjectHeader":
-        """What a header of whatever key says, true or not; raises FormatError.
+        """What a header of whatever key says, true or not. Raises FormatError.
 
         For files that are counted and removed in order, and never loaded: those of another key's namespace.
         """
@@ -170,7 +173,7 @@ class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def _decode_body(cls, body: bytes) -> "ObjectHeader":
-        """The fields, whatever they are but for those that say what the others mean. The seal has padding."""
+        """All fields as they are. Only those that say what the others mean are checked. The seal has padding."""
         (
             magic, version, header_bytes, payload_bytes, start_tokens, end_tokens, ticket,
             rank, world_size, _, num_parents, fingerprint, checksum, _, salt,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of a secret: read once at start, refused when others may know or change it."""
+"""The file of a secret. It is read once, at start, and refused when others may know or change it."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ _MAX_KEY_BYTES = 1 << 16
 
 
 def read_key(path: str, setting: str) -> bytes:
-    """All bytes of the file that ``setting`` names. A link to it is followed: that is how secrets are mounted.
+    """All bytes of the file that ``setting`` names. A link to it is followed, because secrets are mounted that way.
 
     Called by ``integrity_of``. Raises ConfigError, which names the setting.
     """
@@ -27,7 +27,7 @@ def read_key(path: str, setting: str) -> bytes:
     if not stat.S_ISREG(state.st_mode):
         raise ConfigError(f"{said} is no regular file: set it to one that holds the key")
     if state.st_uid not in (0, os.geteuid()):
-        raise ConfigError(f"{said} belongs to user {state.st_uid}, who knows the key then: make it this user's")
+        raise ConfigError(f"{said} belongs to user {state.st_uid}, who can read the key: make this user its owner")
     if stat.S_IMODE(state.st_mode) & 0o077:
         raise ConfigError(
             f"{said} has mode {stat.S_IMODE(state.st_mode):04o}, so others may read or change the key: set its mode "

@@ -30,8 +30,10 @@ class FoundObject(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Listing:
-    """What some directories of one namespace hold: whole objects, files of which no object can be made, and how many
-    objects could not be read now, though nothing is known to be wrong with them."""
+    """What some directories of one namespace hold: whole objects, and files of which no object can be made.
+
+    It also counts the objects that could not be read now. Nothing is known to be wrong with those.
+    """
 
     objects: list[FoundObject] = field(default_factory=list)
     useless: list[FoundFile] = field(default_factory=list)
@@ -44,7 +46,7 @@ class Listing:
 
 
 def sort_files(directory: str, useless: list[FoundFile]) -> dict[ObjectId, dict[int, FoundFile]]:
-    """The files of one ``<aa>`` by object and rank. Those that have an object's name in another's place are useless.
+    """The files of one ``<aa>`` by object and rank. Files that have an object's name in another's place are useless.
 
     Raises OSError when the directory cannot be listed now.
     """
@@ -65,7 +67,7 @@ def read_found(
 ) -> FoundObject:
     """What the headers of an object say, by the first of ``readers`` that can read them.
 
-    ``files`` are by rank; those of ranks that there are not are passed over. Raises BadObject unless every rank has a
+    ``files`` are by rank. Those of ranks that do not exist are passed over. Raises BadObject unless every rank has a
     sound file and all say the same.
     """
     first = min(files)
@@ -95,7 +97,7 @@ def _read_header(device: Device, path: str, readers: Sequence[HeaderReader]) -> 
 def parents_first(
     found: Iterable[FoundObject], known: Collection[ObjectId] = ()
 ) -> tuple[list[FoundObject], list[FoundObject]]:
-    """The objects that can be reached, each after its parents and else the oldest first; and those that cannot.
+    """The objects that can be reached, and those that cannot. Each comes after its parents, otherwise the oldest first.
 
     ``known`` are parents that are there beside them.
     """

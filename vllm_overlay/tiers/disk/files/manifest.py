@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``attention`` is the namespace that a snapshot's parents lie in, empty when the file does not say."""
+    """``attention`` is the namespace that a snapshot's parents lie in. Empty when the file does not say."""
 
     attention: str = ""
     description: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Manifest:
 
     @property
     def object_format(self) -> int:
-        """The version of the objects' files; ours when the file does not say what version 1 said."""
+        """The version of the objects' files. Ours when the file does not say what version 1 said."""
         said = self.description.get(OBJECT_FORMAT, 1 if INTEGRITY in self.description else versions.DISK_OBJECT)
         return said if isinstance(said, int) else versions.DISK_OBJECT
 
@@ -57,7 +57,7 @@ class Manifest:
 
 
 def read_manifest(directory: str) -> Manifest:
-    """The words of one namespace's directory. Raises OSError or ValueError, the latter for anything but our JSON."""
+    """Reads the words of one namespace's directory. Raises OSError, or ValueError for anything but our JSON."""
     fd = os.open(os.path.join(directory, DESCRIPTION), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -79,7 +79,7 @@ def read_manifest(directory: str) -> Manifest:
 
 
 def manifest_or_empty(directory: str) -> Manifest:
-    """The same, without words where there are none."""
+    """As ``read_manifest``, but without words where there are none."""
     try:
         return read_manifest(directory)
     except (OSError, ValueError):
@@ -87,7 +87,7 @@ def manifest_or_empty(directory: str) -> Manifest:
 
 
 def write_manifest(device: Device, directory: str, namespace: DiskNamespace, fingerprint: str) -> bool:
-    """Whether it was written: a namespace without it works. Called by what serves."""
+    """Returns whether it was written. A namespace works without it. Called by the process that serves it."""
     words = {
         "fingerprint": fingerprint,
         "attention": namespace.attention,
@@ -103,7 +103,7 @@ def write_manifest(device: Device, directory: str, namespace: DiskNamespace, fin
 
 
 class Manifests:
-    """Writes ``namespace.json`` of what is served: once, and again where it is missing. Called in one thread."""
+    """Writes ``namespace.json`` of the served namespace: once, and again where it is missing. Called in one thread."""
 
     def __init__(self, root: str, device: Device) -> None:
         self._root = root

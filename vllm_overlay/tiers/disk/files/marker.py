@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file by which a root of the disk tier is known, in the words of the version that made it."""
+"""The file that shows that a directory is a root of the disk tier, in the words of the version that made it."""
 
 import contextlib
 import errno
@@ -28,7 +28,8 @@ class _Words(msgspec.Struct, frozen=True):
 
 
 class NotARootError(ConfigError):
-    """The directory is no root of the disk tier, or not one of this version. ``why`` goes on from its name."""
+    """The directory is no root of the disk tier, or not one of this version. ``why`` continues a sentence that begins
+    with the directory's name."""
 
     def __init__(self, root: str, why: str) -> None:
         super().__init__(f"{root} {why}")
@@ -46,10 +47,10 @@ def encode_marker() -> bytes:
 
 
 def marked_version(root: str) -> int:
-    """The format in which ``root`` says that it is; 0 when it says nothing.
+    """The format that ``root`` says it has. 0 when it says nothing.
 
     A marker that others may have written counts as none, and so does a damaged one. Raises NotARootError for a later
-    format than this version's, and OSError when nobody can say.
+    format than this version's. Raises OSError when nobody can say.
     """
     raw = _read(root)
     if raw is None:
@@ -68,7 +69,7 @@ def marked_version(root: str) -> int:
 
 
 def _read(root: str) -> bytes | None:
-    """The marker's bytes; None when there is none that can be believed."""
+    """The marker's bytes. None when there is none that can be believed."""
     try:
         fd = os.open(os.path.join(root, MARKER), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -88,7 +89,8 @@ def _read(root: str) -> bytes | None:
 def write_marker(device: Device, root: str) -> None:
     """Called when ``root`` was found to be empty or an old root. Raises OSError.
 
-    Two that start at once write the same bytes. The marker is synced, because all else may be lost in a power cut.
+    Two servers that start at once write the same bytes. The marker is synced, because all else may be lost in a power
+    cut.
     """
     temporary = os.path.join(root, temporary_name())
     try:
@@ -110,7 +112,7 @@ def write_marker(device: Device, root: str) -> None:
 
 
 def mark_old_root(device: Device, root: str) -> None:
-    """As ``write_marker``, of a root that a version without markers has made. Raises OSError.
+    """As ``write_marker``, for a root that a version without markers has made. Raises OSError.
 
     On a full disk the marker stays empty, which takes no block. Then eviction can make room, and the next start writes
     it.
@@ -124,13 +126,13 @@ def mark_old_root(device: Device, root: str) -> None:
 
 
 def _sync(fd: int) -> None:
-    """Where the file system cannot, a power cut may cost the marker."""
+    """Syncs. Where the file system cannot, a power cut may cost the marker."""
     with contextlib.suppress(OSError):
         os.fsync(fd)
 
 
 def is_marked(root: str) -> bool:
-    """Whether anything has the marker's name: ``marked_version`` was asked when the root was opened.
+    """Whether anything has the marker's name. ``marked_version`` was asked when the root was opened.
 
     Raises OSError when nobody can say.
     """

@@ -36,13 +36,13 @@ def check_object_id(object_id: ObjectId) -> None:
 
 
 def parse_file_name(name: str) -> tuple[ObjectId, int] | None:
-    """The object and rank that a file's name stands for; None when it is no object's."""
+    """The object and rank that a file's name stands for. None when it is no object's."""
     match = _FILE_NAME.fullmatch(name)
     return (ObjectId(match[2], bytes.fromhex(match[1])), int(match[3])) if match else None
 
 
 def object_path(root: str, fingerprint: str, object_id: ObjectId, rank: int) -> str:
-    """The file of one rank of one object in some namespace; raises ValueError when the name could not be read back."""
+    """The file of one rank of one object in some namespace. Raises ValueError when the name could not be read back."""
     check_object_id(object_id)
     if not 0 <= rank < MAX_RANKS:
         raise ValueError(f"rank {rank} is not below {MAX_RANKS}")
@@ -54,7 +54,7 @@ def object_path(root: str, fingerprint: str, object_id: ObjectId, rank: int) -> 
 class DiskNamespace:
     """The two fingerprints, 64 hex digits each, that name one engine's objects, and what they mean in words.
 
-    ``attention`` names chunks, ``snapshot`` snapshots; ``description`` goes into ``namespace.json`` for people.
+    ``attention`` names chunks, ``snapshot`` names snapshots. ``description`` goes into ``namespace.json``, for people.
     """
 
     attention: str
@@ -73,11 +73,12 @@ class DiskNamespace:
 
     @property
     def is_temporary(self) -> bool:
-        """Whether a reset began it: when its process is gone, nobody finds it again."""
+        """Whether a reset began it. When its process is gone, nobody finds it again."""
         return bool(self.description.get(RESET))
 
     def since(self, reset: str) -> "DiskNamespace":
-        """The namespace of this engine since that reset: of weights that no file may say, so of this process alone."""
+        """The namespace of this engine since that reset. No file may know its weights, so it belongs to this process
+        alone."""
         if not reset:
             return self
         attention, snapshot = (
@@ -89,5 +90,5 @@ class DiskNamespace:
         return self.snapshot if tag == SNAPSHOT_TAG else self.attention
 
     def path_of(self, root: str, object_id: ObjectId, rank: int) -> str:
-        """The file of one rank of one object; raises ValueError when the name could not be read back."""
+        """The file of one rank of one object. Raises ValueError when the name could not be read back."""
         return object_path(root, self.fingerprint_of(object_id.tag), object_id, rank)

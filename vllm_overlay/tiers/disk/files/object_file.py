@@ -29,18 +29,21 @@ from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
 _PIECE_BYTES = 1 << 20
 READ_ATTEMPTS = 3
-"""So often a file is opened and read before its object is a miss. A stale handle or a path that fails over is well by
-the second time. A bad sector fails each time and takes seconds, of which a load has ``load_timeout_s``."""
+"""How often a file is opened and read before its object is a miss.
+
+A stale handle or a path that fails over works by the second time. A bad sector fails each time and takes seconds, of
+which a load has ``load_timeout_s``.
+"""
 _T = TypeVar("_T")
 _own = threading.local()
 
 
 _OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""What this process lacks: it says nothing of the file, which may be read again at once."""
+"""Errors that say what this process lacks. They say nothing of the file, which may be read again at once."""
 
 
 def _page() -> memoryview:
-    """An aligned header page, this thread's own: what it held before means nothing."""
+    """An aligned header page of this thread's own. What it held before means nothing."""
     if not hasattr(_own, "page"):
         _own.page = memoryview(mmap.mmap(-1, HEADER_BYTES))
     page: memoryview = _own.page
@@ -51,7 +54,7 @@ class BadObject(Exception):
     """The object cannot be loaded. ``reason`` is a metric label.
 
     ``is_bad`` says whether its file is gone, or was read and is not what it should be. A file that could not be read is
-    not bad: nothing is known of it. ``is_unreadable``: the next read would probably fail too.
+    not bad: nothing is known of it. ``is_unreadable`` says that the next read would probably fail too.
     """
 
     def __init__(self, reason: Reason, is_bad: bool = True, is_unreadable: bool = False) -> None:
@@ -128,7 +131,8 @@ def _open_checked(
 ) -> tuple[int, int]:
     """The descriptor and size of a regular file. O_NONBLOCK: a pipe in its place must not hold the thread.
 
-    One that others may have written is a miss, and theirs to remove, unless ``is_anybodys`` says that it may be.
+    A file that others may have written is a miss, and theirs to remove. With ``is_anybodys`` others may have written
+    it.
     """
     try:
         fd = device.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
@@ -174,7 +178,8 @@ def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lamb
 
 
 def read_header(device: Device, path: str, integrity: Integrity = XXH3) -> ObjectHeader:
-    """The verified header of a file of the size it says. Called by the threads of recovery; raises BadObject."""
+    """The verified header of a file of the size that the header says. Called by the threads of recovery. Raises
+    BadObject."""
     return _read_header(device, path, shut_bits(bool(integrity.key)), partial(ObjectHeader.decode, integrity=integrity))
 
 
@@ -202,7 +207,7 @@ def unverified_reader(has_key: bool) -> HeaderReader:
 
 
 def _read_page(device: Device, path: str, page: memoryview, shut: int) -> int:
-    """Read the first page of a file; returns the file's size."""
+    """Read the first page of a file. Returns the file's size."""
     fd, size = _open_checked(device, path, 0, shut)
     try:
         if size < HEADER_BYTES:
@@ -232,7 +237,7 @@ def read_object(
     """Fill ``buffer`` with the object of ``identity``, decrypted, and verify every byte of its file.
 
     Called by a read thread. Raises BadObject, and the buffer's bytes mean nothing then. ``is_wanted`` is asked before a
-    read that failed is tried again.
+    failed read is tried again.
     """
     views = _views(buffer)
     segments, padding = _with_padding(buffer, views)
@@ -268,7 +273,7 @@ def verify_file(
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
     integrity: Integrity = XXH3,
 ) -> ObjectHeader:
-    """The header of a file of which every byte verifies, whoever's it is. Reads in pieces; raises BadObject.
+    """The header of a file of which every byte verifies, whoever's it is. Reads in pieces. Raises BadObject.
 
     For tools: it goes through the page cache, leaves nothing in it, and tries nothing twice. ``on_bytes`` hears of each
     piece that was read. Of an encrypted file one piece at a time is in memory.

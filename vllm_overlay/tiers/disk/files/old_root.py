@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roots of versions before 0.3.0: taken over when nobody uses them, and kept from those versions afterwards."""
+"""Roots of versions before 0.3.0. They are taken over when nobody uses them, and kept from those versions
+afterwards."""
 
 import contextlib
 import os

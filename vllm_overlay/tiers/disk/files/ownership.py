@@ -9,15 +9,15 @@ EVERYONE_MAY_WRITE = 0o002
 
 
 def shut_bits(has_key: bool) -> int:
-    """What may not be in the mode of a directory: with a key its group may put files there, which verify or do not."""
+    """Mode bits that no directory may have. With a key its group may put files there: they verify or they do not."""
     return EVERYONE_MAY_WRITE if has_key else OTHERS_MAY_WRITE
 
 
 def why_not_ours(found: os.stat_result, root: str, shut: int = OTHERS_MAY_WRITE) -> str:
-    """Why others may have written the file or directory, to follow its name; empty if they cannot have.
+    """Why others may have written the file or directory, in words that follow its name. Empty if they cannot have.
 
-    It has to belong to this user or to the owner of ``root``, and none of the bits ``shut`` may be in its mode. Only
-    where another user owns it is ``root`` looked at; that may raise OSError.
+    It has to belong to this user or to the owner of ``root``, and none of the bits ``shut`` may be in its mode.
+    ``root`` is looked at only where another user owns the file. That may raise OSError.
     """
     if found.st_mode & shut:
         return f"has mode {stat.S_IMODE(found.st_mode):04o}, so others may write it"

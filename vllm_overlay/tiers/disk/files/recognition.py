@@ -16,7 +16,7 @@ from vllm_overlay.tiers.disk.files.namespace import FINGERPRINT, IN_USE
 LEDGER = "ledger"
 LEASES = "leases"
 LEDGER_MAGIC = b"HKVLEDG1"
-"""What versions before 0.3.0 counted bytes in begins so."""
+"""The file in which versions before 0.3.0 counted bytes begins with this."""
 WEIGHT_FILES = frozenset({"weights.json", "weights.lock"})
 HOST_ROOT = re.compile(r"host-[0-9a-f]{16}")
 _OWN_LOCK = re.compile(rf"[0-9a-f]{{64}}\.{IN_USE}")
@@ -57,7 +57,7 @@ def recognise(root: str) -> RootKind:
 
 
 def require_root(root: str) -> RootKind:
-    """``recognise`` for tools, to which an empty directory is no root either. Raises as that does."""
+    """``recognise`` for tools. To them an empty directory is no root either. Raises the same errors."""
     kind = recognise(root)
     if kind is RootKind.EMPTY:
         raise NotARootError(root, "is empty: no server has used it as its `root` yet")
@@ -137,6 +137,6 @@ def _is_own_name(name: str, state: os.stat_result) -> bool:
 
 
 def _some_of(names: list[str]) -> str:
-    """For a sentence: names are anybody's."""
+    """Some of the names, for a sentence. Anybody may have chosen them."""
     shown = ", ".join(ascii(name[:_SHOWN_CHARACTERS]) for name in names[:_SHOWN])
     return f"{shown}, ..." if len(names) > _SHOWN else shown

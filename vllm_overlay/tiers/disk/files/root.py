@@ -34,8 +34,8 @@ def choose_root(device: Device, root: str, has_key: bool = False) -> str:
         return root
     own = os.path.join(root, f"host-{_this_host()}")
     logger.warning(
-        "disk tier: the file system of %s has no file locks: this host keeps to %s, shares it with no other host, and "
-        "capacity_bytes is its limit for this host alone (locks are in %s)",
+        "disk tier: the file system of %s has no file locks. So this host keeps to %s and shares it with no other "
+        "host, and capacity_bytes is a limit for this host alone. Its locks are in %s",
         root, own, lock_directory(own),
     )  # fmt: skip
     open_with_locks(device, own, has_key)
@@ -48,7 +48,7 @@ def choose_root(device: Device, root: str, has_key: bool = False) -> str:
 
 
 def open_with_locks(device: Device, root: str, has_key: bool = False) -> None:
-    """``open_root`` of what ``choose_root`` chose, and of the directory of its locks if that is another one."""
+    """``open_root`` for what ``choose_root`` chose, and for the directory of its locks if that is another one."""
     for directory in dict.fromkeys((root, lock_directory(root))):
         open_root(device, directory, has_key)
 
@@ -71,7 +71,7 @@ def open_root(device: Device, root: str, has_key: bool = False) -> None:
             _try_to_write(device, root)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise ConfigError(f"root={root!r} is not writable: set it to a directory of mode 0700 that is") from error
+            raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700") from error
         logger.warning("disk tier: %s takes no file now: %s", root, error)
 
 
@@ -93,7 +93,7 @@ def _check_directory(device: Device, root: str) -> RootKind:
         raise ConfigError(f"root={root!r} {error.why}") from error
     except OSError as error:
         raise ConfigError(
-            f"root={root!r} cannot be read ({error.strerror}): set it to a directory of mode 0700 that can"
+            f"root={root!r} cannot be read ({error.strerror}): set it to a readable directory of mode 0700"
         ) from error
 
 
@@ -116,7 +116,7 @@ def _try_to_write(device: Device, root: str) -> None:
 
 
 def lock_directory(root: str) -> str:
-    """Where the catalogue of ``root`` lies: there, but for a host's sub-root on this host's own disk."""
+    """Where the catalogue of ``root`` lies: in it, or for a host's sub-root on this host's own disk."""
     if not HOST_ROOT.fullmatch(os.path.basename(root)):
         return root
     name = blake3(os.path.realpath(root).encode()).hexdigest(8)
@@ -139,7 +139,7 @@ def _takes_locks(device: Device, root: str) -> bool:
 
 
 def _this_host() -> str:
-    """The same after a restart, and another in a container that has a name of its own."""
+    """Names this host. The name is the same after a restart, and another one in a container with its own host name."""
     try:
         machine = _MACHINE_ID.read_text().strip()
     except OSError:

@@ -13,7 +13,7 @@ from vllm_overlay.tiers.disk.files.format import counted_bytes
 from vllm_overlay.tiers.disk.files.namespace import FINGERPRINT, parse_file_name
 
 ORPHAN_AGE_S = 3600.0
-"""Nobody writes a file for longer, and no two hosts' clocks are further apart."""
+"""Longer than anybody writes a file, and longer than any two hosts' clocks are apart."""
 FAN_OUT = re.compile(r"[0-9a-f]{2}")
 
 
@@ -52,8 +52,10 @@ def scan_objects(root: str, fingerprint: str) -> Iterator[FoundFile]:
 
 
 def scan_directory(path: str, is_strict: bool = False) -> Iterator[FoundFile]:
-    """Everything but directories that lies right in ``path``. What vanishes is left out, and what cannot be looked at
-    now too, unless ``is_strict``: then that raises OSError."""
+    """Everything in ``path`` itself but directories.
+
+    What vanishes is left out. So is what cannot be looked at now, unless ``is_strict``: then that raises OSError.
+    """
     harmless = _harmless(is_strict)
     for entry in _entries(path, is_strict):
         try:
@@ -79,7 +81,8 @@ def _harmless(is_strict: bool) -> tuple[type[OSError], ...]:
 
 
 def is_orphan(file: FoundFile, is_alone: bool = False) -> bool:
-    """A temporary that nobody will rename any more. ``is_alone`` says that no other process uses the root."""
+    """Whether it is a temporary that nobody will rename any more. ``is_alone`` says that no other process uses the
+    root."""
     is_alive = writer_is_alive(file.name)
     if is_alive is None:
         return is_alone or was_written_before(file, time.time() - ORPHAN_AGE_S)
@@ -89,13 +92,13 @@ def is_orphan(file: FoundFile, is_alone: bool = False) -> bool:
 def was_written_before(file: FoundFile, moment: float) -> bool:
     """Whether nobody has written the file since, as far as its time says.
 
-    A time so far in the future that no clock explains it says nothing, and must not keep a file for ever.
+    A time so far in the future that no clock explains it says nothing. It must not keep a file for ever.
     """
     return file.mtime < moment or file.mtime > time.time() + ORPHAN_AGE_S
 
 
 def unlink_if_same(device: Device, file: FoundFile) -> bool:
-    """Unlink the file that was found, and no other one that has its name by now. Whether it is gone."""
+    """Unlink the file that was found, but no other one that has its name by now. Returns whether it is gone."""
     try:
         found = device.lstat(file.path)
         if (found.st_ino, found.st_mtime) != (file.inode, file.mtime):

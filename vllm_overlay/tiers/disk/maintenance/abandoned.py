@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Namespaces that nobody will serve again: what a reset began goes when its process is gone, and so do empty ones."""
+"""Removes namespaces that nobody will serve again: what a reset began, once its process is gone, and empty ones."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from vllm_overlay.tiers.disk.maintenance.remover import Remover
 
 
 def remove_abandoned(catalogue: Catalogue, remover: Remover, root: str, device: Device) -> None:
-    """Raises CatalogueError. What could not be removed is found by the next call, of whatever process."""
+    """Raises CatalogueError. The next call, of whatever process, finds what could not be removed."""
     known = catalogue.namespaces()
     for namespace in known:
         if namespace.is_temporary and not namespace.is_served and not namespace.is_empty:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tools open the catalogue of a root: never one that is not there, and never for longer than they run."""
+"""How tools open the catalogue of a root. They open only one that is there, and only for as long as they run."""
 
 import contextlib
 import signal
@@ -33,13 +33,13 @@ def has_catalogue(root: str) -> bool:
 
 
 def open_existing(root: str) -> Catalogue | None:
-    """None where there is no catalogue, and then none is made. Raises CatalogueError, and ConfigError for another
-    user's root."""
+    """The catalogue, or None where there is none. Makes none. Raises CatalogueError, and ConfigError for another user's
+    root."""
     return Catalogue(lock_directory(root)) if has_catalogue(root) else None
 
 
 def count_members(root: str) -> int:
-    """How many processes have joined, whatever catalogue of this root. Raises CatalogueError when nobody can say."""
+    """How many processes have joined any catalogue of this root. Raises CatalogueError when nobody can say."""
     with translated(0):
         try:
             return count_living(lock_directory(root))
@@ -48,9 +48,10 @@ def count_members(root: str) -> int:
 
 
 def open_or_begin(root: str, device: Device, kind: RootKind) -> Catalogue:
-    """The catalogue of a root which the tool may change; a new one knows nothing yet.
+    """The catalogue of a root that the tool may change. A new catalogue knows nothing yet.
 
-    Raises CatalogueError, OSError, and ConfigError for another user's root and one that an earlier version uses.
+    Raises CatalogueError and OSError. Raises ConfigError for another user's root, and for one that an earlier version
+    uses.
     """
     bring_up_to_date(root, device, kind)
     return Catalogue(lock_directory(root))
@@ -83,7 +84,7 @@ def joined(catalogue: Catalogue, root: str, device: Device) -> Iterator[Remover]
 
 
 def without_interruption(call: Callable[[], _Result]) -> _Result:
-    """What a long call on a catalogue returns. Ctrl-C counts after it.
+    """Returns what a long call on a catalogue returns. Ctrl-C takes effect after the call.
 
     SQLite asks Python now and then whether to go on. An exception there looks like an error of the file.
     """

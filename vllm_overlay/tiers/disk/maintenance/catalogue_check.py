@@ -23,8 +23,10 @@ _CATALOGUE = "catalogue"
 
 @dataclass(slots=True)
 class _Differences:
-    """Rows that lack a file, rows of other bytes than their files, and whole objects that can be reached and have no
-    row, parents first."""
+    """What does not agree: rows that lack a file, rows of other bytes than their files, and objects without a row.
+
+    The objects are whole and can be reached. They come parents first.
+    """
 
     missing: list[StoredObject] = field(default_factory=list)
     different: list[tuple[StoredObject, StoredObject]] = field(default_factory=list)
@@ -78,7 +80,7 @@ class CatalogueCheck:
             self._findings.note(_CATALOGUE, What.CATALOGUE, f"not looked at: {error}")
 
     def _replace(self, generation: int) -> bool:
-        """Once, however many sentences there are."""
+        """Reports it once, however many sentences there are."""
         if self._is_replaced is None:
             self._is_replaced = self._catalogue.replace(generation, self._integrity)
         return self._is_replaced
@@ -154,7 +156,7 @@ class CatalogueCheck:
         return result
 
     def _confirm_missing(self, catalogue: Catalogue, rows: Iterable[StoredObject]) -> list[StoredObject]:
-        """Twice, because an object may be evicted and stored again between two looks."""
+        """Looks twice, because an object may be evicted and stored again between two looks."""
         for _ in range(2):
             rows = catalogue.find([row.name for row in rows if any(map(self._is_missing, self._paths_of(row)))])
         return list(rows)

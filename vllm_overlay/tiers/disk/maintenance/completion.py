@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 def complete(catalogue: Catalogue, root: str, device: Device, integrity: Integrity) -> list[FoundFile]:
     """Bring a joined catalogue to where it knows all files, or wait for the process that does so.
 
-    Returns the files that are of no use to anybody. Raises CatalogueError, OSError, and ConfigError for want of a key.
+    Returns the files that are of no use to anybody. Raises CatalogueError, OSError, and ConfigError when a key is
+    missing.
     """
     is_said = False
     while not catalogue.totals().is_complete:
@@ -40,7 +41,7 @@ def complete(catalogue: Catalogue, root: str, device: Device, integrity: Integri
 
 
 def adopt_all(catalogue: Catalogue, root: str, device: Device, integrity: Integrity) -> list[FoundFile]:
-    """Adopt every whole object under ``root``, in a rebuild that was begun; returns and raises as ``complete`` does."""
+    """Adopt every whole object under ``root``, in a rebuild that was begun. Returns and raises as ``complete`` does."""
     if missing := missing_keys(root, integrity):
         raise ConfigError(
             f"{root} has no complete catalogue, and to make one needs the key {missing[0]}: give --integrity-key-file, "

@@ -12,7 +12,7 @@ class What(StrEnum):
     """What a finding is about."""
 
     HEADER = "header"
-    """The header does not verify, or is that of another object; or the file is no regular one."""
+    """The header does not verify, or is that of another object. Or the file is not a regular one."""
     SIZE = "size"
     CHECKSUM = "checksum"
     UNREADABLE = "unreadable"
@@ -27,7 +27,7 @@ class What(StrEnum):
     LEFTOVER = "leftover"
     """A temporary that nobody will finish."""
     MARKER = "marker"
-    """Of a root that an earlier version made, or one that does not verify."""
+    """The marker is of an earlier version, or does not verify."""
     CATALOGUE = "catalogue"
     """The catalogue is missing or damaged, or it and the files do not say the same."""
     KEY = "key"
@@ -44,7 +44,8 @@ class What(StrEnum):
 
 @dataclass(slots=True)
 class Finding:
-    """``path`` is relative to the root. What is no problem is a note: it costs nothing and needs no repair."""
+    """``path`` is relative to the root. A finding that is no problem is a note: it costs nothing and needs no
+    repair."""
 
     path: str
     what: What
@@ -74,14 +75,14 @@ class Report:
 
 
 class Findings:
-    """Takes findings down while ``fsck`` runs and, where it may, repairs each at once."""
+    """Records findings while ``fsck`` runs and, where it may, repairs each at once."""
 
     def __init__(self, root: str, repair: bool) -> None:
         self.root = root
         self.repair = repair
         self.report = Report()
         self.has_unread = False
-        """Whether something could not be read: then nobody knows what is not there."""
+        """Whether something could not be read. Then nobody knows what is missing."""
 
     def note(self, path: str, what: What, detail: str) -> None:
         self.report.findings.append(Finding(self._relative(path), what, detail, is_problem=False))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that can be wrong under a root: found by reading every byte, repaired by removing what does not verify.
+"""Finds everything that can be wrong under a root by reading every byte, and removes what does not verify.
 
-Nothing is followed, and nothing that is not ours by its name and place is ever changed. It may run while others serve:
-what they may be about to finish is a note, not a problem.
+Links are not followed. What is not ours by its name and place is never changed. It may run while others serve: what
+they may be about to finish is a note, not a problem.
 """
 
 import os
@@ -36,9 +36,9 @@ class Check:
         self._integrity = integrity
 
     def run(self) -> Report:
-        """The files first, then what the catalogue says of them.
+        """Checks the files first, then what the catalogue says of them.
 
-        Raises OSError when the root itself cannot be read, NotARootError when it is none, and ConfigError when a
+        Raises OSError when the root itself cannot be read, and NotARootError when it is none. Raises ConfigError when a
         version before 0.3.0 uses what is to be repaired.
         """
         kind = require_root(self._root)

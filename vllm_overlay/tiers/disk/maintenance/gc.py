@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a root smaller by hand: leaves first, the oldest first, and nothing that a living process serves."""
+"""Makes a root smaller by hand. Leaves go first, the oldest first, and nothing that a living process serves goes."""
 
 import contextlib
 import tempfile
@@ -59,8 +59,8 @@ def collect(
 ) -> Collection:
     """Bring the objects under ``root`` down to ``max_bytes``, as far as namespaces that nobody serves allow.
 
-    A catalogue that is missing or incomplete is rebuilt first; only that needs ``integrity``. Files of which no object
-    can be made then go before objects. Interrupted, it leaves no child without its parent that had one. Raises
+    A catalogue that is missing or incomplete is rebuilt first. Only that needs ``integrity``. Files of which no object
+    can be made then go before objects. If it is interrupted, no child is left without a parent that it had. Raises
     CatalogueError, ConfigError, OSError.
     """
     device = device or Device()
@@ -117,7 +117,7 @@ def _begin(catalogue: Catalogue, useless: Sequence[FoundFile]) -> Collection:
 
 
 def _not_being_written(useless: Iterable[FoundFile], started: float, is_alone: bool) -> list[FoundFile]:
-    """Those that are older than all that others may be writing now."""
+    """Files that are older than all that others may be writing now."""
     before = started - _CLOCK_TICK_S if is_alone else time.time() - ORPHAN_AGE_S
     return [file for file in useless if was_written_before(file, before)]
 
@@ -144,8 +144,10 @@ def _remove_useless(remover: Remover, useless: Sequence[FoundFile], surplus: int
 def _catalogue_to_ask(
     root: str, device: Device, integrity: Integrity
 ) -> Iterator[tuple[Catalogue, Sequence[FoundFile]]]:
-    """The root's catalogue or, where that does not know all files, one that is made elsewhere and removed again; and
-    the files of no object."""
+    """The root's catalogue, and the files of no object.
+
+    Where the catalogue does not know all files, one is made elsewhere and removed again.
+    """
     started = time.time()
     with contextlib.ExitStack() as stack:
         catalogue = open_existing(root)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalogue as ``fsck`` uses it: what is wrong with it is a finding, and ends no run."""
+"""The catalogue as ``fsck`` uses it. What is wrong with it is a finding, and ends no run."""
 
 import contextlib
 import os
@@ -37,9 +37,9 @@ _Answer = TypeVar("_Answer")
 
 
 class GuardedCatalogue:
-    """One a run of ``fsck``; a context in which the catalogue is open.
+    """One for each run of ``fsck``: a context in which the catalogue is open.
 
-    No method raises for what is wrong with the catalogue: the first ``error`` is kept, and nothing more is asked then.
+    No method raises for what is wrong with the catalogue. The first ``error`` is kept, and nothing more is asked then.
     Methods that change something are for a run that may ``repair``.
     """
 
@@ -79,7 +79,8 @@ class GuardedCatalogue:
         return self._catalogue is not None
 
     def ask(self, question: Callable[[Catalogue], _Answer]) -> _Answer | None:
-        """None where the catalogue has no answer. ``question`` must do nothing twice what it may do once."""
+        """The answer to ``question``, or None where the catalogue has none. It may be asked twice, so it must do
+        nothing that may be done only once."""
         if (catalogue := self._catalogue) is None:
             return None
         try:
@@ -91,7 +92,7 @@ class GuardedCatalogue:
     # Who serves.
 
     def look_who_serves(self) -> None:
-        """Learn it anew, for ``is_served``: servers start and end while we read."""
+        """Learn again who serves what, for ``is_served``. Servers start and end while we read."""
         usages = self.ask(Catalogue.usage) or ()
         self._usages = {usage.fingerprint: usage for usage in usages}
         dead = self.ask(Catalogue.dead_members) or ()
@@ -111,7 +112,7 @@ class GuardedCatalogue:
     # Repairs.
 
     def remove(self, names: Sequence[Name]) -> bool:
-        """Remove objects and what is on top of them, their rows and files; returns whether no such row is left."""
+        """Remove objects and what is on top of them, their rows and files. Returns whether no such row is left."""
         if (remover := self._remover) is not None:
             self.num_removed += self.ask(lambda _: remover.remove(names)) or 0
         return self.is_open and not self.ask(lambda catalogue: catalogue.find(names)) and self.is_open

@@ -25,9 +25,10 @@ _log = RateLimitedLog(logger)
 
 
 class HeaderScan:
-    """One scan of one root. ``shut`` are the mode bits that nobody else may have on a directory.
+    """One scan of one root.
 
-    ``is_closing`` is asked often; once it says yes, what was found means nothing.
+    ``shut`` are the mode bits that nobody else may have on a directory. ``is_closing`` is asked often. Once it says
+    yes, what was found means nothing.
     """
 
     def __init__(self, root: str, device: Device, shut: int, is_closing: Callable[[], bool]) -> None:
@@ -55,7 +56,7 @@ class HeaderScan:
                 if time.monotonic() - logged > _PROGRESS_S and not self._is_closing():
                     logged = time.monotonic()
                     logger.info(
-                        "disk tier: recovering, %d objects in %d of %d directories of %s so far",
+                        "disk tier: recovered %d objects so far, in %d of %d directories of %s",
                         len(found.objects), number, len(ours), fingerprint[:16],
                     )  # fmt: skip
         finally:
@@ -63,7 +64,8 @@ class HeaderScan:
         return found
 
     def is_ours(self, directory: str) -> bool:
-        """Whether nobody else could have put files into this directory of a namespace: else all in it is left alone."""
+        """Whether nobody else could have put files into this directory of a namespace. If somebody could, all in it is
+        left alone."""
         for path in (os.path.dirname(directory), directory):
             try:
                 why = why_not_ours(os.lstat(path), self._root, self._shut)
@@ -96,7 +98,7 @@ class HeaderScan:
         self, fingerprint: str, directory: str, readers: Sequence[HeaderReader],
         listings: "queue.SimpleQueue[Listing | BaseException]",
     ) -> None:  # fmt: skip
-        """Puts one listing, or what went wrong: either is waited for."""
+        """Puts one listing, or what went wrong, because either is waited for."""
         listing = Listing()
         try:
             for object_id, files in sort_files(directory, listing.useless).items():

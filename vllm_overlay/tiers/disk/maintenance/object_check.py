@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every byte of every object's file, and whether each object can be reached."""
+"""Checks every byte of every object's file, and whether each object can be reached."""
 
 import os
 from collections import defaultdict
@@ -62,7 +62,8 @@ class ObjectCheck:
         self._done = self._total = 0
 
     def run(self, files: dict[str, list[FoundFile]]) -> list[CheckedNamespace]:
-        """The namespaces that could be verified. What is wrong with them is a finding, and repaired."""
+        """Checks all namespaces and returns those that could be verified. What is wrong with them is a finding, and
+        repaired."""
         self._total = sum(file.num_bytes for of_one in files.values() for file in of_one)
         namespaces = [
             self._read_namespace(fingerprint, files[fingerprint], candidates)
@@ -74,7 +75,8 @@ class ObjectCheck:
         return namespaces
 
     def _integrities_of(self, fingerprint: str) -> tuple[Integrity, ...]:
-        """What the namespace's files may be verified with: what its words say, or both where there are none."""
+        """The checksums that the namespace's files may be verified with: the one that its words name, or both where it
+        has none."""
         manifest = manifest_or_empty(os.path.join(self._findings.root, fingerprint))
         if manifest.object_format != versions.DISK_OBJECT:
             detail = f"not verified: its objects have version {manifest.object_format} of the disk format"

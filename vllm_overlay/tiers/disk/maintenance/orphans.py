@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of objects that the catalogue does not know, as a killed process leaves them: adopted, or removed."""
+"""Adopts or removes files of objects that the catalogue does not know. A killed process leaves such files."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,14 +25,16 @@ from vllm_overlay.tiers.disk.maintenance.rebuild import as_stored
 from vllm_overlay.tiers.disk.maintenance.remover import Remover
 
 _ROOM_S = 10.0
-"""An object waits for so long for the room that it takes in the catalogue."""
+"""How long an object waits for the room that it takes in the catalogue."""
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Age:
-    """What is younger than ``written_before``, in seconds since the epoch, may be on its way. ``is_alone``: no other
-    process uses the root."""
+    """What is younger than ``written_before``, in seconds since the epoch, may be on its way.
+
+    ``is_alone`` says that no other process uses the root.
+    """
 
     written_before: float
     is_alone: bool
@@ -53,8 +55,10 @@ class Orphans:
         remover: Remover,
         is_closing: Callable[[], bool],
     ) -> None:
-        """``take`` takes bytes from ``room``, or says to who fills it how many are wanted. An object of more than
-        ``most_bytes`` is not worth the others."""
+        """``take`` takes bytes from ``room``, or tells the one who fills it how many are wanted.
+
+        An object of more than ``most_bytes`` is not worth what it would displace.
+        """
         self._catalogue = catalogue
         self._root = root
         self._scan = scan
@@ -68,8 +72,9 @@ class Orphans:
     def look_after(self, fingerprint: str, partner: str, readers: Sequence[HeaderReader], age: Age) -> bool:
         """Adopt whole objects of a namespace, and remove what is of no use and not on its way.
 
-        ``partner`` is the namespace in which the objects' parents lie. What builds on a file that cannot be read now
-        is of use once it can. Returns whether nothing is left that only time will tell. Raises CatalogueError, OSError.
+        ``partner`` is the namespace in which the objects' parents lie. What builds on a file that cannot be read now is
+        of use once the file can be read. Returns False while something is left that time may settle. Raises
+        CatalogueError, OSError.
         """
         listing = Listing()
         for directory in fan_out_directories(self._root, fingerprint, is_strict=True):

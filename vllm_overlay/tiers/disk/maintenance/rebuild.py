@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class Rebuild:
-    """One rebuild. ``own`` says of namespaces where their parents lie; of others their ``namespace.json`` says it, or
-    where the parents of a snapshot are found.
+    """One rebuild.
 
-    ``readers`` are those for a namespace, by its fingerprint.
+    ``own`` says of namespaces where their parents lie. For others their ``namespace.json`` says it, or the place where
+    a snapshot's parents are found. ``readers`` are those for a namespace, by its fingerprint.
     """
 
     def __init__(self, catalogue: Catalogue, root: str, scan: HeaderScan, own: Mapping[str, Namespace]) -> None:
@@ -31,7 +31,7 @@ class Rebuild:
         self._own = own
 
     def run(self, own_readers: Sequence[HeaderReader], readers: Sequence[HeaderReader]) -> list[FoundFile]:
-        """Adopt all objects that can be reached; returns the files that are of no use to anybody.
+        """Adopt all objects that can be reached. Returns the files that are of no use to anybody.
 
         Nothing is of no use while something could not be read. Raises CatalogueError, OSError.
         """
@@ -71,7 +71,8 @@ class Rebuild:
         return Namespace(fingerprint, partner, is_temporary=manifest.is_of_one_process)
 
     def _guess_partner(self, fingerprint: str, found: Mapping[str, Listing]) -> str:
-        """Itself if any parent of its objects is there, else where most of them are: some may be gone everywhere."""
+        """The namespace itself if any parent of its objects is there, else the one where most are. Some may be gone
+        everywhere."""
         parents = {parent for item in found[fingerprint].objects for parent in item.planned.parents}
 
         def num_parents(candidate: str) -> int:
@@ -81,7 +82,7 @@ class Rebuild:
 
 
 def as_stored(fingerprint: str, found: Iterable[FoundObject]) -> Iterator[StoredObject]:
-    """As the catalogue keeps them. Their files' times are all that is known of their last use."""
+    """The objects as the catalogue keeps them. Their files' times are all that is known of their last use."""
     now = int(time.time())
     for item in found:
         last_use = max(0, min(now, int(item.mtime)))

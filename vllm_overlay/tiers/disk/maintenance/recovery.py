@@ -34,7 +34,7 @@ from vllm_overlay.tiers.disk.maintenance.remover import Remover
 PAUSE_S = 10.0
 LONGEST_PAUSE_S = 600.0
 DEATH_SETTLES_S = 3.0
-"""The workers of a killed engine may go on writing for so long."""
+"""How long the workers of a killed engine may go on writing."""
 _CLOCK_TICK_S = 0.05
 _RETRY_S = 0.2
 _SHOWN_OTHERS = 5
@@ -43,7 +43,8 @@ _log = RateLimitedLog(logger)
 
 
 class Recovery:
-    """One an open catalogue, with one thread. It never keeps the bookkeeper waiting for longer than a transaction."""
+    """One for each open catalogue, with one thread. It never keeps the bookkeeper waiting for longer than a
+    transaction."""
 
     def __init__(
         self,
@@ -68,12 +69,12 @@ class Recovery:
         )
         self._own_readers = [header_reader(integrity)]
         self._readers = [unverified_reader(bool(integrity.key))]
-        """Of other namespaces, whose keys this process may not have: it counts and removes their files, and no more."""
+        """For other namespaces, whose keys this process may not have. It only counts and removes their files."""
         self._started = time.time()
         self._joined = time.monotonic()
         self._deaths: dict[tuple[int, int], float] = {}
         self._unclean: set[str] = set()
-        """Namespaces in which something is left that only time will tell."""
+        """Namespaces in which something is left that time may settle."""
         self._pauses = Backoff(PAUSE_S, LONGEST_PAUSE_S)
         self._must_remove_abandoned = False
         self._closing = False
@@ -89,7 +90,7 @@ class Recovery:
         self._woken.set()
 
     def close(self, timeout_s: float) -> None:
-        """End the thread, and wait for that no longer than ``timeout_s``."""
+        """End the thread, and wait for its end no longer than ``timeout_s``."""
         self._closing = True
         self._woken.set()
         self._thread.join(timeout_s)
@@ -109,8 +110,8 @@ class Recovery:
                 self._woken.clear()
 
     def _is_settling(self) -> bool:
-        """Whether somebody can be buried soon. Who could not be is tried again after a pause: each try reads all of
-        a namespace's directories."""
+        """Whether somebody can be buried soon. Who could not be is tried again after a pause, because each try reads
+        all of a namespace's directories."""
         moments = [*self._deaths.values(), *([self._joined] if self._must_remove_abandoned else [])]
         return any(time.monotonic() - moment < DEATH_SETTLES_S for moment in moments)
 
@@ -148,7 +149,7 @@ class Recovery:
         return True
 
     def _look_around(self) -> bool:
-        """Once: everything under the root."""
+        """Looks once at everything under the root."""
         sweep_temporaries(self._root, self._device)
         self._tell_of_others()
         self._must_remove_abandoned = True
@@ -157,7 +158,7 @@ class Recovery:
         return self._look_after_dead()
 
     def _look_again(self, now: float) -> None:
-        """At what is young, cannot be read now or finds no room: time may help."""
+        """Looks again at what is young, cannot be read now or finds no room. Time may help."""
         if not self._unclean or not self._pauses.may_try(now):
             return
         is_clean = self._look_after(sorted(self._unclean.intersection(namespaces_under(self._root))))
@@ -181,7 +182,7 @@ class Recovery:
         return True
 
     def _knows_who_serves(self) -> bool:
-        """Whether every living process has joined: after a catalogue was replaced each has to do so again."""
+        """Whether every living process has joined. After a catalogue was replaced each has to do so again."""
         is_settled = time.monotonic() - self._joined >= DEATH_SETTLES_S
         if not is_settled:
             return False
@@ -196,7 +197,8 @@ class Recovery:
             self._catalogue.bury(member.slot)
 
     def _forget_missing(self) -> None:
-        """Rows whose files are gone: on a full disk a process unlinks files whose rows it could not take away."""
+        """Removes rows whose files are gone. On a full disk a process unlinks files whose rows it could not take
+        away."""
         require_marker(self._root)  # else all would be missing
         _, slices = self._catalogue.load(known.fingerprint for known in self._catalogue.namespaces())
         for found in slices:
@@ -205,7 +207,8 @@ class Recovery:
                     self._remover.remove([item.name])
 
     def _look_after(self, fingerprints: Sequence[str]) -> bool:
-        """Those in which parents lie come first. Returns whether nothing is left that only time will tell."""
+        """Settles namespaces, those in which parents lie first. Returns False while something is left that time may
+        settle."""
         known = {namespace.fingerprint: namespace for namespace in self._catalogue.namespaces()}
         unknown = [self._namespace_of(fingerprint) for fingerprint in fingerprints if fingerprint not in known]
         if unknown:
@@ -237,7 +240,7 @@ class Recovery:
         return Age(max(old, self._started - _CLOCK_TICK_S) if is_alone else old, is_alone)
 
     def _tell_of_others(self) -> None:
-        """Whoever opens a root learns what else takes its room."""
+        """Logs what else takes room in the root that was opened."""
         others = [usage for usage in self._catalogue.usage() if usage.fingerprint not in self._own and usage.num_bytes]
         if others and not self._is_closing():
             shown = ", ".join(

@@ -11,14 +11,15 @@ from vllm_overlay.tiers.disk.files.namespace import object_path
 from vllm_overlay.tiers.disk.thread_pool import in_threads
 
 UNLINK_THREADS = 4
-"""A file system keeps whoever unlinks waiting, for milliseconds when it is busy, and uses little of the processor."""
+"""Threads that unlink. A file system keeps a caller of unlink waiting, for milliseconds when it is busy, and uses
+little of the processor."""
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Remover:
     """Called in one thread, the bookkeeper's or a tool's. Methods raise CatalogueError.
 
-    With ``num_threads`` files are unlinked in so many at once; a tool, which is interrupted by Ctrl-C, has one.
+    ``num_threads`` files are unlinked at once. A tool has one thread, because Ctrl-C interrupts it.
     """
 
     def __init__(self, catalogue: Catalogue, root: str, device: Device, num_threads: int = 1) -> None:
@@ -44,7 +45,7 @@ class Remover:
         return [object_path(self._root, name.fingerprint, name.object_id, rank) for rank in range(world_size)]
 
     def remove(self, names: Iterable[Name]) -> int:
-        """Remove objects and everything on top of them; returns how many objects."""
+        """Remove objects and everything on top of them. Returns how many objects went."""
         count = 0
         for removed in self._catalogue.remove(names):
             count += len(removed)

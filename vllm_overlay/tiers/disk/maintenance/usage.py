@@ -24,12 +24,14 @@ _LARGEST = 5
 
 @dataclass(slots=True)
 class NamespaceUsage:
-    """``kinds`` has for each kind of object [objects, files, bytes]; an object has a file a rank.
+    """What lies in one namespace.
 
-    ``oldest`` and ``newest`` are the times of files, ``oldest_use`` and ``newest_use`` those of the last uses of
-    objects; seconds since the epoch, None when there is no object. The catalogue says when objects were used and who
-    serves the namespace: where it cannot be asked these are None. ``largest`` names files and bytes. ``other_bytes``
-    are of files with no object's name: temporaries, or somebody's.
+    ``kinds`` has for each kind of object [objects, files, bytes]. An object has a file a rank. ``largest`` names files
+    and bytes. ``other_bytes`` are those of files with no object's name: temporaries, or somebody's.
+
+    ``oldest`` and ``newest`` are the times of files. ``oldest_use`` and ``newest_use`` are those of the last uses of
+    objects. All are in seconds since the epoch, and None when there is no object. The catalogue says when objects were
+    used and who serves the namespace. Where it cannot be asked, these are None.
     """
 
     fingerprint: str
@@ -57,7 +59,8 @@ def measure_usage(root: str) -> list[NamespaceUsage]:
 
 
 def is_made_to_be_shared(root: str, mode: int, has_key: bool) -> bool:
-    """Whether its group, and not everyone, may write the root, and a key tells what servers wrote from what others did.
+    """Whether the root's group, and not everyone, may write it, and a key tells what servers wrote from what others
+    did.
 
     The key is given, or ``namespace.json`` of some namespace says that its checksums need one.
     """
@@ -117,7 +120,8 @@ def _ask_catalogue(root: str, summaries: list[NamespaceUsage]) -> None:
 
 
 def _known_usages(root: str) -> dict[str, KnownUsage] | None:
-    """None where there is no catalogue, or none that can be asked: another user's, a damaged one."""
+    """What the catalogue knows. None where there is none, or none that can be asked: another user's, or a damaged
+    one."""
     try:
         with contextlib.ExitStack() as stack:
             opened = open_existing(root)

@@ -41,12 +41,13 @@ class Walk:
         self._is_shared = is_made_to_be_shared(self._root, self._state.st_mode, has_key)
 
     def check_root(self) -> None:
-        """Its marker and its mode. Raises ConfigError where a version before 0.3.0 uses what is to be repaired."""
+        """Checks the root's marker and its mode. Raises ConfigError where a version before 0.3.0 uses what is to be
+        repaired."""
         self._check_marker()
         self._check_mode("", self._state.st_mode)
 
     def run(self, catalogue: GuardedCatalogue) -> None:
-        """Everything below the root."""
+        """Walks everything below the root."""
         self._catalogue = catalogue
         for entry, state in self._entries(self._root):
             is_directory = stat.S_ISDIR(state.st_mode)
@@ -65,7 +66,7 @@ class Walk:
         return self._kind is RootKind.OLD and name in (LEDGER, LEASES)
 
     def _entries(self, path: str) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
-        """What a directory holds, each with its own state, never that of what it links to."""
+        """What a directory holds. Each entry has its own state, never that of what it links to."""
         try:
             entries = sorted(os.scandir(path), key=lambda entry: entry.name)
         except OSError as error:

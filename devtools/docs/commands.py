@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands of this repository in code blocks and backticks: programs, sub-commands, targets and flags that exist.
+
+A flag exists when the program, or a module of this repository that it imports, has it as a string. Nothing is run.
+"""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from devtools.docs.findings import Finding
+from devtools.docs.page import Page
+from devtools.docs.paths import PACKAGES
+
+_SHELL = ("", "bash", "sh", "shell", "console")
+_ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
+_BEFORE = ("sudo", "time", "exec", "nohup", "env")
+_NO_COMMAND = ("vllm-overlay", "disk", "tier")
+"""How texts begin from which keys are derived (docs/disk-format.md)."""
+
+
+@dataclass(slots=True, frozen=True)
+class Command:
+    """One command as it stands on a page, in words of a shell."""
+
+    line: int
+    words: tuple[str, ...]
+
+    @property
+    def flags(self) -> list[str]:
+        """Its long options up to ``--``, without their values."""
+        words = self.words[: self.words.index("--")] if "--" in self.words else self.words
+        return [word.split("=")[0] for word in words if re.match(r"--[a-z]", word)]
+
+
+def wrong_commands(page: Page) -> Iterator[Finding]:
+    for command in commands(page):
+        what = problem_of(page.root, command)
+        if what:
+            yield Finding(page.name, command.line, f"{' '.join(command.words)[:60]!r}: {what}")
+
+
+def commands(page: Page) -> Iterator[Command]:
+    """All that could be commands; most backticks are none, and have no problem."""
+    for block in page.code_blocks:
+        if block.language in _SHELL:
+            yield from commands_of_script(block.line, block.text)
+    for span in page.code_spans:
+        yield from _commands_of_line(span.line, span.text)
+
+
+def commands_of_script(line: int, script: str) -> Iterator[Command]:
+    """The commands of a block of shell lines that begins at ``line``: quotes and ``\\`` go on over lines."""
+    begin, pending = line, ""
+    for number, text in enumerate(script.splitlines(), line):
+        if not pending:
+            begin = number
+        pending += text.removeprefix("$ ") if not pending else "\n" + text
+        if pending.endswith("\\"):
+            pending = pending[:-1]
+            continue
+        if _is_open(pending):
+            continue
+        yield from _commands_of_line(begin, pending)
+        pending = ""
+    yield from _commands_of_line(begin, pending)
+
+
+def _is_open(text: str) -> bool:
+    """Whether a quote is not closed yet."""
+    try:
+        shlex.split(text, comments=True)
+    except ValueError:
+        return True
+    return False
+
+
+def _commands_of_line(line: int, text: str) -> Iterator[Command]:
+    try:
+        lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;()")
+        lexer.whitespace_split = True
+        words = list(lexer)
+    except ValueError:
+        words = text.split()
+    command: list[str] = []
+    for word in [*words, ";"]:
+        if word and set(word) <= set("|&;()"):
+            if stripped := _without_what_comes_before(command):
+                yield Command(line, tuple(stripped))
+            command = []
+        else:
+            command.append(word)
+
+
+def _without_what_comes_before(words: Sequence[str]) -> list[str]:
+    """Without assignments and the like."""
+    rest = list(words)
+    while rest and (_ASSIGNMENT.match(rest[0]) or rest[0] in _BEFORE):
+        rest.pop(0)
+    return rest
+
+
+def problem_of(root: Path, command: Command) -> str | None:
+    """What is wrong with a command of this repository; None also for any other command."""
+    program = command.words[0].rsplit("/", 1)[-1]
+    if command.words[: len(_NO_COMMAND)] in (_NO_COMMAND, (*_NO_COMMAND[:2], "tier:")):
+        return None
+    if program == "make":
+        return _problem_of_make(root, command.words[1:])
+    if program == "vllm-overlay":
+        return _problem_of_overlay(root, command, command.words[1:])
+    if re.fullmatch(r"python(3(\.\d+)?)?", program):
+        return _problem_of_python(root, command)
+    return None
+
+
+def _problem_of_make(root: Path, words: Sequence[str]) -> str | None:
+    makefile = (root / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", makefile, re.MULTILINE))
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if equals and not re.search(rf"\$\({name}\)|ifdef {name}\b", makefile):
+            return f"the Makefile does not use {name}"
+        if not equals and re.fullmatch(r"[a-z][a-z0-9-]*", name) and name not in targets:
+            return f"the Makefile has no target {name}"
+    return None
+
+
+def _problem_of_overlay(root: Path, command: Command, words: Sequence[str]) -> str | None:
+    folder = root / "vllm_overlay" / "cli"
+    names = [word for word in words if not word.startswith("-")]
+    if words and words[0].startswith("--"):
+        return _problem_of_flags(command, [folder / "command_line.py"], root)
+    if not names or not re.fullmatch(r"[a-z]+", names[0]):
+        return None
+    file = folder / f"{names[0]}.py"
+    if not file.is_file() or f'name="{names[0]}"' not in file.read_text(encoding="utf-8"):
+        return f"there is no sub-command {names[0]}"
+    return _problem_of_flags(command, [file], root)
+
+
+def _problem_of_python(root: Path, command: Command) -> str | None:
+    words = list(command.words[1:])
+    if words[:1] == ["-m"] and len(words) > 1:
+        module = words[1]
+        if module == "vllm_overlay" or module == "vllm_overlay.cli":
+            return _problem_of_overlay(root, command, words[2:])
+        if module.split(".")[0] not in PACKAGES:
+            return None
+        file = _file_of(root, module)
+        if file is None:
+            return f"there is no module {module}"
+        if file.name == "__init__.py":
+            file = file.with_name("__main__.py")
+            if not file.is_file():
+                return f"{module} has no __main__.py"
+        return _problem_of_flags(command, [file], root)
+    if words and words[0].endswith(".py") and words[0].split("/")[0] in PACKAGES:
+        file = root / words[0]
+        return _problem_of_flags(command, [file], root) if file.is_file() else f"there is no {words[0]}"
+    return None
+
+
+def _problem_of_flags(command: Command, files: Sequence[Path], root: Path) -> str | None:
+    known = {flag for file in files for flag in _flags(root, file)} | {"--help"}
+    unknown = [flag for flag in command.flags if flag not in known]
+    return f"it has no {unknown[0]}" if unknown else None
+
+
+@cache
+def _flags(root: Path, file: Path) -> frozenset[str]:
+    """The options of a program: those of its file, else those of the modules of ours that it imports."""
+    found: set[str] = set()
+    seen: set[Path] = set()
+    waiting = [file]
+    while waiting:
+        each = waiting.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        tree = ast.parse(each.read_text(encoding="utf-8"))
+        found |= _options(tree)
+        waiting += _imported(root, tree)
+    return frozenset(found)
+
+
+def _options(tree: ast.AST) -> set[str]:
+    """Every string that is an option, and the names of a loop over ``add_argument(_flag(name))``."""
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    options = {text for text in strings if re.fullmatch(r"--[a-z][a-z0-9-]*", text)}
+    if any(isinstance(node, ast.FunctionDef) and node.name == "_flag" for node in ast.walk(tree)):
+        options |= {f"--{text.replace('_', '-')}" for text in strings if re.fullmatch(r"[a-z_]+", text)}
+    return options
+
+
+def _imported(root: Path, tree: ast.AST) -> list[Path]:
+    """The files of this repository that a module imports."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    files = [_file_of(root, name) for name in names if name.split(".")[0] in PACKAGES]
+    return [file for file in files if file is not None]
+
+
+def _file_of(root: Path, module: str) -> Path | None:
+    path = root.joinpath(*module.split("."))
+    for file in (path.with_suffix(".py"), path / "__init__.py", path / "__main__.py"):
+        if file.is_file():
+            return file
+    return None

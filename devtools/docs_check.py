@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For who writes documentation: are the pages readable, and is what they name there? See --help."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from devtools.docs.commands import wrong_commands
+from devtools.docs.findings import Finding
+from devtools.docs.links import broken_links
+from devtools.docs.metrics import unknown_metrics
+from devtools.docs.names import unknown_names
+from devtools.docs.page import Page
+from devtools.docs.paths import missing_paths
+from devtools.docs.prose import long_lines, long_sentences
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CHECKS = (long_lines, long_sentences, broken_links, missing_paths, wrong_commands, unknown_metrics, unknown_names)
+FOLDERS = (".", "docs", "examples")
+
+
+def pages_of(root: Path) -> list[Path]:
+    """All pages of the repository ``root``."""
+    return [path for folder in FOLDERS for path in sorted((root / folder).glob("*.md"))]
+
+
+def check(root: Path, paths: Sequence[Path]) -> Iterator[Finding]:
+    """What is wrong with the pages, in their order. Raises OSError for a page that cannot be read."""
+    for path in paths:
+        page = Page.read(root, path)
+        yield from sorted(finding for find in CHECKS for finding in find(page))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 when nothing is wrong, else 1."""
+    parser = argparse.ArgumentParser(
+        description="Checks lines, sentences, links, anchors, paths, commands and metrics of Markdown pages. "
+        "Prints page:line: what is wrong.",
+        epilog="exit status: 0: nothing is wrong; 1: something is; 2: wrong usage, or a page cannot be read",
+    )
+    parser.add_argument("--root", type=Path, default=REPOSITORY, metavar="DIR", help="the repository (default: this)")
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help="below the root (default: all of ., docs, examples)")
+    arguments = parser.parse_args(argv)
+    root = arguments.root.resolve()
+    paths = [(root / page).resolve() for page in arguments.pages] or pages_of(root)
+    try:
+        findings = list(check(root, paths))
+    except (OSError, ValueError) as error:
+        print(f"docs_check: {error}", file=sys.stderr)
+        return 2
+    for finding in findings:
+        print(finding)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of docs/configuration.md, from the classes that check the settings.
+
+python -m devtools.settings_page    # writes them; tests/test_configuration.py says if they are stale
+"""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from vllm_overlay.config import TierSettings
+from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
+from vllm_overlay.tiers.cpu import CpuTierSettings
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+BEGIN = "<!-- settings:begin (python -m devtools.settings_page made it from the settings' classes) -->\n"
+END = "<!-- settings:end -->\n"
+
+
+def tables() -> str:
+    """What belongs between the page's markers."""
+    found = [
+        _table("What does the MultiConnector take?", MultiSettings),
+        _table("What does any child of the MultiConnector take?", ChildSettings),
+        _table("What does every tier take?", TierSettings),
+        _table("What does the CPU tier take?", CpuTierSettings, TierSettings),
+        _table("What does the disk tier take?", DiskTierSettings, TierSettings),
+    ]
+    return "\n" + "\n\n".join(found) + "\n\n"
+
+
+def shown() -> str:
+    """What the page has between its markers."""
+    return PAGE.read_text().split(BEGIN)[1].split(END)[0]
+
+
+def show() -> None:
+    """Puts the tables into the page."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(before + BEGIN + tables() + END + rest.split(END)[1])
+
+
+def _table(heading: str, settings: type[msgspec.Struct], common: type[msgspec.Struct] | None = None) -> str:
+    """The settings of one class, without those it has from ``common``."""
+    shared = {field.name for field in msgspec.structs.fields(common)} if common else set()
+    descriptions = _descriptions(settings)
+    rows = [
+        f"| `{field.name}` | {_default(field)} | {descriptions[field.name]} |"
+        for field in msgspec.structs.fields(settings)
+        if field.name not in shared
+    ]
+    return "\n".join([f"### {heading}", "", "| setting | default | meaning |", "| --- | --- | --- |", *rows])
+
+
+def _descriptions(settings: type[msgspec.Struct]) -> dict[str, str]:
+    """The description of each field, from the class that says it."""
+    found: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        for name, annotation in getattr(cls, "__annotations__", {}).items():
+            for part in get_args(annotation)[1:]:
+                if isinstance(part, msgspec.Meta) and part.description:
+                    found[name] = part.description
+    return found
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    value: Any = field.default
+    if value is msgspec.NODEFAULT:
+        return "required"
+    return f"`{msgspec.json.encode(value).decode()}`"
+
+
+if __name__ == "__main__":
+    show()
