@@ -28,7 +28,7 @@ def test_a_full_tier_ranks_what_it_has_and_the_next_engine_goes_on_with_what_was
             assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
         assert counted(engine, "evicted_objects") > 0
         assert counted(engine, "restored_tokens") > 0
-        assert "goes first from now on" not in engine.log
+        assert "eviction policy" not in engine.log
     (learned,) = root.glob("*/learned.json")
     assert stat.S_IMODE(learned.stat().st_mode) == 0o600
     with Engine(tiny_model, **options) as engine:

@@ -173,7 +173,7 @@ def test_a_policy_that_fails_ranks_no_more_and_loses_nothing(tmp_path: Path, ran
         alone, first, second = talk(made)
         assert made.reasons([*alone, *first, *second]) == [""] * 6
         assert victims(made)[0] == name_of(alone[-1])
-    assert caplog.text.count("the longest unused goes first from now on") == 1
+    assert caplog.text.count("eviction policy LearnedEviction failed") == 1
 
 
 @pytest.mark.parametrize("namespace", [NAMESPACE, OTHER_NAMESPACE], ids=["the same model", "another model"])
