@@ -21,6 +21,7 @@ import msgspec
 
 from bench.ablations import ABLATIONS
 from bench.baselines import BASELINES, Moment
+from bench.catalogue_order import CatalogueOrder
 from bench.composition import progress
 from bench.future import Future
 from bench.geometries import DEFAULT_MODEL, MODELS
@@ -35,6 +36,8 @@ from vllm_overlay.tiers.policies.learned import LearnedEviction
 
 FUTURE = "future"
 LEARNED = "learned"
+ON_DISK = {"lru on disk": False, "learned on disk": True}
+"""As a disk tier's catalogue evicts; whether its engine ranks."""
 POLICIES = ("lru", "recency per turn", "arc", "s3-fifo", "hyperbolic", LEARNED, FUTURE)
 BUDGETS = ("64", "32", "16", "8", "4", "unlimited")
 
@@ -88,6 +91,8 @@ def capacity_of(budget: str, whole_bytes: int) -> int | None:
 def policy_of(case: Case, moment: Moment) -> EvictionPolicy[Entry]:
     if case.policy == LEARNED:
         return LearnedEviction(moment.clock, case.seed)
+    if case.policy in ON_DISK:
+        return CatalogueOrder(moment, ON_DISK[case.policy])
     if case.policy in ABLATIONS:
         return ABLATIONS[case.policy](moment.clock, case.seed)
     return BASELINES[case.policy](moment)
@@ -196,7 +201,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench.hit_rate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("traces", nargs="+", metavar="TRACE", help="a .jsonl file, or a workload and seed such as chat:1")
-    made.add_argument("--policies", nargs="+", default=list(POLICIES), choices=[*POLICIES, *ABLATIONS], metavar="NAME")
+    made.add_argument(
+        "--policies", nargs="+", default=list(POLICIES), choices=[*POLICIES, *ON_DISK, *ABLATIONS], metavar="NAME"
+    )
     made.add_argument("--ablations", action="store_true", help="lru, and learned without one of its parts each")
     made.add_argument(
         "--budgets", nargs="+", default=list(BUDGETS), metavar="N", help="the tier holds W/N, or unlimited"

@@ -105,7 +105,7 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         str,
         Meta(
             description='what a full tier gives up first: `"learned"`, `"lru"`, or, in a CPU tier, anybody\'s as '
-            '`"module:Class"`; `auto`: learned in a CPU tier, lru on disk, which has nothing else'
+            '`"module:Class"`; `auto`: learned'
         ),
     ] = "auto"
 

@@ -23,5 +23,8 @@ CATALOGUE = 1
 FINGERPRINT = 2
 """Which facts decide that stored numbers may be used (connector/fingerprint.py). Version 1 left some out."""
 
+LEARNED = 1
+"""What an eviction policy has learned, in a namespace's directory (docs/disk-format.md). Another one is not read."""
+
 WEIGHT_DIGESTS = 2
 """The digests of weights under a root (connector/digest_cache.py). What 0.2.0 kept there had no version."""

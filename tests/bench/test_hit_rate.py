@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import hit_rate, policy_cost
+from bench import hit_rate, policy_cost, ranking_cost
 from bench.ablations import ABLATIONS
 from bench.baselines import BASELINES, Moment
 from bench.future import NEVER, Future
@@ -163,6 +163,18 @@ def test_learned_restores_more_than_lru_of_every_workload() -> None:
         assert shares[1] > 1.05 * shares[0], name
 
 
+def test_on_disk_too_learned_restores_more_than_lru_of_every_workload() -> None:
+    """And the catalogue's order without rankings is that of ``lru``, up to uses within one second."""
+    for name in WORKLOADS:
+        requests = generate(name, 11)[:800]
+        lru, on_disk, ranked = [
+            replay(Case("", policy, "16"), requests, Future(requests, 512), lambda: None).restored
+            for policy in ("lru", "lru on disk", "learned on disk")
+        ]
+        assert on_disk == pytest.approx(lru, rel=0.1), name
+        assert ranked > 1.05 * lru, name
+
+
 def test_an_ablation_is_the_policy_without_that_part() -> None:
     requests = generate("chat", 5)[:300]
     future = Future(requests, 512)
@@ -216,3 +228,9 @@ def test_the_cost_of_each_policy_is_printed(capsys: pytest.CaptureFixture[str]) 
     assert policy_cost.main(["--objects", "400", "--rounds", "3", "--tokens", "2048"]) == 0
     out = capsys.readouterr().out
     assert "| lru " in out and "| learned " in out
+
+
+def test_the_cost_of_a_ranking_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ranking_cost.main(["--points", "200", "300"]) == 0
+    out = capsys.readouterr().out
+    assert "| 200 " in out and "| 300 " in out

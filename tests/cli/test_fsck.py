@@ -17,7 +17,9 @@ from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from vllm_overlay import cli
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device, temporary_name
+from vllm_overlay.tiers.disk.files.learned_file import write_learned
 from vllm_overlay.tiers.disk.maintenance import fsck
+from vllm_overlay.tiers.policies.reuse import ReuseModel
 
 
 def test_a_sound_root_has_status_0_and_is_not_touched(root, capsys):
@@ -163,6 +165,15 @@ def test_a_hostile_namespace_json_is_a_note(root, capsys, words):
     (root / NAMESPACE.snapshot / "namespace.json").write_bytes(words)
     status, report = run(capsys, "fsck", root)
     assert (status, findings(report)) == (0, [("namespace.json", "manifest", False)])
+    assert run(capsys, "stats", root)[0] == 0
+
+
+def test_a_learned_json_that_cannot_be_used_is_a_note_and_one_that_can_is_none(root, capsys):
+    write_learned(Device(), str(root), NAMESPACE.attention, ReuseModel().learned())
+    assert findings(run(capsys, "fsck", root)[1]) == []
+    (root / NAMESPACE.attention / "learned.json").write_bytes(b"{}")
+    status, report = run(capsys, "fsck", root)
+    assert (status, findings(report)) == (0, [("learned.json", "learned", False)])
     assert run(capsys, "stats", root)[0] == 0
 
 

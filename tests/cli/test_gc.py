@@ -16,7 +16,7 @@ from tests.tiers.disk.foreign import contents_of
 from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from vllm_overlay import cli
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Namespace
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Namespace, Scored
 from vllm_overlay.tiers.disk.catalogue.generations import begin
 from vllm_overlay.tiers.disk.files import listing
 from vllm_overlay.tiers.disk.files.checksum import XXH3
@@ -70,7 +70,7 @@ def test_a_dry_run_says_what_would_go_and_changes_no_byte(root, capsys):
 
 def test_a_dry_run_forgets_no_score_that_has_expired(root, capsys):
     with member(root) as catalogue:
-        catalogue.publish_scores([(names(P)[4], 5.0)], expires_at=1)
+        catalogue.publish_scores([Scored(names(P)[4], 5.0, until=1e10)], expires_at=1)
     before = contents_of(root)
     run(capsys, "gc", root, "--max-bytes", 0, "--dry-run")
     assert contents_of(root) == before

@@ -11,6 +11,7 @@ from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
+from vllm_overlay.tiers.policies.reuse import Learned
 
 # The index half.
 
@@ -55,6 +56,12 @@ def is_member(tier: DiskTierManager) -> bool:
 def is_removing(tier: DiskTierManager, object_id: ObjectId) -> bool:
     """Whether the object's files are yet to be unlinked."""
     return object_id in tier._removing
+
+
+def learned_of(tier: DiskTierManager) -> Learned:
+    """What eviction knows, of a tier with a learned policy."""
+    assert tier._ranker is not None
+    return tier._ranker.learned()
 
 
 def reset_name(tier: DiskTierManager) -> str:

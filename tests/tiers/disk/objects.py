@@ -6,11 +6,21 @@ import hashlib
 import msgspec
 import numpy as np
 
+from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.memory import HostBuffer
 
 UNIT = 8192
 OBJECT = 3 * UNIT - 1000
+GEOMETRY = Geometry.build(
+    [
+        Group(0, GroupKind.FULL, 64, 10, OBJECT, sliceable=True),
+        Group(1, GroupKind.RECURRENT, 64, 0, OBJECT, sliceable=False),
+    ],
+    64,
+    64,
+)
+"""Of the model whose objects these are."""
 
 
 def key(*words: object) -> bytes:

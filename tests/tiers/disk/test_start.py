@@ -203,9 +203,9 @@ def test_without_locks_a_sub_root_that_was_removed_is_made_again(lockless, tmp_p
         made.store_at_last(chain("q", 1)[0])
 
 
-def test_another_policy_than_last_use_is_refused_because_no_other_process_knows_it(tmp_path):
-    with pytest.raises(ConfigError, match='set it to "lru"'):
-        open_tier(tmp_path / "root", eviction_policy="tests.tiers.policies:Any")
+def test_a_policy_of_somebody_is_refused_because_no_other_process_knows_it(tmp_path):
+    with pytest.raises(ConfigError, match='set it to "learned" or "lru"'):
+        open_tier(tmp_path / "root", eviction_policy="vllm_overlay.tiers.policies.lru:LeastRecentlyUsed")
 
 
 def test_a_capacity_below_two_objects_is_refused_with_one_that_works(tmp_path):

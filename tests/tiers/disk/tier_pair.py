@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from tests.tiers.disk.inside import has_news, num_turns
-from tests.tiers.disk.objects import OBJECT, UNIT, bytes_of, chain, content, fill
+from tests.tiers.disk.objects import GEOMETRY, OBJECT, UNIT, bytes_of, chain, content, fill
 from tests.tiers.disk.waiting import until
+from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket
 from vllm_overlay.tiers.disk.files.device import Device
@@ -48,11 +49,12 @@ class TierPair:
         device: Device | None = None,
         unit_bytes: int = UNIT,
         max_object_bytes: int = OBJECT,
+        geometry: Geometry | None = GEOMETRY,
         **changes: object,
     ) -> None:
         self.root, self.world_size, self.namespace, self.device = root, world_size, namespace, device
         made = settings(root, **changes)
-        self.tier = DiskTierManager(made, namespace, world_size, max_object_bytes, device)
+        self.tier = DiskTierManager(made, namespace, world_size, max_object_bytes, device, geometry)
         self.workers = [
             DiskTierWorker(made, namespace, rank, world_size, unit_bytes, max_object_bytes, device)
             for rank in range(world_size)

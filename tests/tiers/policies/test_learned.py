@@ -2,6 +2,7 @@
 """What a full tier with the learned policy gives up: the same as a slow and obvious twin, and what one would expect."""
 
 from collections.abc import Callable
+from itertools import islice
 
 import msgspec
 import pytest
@@ -12,11 +13,13 @@ from bench.hit_replay import Clock, HitReplay
 from bench.replay_tiers import IndexShelf
 from bench.trace import TraceRequest
 from tests.tiers.policies.naive_learned import NaiveLearned
-from tests.tiers.policies.structure import check_runs
+from tests.tiers.policies.structure import check_runs, visible_entries
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.planner.planner import HybridOffloadPlanner
+from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies import learned as learned_module
-from vllm_overlay.tiers.policies.base import EvictionPolicy
+from vllm_overlay.tiers.policies.base import EvictionPolicy, Ranked
 from vllm_overlay.tiers.policies.learned import LearnedEviction
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 from vllm_overlay.tiers.policies.reuse import Learned
@@ -216,3 +219,94 @@ def test_an_order_by_recency_does_without_what_it_is_told() -> None:
     for place in range(3):
         tier.serve(float(place), 10 * place + 1, 10 * place + 2, 10 * place + 3)
     assert tier.has(3, 13, 23) == [False, True, True]
+
+
+def names_of(item: Ranked) -> list[ObjectId]:
+    return [item.object_id, *item.others]
+
+
+@settings(max_examples=100, deadline=None)
+@given(conversations(), st.integers(2_000, 40_000), st.sampled_from([STATES, DENSE, WINDOWS]))
+def test_a_ranking_names_all_that_may_go_and_points_once(requests, capacity, geometry) -> None:
+    tier = Tier(geometry, capacity, learned)
+    for at, prompt in requests:
+        tier.serve(at, *prompt)
+    ranking = list(tier.policy.ranking())
+    named = [object_id for item in ranking for object_id in names_of(item)]
+    assert {entry.object_id for entry in visible_entries(tier.shelf.index) if entry in tier.policy} <= set(named)
+    assert geometry is WINDOWS or len(named) == len(set(named))
+    assert all(item.until <= tier.clock.now for item in ranking)
+    assert all(item.used_at is None or item.used_at <= item.until for item in ranking)
+
+
+@settings(max_examples=100, deadline=None)
+@given(conversations())
+def test_what_would_be_evicted_is_ranked_the_lowest(requests) -> None:
+    tier = Tier(STATES, None, learned)
+    for at, prompt in requests[:20]:
+        tier.serve(at, *prompt)
+    values = {item.object_id: item.value for item in tier.policy.ranking()}
+    if 0 < len(values) <= 64:  # so many are compared
+        assert values[tier.policy.pop().object_id] == min(values.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(conversations(), st.integers(2_000, 20_000), st.sampled_from([STATES, DENSE, WINDOWS]), st.integers(1, 7))
+def test_a_ranking_goes_on_while_objects_come_and_go(requests, capacity, geometry, step) -> None:
+    tier = Tier(geometry, capacity, learned)
+    ranking = iter(())
+    for at, prompt in requests:
+        tier.serve(at, *prompt)
+        part = list(islice(ranking, step))
+        assert all(tier.shelf.index.has(object_id) for item in part for object_id in names_of(item))
+        if len(part) < step:
+            ranking = tier.policy.ranking()
+
+
+@pytest.mark.parametrize("geometry", [STATES, DENSE], ids=["states", "dense"])
+def test_what_was_only_found_is_not_ranked_and_nothing_is_learned_from_it_until_it_is_used(geometry) -> None:
+    planner = HybridOffloadPlanner(geometry)
+    policy = LearnedEviction(Clock())
+    policy.serve(geometry)
+    index = PrefixIndex(None, policy)
+    prompts = []
+    for place in range(300):
+        keys = [bytes([1]) * 8, place.to_bytes(8, "little")]
+        prompts.append(planner.store_plan(keys, {}, 128))
+        if geometry is STATES:
+            prompts[-1].append(planner.snapshot(keys, 128))
+        index.restore(prompts[-1])
+    assert list(policy.ranking()) == []
+    names = [item.object_id for item in prompts[7]]
+    assert index.pin(names)
+    index.unpin(names)
+    assert [names_of(item) for item in policy.ranking()] == [[names[-1]]]
+    assert policy.learned() == LearnedEviction().learned()
+
+
+def test_of_a_dense_model_a_place_where_prompts_part_is_ranked_below_what_is_on_top_of_it() -> None:
+    tier = Tier(DENSE, None, learned)
+    tier.serve(0, 1, 2, 3)
+    tier.serve(5, 1, 2, 4)
+    found = {item.object_id.key[0]: item for item in tier.policy.ranking()}
+    assert sorted(found) == [2, 3, 4]
+    assert [found[block].used_at for block in (2, 3, 4)] == [5, 0, 5]
+
+
+def test_chunks_whose_state_somebody_else_has_evicted_are_of_no_use() -> None:
+    tier = Tier(STATES, None, learned)
+    tier.serve(0, 1, 2)
+    tier.serve(1, 3)
+    tier.shelf.drop(ObjectId("s", (2).to_bytes(8, "little")))
+    useless = [names_of(item) for item in tier.policy.ranking() if item.used_at is None]
+    assert useless == [[ObjectId("f0", (2).to_bytes(8, "little"))]]
+
+
+def test_of_a_dense_model_what_goes_while_a_ranking_is_under_way_is_not_named() -> None:
+    tier = Tier(DENSE, None, learned)
+    tier.serve(0, 1, 2, 3)
+    tier.serve(5, 1, 2, 4)
+    ranking = tier.policy.ranking()
+    next(ranking)
+    tier.shelf.drop(ObjectId("f0", (1).to_bytes(8, "little")))
+    assert list(ranking) == []

@@ -5,9 +5,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
@@ -18,6 +19,7 @@ from vllm_overlay.tiers.disk.catalogue import (
     Damaged,
     Name,
     Namespace,
+    Scored,
     StoredObject,
     Superseded,
     Unavailable,
@@ -29,6 +31,7 @@ from vllm_overlay.tiers.disk.committer import Committer, Discarded, Dropped, Mov
 from vllm_overlay.tiers.disk.evictor import Evictor, Quota
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.learned_file import write_learned
 from vllm_overlay.tiers.disk.files.manifest import Manifests
 from vllm_overlay.tiers.disk.files.marker import is_marked, require_marker
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
@@ -37,8 +40,11 @@ from vllm_overlay.tiers.disk.follower import Follower
 from vllm_overlay.tiers.disk.maintenance.abandoned import remove_abandoned
 from vllm_overlay.tiers.disk.maintenance.recovery import Recovery
 from vllm_overlay.tiers.disk.maintenance.remover import UNLINK_THREADS, Remover
+from vllm_overlay.tiers.disk.ranking import times_of
 from vllm_overlay.tiers.disk.updates import ServedNamespace
 from vllm_overlay.tiers.index import PrefixIndex
+from vllm_overlay.tiers.policies.base import Ranked
+from vllm_overlay.tiers.policies.reuse import Learned
 
 TICK_S = 0.5
 _FIRST_TICKS_S = 0.05
@@ -47,7 +53,18 @@ _GATHER_S = 0.02
 """So long the thread waits for more to do, once it was woken: one transaction takes many objects."""
 _JOIN_S = 1.0
 _MOST_USED = 1 << 16
+_SCORES_A_TURN = 4096
+_SCORES_HOLD_S = 300
+"""A few rankings' time. Of a process that ranks no more, what is worth little goes early for no longer."""
+LATE_S = 5.0
+"""So much later than a use the catalogue may hear of it: this process's own use is no other's."""
 _log = RateLimitedLog(logging.getLogger(__name__))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranking:
+    served: ServedNamespace
+    scores: Iterator[Scored]
 
 
 @dataclass(slots=True)
@@ -93,6 +110,9 @@ class Bookkeeper:
         self._steps: deque[Step] = deque()
         self._stuck: list[Discarded] = []
         self._used: deque[Name] = deque(maxlen=_MOST_USED)
+        self._rankings: deque[_Ranking] = deque(maxlen=1)
+        self._publishing: _Ranking | None = None
+        self._learned: Learned | None = None
         self._retired: deque[PrefixIndex] = deque()
         self._session: _Session | None = None
         self._lost_member: Membership | None = None
@@ -132,6 +152,14 @@ class Bookkeeper:
     def use(self, served: ServedNamespace, object_ids: Iterable[ObjectId]) -> None:
         """These are used now: they go late."""
         self._used.extend(Name(served.namespace.fingerprint_of(each.tag), each) for each in object_ids)
+
+    def rank(self, served: ServedNamespace, ranking: Sequence[Ranked], to_epoch_s: float) -> None:
+        """From now on evict in this order. The ranking's clock and ``to_epoch_s`` are seconds since the epoch."""
+        self._rankings.append(_Ranking(served, _scores_of(served.namespace, ranking, to_epoch_s)))
+
+    def keep(self, learned: Learned) -> None:
+        """Write it down soon, or at the end: for the next start of this namespace."""
+        self._learned = learned
 
     def serve(self, served: ServedNamespace, retired: PrefixIndex) -> None:
         """Serve this namespace from now on, and the one before no more, whose index takes long to take apart."""
@@ -228,6 +256,7 @@ class Bookkeeper:
         if session.follower.follow():
             self._wake()
         self._manifests.describe(session.served.namespace)
+        self._write_learned(session.served.namespace)
 
     def _work_off(self, session: _Session) -> None:
         """What the scheduler has decided. It waits for a rebuild, which has yet to see what lies there."""
@@ -244,6 +273,25 @@ class Bookkeeper:
         session.committer.carry_out(self._steps)
         if used := {self._used.popleft() for _ in range(len(self._used))}:
             session.catalogue.touch(used, int(time.time()))
+        self._publish(session)
+
+    def _publish(self, session: _Session) -> None:
+        """A part of the last ranking, so that nothing else has to wait for all of it."""
+        if self._rankings:
+            self._publishing = self._rankings.popleft()
+        if self._publishing is None or self._publishing.served is not session.served:
+            return
+        if part := list(islice(self._publishing.scores, _SCORES_A_TURN)):
+            session.catalogue.publish_scores(part, int(time.time()) + _SCORES_HOLD_S)
+        if len(part) == _SCORES_A_TURN:
+            self._wake()
+        else:
+            self._publishing = None
+
+    def _write_learned(self, namespace: DiskNamespace) -> None:
+        learned, self._learned = self._learned, None
+        if learned is not None:
+            write_learned(self._device, self._root, namespace.attention, learned)
 
     def _make_room(self, session: _Session) -> None:
         num_evicted, is_short = session.evictor.make_room(session.served)
@@ -324,6 +372,7 @@ class Bookkeeper:
         session.recovery.close(0.0)
         self._work_off(session)
         self._manifests.describe(session.served.namespace, is_last=True)
+        self._write_learned(session.served.namespace)
         if self._room.in_flight <= 0:  # else whoever buries this process looks for what its stores leave
             session.catalogue.serve([], int(time.time()))
         if session.served.namespace.is_temporary:
@@ -333,3 +382,9 @@ class Bookkeeper:
 
 def _namespaces_of(namespace: DiskNamespace) -> list[Namespace]:
     return [Namespace(each, namespace.attention, namespace.is_temporary) for each in namespace.fingerprints]
+
+
+def _scores_of(namespace: DiskNamespace, ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Scored]:
+    for item in times_of(ranking, to_epoch_s):
+        name = Name(namespace.fingerprint_of(item.object_id.tag), item.object_id)
+        yield Scored(name, item.evict_as, item.until + LATE_S)

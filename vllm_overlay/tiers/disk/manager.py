@@ -23,8 +23,10 @@ from vllm_overlay.tiers.disk.evictor import Quota
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import MAX_PARENTS, file_bytes
+from vllm_overlay.tiers.disk.files.learned_file import read_learned
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, check_object_id
 from vllm_overlay.tiers.disk.files.root import choose_root
+from vllm_overlay.tiers.disk.ranking import Ranker
 from vllm_overlay.tiers.disk.recent import Recent
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.suspension import SUSPENDED_S, ReadableHits
@@ -43,9 +45,10 @@ from vllm_overlay.tiers.disk.updates import (
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.never import NeverEvicts
+from vllm_overlay.tiers.policies.reuse import Learned
 
-_STEP_S = 0.001
-"""A call of ``advance`` takes in updates for so long: an engine at work steps every few milliseconds."""
+STEP_S = 0.001
+"""A call of ``advance`` takes in updates, or ranks, for so long: an engine at work steps every few milliseconds."""
 _AWAKE_S = 60.0
 _JOIN_S = 2.0
 logger = logging.getLogger(__name__)
@@ -68,8 +71,9 @@ class _Store:
 class DiskTierManager(TierManager):
     """See ``TierManager``. Its index is what the catalogue has of one namespace; it never touches the disk itself.
 
-    ``max_object_bytes`` is the largest object in one rank. Raises ConfigError when the root or ``capacity_bytes``
-    cannot work; construction is the only call that may wait for the disk.
+    ``max_object_bytes`` is the largest object in one rank; without ``geometry`` nothing is ranked, as with "lru".
+    Raises ConfigError when the root, ``capacity_bytes`` or ``eviction_policy`` cannot work; construction is the only
+    call that may wait for the disk.
     """
 
     def __init__(
@@ -79,14 +83,14 @@ class DiskTierManager(TierManager):
         world_size: int,
         max_object_bytes: int,
         device: Device | None = None,
+        geometry: Geometry | None = None,
     ) -> None:
         device = device or Device()
-        self.index = _new_index()
         self._world_size = world_size
-        if settings.eviction_policy not in ("auto", "lru"):
+        if settings.eviction_policy not in ("auto", "learned", "lru"):
             raise ConfigError(
-                f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work: what was used last by "
-                'any process of its root stays longest: set it to "lru"'
+                f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work: all processes of its root "
+                'evict in one order: set it to "learned" or "lru"'
             )
         quota = quota_of(settings, max_object_bytes, world_size)
         self._capacity_bytes = quota.capacity_bytes
@@ -95,6 +99,9 @@ class DiskTierManager(TierManager):
         self._uses = UseCounter(settings.store_on_nth_use)
         integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
         root = choose_root(device, os.path.abspath(settings.root), bool(integrity.key))
+        self._geometry = geometry if settings.eviction_policy != "lru" else None
+        self._ranker = self._new_ranker(read_learned(root, namespace.attention) if self._geometry else None)
+        self.index = _new_index(self._ranker)
         self._name = settings.name
         self._first_namespace = namespace
         self._reset = ""
@@ -119,6 +126,9 @@ class DiskTierManager(TierManager):
         self._awake_until = time.monotonic() + _AWAKE_S
         self._bookkeeper = Bookkeeper(root, self._served, world_size, quota, device, integrity)
 
+    def _new_ranker(self, learned: Learned | None) -> Ranker | None:
+        return None if self._geometry is None else Ranker(self._geometry, self._capacity_bytes, learned)
+
     def _bytes_on_disk(self, num_bytes: int) -> int:
         """What all ranks' files of an object of ``num_bytes`` a rank take."""
         return bytes_on_disk(num_bytes, self._world_size)
@@ -132,13 +142,14 @@ class DiskTierManager(TierManager):
 
     def advance(self) -> None:
         updates = self._served.updates
-        if not updates and not self._outdated:
-            return
-        deadline = time.perf_counter() + _STEP_S
+        deadline = time.perf_counter() + STEP_S
         while self._outdated and time.perf_counter() < deadline:
             self._forget(self._outdated.pop())
         while updates and time.perf_counter() < deadline:
             self._apply(updates.popleft())
+        if self._ranker is not None and (ranking := self._ranker.advance(deadline)) is not None:
+            self._bookkeeper.rank(self._served, ranking, time.time() - time.monotonic())
+            self._bookkeeper.keep(self._ranker.learned())
 
     def has_more_to_come(self) -> bool:
         """So that the first request after a start finds what is there; a scan that takes minutes is not waited for."""
@@ -264,6 +275,8 @@ class DiskTierManager(TierManager):
         """The object of a store can be found: others shall find it too."""
         if (store := self._stores.pop(ticket, None)) is not None:
             self._unconfirmed.add(store.planned.object_id)
+            if self._ranker is not None:
+                self._ranker.stored(store.num_bytes)
             self._bookkeeper.commit(store.served, store.planned, store.num_bytes, ticket)
 
     def _end_rewrite(self, ticket: int) -> None:
@@ -333,7 +346,9 @@ class DiskTierManager(TierManager):
         self._reset = secrets.token_hex(8)
         self._served = ServedNamespace(self._first_namespace.since(self._reset))
         self._bookkeeper.serve(self._served, retired=self.index)
-        self.index = _new_index()
+        if self._ranker is not None:
+            self._ranker = self._new_ranker(self._ranker.learned())
+        self.index = _new_index(self._ranker)
         self._suspended = Recent(SUSPENDED_S)
         self._rewritten, self._unconfirmed, self._unseen, self._outdated = {}, set(), set(), set()
         self._removing.clear()
@@ -351,6 +366,8 @@ class DiskTierManager(TierManager):
         )
 
     def close(self) -> None:
+        if self._ranker is not None:
+            self._bookkeeper.keep(self._ranker.learned())
         self._bookkeeper.close(_JOIN_S)
 
 
@@ -371,9 +388,9 @@ def quota_of(settings: DiskTierSettings, max_object_bytes: int, world_size: int)
     return Quota(capacity, parse_bytes(settings.min_free_bytes, "min_free_bytes"), largest)
 
 
-def _new_index() -> PrefixIndex:
+def _new_index(ranker: Ranker | None) -> PrefixIndex:
     """What goes is for the catalogue to say."""
-    return PrefixIndex(capacity_bytes=None, policy=NeverEvicts())
+    return PrefixIndex(capacity_bytes=None, policy=NeverEvicts() if ranker is None else ranker.policy)
 
 
 def _take_one(counts: Counter[ObjectId], object_id: ObjectId) -> bool:

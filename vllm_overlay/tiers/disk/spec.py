@@ -50,7 +50,8 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
 
     def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> DiskTierManager:
         assert isinstance(part, DiskNamespace)
-        return DiskTierManager(self.settings, part, world_size, geometry.largest_object_bytes)
+        largest = geometry.largest_object_bytes
+        return DiskTierManager(self.settings, part, world_size, largest, geometry=geometry)
 
     def room(self, geometry: Geometry, world_size: int) -> TierRoom:
         """Bytes that objects may take, without what is set aside for objects that are being written."""

@@ -2,12 +2,29 @@
 """What an eviction policy is asked. The index offers only objects that may go; the policy orders them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
+import msgspec
+
 from vllm_overlay.planner.geometry import Geometry
+from vllm_overlay.planner.objects import ObjectId
 
 T = TypeVar("T")
+
+
+class Ranked(msgspec.Struct, frozen=True, gc=False):
+    """An object and what goes with it, and what keeping them is worth, in a unit of the policy's own.
+
+    ``used_at``: when they were used last, in seconds of the policy's clock; None: nobody can use them any more. The
+    policy knows of no use after ``until``.
+    """
+
+    object_id: ObjectId
+    value: float
+    used_at: float | None
+    until: float
+    others: tuple[ObjectId, ...] = ()
 
 
 class EvictionPolicy(ABC, Generic[T]):
@@ -41,6 +58,13 @@ class EvictionPolicy(ABC, Generic[T]):
     @abstractmethod
     def pop(self) -> T | None:
         """Takes out the item to evict first, None when there is none."""
+
+    def ranking(self) -> Iterator[Ranked]:
+        """What may go, in any order. Called by a tier whose objects somebody else evicts, which is told the order.
+
+        Other methods may be called between two items. Nothing: the policy has no opinion.
+        """
+        return iter(())
 
     @abstractmethod
     def __contains__(self, item: object) -> bool:

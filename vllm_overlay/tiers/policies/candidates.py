@@ -19,6 +19,10 @@ class Candidates:
     def __len__(self) -> int:
         return len(self._points)
 
+    def all(self) -> list[Point]:
+        """A copy, which a caller may walk while points come and go."""
+        return list(self._points)
+
     def add(self, point: Point) -> None:
         if point.place < 0:
             point.place = len(self._points)

@@ -2,11 +2,11 @@
 """A policy that may fail: the order by last use takes its place, and nothing else notices."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.tiers.policies.base import EvictionPolicy
+from vllm_overlay.tiers.policies.base import EvictionPolicy, Ranked
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 T = TypeVar("T")
@@ -74,6 +74,12 @@ class GuardedPolicy(EvictionPolicy[T]):
         if item is not None:
             del self._offered[item]
         return item
+
+    def ranking(self) -> Iterator[Ranked]:
+        try:
+            yield from self._policy.ranking()
+        except Exception as error:
+            self._fall_back(error)
 
     def __contains__(self, item: object) -> bool:
         return item in self._offered

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectKind
+from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, ObjectKind
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.policies import runs
-from vllm_overlay.tiers.policies.base import EvictionPolicy
+from vllm_overlay.tiers.policies.base import EvictionPolicy, Ranked
 from vllm_overlay.tiers.policies.candidates import Candidates
 from vllm_overlay.tiers.policies.reuse import Learned, ReuseModel, Role, levels_of
 from vllm_overlay.tiers.policies.runs import Point, Run
@@ -80,6 +80,11 @@ class LearnedEviction(EvictionPolicy[Entry]):
             geometry.chunk_bytes(group) * -(-group.window // geometry.chunk_size_of(group))
             for group in geometry.windows
         )
+
+    @property
+    def _is_dense(self) -> bool:
+        """Whether a point is its run, and may not go before what is on top of it."""
+        return not self._has_states and not self._window_bytes
 
     def learned(self) -> Learned:
         """What to start the next policy with."""
@@ -221,6 +226,54 @@ class LearnedEviction(EvictionPolicy[Entry]):
         run = window.parents[0].unit if window.parents else None
         return run if isinstance(run, Run) else None
 
+    # What somebody else evicts.
+
+    def ranking(self) -> Iterator[Ranked]:
+        """What was stored or used here. Of what was only found, nobody here knows when it was used last."""
+        for run in list(self._dead):
+            if run.is_dead and run.tail.ticket:
+                yield Ranked(run.tail.object_id, 0.0, None, self._clock())
+        for window in list(self._windows):
+            if window in self._windows and window.ticket and not self._is_needed(window):
+                yield Ranked(window.object_id, 0.0, None, self._clock())
+        ranked: set[Point] = set()
+        for candidate in self._candidates.all():
+            if candidate.place < 0:
+                continue
+            for point in [candidate, *self._points_below(candidate, ranked)]:
+                if self._is_own(point):
+                    now = self._clock()
+                    until = point.since if point is candidate else now
+                    first, *others = self._first_of(point)
+                    yield Ranked(first, self.value(point, now), point.since, until, tuple(others))
+
+    def _points_below(self, candidate: Point, ranked: set[Point]) -> list[Point]:
+        """Of a dense model: those that may go once the candidate is gone, but for ``ranked``, which they are then."""
+        found: list[Point] = []
+        run = next(iter(candidate.runs)).parent if self._is_dense else None
+        while run is not None and ranked.isdisjoint(run.points):
+            found += run.points
+            ranked.update(run.points)
+            run = run.parent
+        return found
+
+    def _first_of(self, point: Point) -> list[ObjectId]:
+        """Of what goes with a point, the objects that nothing of it hangs on."""
+        found = [point.entry] if point.entry is not None else [run.tail for run in point.runs]
+        for run in point.runs:
+            chunk: Entry | None = run.tail
+            while chunk is not None and chunk.end_tokens > run.tail.end_tokens - self._window_tokens:
+                found += [child for child in chunk.children if child.object_id.kind is ObjectKind.SLIDING_WINDOW]
+                chunk = runs.chunk_above(chunk)
+        return [item.object_id for item in found]
+
+    @staticmethod
+    def _is_own(point: Point) -> bool:
+        """Whether it is still there, and was stored or used here: not by another process or in an earlier life."""
+        if point.entry is not None:
+            return bool(point.hits or point.entry.ticket)
+        return any(point.hits or run.tail.ticket for run in point.runs)
+
     # What it is worth.
 
     def value(self, point: Point, now: float) -> float:
@@ -236,7 +289,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
         """What goes with it: all that nothing on top of it and no other point needs."""
         num_bytes = self._window_bytes if point.entry is None else point.entry.num_bytes
         for run in point.runs:
-            if not run.children and len(run.points) == 1:
+            if (self._is_dense or not run.children) and len(run.points) == 1:
                 num_bytes += run.num_bytes
         return num_bytes or 1
 
@@ -393,7 +446,8 @@ class LearnedEviction(EvictionPolicy[Entry]):
     def _watch(self, point: Point, now: float) -> None:
         point.since = now
         point.version = -1
-        point.watch = self._model.begin(point.role, self._levels(point), now)
+        if self._is_own(point):
+            point.watch = self._model.begin(point.role, self._levels(point), now)
 
     @staticmethod
     def _levels(point: Point) -> Sequence[int]:

@@ -4,10 +4,11 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -70,11 +71,15 @@ def _cumulative(rates: Floats) -> Floats:
     return np.concatenate([np.zeros((len(rates), 1)), np.cumsum(rates * _WIDTHS, axis=1)], axis=1)
 
 
-class Learned(msgspec.Struct, frozen=True):
+Positive = Annotated[float, Meta(ge=1e-12, le=1e12)]
+"""A number with which nothing overflows."""
+
+
+class Learned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was learned, to be kept over a restart: rates of reuse a second by role and age, and factors on them."""
 
-    rates: list[list[float]]
-    factors: list[list[float]]
+    rates: list[list[Positive]]
+    factors: list[list[Positive]]
 
     def fits(self) -> bool:
         """Whether it has the roles, ages and properties of this version."""
@@ -133,7 +138,9 @@ class ReuseModel:
             self._reused[slot] = True
 
     def cancel(self, role: Role, number: int) -> None:
-        """It is another role's point from now on, and says nothing of this one."""
+        """It is another role's point from now on, and says nothing of this one. A negative number was never watched."""
+        if number < 0:
+            return
         if number == self._num_begun[role] - 1:
             self._num_begun[role] = number
         elif number >= max(0, self._num_begun[role] - self._num_watched):

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.tiers.disk.catalogue.objects import CHUNKS, NOW, OTHERS, SNAPSHOTS, member, name, stored
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, schema
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Scored, schema
 
 OBJECT = 8192
 CAPACITY = 400 * OBJECT
@@ -83,7 +83,7 @@ def work_until_killed(root: Path, seed: int, statement: int | None, log_path: Pa
         refused = {item.name for item, _ in catalogue.commit(batch).refused}
         log.write("committed", [item.name for item in batch if item.name not in refused])
         catalogue.touch([item.name for item in batch], NOW + draw.randrange(100))
-        catalogue.publish_scores([(batch[0].name, NOW + draw.random())], NOW + draw.randrange(100))
+        catalogue.publish_scores([Scored(batch[0].name, NOW + draw.random(), NOW + 100)], NOW + draw.randrange(100))
         if draw.random() < 0.05:
             for part in catalogue.remove([name(first)]):
                 log.write("removed", [item.name for item in part])

@@ -23,7 +23,7 @@ from tests.tiers.disk.catalogue.objects import (
     store,
     stored,
 )
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged, FellBehind, Limits
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged, FellBehind, Limits, Scored
 from vllm_overlay.tiers.disk.catalogue.generations import path_of
 
 MANY = 1 << 40
@@ -56,7 +56,7 @@ def make(root: Path) -> None:
     store(one, stored(0), *(stored(number, (number // 2,)) for number in range(1, 200)))
     store(one, *(stored(number, (number, number + 1), SNAPSHOTS, tag="s") for number in range(100, 120)))
     store(dying, *(stored(number, (), OTHERS, last_use=NOW - number) for number in range(30)))
-    one.publish_scores([(name(number), float(NOW)) for number in range(150, 170)], NOW + 10)
+    one.publish_scores([Scored(name(number), float(NOW), NOW) for number in range(150, 170)], NOW + 10)
     dying.evict(Limits(MANY, 5), NOW)
     dying.grant(50_000, 50_000, MANY)
     dying.close()
@@ -140,7 +140,7 @@ def operations(catalogue: Catalogue) -> list[Callable[[], object]]:
         lambda: catalogue.grant(200_000, 8192, MANY),
         lambda: catalogue.commit(chunks),
         lambda: catalogue.touch([name(number) for number in range(200)], NOW + 1),
-        lambda: catalogue.publish_scores([(name(number), 1.5) for number in range(200)], NOW + 1),
+        lambda: catalogue.publish_scores([Scored(name(number), 1.5, NOW) for number in range(200)], NOW + 1),
         lambda: catalogue.choose_victims(Limits(MANY, 1000), NOW + 100),
         lambda: catalogue.end_removal(names(catalogue.evict(Limits(MANY, 100), NOW + 100)), 10_000, MANY),
         lambda: list(catalogue.remove([name(1)])),

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.tiers.disk.catalogue.objects import CHUNKS, NOW, OTHERS, SNAPSHOTS, name, stored
 from tests.tiers.disk.catalogue.twin import Twin
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Namespace, StoredObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Namespace, Scored, StoredObject
 
 TEMPORARY = Namespace("d" * 64, "d" * 64, is_temporary=True)
 SERVED = ([CHUNKS, SNAPSHOTS], [CHUNKS], [OTHERS], [TEMPORARY], [])
@@ -174,13 +174,23 @@ class Machine(RuleBasedStateMachine):
             entry.item = StoredObject(
                 each.fingerprint, entry.item.planned, 1, entry.item.num_bytes, entry.item.ticket, self.now
             )
+            if entry.score:
+                entry.score = self.now, entry.score[1]
 
-    @rule(data=st.data(), wanted=some_names, score=st.integers(NOW - 5, NOW + 50), seconds=st.integers(0, 5))
-    def score(self, data: Any, wanted: list[Name], score: int, seconds: int) -> None:
+    @rule(
+        data=st.data(),
+        wanted=some_names,
+        score=st.integers(NOW - 5, NOW + 50),
+        ago=st.integers(0, 9),
+        seconds=st.integers(0, 5),
+    )
+    def score(self, data: Any, wanted: list[Name], score: int, ago: int, seconds: int) -> None:
         _, catalogue = self.pick(data)
-        catalogue.publish_scores([(each, score + 0.5) for each in wanted], self.now + seconds)
+        until = self.now - ago
+        catalogue.publish_scores([Scored(each, score + 0.5, until) for each in wanted], self.now + seconds)
         for each in set(wanted) & set(self.twin.objects):
-            self.twin.objects[each].score = score + 0.5, self.now + seconds
+            if self.twin.objects[each].item.last_use <= until:
+                self.twin.objects[each].score = score + 0.5, self.now + seconds
 
     # Removal.
 
@@ -194,7 +204,8 @@ class Machine(RuleBasedStateMachine):
     def evict(self, data: Any, num_bytes: int, num_objects: int, pinned: list[Name], only_idle: bool) -> None:
         slot, catalogue = self.pick(data)
         self.now += 1
-        expected = self.twin.victims(num_bytes, num_objects, set(pinned), only_idle, self.now)
+        self.twin.forget_scores(self.now)
+        expected = self.twin.victims(num_bytes, num_objects, set(pinned), only_idle)
         limits = Limits(num_bytes, num_objects, frozenset(pinned), only_idle)
         assert [item.name for item in catalogue.choose_victims(limits, self.now)] == expected
         assert [item.name for item in catalogue.evict(limits, self.now)] == expected

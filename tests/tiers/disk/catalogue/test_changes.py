@@ -23,6 +23,7 @@ from vllm_overlay.tiers.disk.catalogue import (
     FellBehind,
     Limits,
     Refusal,
+    Scored,
     StoredObject,
     changes,
     load,
@@ -171,7 +172,7 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
             one.commit([item])
     for score in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="Expected"):
-            one.publish_scores([(name(0), score)], NOW)
+            one.publish_scores([Scored(name(0), score, NOW)], NOW)
     for fingerprint in ("x", "A" * 64, "a" * 63):
         with pytest.raises(ValueError, match="Expected"):
             one.load([fingerprint])

@@ -18,7 +18,7 @@ from tests.tiers.disk.catalogue.objects import (
     store,
     stored,
 )
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Namespace, Refusal
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Namespace, Refusal, Scored
 
 MANY = 1 << 40
 
@@ -78,11 +78,15 @@ def test_only_what_nobody_serves_goes_if_that_is_asked(tmp_path: Path) -> None:
     one.close()
 
 
+def score(catalogue: Catalogue, expires_at: int, **scores: float) -> None:
+    """Of objects by number, as ``_0``, whenever they were used."""
+    catalogue.publish_scores([Scored(name(int(each[1:])), at, MANY) for each, at in scores.items()], expires_at)
+
+
 def test_a_score_counts_as_a_last_use_until_it_expires(tmp_path: Path) -> None:
     one = member(tmp_path)
     store(one, *(stored(number, last_use=NOW + number) for number in range(4)))
-    one.publish_scores([(name(0), NOW + 2.5), (name(3), float(NOW))], NOW + 10)
-    one.touch([name(3)], NOW + 7)
+    score(one, NOW + 10, _0=NOW + 2.5, _3=NOW)
     one.touch([name(1)], NOW + 8)
     victims = one.choose_victims(Limits(MANY, 10), NOW + 9)
     assert names(victims) == [name(3), name(2), name(0), name(1)]
@@ -90,11 +94,44 @@ def test_a_score_counts_as_a_last_use_until_it_expires(tmp_path: Path) -> None:
     one.close()
 
 
+def test_a_use_is_later_than_a_score_of_before_whoever_published_it(tmp_path: Path) -> None:
+    one, two = member(tmp_path), member(tmp_path)
+    store(one, *(stored(number, last_use=NOW + number) for number in range(3)))
+    score(one, NOW + 1000, _0=NOW - 2, _1=NOW - 1)
+    two.touch([name(0)], NOW + 7)
+    assert names(one.choose_victims(Limits(MANY, 10), NOW + 8)) == [name(1), name(2), name(0)]
+    one.publish_scores([Scored(name(0), NOW - 2, until=NOW + 6), Scored(name(2), NOW - 2, until=NOW + 6)], NOW + 1000)
+    assert names(one.choose_victims(Limits(MANY, 10), NOW + 8)) == [name(2), name(1), name(0)]
+    one.close()
+    two.close()
+
+
+def test_what_hangs_on_nothing_else_goes_with_what_has_a_score(tmp_path: Path) -> None:
+    one = member(tmp_path)
+    store(one, stored(0, last_use=NOW + 9), stored(1, (0,), last_use=NOW + 9), stored(2, last_use=NOW + 5))
+    store(one, stored(3, (1,), last_use=NOW + 9), stored(4, (0,), last_use=NOW + 9))
+    score(one, NOW + 1000, _3=NOW, _4=NOW + 7)
+    assert names(one.choose_victims(Limits(MANY, 10), NOW + 9)) == [name(number) for number in (3, 1, 2, 4, 0)]
+    assert evicted(one, 1) + evicted(one, 1) == [name(3), name(1)]
+    assert one.check() == []
+    assert evicted(one, 10) == [name(2), name(4), name(0)]
+    one.close()
+
+
+def test_a_score_of_its_own_outlasts_what_was_on_top(tmp_path: Path) -> None:
+    one = member(tmp_path)
+    store(one, stored(0, last_use=NOW), stored(1, (0,), last_use=NOW), stored(2, last_use=NOW + 5))
+    score(one, NOW + 1000, _0=NOW + 6, _1=NOW)
+    assert names(one.choose_victims(Limits(MANY, 10), NOW + 9)) == [name(1), name(2), name(0)]
+    assert evicted(one, 1) + evicted(one, 2) == [name(1), name(2), name(0)]
+    one.close()
+
+
 def test_more_expired_scores_than_a_batch_are_all_forgotten(tmp_path: Path) -> None:
     one = member(tmp_path)
     items = [stored(number, last_use=NOW + number) for number in range(600)]
     store(one, *items)
-    one.publish_scores([(item.name, float(600 - number)) for number, item in enumerate(items)], NOW + 1)
+    one.publish_scores([Scored(item.name, 600.0 - number, MANY) for number, item in enumerate(items)], NOW + 1)
     assert names(one.evict(Limits(MANY, 3), NOW + 1)) == [name(0), name(1), name(2)]
     one.close()
 

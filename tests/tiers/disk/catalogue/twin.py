@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The naive twin of the catalogue: dicts, everything recomputed from scratch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Name, Namespace, Refusal, StoredObject
@@ -14,8 +14,16 @@ class TwinObject:
     parents: list[Name]
     score: tuple[float, int] | None = None
 
-    def place(self, now: int) -> float:
-        return self.score[0] if self.score and self.score[1] > now else self.item.last_use
+    @property
+    def place(self) -> float:
+        return self.score[0] if self.score else self.item.last_use
+
+
+def pass_on(gone: TwinObject, left: dict[Name, TwinObject]) -> None:
+    """Its score, to parents that have no other child and no score."""
+    for name in gone.parents:
+        if name in left and not left[name].score and not any(name in entry.parents for entry in left.values()):
+            left[name].score = gone.score
 
 
 @dataclass
@@ -95,7 +103,9 @@ class Twin:
         return None
 
     def take_out(self, slot: int, name: Name) -> None:
-        self.removals[name] = slot, self.objects.pop(name).item.num_bytes
+        gone = self.objects.pop(name)
+        self.removals[name] = slot, gone.item.num_bytes
+        pass_on(gone, self.objects)
 
     def end_removal(self, slot: int, names: list[Name], keep: int, capacity: int) -> int:
         freed = 0
@@ -114,8 +124,13 @@ class Twin:
 
     # Eviction.
 
-    def victims(self, num_bytes: int, num_objects: int, pinned: set[Name], only_idle: bool, now: int) -> list[Name]:
-        left = dict(self.objects)
+    def forget_scores(self, now: int) -> None:
+        for entry in self.objects.values():
+            if entry.score and entry.score[1] <= now:
+                entry.score = None
+
+    def victims(self, num_bytes: int, num_objects: int, pinned: set[Name], only_idle: bool) -> list[Name]:
+        left = {name: replace(entry) for name, entry in self.objects.items()}
         chosen: list[Name] = []
         while num_bytes > 0 and len(chosen) < num_objects:
             leaves = [
@@ -127,8 +142,10 @@ class Twin:
             ]
             if not leaves:
                 break
-            first = min(leaves, key=lambda name: (self.rank(name), left[name].place(now), left[name].age))
-            num_bytes -= left.pop(first).item.num_bytes
+            first = min(leaves, key=lambda name: (self.rank(name), left[name].place, left[name].age))
+            gone = left.pop(first)
+            pass_on(gone, left)
+            num_bytes -= gone.item.num_bytes
             chosen.append(first)
         return chosen
 

@@ -19,7 +19,7 @@ from vllm_overlay.tiers.disk.catalogue.eviction import Limits
 from vllm_overlay.tiers.disk.catalogue.generations import replace_damaged
 from vllm_overlay.tiers.disk.catalogue.grants import Grant, limit_bytes
 from vllm_overlay.tiers.disk.catalogue.members import DeadMember
-from vllm_overlay.tiers.disk.catalogue.rows import Name, Namespace, RemovedObject, StoredObject
+from vllm_overlay.tiers.disk.catalogue.rows import Name, Namespace, RemovedObject, Scored, StoredObject
 from vllm_overlay.tiers.disk.catalogue.totals import Totals
 from vllm_overlay.tiers.disk.catalogue.usage import NamespaceUsage
 
@@ -40,6 +40,7 @@ __all__ = [
     "NamespaceUsage",
     "Refusal",
     "RemovedObject",
+    "Scored",
     "StoredObject",
     "Superseded",
     "Totals",

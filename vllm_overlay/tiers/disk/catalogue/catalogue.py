@@ -36,6 +36,7 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     NumBytes,
     RemovedObject,
     Score,
+    Scored,
     Seconds,
     StoredObject,
     check_object,
@@ -231,18 +232,23 @@ class Catalogue:
             return changes.read(db, seq, wanted)
 
     def touch(self, names: Iterable[Name], now: int) -> None:
-        """These objects were used."""
+        """These objects were used: no score that was published before holds them back."""
         check_value(Seconds, now)
         for part in _batches(names):
             with self._connection.writing() as db:
                 recency.touch(db, part, now)
 
-    def publish_scores(self, scores: Iterable[tuple[Name, float]], expires_at: int) -> None:
-        """Until ``expires_at`` evict these objects as if they had last been used at the time that the score says."""
+    def publish_scores(self, scores: Iterable[Scored], expires_at: int) -> None:
+        """Until ``expires_at`` evict these objects as if they had last been used at the time that the score says.
+
+        An object that was used after its ``until`` is passed over. What loses its last child and has no score takes
+        over the child's: so what hangs on nothing else goes with it.
+        """
         check_value(Seconds, expires_at)
         for part in _batches(scores):
-            for _, score in part:
-                check_value(Score, score)
+            for item in part:
+                check_value(Score, item.score)
+                check_value(Score, item.until)
             with self._connection.writing() as db:
                 recency.publish_scores(db, part, expires_at)
 

@@ -2,7 +2,8 @@
 """What goes when there is no room: leaves of all namespaces, in one order for everybody.
 
 First what nobody serves, and of that first what nobody will serve again. Then the lowest ``place``: a member's score of
-the object while it holds, else its last use. Both are in seconds since the epoch, so they can be compared.
+the object while it holds, else its last use. Both are in seconds since the epoch, so they can be compared. What loses
+its last child and has no score of its own takes over the child's.
 """
 
 import heapq
@@ -25,12 +26,13 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     NumBytes,
     ObjectBytes,
     RemovedObject,
+    Score,
     Tag,
     WorldSize,
     read_all,
 )
 
-_COLUMNS = "id, namespace, place, tag, key, world_size, num_bytes, num_children"
+_COLUMNS = "id, namespace, place, tag, key, world_size, num_bytes, num_children, score"
 _MAX_PLACE = max(MAX_SCORE, 2.0**40)
 
 
@@ -43,6 +45,7 @@ class _Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
     world_size: WorldSize
     num_bytes: ObjectBytes
     num_children: NumBytes
+    score: Score | None
 
 
 _Order = tuple[int, float, int]
@@ -120,7 +123,7 @@ class Choice:
             left = self._children_left.get(parent.id, parent.num_children) - 1
             self._children_left[parent.id] = left
             if not left and self._may_take(parent.namespace) and self._name(parent) not in self._limits.pinned:
-                found.append(parent)
+                found.append(_taking_over(parent, gone))
         return found
 
     def _parents(self, leaf: _Leaf) -> list[_Leaf]:
@@ -146,3 +149,10 @@ class Choice:
 
     def _name(self, leaf: _Leaf) -> Name:
         return Name(self._namespaces.fingerprint_of(leaf.namespace), ObjectId(leaf.tag, leaf.key))
+
+
+def _taking_over(parent: _Leaf, gone: _Leaf) -> _Leaf:
+    """A parent as ``recency.pass_on`` will leave it."""
+    if gone.score is None or parent.score is not None:
+        return parent
+    return msgspec.structs.replace(parent, place=gone.score, score=gone.score)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import changes
+from vllm_overlay.tiers.disk.catalogue import changes, recency
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
 from vllm_overlay.tiers.disk.catalogue.lookup import BY_NAME
 from vllm_overlay.tiers.disk.catalogue.namespaces import Namespaces
@@ -21,6 +21,8 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     NumBytes,
     ObjectBytes,
     RemovedObject,
+    Score,
+    Seconds,
     Tag,
     WorldSize,
     read_all,
@@ -37,6 +39,8 @@ class _Going(msgspec.Struct, array_like=True, frozen=True):
     world_size: WorldSize
     num_bytes: ObjectBytes
     num_children: NumBytes
+    score: Score | None
+    score_expiry: Seconds | None
 
 
 def begin(db: sqlite3.Connection, slot: int, numbers: Sequence[int]) -> list[RemovedObject]:
@@ -45,7 +49,9 @@ def begin(db: sqlite3.Connection, slot: int, numbers: Sequence[int]) -> list[Rem
     removed = []
     for number in numbers:
         row = db.execute(
-            "SELECT namespace, tag, key, world_size, num_bytes, num_children FROM object WHERE id = ?", (number,)
+            "SELECT namespace, tag, key, world_size, num_bytes, num_children, score, score_expiry FROM object"
+            " WHERE id = ?",
+            (number,),
         ).fetchone()
         if row is not None and not (going := read_one(_Going, row)).num_children:
             removed.append(_take_out(db, namespaces, slot, number, going))
@@ -61,6 +67,8 @@ def _take_out(db: sqlite3.Connection, namespaces: Namespaces, slot: int, number:
         " AND id IN (SELECT parent FROM parent WHERE child = ?)",
         (number,),
     )
+    if going.score is not None:
+        recency.pass_on(db, number, going.score, going.score_expiry)
     if db.execute("DELETE FROM parent WHERE child = ?", (number,)).rowcount != counted.rowcount:
         raise Damaged(f"a parent of object {number} knows of no child")
     db.execute("DELETE FROM object WHERE id = ?", (number,))

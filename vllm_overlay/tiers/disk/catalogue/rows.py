@@ -76,6 +76,17 @@ class StoredObject(msgspec.Struct, frozen=True, gc=False):
         return Name(self.fingerprint, self.planned.object_id)
 
 
+class Scored(msgspec.Struct, frozen=True, gc=False):
+    """What a member thinks of an object: evict it as if it had last been used at ``score``.
+
+    The member knows its uses up to ``until``: of an object that somebody has used later it knows too little.
+    """
+
+    name: Name
+    score: float
+    until: float
+
+
 class RemovedObject(msgspec.Struct, frozen=True, gc=False):
     """An object whose files are to be unlinked: one a rank, of ``num_bytes`` together."""
 

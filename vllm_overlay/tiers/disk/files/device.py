@@ -87,6 +87,21 @@ def write_all(device: Device, fd: int, segments: Sequence[memoryview]) -> None:
         left = _advance(left, done)
 
 
+def replace_file(device: Device, path: str, content: bytes) -> None:
+    """Give a small file this content as a whole. Raises OSError; then it has the one of before. Nothing is synced."""
+    temporary = os.path.join(os.path.dirname(path), temporary_name())
+    try:
+        fd = device.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            write_all(device, fd, [memoryview(content)])
+        finally:
+            device.close(fd)
+        device.rename(temporary, path)
+    except OSError:
+        remove_quietly(device, temporary)
+        raise
+
+
 def read_all(device: Device, fd: int, segments: Sequence[memoryview]) -> bool:
     """Fill the segments, from the file's start. Returns False when the file ends before they are full. Raises
     OSError."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_overlay import versions
 from vllm_overlay.common.backoff import Backoff
-from vllm_overlay.tiers.disk.files.device import Device, make_directory, remove_quietly, temporary_name, write_all
+from vllm_overlay.tiers.disk.files.device import Device, make_directory, replace_file
 from vllm_overlay.tiers.disk.files.marker import require_marker
 from vllm_overlay.tiers.disk.files.namespace import (
     DESCRIPTION,
@@ -88,7 +88,6 @@ def manifest_or_empty(directory: str) -> Manifest:
 
 def write_manifest(device: Device, directory: str, namespace: DiskNamespace, fingerprint: str) -> bool:
     """Returns whether it was written. A namespace works without it. Called by the process that serves it."""
-    temporary = os.path.join(directory, temporary_name())
     words = {
         "fingerprint": fingerprint,
         "attention": namespace.attention,
@@ -96,14 +95,8 @@ def write_manifest(device: Device, directory: str, namespace: DiskNamespace, fin
         "description": namespace.description,
     }
     try:
-        fd = device.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            write_all(device, fd, [memoryview(json.dumps(words, indent=2, default=str).encode())])
-        finally:
-            device.close(fd)
-        device.rename(temporary, os.path.join(directory, DESCRIPTION))
+        replace_file(device, os.path.join(directory, DESCRIPTION), json.dumps(words, indent=2, default=str).encode())
     except OSError as error:
-        remove_quietly(device, temporary)
         logger.warning("disk tier: %s has no namespace.json: %s", directory, error)
         return False
     return True

@@ -13,6 +13,7 @@ from vllm_overlay.planner.objects import SNAPSHOT_TAG, TAG_PATTERN, ObjectId
 IN_USE = "in-use"
 """A file that versions before 0.3.0 kept locked in the directory of each namespace they served."""
 DESCRIPTION = "namespace.json"
+LEARNED = "learned.json"
 INTEGRITY = "integrity"
 """The description's word for the checksums' algorithm and key."""
 OBJECT_FORMAT = "object_format"

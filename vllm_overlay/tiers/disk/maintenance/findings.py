@@ -36,6 +36,8 @@ class What(StrEnum):
     """A namespace whose objects have another version of the disk format: nothing of it was verified."""
     MANIFEST = "manifest"
     """A namespace.json that cannot be read."""
+    LEARNED = "learned"
+    """A learned.json that cannot be used: eviction learns from the start."""
     STRANGER = "stranger"
     """Not ours: never opened, never changed. A problem only in the place of a member's lock."""
 

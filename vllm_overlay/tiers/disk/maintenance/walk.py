@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names, types, owners and modes of all that lies under a root. No file is opened but ``namespace.json``."""
+"""Names, types, owners and modes of all that lies under a root. No file is opened but ``namespace.json`` and
+``learned.json``."""
 
 import contextlib
 import os
@@ -10,9 +11,10 @@ from collections.abc import Iterator
 from vllm_overlay.tiers.disk.catalogue.generations import MEMBERS, is_catalogue_name
 from vllm_overlay.tiers.disk.catalogue.rows import NUM_SLOTS
 from vllm_overlay.tiers.disk.files.device import DIRECTORY_MODE, FILE_MODE, Device, is_temporary
+from vllm_overlay.tiers.disk.files.learned_file import check_learned
 from vllm_overlay.tiers.disk.files.manifest import read_manifest
 from vllm_overlay.tiers.disk.files.marker import MARKER
-from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION, FINGERPRINT, IN_USE, parse_file_name
+from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION, FINGERPRINT, IN_USE, LEARNED, parse_file_name
 from vllm_overlay.tiers.disk.files.recognition import LEASES, LEDGER, WEIGHT_FILES, RootKind
 from vllm_overlay.tiers.disk.files.scan import FAN_OUT, FoundFile, is_orphan
 from vllm_overlay.tiers.disk.maintenance.catalogue_access import bring_up_to_date
@@ -93,11 +95,15 @@ class Walk:
                 for file, file_state in self._entries(entry.path):
                     self._walk_file(fingerprint, entry.name, file, file_state)
             else:
-                self._walk_other(entry, state, is_known=entry.name in (IN_USE, DESCRIPTION))
+                self._walk_other(entry, state, is_known=entry.name in (IN_USE, DESCRIPTION, LEARNED))
         try:
             read_manifest(path)
         except (OSError, ValueError) as error:
             self._findings.note(os.path.join(path, DESCRIPTION), What.MANIFEST, str(error))
+        try:
+            check_learned(self._root, path)
+        except (OSError, ValueError) as error:
+            self._findings.note(os.path.join(path, LEARNED), What.LEARNED, str(error))
 
     def _walk_other(self, entry: os.DirEntry[str], state: os.stat_result, is_known: bool) -> None:
         """What is no directory of ours and no object."""

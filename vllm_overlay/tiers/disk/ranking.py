@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this engine thinks that its objects are worth, as times: the catalogue evicts by time, over all engines."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from vllm_overlay.planner.geometry import Geometry
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.policies.base import Ranked
+from vllm_overlay.tiers.policies.guarded import GuardedPolicy
+from vllm_overlay.tiers.policies.learned import LearnedEviction
+from vllm_overlay.tiers.policies.reuse import Learned
+
+SHARE = 16
+"""A ranking begins when this engine has stored 1/16 of the capacity since the last one began."""
+LEAST_S, MOST_S = 1.0, 60.0
+"""But no sooner and no later than so long after that."""
+
+
+class Timed(NamedTuple):
+    """Evict an object as if it had been used last at ``evict_as``, unless it was used after ``until``. In seconds since
+    the epoch."""
+
+    object_id: ObjectId
+    evict_as: float
+    until: float
+
+
+class Ranker:
+    """A learned policy that never evicts, and its rankings. Called from the scheduler's thread."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        capacity_bytes: int,
+        learned: Learned | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``learned`` is what an earlier ranker's ``learned`` returned."""
+        self._learned = LearnedEviction(clock, learned=learned)
+        self.policy = GuardedPolicy(self._learned)
+        """Of the index: it is told what happens there."""
+        self.policy.serve(geometry)
+        self._clock = clock
+        self._part_bytes = capacity_bytes / SHARE
+        self._stored_bytes = 0
+        self._began = clock()
+        self._rest: Iterator[Ranked] | None = None
+        self._found: list[Ranked] = []
+
+    def learned(self) -> Learned:
+        return self._learned.learned()
+
+    def stored(self, num_bytes: int) -> None:
+        """So much was stored."""
+        self._stored_bytes += num_bytes
+
+    def advance(self, deadline: float) -> list[Ranked] | None:
+        """Rank on until ``deadline`` of ``time.perf_counter``. Returns a ranking once it is done, if one was due."""
+        if self._rest is None:
+            if not self._is_due():
+                return None
+            self._rest = self.policy.ranking()
+        while time.perf_counter() < deadline:
+            item = next(self._rest, None)
+            if item is None:
+                found, self._found, self._rest = self._found, [], None
+                return found
+            self._found.append(item)
+        return None
+
+    def _is_due(self) -> bool:
+        since = self._clock() - self._began
+        if since < LEAST_S or (since < MOST_S and self._stored_bytes < self._part_bytes):
+            return False
+        self._began += since
+        self._stored_bytes = 0
+        return True
+
+
+def times_of(ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Timed]:
+    """The least worth of n gets the earliest of their n last uses, and so on. So they are, together, as old as before.
+
+    What nobody can use any more gets 0. The ranking's clock and ``to_epoch_s`` are seconds since the epoch. Called in
+    the bookkeeper's thread: numpy sorts while others run.
+
+    The catalogue knows last uses by the second. So each time is in the second before, in the order of worth: else what
+    is newer than a ranking, and has no time from one, might go before what was used in the same second.
+    """
+    for item in ranking:
+        if item.used_at is None:
+            yield from _timed(item, 0.0, to_epoch_s)
+    usable = [item for item in ranking if item.used_at is not None]
+    order = np.argsort(np.array([item.value for item in usable]), kind="stable")
+    seconds = np.floor(np.sort(np.array([item.used_at for item in usable])) + to_epoch_s)
+    times = seconds - 1 + np.arange(1, len(usable) + 1) / (len(usable) + 1)
+    for place, evict_as in zip(order.tolist(), times.tolist(), strict=True):
+        yield from _timed(usable[place], max(0.0, evict_as), to_epoch_s)
+
+
+def _timed(item: Ranked, evict_as: float, to_epoch_s: float) -> Iterator[Timed]:
+    for object_id in (item.object_id, *item.others):
+        yield Timed(object_id, evict_as, item.until + to_epoch_s)
