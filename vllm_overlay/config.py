@@ -104,8 +104,8 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     eviction_policy: Annotated[
         str,
         Meta(
-            description='what a full tier gives up first: `"learned"`, `"lru"`, or, in a CPU tier, anybody\'s as '
-            '`"module:Class"`; `auto`: learned'
+            description="What a full tier gives up first: what is least worth its bytes (`learned`), or what was not "
+            "used for longest (`lru`). A CPU tier also takes anybody's, as `module:Class`. `auto`: `learned`."
         ),
     ] = "auto"
 

@@ -43,7 +43,7 @@ from vllm_overlay.tiers.memory import (
     units_needed,
 )
 from vllm_overlay.tiers.policies.base import EvictionPolicy
-from vllm_overlay.tiers.policies.factory import AUTO, LEARNED, make_policy
+from vllm_overlay.tiers.policies.factory import learns, make_policy
 
 
 class CpuTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
@@ -239,7 +239,7 @@ class CpuTierSpec(TierSpec[CpuTierSettings]):
 
     @property
     def learns(self) -> bool:
-        return self.settings.eviction_policy in (AUTO, LEARNED)
+        return learns(self.settings.eviction_policy)
 
     def build_worker(self, context: WorkerContext) -> tuple[CpuTierWorker, Arena]:
         arena = self._arena(context.geometry, context.world_size)

@@ -18,6 +18,7 @@ from vllm_overlay.tiers.disk.manager import DiskTierManager, bytes_on_disk, quot
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import PAGE_BYTES, unit_size
+from vllm_overlay.tiers.policies.factory import learns
 
 
 class DiskTierSpec(TierSpec[DiskTierSettings]):
@@ -31,6 +32,10 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
     @property
     def capacity_bytes(self) -> int:
         return parse_bytes(self.settings.capacity_bytes, "capacity_bytes")
+
+    @property
+    def learns(self) -> bool:
+        return learns(self.settings.eviction_policy)
 
     def exclusive(self) -> dict[str, str]:
         return {"root": os.path.realpath(self.settings.root)}

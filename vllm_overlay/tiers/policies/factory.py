@@ -28,6 +28,11 @@ def check_policy(name: str) -> None:
         POLICIES.find(name)
 
 
+def learns(name: str) -> bool:
+    """Whether a tier with that setting, which knows ``learned``, decides by it."""
+    return name in (AUTO, LEARNED)
+
+
 def make_policy(name: str, geometry: Geometry) -> EvictionPolicy[Any]:
     """A new policy for one tier in memory of that model; one that may fail is guarded. Raises ConfigError."""
     policy = POLICIES.find(LEARNED if name == AUTO else name)()
