@@ -74,7 +74,7 @@ what the columns say
 
 examples
   python -m bench.serving conversation_trace.jsonl                      # about eight minutes
-  python -m bench.serving trace.jsonl --policies lru,learned --loading always --others ""  # our policies side by side
+  python -m bench.serving trace.jsonl --loading always --others ""      # our policies side by side
   python -m bench.serving trace.jsonl --requests 40 --rounds 2          # a look, two minutes
   python -m bench.serving --storing-cost                                # about six minutes
 
@@ -419,9 +419,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--policies",
         type=names_of_policies,
-        default=["lru"],
+        default=["lru", "learned"],
         metavar="NAMES",
-        help="values of eviction_policy, with commas: a server with our two tiers for each (default: lru)",
+        help="values of eviction_policy, with commas: a server with our two tiers for each (default: lru,learned)",
     )
     made.add_argument(
         "--loading",
