@@ -53,6 +53,7 @@ class Case:
     block_tokens: int = BLOCK_TOKENS
     step_tokens: int = 8192
     speculative_tokens: int = 0
+    last_block: bool = False
     device: str = ""
     num_requests: int | None = None
     seed: int = 0
@@ -117,7 +118,7 @@ def replay(case: Case, requests: Sequence[TraceRequest], future: Future, step: C
     shelf.evicted = count
     device = IndexShelf(capacity_of(case.device, whole)) if case.device else None
     stops = future.wanted_boundaries if case.policy == FUTURE else None
-    one = HitReplay(geometry, shelf, clock, case.step_tokens, case.speculative_tokens, device, stops)
+    one = HitReplay(geometry, shelf, clock, case.step_tokens, case.speculative_tokens, device, stops, case.last_block)
     restored = local = total = 0
     lost: Counter[str] = Counter()
     for place, request in enumerate(requests):
@@ -212,6 +213,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="tokens of one id of the trace")
     made.add_argument("--step", type=int, default=8192, help="tokens of a prefill step (default: %(default)s)")
     made.add_argument("--speculative", type=int, default=0, metavar="TOKENS", help="a snapshot about every TOKENS too")
+    made.add_argument(
+        "--last-block", action="store_true", help="a snapshot at each prompt's last whole block too, as vLLM keeps one"
+    )
     made.add_argument("--device", default="", metavar="N", help="a device cache of W/N in front (default: none)")
     made.add_argument("--requests", type=int, metavar="N", help="the first N requests (W is theirs)")
     made.add_argument("--seed", type=int, default=0, help="of the policy's draws")
@@ -241,13 +245,14 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
         "",
         "",
         "",
-        arguments.model,
-        arguments.block_tokens,
-        arguments.step,
-        arguments.speculative,
-        arguments.device,
-        arguments.requests,
-        arguments.seed,
+        model=arguments.model,
+        block_tokens=arguments.block_tokens,
+        step_tokens=arguments.step,
+        speculative_tokens=arguments.speculative,
+        last_block=arguments.last_block,
+        device=arguments.device,
+        num_requests=arguments.requests,
+        seed=arguments.seed,
     )
     return [
         replace(base, trace=trace, policy=policy, budget=budget)

@@ -40,7 +40,8 @@ class HitReplay:
     """Serves requests one after the other: lookup, load or mark, then prefill steps with their stores.
 
     ``step_tokens``: of one prefill step. ``speculative_tokens``: where a step ends so far after the last snapshot,
-    another one is stored; 0: never. ``device``: a cache in front of the tier, with the same objects.
+    another one is stored; 0: never. ``device``: a cache in front of the tier, with the same objects. ``last_block``:
+    a prompt leaves a snapshot at the end of its last whole block too, as in vLLM.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class HitReplay:
         speculative_tokens: int = 0,
         device: IndexShelf | None = None,
         extra_stops: ExtraStops | None = None,
+        last_block: bool = False,
     ) -> None:
         self._geometry = geometry
         self._planner = RememberingPlanner(geometry)
@@ -62,6 +64,7 @@ class HitReplay:
         self._shelves = [shelf] if device is None else [device, shelf]
         self._device = device
         self._extra_stops = extra_stops
+        self._block_tokens = max(group.block_size for group in geometry.groups) if last_block else 0
 
     def serve(self, place: int, request: TraceRequest) -> Served:
         """``place``: of the request in its trace."""
@@ -77,7 +80,10 @@ class HitReplay:
             used = [one for boundary in boundaries for one in self._planner.last_needed(keys, boundary)]
             self._shelf.index.touch(used)
         start = max(num_local, lookup.restore_point)
-        stops = {lookup.junction, self._geometry.floor_to_restore_point(request.num_tokens - 1)}
+        last = self._geometry.floor_to_restore_point(request.num_tokens - 1)
+        stops = {lookup.junction, last}
+        if self._block_tokens:
+            stops.add(last // self._block_tokens * self._block_tokens)
         if self._extra_stops is not None:
             stops.update(self._extra_stops(place, keys))
         self._prefill(keys, start, request.num_tokens, stops)

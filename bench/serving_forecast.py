@@ -31,7 +31,7 @@ def forecast(requests: Sequence[ScaledRequest], side: Side, sizes: Sizes) -> int
     policy.serve(geometry)
     device = IndexShelf(sizes.device_blocks * BLOCK_TOKENS * TOKEN_BYTES)
     tier = IndexShelf(sizes.disk_bytes if side.disk else sizes.cpu_bytes if side.cpu else 0, policy)
-    replay = HitReplay(geometry, tier, clock, STEP_TOKENS, device=device)
+    replay = HitReplay(geometry, tier, clock, STEP_TOKENS, device=device, last_block=True)
     served = (replay.serve(place, _traced(request)) for place, request in enumerate(requests))
     return sum(one.num_local + one.num_restored for one in served)
 

@@ -57,6 +57,16 @@ def test_a_speculative_state_is_stored_where_a_step_ends_far_enough_after_the_la
     assert states(shelf, 4, 8, 12, 16, 18) == kept
 
 
+@pytest.mark.parametrize(
+    ("last_block", "kept"), [(False, [False, False, False, False, True]), (True, [False, False, False, True, True])]
+)
+def test_as_in_vllm_the_state_at_the_last_whole_block_is_stored_too(last_block, kept) -> None:
+    assert {group.block_size for group in GEOMETRY.groups} == {1024}
+    shelf = IndexShelf(None)
+    serve(replay_of(shelf, last_block=last_block), request(*range(1, 6)))
+    assert states(shelf, 1, 2, 3, 4, 5) == kept
+
+
 def test_what_the_device_cache_has_is_not_restored_and_counts_as_used_in_the_tier() -> None:
     room = 2 * (CHUNK + SNAPSHOT)
     shelf = IndexShelf(room)
