@@ -2,6 +2,7 @@
 """Rankings of a learned policy: as times, in a catalogue that several engines share, and over a restart."""
 
 import math
+import time
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -145,6 +146,8 @@ def test_after_a_restart_what_was_not_used_since_is_ranked_by_nobody(tmp_path: P
         alone, first, second = talk(made)
     with tier_pair(tmp_path / "root", geometry=GEOMETRY) as made:
         made.recovered()
+        long_ago = int(time.time()) - 10  # a score lies in the second before, so the lives must be further apart
+        catalogue_of(made.tier).touch(map(name_of, (*alone, *first, *second)), long_ago)
         made.store(chain("new", 1))
         made.settled()
         made.settled()
