@@ -46,8 +46,8 @@ class LearnedEviction(EvictionPolicy[Entry]):
     ``clock`` gives seconds that never go back. ``learned`` is what an earlier policy's ``learned`` returned; without it
     the prior of ``ReuseModel`` holds at first. Same calls, same times and same ``seed``: same victims.
 
-    Memory beside the index's entries: one number an entry, about 0.4 KB a point and its run, and at most 3 MB that does
-    not grow: ghosts and what the model watches.
+    Memory beside the index's entries: one number an entry, a run and a point for each restore point, and what does not
+    grow: ``NUM_GHOSTS`` ghosts and what the model watches. ``bench/policy_cost.py`` measures it.
     """
 
     def __init__(
