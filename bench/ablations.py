@@ -4,9 +4,12 @@
 from collections.abc import Callable, Sequence
 
 from bench.hit_replay import Clock
+from vllm_overlay.planner.geometry import Geometry
+from vllm_overlay.tiers.policies.ghosts import Ghosts
 from vllm_overlay.tiers.policies.learned import LearnedEviction
 from vllm_overlay.tiers.policies.reuse import FACTORS, LEVELS_PER_OCTAVE, OCTAVES, ReuseModel, Role
 from vllm_overlay.tiers.policies.runs import Point
+from vllm_overlay.tiers.policies.value import Values
 
 
 class _WithoutFactors(ReuseModel):
@@ -48,8 +51,8 @@ class _NothingLearned(ReuseModel):
         return LEVELS_PER_OCTAVE * OCTAVES
 
 
-class _NoGhosts(LearnedEviction):
-    def _remember(self, point: Point, key: bytes) -> None:
+class _NoGhosts(Ghosts):
+    def remember(self, point: Point, key: bytes) -> None:
         """What is gone is not watched."""
 
 
@@ -61,13 +64,13 @@ class _NothingSuperseded(LearnedEviction):
             point.turns = above.turns + 1
 
 
-class _NotByBytes(LearnedEviction):
-    def _bytes_of(self, point: Point) -> int:
+class _NotByBytes(Values):
+    def bytes_of(self, point: Point) -> int:
         return 1
 
 
-class _NotByTokens(LearnedEviction):
-    def _tokens_of(self, point: Point) -> int:
+class _NotByTokens(Values):
+    def tokens_of(self, point: Point) -> int:
         return 1
 
 
@@ -80,6 +83,21 @@ def _with_model(model_of: Callable[[], ReuseModel]) -> Callable[[Clock, int], Le
     return make
 
 
+def _with_values(values: type[Values]) -> Callable[[Clock, int], LearnedEviction]:
+    class Valued(LearnedEviction):
+        def serve(self, geometry: Geometry) -> None:
+            super().serve(geometry)
+            self._values = values(self._model, self._shape)
+
+    return Valued
+
+
+def _without_ghosts(clock: Clock, seed: int) -> LearnedEviction:
+    policy = LearnedEviction(clock, seed)
+    policy._ghosts = _NoGhosts()
+    return policy
+
+
 def _without(*names: str) -> Callable[[Clock, int], LearnedEviction]:
     return _with_model(lambda: _WithoutFactors(names))
 
@@ -88,9 +106,9 @@ ABLATIONS: dict[str, Callable[[Clock, int], LearnedEviction]] = {
     "without learning: the prior": _with_model(_NothingLearned),
     "without roles": _with_model(_OneRole),
     "without superseding": _NothingSuperseded,
-    "without ghosts": _NoGhosts,
-    "without bytes": _NotByBytes,
-    "without tokens": _NotByTokens,
+    "without ghosts": _without_ghosts,
+    "without bytes": _with_values(_NotByBytes),
+    "without tokens": _with_values(_NotByTokens),
     "without all factors": _without(*FACTORS),
     **{f"without factor {name}": _without(name) for name in FACTORS},
 }

@@ -54,13 +54,13 @@ class Watch:
     def __init__(self) -> None:
         self.stored: list[int] = []
         self.loaded: list[int] = []
-        reserve, acquire = CpuTierManager.reserve, CpuTierManager.acquire
+        reserve_all, acquire = CpuTierManager.reserve_all, CpuTierManager.acquire
 
-        def watched_reserve(tier: CpuTierManager, planned: PlannedObject) -> StoreTicket | None:
-            ticket = reserve(tier, planned)
-            if ticket is not None and planned.group_id is None:
-                self.stored.append(planned.end_tokens)
-            return ticket
+        def watched_reserve_all(tier: CpuTierManager, planned: Sequence[PlannedObject]) -> list[StoreTicket | None]:
+            tickets = reserve_all(tier, planned)
+            pairs = zip(planned, tickets, strict=True)
+            self.stored += [item.end_tokens for item, ticket in pairs if ticket is not None and item.group_id is None]
+            return tickets
 
         def watched_acquire(tier: CpuTierManager, planned: Sequence[PlannedObject]) -> list[LoadTicket] | None:
             tickets = acquire(tier, planned)
@@ -68,7 +68,7 @@ class Watch:
                 self.loaded += [one.end_tokens for one in planned if one.group_id is None]
             return tickets
 
-        CpuTierManager.reserve = watched_reserve  # type: ignore[method-assign, assignment]
+        CpuTierManager.reserve_all = watched_reserve_all  # type: ignore[method-assign, assignment]
         CpuTierManager.acquire = watched_acquire  # type: ignore[method-assign, assignment]
 
     def take(self) -> tuple[list[int], list[int]]:

@@ -20,10 +20,10 @@ import msgspec
 
 from bench.chat import Side, Turn
 from bench.measure import table
+from bench.own_process import ENGINE, REPOSITORY
 
 BLOCK_SIZES = {"float32": 1152, "bfloat16": 640}
 NONE = "none"
-REPOSITORY = Path(__file__).resolve().parent.parent
 UNCACHED = {"enable_prefix_caching": False, "prefix_match_unit": None}
 
 
@@ -72,14 +72,12 @@ def with_tier(settings: dict[str, Any] | None) -> dict[str, Any]:
 
 def run(side: Side) -> list[Turn]:
     """All turns of one side, in a process of its own. Raises RuntimeError with the end of its log."""
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    environment = {**os.environ, **own, "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
     done = subprocess.run(
         [sys.executable, "-m", "bench.chat"],
         input=msgspec.json.encode(side),
         capture_output=True,
         cwd=REPOSITORY,
-        env=environment,
+        env={**os.environ, **ENGINE},
     )
     if done.returncode:
         raise RuntimeError(done.stderr.decode(errors="replace")[-3000:])

@@ -53,7 +53,7 @@ class Case:
     block_tokens: int = BLOCK_TOKENS
     step_tokens: int = 8192
     speculative_tokens: int = 0
-    last_block: bool = False
+    last_block: bool = True
     device: str = ""
     num_requests: int | None = None
     seed: int = 0
@@ -214,7 +214,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--step", type=int, default=8192, help="tokens of a prefill step (default: %(default)s)")
     made.add_argument("--speculative", type=int, default=0, metavar="TOKENS", help="a snapshot about every TOKENS too")
     made.add_argument(
-        "--last-block", action="store_true", help="a snapshot at each prompt's last whole block too, as vLLM keeps one"
+        "--last-block",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a snapshot at each prompt's last whole block too, as vLLM keeps one (default: yes)",
     )
     made.add_argument("--device", default="", metavar="N", help="a device cache of W/N in front (default: none)")
     made.add_argument("--requests", type=int, metavar="N", help="the first N requests (W is theirs)")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a policy costs the scheduler's thread: ``python -m bench.policy_cost``. No engine, no bytes.
 
-A full tier of many objects, chunks of 64 tokens. Cold prompts are stored into it, and prompts that it has are looked up
-and pinned, with each policy in turns. The bytes are Qwen3.5-35B-A3B's.
+A full CPU tier of many objects, chunks of 64 tokens. Cold prompts are stored into it, and a prompt that it has is
+looked up and acquired, with each policy in turns. The sizes are Qwen3.5-35B-A3B's.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from bench.hit_replay import Clock
 from bench.measure import percentile, table
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
+from vllm_overlay.tiers.cpu import CpuTierManager
 from vllm_overlay.tiers.entry import Entry
-from vllm_overlay.tiers.index import PrefixIndex
+from vllm_overlay.tiers.memory import unit_size, units_needed
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.guarded import GuardedPolicy
 from vllm_overlay.tiers.policies.learned import LearnedEviction
@@ -52,6 +53,7 @@ class Prompts:
         geometry = MODELS[DEFAULT_MODEL].geometry(UNIT)
         self.geometry = geometry
         self.planner = HybridOffloadPlanner(geometry)
+        self.unit_bytes = unit_size(geometry.smallest_object_bytes)
         self._num_tokens = num_tokens
         self._numbers = itertools.count()
 
@@ -63,9 +65,9 @@ class Prompts:
             objects = self.planner.store_plan(keys, {}, self._num_tokens)
             yield Prompt(keys, self._num_tokens, [*objects, self.planner.snapshot(keys, boundary)])
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(item.num_bytes for item in next(iter(self)).objects)
+    def num_units(self, prompt: Prompt) -> int:
+        """What a prompt takes in a tier."""
+        return sum(units_needed(item.num_bytes, self.unit_bytes) for item in prompt.objects)
 
 
 @dataclass(slots=True)
@@ -73,30 +75,23 @@ class Subject:
     """A full tier with one policy. Times are milliseconds of this thread on a processor, a prompt."""
 
     name: str
-    index: PrefixIndex
+    tier: CpuTierManager
     planner: HybridOffloadPlanner
     clock: Clock
-    tickets: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     stores: list[float] = field(default_factory=list)
     hits: list[float] = field(default_factory=list)
 
     def store(self, prompt: Prompt) -> None:
-        """As the CPU tier does in each prefill step: makes room for each object and reserves it, then commits all."""
+        """As prefill steps do: tickets for each step's objects, which all ranks then have stored."""
         for start in range(0, len(prompt.objects), STEP_OBJECTS):
-            tickets = []
-            for item in prompt.objects[start : start + STEP_OBJECTS]:
-                self.index.evict(item.num_bytes, keep=item.parents)
-                tickets.append(next(self.tickets))
-                self.index.reserve(item, tickets[-1])
-            for ticket in tickets:
-                self.index.commit(ticket)
+            tickets = self.tier.reserve_all(prompt.objects[start : start + STEP_OBJECTS])
+            self.tier.commit_all([ticket.ticket for ticket in tickets if ticket is not None])
 
     def hit(self, prompt: Prompt) -> None:
-        lookup = self.planner.lookup(prompt.keys, prompt.num_tokens, 0, self.index)
+        lookup = self.planner.lookup(prompt.keys, prompt.num_tokens, 0, self.tier.index)
         planned = self.planner.load_plan(prompt.keys, 0, lookup.restore_point)
-        names = [item.object_id for item in planned]
-        assert self.index.pin(names), "a prompt that was just stored is gone"
-        self.index.unpin(names)
+        assert self.tier.acquire(planned), "a prompt that was just stored is gone"
+        self.tier.release([item.object_id for item in planned])
 
     def measure(self, action: Callable[[Prompt], None], prompt: Prompt, times: list[float]) -> None:
         self.clock.now += 1.0
@@ -114,14 +109,15 @@ def filled(name: str, prompts: Prompts, num_objects: int, source: Iterator[Promp
     clock = Clock()
     policy = POLICIES[name](clock)
     policy.serve(prompts.geometry)
-    num_prompts = num_objects // len(next(source).objects)
-    index = PrefixIndex(num_prompts * prompts.num_bytes, policy)
-    subject = Subject(name, index, prompts.planner, clock)
+    first = next(source)
+    num_prompts = num_objects // len(first.objects)
+    tier = CpuTierManager(num_prompts * prompts.num_units(first), prompts.unit_bytes, 1, policy)
+    subject = Subject(name, tier, prompts.planner, clock)
     before = resident_bytes()
     for prompt in itertools.islice(source, num_prompts):
         clock.now += 1.0
         subject.store(prompt)
-    return subject, (resident_bytes() - before) / max(1, len(index))
+    return subject, (resident_bytes() - before) / max(1, len(tier.index))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -129,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench.policy_cost", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--objects", type=int, default=100_000, help="in each tier (default: %(default)s)")
-    made.add_argument("--tokens", type=int, default=12_032, help="of a prompt (default: %(default)s)")
+    made.add_argument("--tokens", type=int, default=12_000, help="of a prompt (default: %(default)s)")
     made.add_argument("--rounds", type=int, default=100, help="prompts that are timed (default: %(default)s)")
     return made
 
@@ -150,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [
         (
             subject.name,
-            len(subject.index),
+            len(subject.tier.index),
             *(
                 f"{value:.2f} ms"
                 for times in (subject.stores, subject.hits)

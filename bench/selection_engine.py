@@ -12,7 +12,6 @@ prompt served in that way by force. The oracle makes the cheapest choices.
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -24,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure import table
+from bench.own_process import REPOSITORY, measured_in_own_process
 from bench.watched_rule import Watched
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 PROMPTS = ((600, 1300), (500, 2400), (1300, 1400), (1200, 2700), (0, 800), (0, 2600), (2400, 2600), (700, 3300))
 """Tokens that the CPU tier and the paced tier were given of each prompt."""
 CHUNK = 64
@@ -160,36 +159,14 @@ def compute_seconds(model: str, directory: Path) -> float:
 
 
 def side(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What one process measures."""
-    directory = Path(arguments["directory"])
+    """What one process measures. Its files lie in TMPDIR, which is removed when the process is gone."""
+    directory = Path(tempfile.mkdtemp())
     if arguments["compute_s"] is None:
         return {"compute_s": compute_seconds(arguments["model"], directory)}
     engine = Engine(arguments["model"], arguments["weights"], arguments["compute_s"], directory)
     workload = Workload()
     workload.store(engine)
     return rounds_of(engine, workload, arguments["rounds"])
-
-
-def in_a_process(**arguments: Any) -> dict[str, Any]:
-    """``side`` in a process of its own. Raises RuntimeError with the end of its log."""
-    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    with tempfile.TemporaryDirectory() as directory:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "bench.selection_engine",
-                "--side",
-                json.dumps({"directory": directory, **arguments}),
-            ],
-            capture_output=True,
-            cwd=REPOSITORY,
-            env={**os.environ, **own, "VLLM_LOGGING_STREAM": "ext://sys.stderr"},
-        )
-    if done.returncode:
-        raise RuntimeError(done.stderr.decode(errors="replace")[-3000:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def row(weights: Sequence[float | str], found: Mapping[str, Any]) -> list[object]:
@@ -201,6 +178,11 @@ def row(weights: Sequence[float | str], found: Mapping[str, Any]) -> list[object
     ]
     shares = [statistics.mean(one) / oracle for one in (chosen, *times)]
     return [" / ".join(map(str, weights)), f"{oracle:.2f} s", *(f"{share:.2f}" for share in shares)]
+
+
+def measured(**arguments: Any) -> dict[str, Any]:
+    """``side`` in a process of its own."""
+    return measured_in_own_process("bench.selection_engine", ["--side", json.dumps(arguments)])
 
 
 def main() -> None:
@@ -215,13 +197,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = f"{directory}/model"
         subprocess.run([sys.executable, "-m", "tools.tiny_model", model], check=True, cwd=REPOSITORY)
-        compute_s = in_a_process(model=model, compute_s=None)["compute_s"]
+        compute_s = measured(model=model, compute_s=None)["compute_s"]
         rows = []
         for weights in WEIGHTS:
             print(f"weights {weights} ...", file=sys.stderr)
-            rows.append(
-                row(weights, in_a_process(model=model, compute_s=compute_s, weights=weights, rounds=arguments.rounds))
-            )
+            found = measured(model=model, compute_s=compute_s, weights=weights, rounds=arguments.rounds)
+            rows.append(row(weights, found))
     print(f"Time to first token over the oracle's; computing {1 / compute_s:.0f} tokens/s\n")
     print(table(["weights cpu / paced", "oracle", "the rule", "nobody loads", "cpu alone", "paced alone"], rows))
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers that ``bench/serving.py`` compares: the tiny hybrid model without a connector, with ours, with vLLM's."""
+"""The servers that ``bench/serving.py`` compares: the tiny hybrid model without a connector, with ours, with others."""
 
 import contextlib
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,13 @@ import psutil  # type: ignore[import-untyped]
 from tools.server import Server
 from vllm_overlay.server.api_client import ApiClient
 from vllm_overlay.server.process_group import ProcessGroup
+from vllm_overlay.server.server_process import free_port
 
 BLOCK_TOKENS = 640
 """N of the tiny model with bfloat16 states."""
 MATCH_UNIT = 64
+LMCACHE_BLOCK_TOKENS = 544
+"""LMCache 0.5.6 takes a state's page on a CPU only if it is filled to the end: with N = 544 these are, with 640 not."""
 TOKEN_BYTES = 2 * 2 * 32 * 2
 """Keys and values of 2 heads of 32 dimensions in bfloat16, in the one layer of attention (``tools/tiny_model.py``)."""
 SNAPSHOT_BYTES = 3 * (4 * 128 * 128 * 2 + (2 * 2 * 128 + 4 * 128) * 3 * 2)
@@ -42,7 +46,8 @@ class Side:
     """One server. ``cpu``: it has a tier in host memory. ``policy``: ``eviction_policy`` of our tiers, "" for vLLM's.
 
     ``disk``: it has one on disk, too. ``loads_always``: whatever our tiers have is loaded; else they measure whether
-    computing is faster. ``match_unit``: vLLM's ``--prefix-match-unit``, in tokens.
+    computing is faster. ``match_unit``: vLLM's ``--prefix-match-unit``, in tokens, and ``block_tokens`` its N.
+    ``lmcache``: it is LMCache's, which is unpacked there.
     """
 
     name: str
@@ -51,15 +56,23 @@ class Side:
     policy: str = ""
     loads_always: bool = False
     match_unit: int = MATCH_UNIT
+    block_tokens: int = BLOCK_TOKENS
+    lmcache: str = ""
 
     @property
     def is_ours(self) -> bool:
         return bool(self.policy)
 
+    def device_blocks(self, sizes: Sizes) -> int:
+        """Blocks of its own size in as many bytes as the other sides have."""
+        return sizes.device_blocks * BLOCK_TOKENS // self.block_tokens
+
     def transfer_config(self, sizes: Sizes, root: Path) -> dict[str, Any] | None:
         """``--kv-transfer-config``; None without a connector."""
         if not self.cpu:
             return None
+        if self.lmcache:
+            return self._lmcache(sizes)
         return self._ours(sizes, root) if self.is_ours else self._offloading(sizes, root)
 
     def _ours(self, sizes: Sizes, root: Path) -> dict[str, Any]:
@@ -92,6 +105,26 @@ class Side:
         if self.disk:
             settings["secondary_tiers"] = [{"type": "fs", "root_dir": str(root)}]
         return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+
+    def _lmcache(self, sizes: Sizes) -> dict[str, Any]:
+        """LMCache's connector, which starts LMCache's server. That moves the data itself, over shared memory."""
+        arguments = [
+            *("--l1-size-gb", str(sizes.cpu_bytes / 2**30), "--eviction-policy", "LRU"),
+            *("--chunk-size", str(self.block_tokens), "--separate-object-groups"),
+            *("--supported-transfer-mode", "lmcache_driven"),
+            *("--http-port", str(free_port()), "--disable-observability"),
+        ]
+        return {
+            "kv_connector": "RepairedLMCacheConnector",
+            "kv_connector_module_path": "bench.lmcache_connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.mp_transfer_mode": "lmcache_driven",
+                "lmcache.mp.server_urls": f"tcp://127.0.0.1:{free_port()}",
+                "lmcache.mp.autostart": True,
+                "lmcache.mp.autostart.server_args": shlex.join(arguments),
+            },
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +161,12 @@ OFFLOADING = Side("OffloadingConnector", cpu=True)
 OFFLOADING_FS = Side("OffloadingConnector, fs tier", cpu=True, disk=True)
 
 
+def lmcache(unpacked: Path) -> Side:
+    """LMCache 0.5.6 with its memory alone. It restores whole blocks, so vLLM matches whole blocks too."""
+    tokens = LMCACHE_BLOCK_TOKENS
+    return Side("LMCache, repaired", cpu=True, match_unit=tokens, block_tokens=tokens, lmcache=str(unpacked.resolve()))
+
+
 def ours(policies: Sequence[str], loading: Sequence[str]) -> list[Side]:
     """A side for each value of ``eviction_policy``, with both tiers, and for each of LOADING."""
     return [
@@ -148,16 +187,16 @@ def server(side: Side, model: Path, sizes: Sizes, directory: Path) -> Server:
         side.transfer_config(sizes, directory / "root"),
         log_path=directory / "server.log",
         arguments=[
-            *("--mamba-ssm-cache-dtype", "bfloat16", "--block-size", str(BLOCK_TOKENS)),
+            *("--mamba-ssm-cache-dtype", "bfloat16", "--block-size", str(side.block_tokens)),
             *("--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", str(MAX_SEQUENCES)),
             *("--max-num-batched-tokens", str(STEP_TOKENS), "--prefix-match-unit", str(side.match_unit)),
-            *("--num-gpu-blocks-override", str(sizes.device_blocks)),
+            *("--num-gpu-blocks-override", str(side.device_blocks(sizes))),
         ],
-        environment={**ONE_THREAD, "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": _python_path()},
+        environment={**ONE_THREAD, "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": _python_path(side.lmcache)},
     )
 
 
-def _python_path() -> str:
-    """The repository first: a server imports the tests' small worker by its name."""
+def _python_path(lmcache: str) -> str:
+    """The repository first: a server imports our own adapters of others by their names."""
     repository = str(Path(__file__).resolve().parent.parent)
-    return os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.pathsep.join([repository, *filter(None, [lmcache, os.environ.get("PYTHONPATH")])])

@@ -17,9 +17,13 @@ def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C need it heard.
 
     Engines share cores: threads of torch that spin while they wait would take the time of another's that work. And no
-    example of hypothesis fails because the machine is busy.
+    example of hypothesis fails because the machine is busy. It tries the same examples in each run, so that a change is
+    judged by what it changes. With ``FRESH_EXAMPLES=1`` it tries others.
     """
-    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    is_fresh = os.environ.get("FRESH_EXAMPLES") == "1"
+    settings.register_profile(
+        "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=not is_fresh
+    )
     settings.load_profile("busy")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

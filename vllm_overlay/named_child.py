@@ -2,8 +2,16 @@
 """What a connector's class may say of itself as a child of a MultiConnector. Other classes are named by their class."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def empty_hook(hook: Hook) -> Hook:
+    """Marks a method that does nothing and answers nothing: a MultiConnector need not call it."""
+    hook.is_empty_hook = True  # type: ignore[attr-defined]
+    return hook
 
 
 class NamedChild:

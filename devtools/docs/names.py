@@ -18,6 +18,7 @@ ELSEWHERE = {
     "--separate-object-groups": "LMCache",
     "--supported-transfer-mode": "LMCache",
     "CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE": "CUDA's driver",
+    "_MambaUnifiedViewEdit": "LMCache",
     "_lib_fn_wrapper": "a message of LMCache's",
     "deferred_loads": "vLLM 0.33.0",
     "derive_key": "BLAKE3",
@@ -26,6 +27,7 @@ ELSEWHERE = {
     "l2_adapters": "LMCache",
     "lmcache_driven": "LMCache",
     "max_capacity_gb": "LMCache",
+    "migrate_to_shm_and_wrap": "LMCache",
     "test_multi_example_connector_consistency": "vLLM's own tests",
     "test_scheduler_kv_connector_override": "vLLM's own tests",
 }

@@ -8,8 +8,9 @@ import pytest
 from bench import serving_sides
 from bench.http_load import Part, Served
 from bench.scaled_trace import Reuse
-from bench.serving import Outcome, Plan, chosen_sides, parse, rows
-from bench.serving_sides import NONE, OFFLOADING_FS, Side, Sizes, ours
+from bench.serving import chosen_sides, parse
+from bench.serving_outcome import Outcome, Plan, rows
+from bench.serving_sides import NONE, OFFLOADING, OFFLOADING_FS, Side, Sizes, ours
 from tests.engine.states import BFLOAT16, TOKEN_BYTES
 
 SIZES = Sizes(device_blocks=48, cpu_bytes=1000, disk_bytes=5000)
@@ -43,6 +44,18 @@ def test_a_policy_goes_to_both_tiers_and_all_sides_have_the_same_memory():
     theirs = OFFLOADING_FS.transfer_config(SIZES, Path("root"))
     assert theirs is not None and theirs["kv_connector_extra_config"]["cpu_bytes_to_use"] == 1000
     assert NONE.transfer_config(SIZES, Path("root")) is None
+
+
+def test_lmcache_is_the_last_side_and_has_as_much_memory_and_as_many_bytes_of_device_cache():
+    *_, other, side = chosen_sides(parse(["trace", "--others", "offloading", "--lmcache", "unpacked"]))
+    assert other == OFFLOADING and side.lmcache == str(Path("unpacked").resolve())
+    sizes = Sizes(device_blocks=51, cpu_bytes=3 << 28, disk_bytes=0)
+    assert (other.device_blocks(sizes), side.device_blocks(sizes)) == (51, 60)
+    config = side.transfer_config(sizes, Path("root"))
+    assert config is not None
+    arguments = config["kv_connector_extra_config"]["lmcache.mp.autostart.server_args"].split()
+    assert arguments[arguments.index("--l1-size-gb") + 1] == "0.75"
+    assert arguments[arguments.index("--chunk-size") + 1] == str(side.block_tokens)
 
 
 @pytest.mark.parametrize(

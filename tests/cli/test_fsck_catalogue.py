@@ -13,7 +13,7 @@ from tests.tiers.disk.files import object_files
 from tests.tiers.disk.inside import is_member
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.common.file_lock import lock
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Namespace
 from vllm_overlay.tiers.disk.catalogue.generations import begin, newest
@@ -107,7 +107,7 @@ def test_what_a_killed_gc_had_yet_to_unlink_is_a_note_and_the_next_server_unlink
     assert len(object_files(root)) == 8
     with tier_pair(root) as made:
         made.recovered()
-        until(lambda: len(object_files(root)) == 6, "the next server", deadline_s=30)
+        until(lambda: len(object_files(root)) == 6, "the next server")
     assert run(capsys, "fsck", root)[1]["findings"] == []
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.common import file_lock, rate_limited_log
 from vllm_overlay.common.file_lock import lock, locked_if_possible, try_lock
 

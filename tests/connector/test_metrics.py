@@ -36,6 +36,14 @@ def exported(*payloads: dict[str, Any], **settings: Any) -> CollectorRegistry:
     return registry
 
 
+def test_of_several_api_servers_the_last_one_that_was_told_a_level_shows_it() -> None:
+    """Each step's report goes to one of them."""
+    registry = exported(tier="cpu", name="near")
+    gauges = [one for one in registry._collector_to_names if isinstance(one, Gauge)]
+    assert len(gauges) == len(HYBRID_OFFLOAD_GAUGES)
+    assert {one._multiprocess_mode for one in gauges} == {"mostrecent"}
+
+
 def test_counters_begin_with_0_under_the_connectors_name_in_every_engine() -> None:
     registry = exported(tier="cpu", name="near")
     for model, engine in ENGINES.values():
@@ -161,9 +169,35 @@ def test_evictions_are_counted_and_not_a_level() -> None:
         harness.tier.usage = lambda total=total: replace(usage, evicted_objects=total)  # type: ignore[method-assign]
         harness.scheduler.record_gauges()
         taken = harness.stats.take()
-        assert taken is not None and "evicted_objects" not in taken.data["gauges"]
-        evicted.append(taken.data["counters"].get("evicted_objects", 0))
+        assert taken is None or "evicted_objects" not in taken.data["gauges"]
+        evicted.append(taken.data["counters"].get("evicted_objects", 0) if taken else 0)
     assert evicted == [0, 3, 0, 2]
+
+
+def test_a_step_that_changes_no_level_reports_none() -> None:
+    """A report goes through every process of the engine, so most steps have none."""
+    harness = Harness()
+    harness.scheduler.record_gauges()
+    first = harness.stats.take()
+    assert first is not None and {"objects", "token_bytes", "pending_loads"} <= first.data["gauges"].keys()
+    harness.scheduler.record_gauges()
+    assert harness.stats.take() is None
+    usage = harness.tier.usage()
+    harness.tier.usage = lambda: replace(usage, used_bytes=usage.used_bytes + 1)  # type: ignore[method-assign]
+    harness.scheduler.record_gauges()
+    changed = harness.stats.take()
+    assert changed is not None and changed.data["gauges"] == first.data["gauges"] | {"used_bytes": usage.used_bytes + 1}
+
+
+def test_levels_go_with_everything_that_is_counted() -> None:
+    """vLLM's log line says how full a tier is beside what it did, and knows what came since the line before."""
+    harness = Harness()
+    harness.scheduler.record_gauges()
+    harness.stats.take()
+    harness.stats.count("restored_tokens", 64)
+    harness.scheduler.record_gauges()
+    taken = harness.stats.take()
+    assert taken is not None and "capacity_bytes" in taken.data["gauges"]
 
 
 def test_no_gauge_is_named_as_a_total_is() -> None:

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm_overlay.connector import connector as connector_module
 from vllm_overlay.connector.connector import HybridOffloadConnector
 from vllm_overlay.connector.guard import never_fatal
+from vllm_overlay.connector.lora.metadata import AdapterCheck, AdapterWeights
 from vllm_overlay.connector.metadata import OffloadMetadata, StoreJob
 from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.tiers.factory import tier_spec
@@ -162,11 +163,13 @@ def test_a_load_that_could_not_be_planned_is_told_to_its_request() -> None:
 def test_loads_that_could_not_be_started_fail() -> None:
     made, half = recording("worker", "start_loads", OffloadMetadata(failed_loads=("r",)))
     made.start_load_kv(None)
-    assert [name for name, _ in half.calls] == ["begin_step", "check_adapters", "answer", "start_loads", "fail_loads"]
+    assert [name for name, _ in half.calls] == ["begin_step", "start_loads", "fail_loads"]
 
 
 def test_when_adapters_cannot_be_checked_what_was_restored_is_not_believed_and_loads_start() -> None:
-    made, half = recording("worker", "check_adapters", OffloadMetadata(failed_loads=("r",)))
+    check = AdapterCheck("s", AdapterWeights(1, b"digest"), frozenset({7}))
+    metadata = OffloadMetadata(failed_loads=("r",), checks=(check,), overdue_stores=(3,))
+    made, half = recording("worker", "check_adapters", metadata)
     made.start_load_kv(None)
     assert [name for name, _ in half.calls] == ["begin_step", "check_adapters", "fail_checks", "answer", "start_loads"]
 

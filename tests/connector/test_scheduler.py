@@ -2,14 +2,18 @@
 """The scheduler's half without vLLM's engine: resets, pauses, stores that fail, reports that do not come."""
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from tests.connector.harness import NOTHING, Harness
+from tests.tiers.store_tier import Address, StoreManager
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
-from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.cpu import CpuTierManager
 from vllm_overlay.tiers.disk.admission import UseCounter
 
@@ -365,3 +369,109 @@ def test_a_request_that_was_not_admitted_has_used_nothing() -> None:
     assert made.found("asked") == 64
     made.store("new", 64)
     assert [made.found(name) for name in ("asked", "unused", "new")] == [0, 64, 64]
+
+
+def test_an_exception_over_one_object_keeps_no_other_from_being_found(
+    made: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = made.request("p", num_tokens=256)
+    made.scheduler.lookup(request, 0)
+    jobs = made.plan(request, 192)
+    assert ends(jobs) == [64, 128, 192]
+    commit, last = made.tier.commit, jobs[-1].ticket.ticket
+
+    def fails_for_the_last(ticket: int) -> None:
+        if ticket == last:
+            raise KeyError(ticket)
+        commit(ticket)
+
+    def fails_at_once(tickets: Sequence[int]) -> None:
+        raise KeyError(tickets)
+
+    monkeypatch.setattr(made.tier, "commit", fails_for_the_last)
+    monkeypatch.setattr(made.tier, "commit_all", fails_at_once)
+    with pytest.raises(KeyError):
+        made.report(jobs)
+    assert made.found("p", num_tokens=256) == 128
+    made.idle_step()  # nothing of it comes again
+    assert not made.scheduler.has_pending_work()
+
+
+def test_an_exception_over_all_at_once_is_seen_when_one_by_one_none_comes(
+    made: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = made.request("p")
+    made.scheduler.lookup(request, 0)
+    jobs = made.plan(request, 140)
+
+    def fails_at_once(tickets: Sequence[int]) -> None:
+        raise KeyError(tickets)
+
+    monkeypatch.setattr(made.tier, "commit_all", fails_at_once)
+    with pytest.raises(KeyError):
+        made.report(jobs)
+    assert made.found("p") == 128
+
+
+def test_an_exception_over_a_store_keeps_no_load_from_ending(made: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.store("p")
+    loading = made.request("p")
+    loading.request_id = "loads"
+    assert made.scheduler.lookup(loading, 0) == 128
+    made.scheduler.allocated(loading, [[1, 2, 3, 4]], 128)
+    request = made.request("q")
+    made.scheduler.lookup(request, 0)
+    jobs = made.plan(request, 140)
+
+    def fails(*_: object) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(made.tier, "commit_all", fails)
+    monkeypatch.setattr(made.tier, "commit", fails)
+    reported = OffloadWorkerMetadata(Counter({job.ticket.ticket: 2 for job in jobs}))
+    with pytest.raises(KeyError):
+        made.scheduler.update(KVConnectorOutput(finished_recving={"loads"}), reported)
+    assert made.tier.index.evict_one() is not None, "the objects of a load that has ended are pinned"
+
+
+class RefusesOnce(StoreManager):
+    """Knows nothing of parents, and has no room for the second object that it is asked for."""
+
+    asked = 0
+
+    def reserve(self, planned: PlannedObject) -> StoreTicket | None:
+        self.asked += 1
+        return None if self.asked == 2 else super().reserve(planned)
+
+
+def test_what_a_tier_grants_behind_a_chunk_that_found_no_room_does_not_hide_the_hole() -> None:
+    tier: Any = RefusesOnce(Address(""), 1 << 20, 2)
+    made = Harness(tier)
+    request = made.request("p", num_tokens=256)
+    made.scheduler.lookup(request, 0)
+    made.step(request, 192)
+    made.step(request, 64)
+    assert made.found("p", num_tokens=257) == 256
+
+
+def test_while_a_tier_is_full_a_step_asks_for_the_first_chunk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Harness(CpuTierManager(num_units=2, unit_bytes=512, world_size=2))
+    made.store("p")
+    loading = made.request("p")
+    loading.request_id = "loads"
+    made.scheduler.lookup(loading, 0)
+    made.scheduler.allocated(loading, [[1, 2, 3, 4]], 128)  # so that nothing can go
+    request = made.request("q", num_tokens=2048)
+    made.scheduler.lookup(request, 0)
+    assert made.step(request, 1024) == 0
+    asked: list[int] = []
+    reserve_all = made.tier.reserve_all
+
+    def counted(planned: Sequence[PlannedObject]) -> list[StoreTicket | None]:
+        asked.append(len(planned))
+        return reserve_all(planned)
+
+    monkeypatch.setattr(made.tier, "reserve_all", counted)
+    assert made.step(request, 512) == 0
+    assert asked == [1]
+    assert made.stats.data["counters"]["dropped_stores:no_room"] == 1

@@ -128,7 +128,9 @@ def _is_recurrent(group: Any) -> bool:
 def retag(driver: "Driver") -> int:
     """The arena's units of the last snapshot carry another generation: what a lost race would look like."""
     entry = _entries(driver, SNAPSHOT_TAG)[-1]
-    tier_worker("cpu")._tags[list(entry.units)] += 1_000_000
+    tags = tier_worker("cpu")._tags
+    for unit in entry.units:
+        tags[unit] += 1_000_000
     return len(entry.units)
 
 

@@ -2,7 +2,7 @@
 """What a resend must restore, and that its output is the one that was computed."""
 
 from tests.engine.bar import BAR
-from tests.engine.client import Output
+from tests.engine.client import Engine, Output
 from tests.engine.states import TOKEN_BYTES, States
 
 U = 64
@@ -21,6 +21,14 @@ def restored_bytes(states: States, num_tokens: int) -> int:
 def assert_restored(cold: Output, restored: Output, num_tokens: int) -> None:
     assert restored.num_cached_tokens >= restorable(num_tokens)
     assert restored.same_as(cold), (num_tokens, cold, restored)
+
+
+def assert_restores(engine: Engine, cold: Output, tokens: list[int]) -> None:
+    """As ``assert_restored`` of the prompt. Of a wrong answer it tells whether the same blocks give it once more: then
+    they hold wrong bytes, and else computing was not the same."""
+    restored = engine.generate(tokens)
+    assert restored.num_cached_tokens >= restorable(len(tokens))
+    assert restored.same_as(cold), (len(tokens), cold, restored, "the same blocks again:", engine.generate(tokens))
 
 
 def assert_restored_in_a_batch(cold: Output, restored: Output, num_tokens: int) -> None:

@@ -15,7 +15,7 @@ from tests.engine.damage import DAMAGES
 from tests.engine.disk_alone import LENGTH, MAX_TOKENS, counted, stored, works
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
-from tests.engine.restore import assert_restored, restored_bytes
+from tests.engine.restore import assert_restored, assert_restores, restored_bytes
 from tests.engine.states import BFLOAT16, FLOAT32, TOKEN_BYTES, States
 
 pytestmark = pytest.mark.engine
@@ -46,7 +46,7 @@ def test_restores_equal_the_cold_run_from_cpu_and_after_a_restart_from_disk(
             assert cold[length].num_cached_tokens == 0
             engine.reset_device_cache()
             before = loaded_bytes(engine)
-            assert_restored(cold[length], engine.generate(tokens), length)
+            assert_restores(engine, cold[length], tokens)
             assert loaded_bytes(engine) - before == restored_bytes(states, length)
             served_by_device = engine.generate(tokens)
             assert_restored(cold[length], served_by_device, length)
@@ -58,12 +58,12 @@ def test_restores_equal_the_cold_run_from_cpu_and_after_a_restart_from_disk(
 
     with Engine(tiny_model, **options) as engine:
         for length, tokens in prompts.items():
-            assert_restored(cold[length], engine.generate(tokens), length)
+            assert_restores(engine, cold[length], tokens)
         loaded_from_disk = engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk")
         assert loaded_from_disk > 0
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu") == 0
         for length, tokens in prompts.items():
             engine.reset_device_cache()
-            assert_restored(cold[length], engine.generate(tokens), length)
+            assert_restores(engine, cold[length], tokens)
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") == loaded_from_disk
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu") > 0

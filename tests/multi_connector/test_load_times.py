@@ -2,7 +2,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_overlay.multi_connector.load_times import LEVEL_LOADS, LoadTimes
@@ -53,6 +53,7 @@ def test_loads_that_take_the_same_whatever_their_size_are_known(seconds, tokens)
 
 
 @given(st.lists(st.tuples(st.integers(1, 200_000), st.floats(0, 1000)), max_size=60), st.integers(1, 200_000))
+@example([*[(1, 0.0)] * 3, *[(1, 1.0)] * 3, (2, 1.0), (2, 2.225073858507e-311)], 1)
 def test_no_measurement_makes_time_run_backwards_or_fall_with_the_tokens(loads, tokens):
     times = after(*loads)
     assert 0 <= times.seconds(tokens, COMPUTE_S) <= times.seconds(tokens + 1, COMPUTE_S)

@@ -45,6 +45,24 @@ class Front:
         return self.registry.get_sample_value(name, {**ENGINE, **labels})
 
 
+def test_of_several_api_servers_the_last_one_that_was_told_a_level_shows_it():
+    """Each step's report goes to one of them."""
+    modes = []
+
+    def gauge(**options):
+        modes.append(options.get("multiprocess_mode"))
+        return Gauge(**options, registry=None)
+
+    types = {
+        Gauge: gauge,
+        Counter: lambda **options: Counter(**options, registry=None),
+        Histogram: lambda **options: Histogram(**options, registry=None),
+    }
+    config = vllm_config(child("a"))
+    MultiConnector.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+    assert set(modes) == {"mostrecent"} and len(modes) >= len(MULTI_CONNECTOR_GAUGES)
+
+
 def own(**children):
     """A payload of our own counters."""
     return {"*": {"counters": children, "classes": {}}}

@@ -287,7 +287,7 @@ def test_a_new_instance_that_hangs_while_it_starts_is_named_too(hook, monkeypatc
     seen = []
 
     def look(*args):
-        seen.append(hanging._watchdog._call.hook)
+        seen.append(hanging._watchdog._call[1])
 
     def building():
         if hook == "__init__":

@@ -76,8 +76,8 @@ class StoreManager(TierManager):
         return StoreTicket(self._tickets, planned, self._address)
 
     def commit(self, ticket: int) -> None:
-        planned = self._stores.pop(ticket)
-        self.held[planned.object_id] = planned.num_bytes
+        if (planned := self._stores.pop(ticket, None)) is not None:
+            self.held[planned.object_id] = planned.num_bytes
 
     def abort(self, ticket: int) -> None:
         self._stores.pop(ticket)

@@ -2,15 +2,19 @@
 """The CPU tier's scheduler half: every order of stores, loads, drops and resets keeps its index and its units right."""
 
 import itertools
+from typing import Any
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.strategies import everything, families_of_prompts, geometries
 from tests.tiers.entries import entries_of
-from vllm_overlay.tiers.base import LoadTicket
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager
 from vllm_overlay.tiers.cpu import CpuTierManager
+from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.memory import units_needed
 
 UNIT = 16
@@ -49,6 +53,21 @@ class CpuManagerMachine(RuleBasedStateMachine):
                 self.tickets.append(ticket.ticket)
                 if commits:
                     self.tier.commit(ticket.ticket)
+
+    @rule(data=st.data(), count=st.integers(1, 12), commits=st.booleans())
+    def store_together(self, data, count, commits):
+        """As a step does: one question for all, in any order, and one call for all that every rank has stored."""
+        first = data.draw(st.integers(0, max(0, len(self.objects) - 1)))
+        planned = data.draw(st.permutations(self.objects[first : first + count]) | st.just(self.objects[first:]))
+        tickets = self.tier.reserve_all(planned)
+        assert [item for item, ticket in zip(planned, tickets, strict=True) if ticket is not None] == [
+            ticket.planned for ticket in tickets if ticket is not None
+        ]
+        out = [ticket for ticket in tickets if ticket is not None]
+        assert all(len(ticket.part) == units_needed(ticket.planned.num_bytes, UNIT) for ticket in out)
+        self.tickets += [ticket.ticket for ticket in out]
+        if commits:
+            self.tier.commit_all([ticket.ticket for ticket in out])
 
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), does_commit=st.booleans())
@@ -113,3 +132,101 @@ CpuManagerMachine.TestCase.settings = settings(
     max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestCpuManager = CpuManagerMachine.TestCase
+
+
+@st.composite
+def steps_of_prompts(draw: st.DrawFn) -> tuple[int, list[list[PlannedObject]]]:
+    """The units of a tier, and runs of objects that are stored one after the other."""
+    geometry = draw(geometries(max_groups=3) | geometries(max_groups=3, hybrid=True))
+    prompts = draw(families_of_prompts(max_units=12))
+    steps = []
+    for keys in prompts:
+        objects = everything(geometry, keys)
+        first = draw(st.integers(0, len(objects)))
+        steps += [objects[:first], objects[first:]]
+    return draw(st.integers(1, 80)), steps
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps_of_prompts())
+def test_what_finds_room_one_by_one_finds_it_together(case: tuple[int, list[list[PlannedObject]]]) -> None:
+    """What goes for it may be other: room for all is made among what none of them needs."""
+    num_units, steps = case
+    together, one_by_one = (CpuTierManager(num_units, UNIT, WORLD_SIZE) for _ in range(2))
+    for objects in steps:
+        planned = [item for item in objects if not together.index.contains(item.object_id)]
+        tickets = [ticket for ticket in together.reserve_all(planned) if ticket is not None]
+        expected = [ticket for ticket in TierManager.reserve_all(one_by_one, planned) if ticket is not None]
+        assert len(expected) < len(planned) or len(tickets) == len(planned)
+        together.commit_all([ticket.ticket for ticket in tickets])
+        TierManager.commit_all(one_by_one, [ticket.ticket for ticket in expected])
+        if set(together.index.visible()) != set(one_by_one.index.visible()):
+            return
+        assert together.usage().used_bytes == one_by_one.usage().used_bytes
+
+
+def chain(count: int) -> list[PlannedObject]:
+    """Chunks of one unit each, of one prompt."""
+    names = [ObjectId("f0", bytes([place])) for place in range(count)]
+    return [
+        PlannedObject(name, tuple(names[max(0, place - 1) : place]), 64 * place, 64 * place + 64, UNIT)
+        for place, name in enumerate(names)
+    ]
+
+
+def test_what_is_there_already_does_not_go_for_the_rest() -> None:
+    tier = CpuTierManager(2, UNIT, WORLD_SIZE)
+    oldest, other, new = (PlannedObject(ObjectId(f"f{n}", b"x"), (), 0, 64, UNIT) for n in range(3))
+    for item in (oldest, other):
+        (ticket,) = tier.reserve_all([item])
+        assert ticket is not None
+        tier.commit(ticket.ticket)
+    first, second = tier.reserve_all([new, oldest])
+    assert first is not None and second is None
+    assert tier.has_or_awaits(oldest.object_id) and not tier.has_or_awaits(other.object_id)
+
+
+def test_a_parent_does_not_go_for_its_child() -> None:
+    tier = CpuTierManager(3, UNIT, WORLD_SIZE)
+    parent, *children = chain(3)
+    other = PlannedObject(ObjectId("f1", b"x"), (), 0, 64, UNIT)
+    for item in (parent, other):
+        (ticket,) = tier.reserve_all([item])
+        assert ticket is not None
+        tier.commit(ticket.ticket)
+    assert all(tier.reserve_all(children))
+    assert tier.index.has(parent.object_id) and not tier.has_or_awaits(other.object_id)
+
+
+def test_when_several_are_reserved_at_once_an_exception_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = CpuTierManager(8, UNIT, WORLD_SIZE)
+    planned, reserve = chain(3), tier.index.reserve
+
+    def fails_at_the_last(item: PlannedObject, *rest: Any) -> Entry | None:
+        if item is planned[-1]:
+            raise MemoryError
+        return reserve(item, *rest)
+
+    monkeypatch.setattr(tier.index, "reserve", fails_at_the_last)
+    with pytest.raises(MemoryError):
+        tier.reserve_all(planned)
+    assert len(tier.index) == 0
+    assert tier.usage().used_bytes == 0
+
+
+def test_when_one_of_several_cannot_be_reserved_for_an_exception_no_ticket_is_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = CpuTierManager(8, UNIT, WORLD_SIZE)
+    planned, reserve = chain(3), tier.reserve
+
+    def fails_at_the_last(item: PlannedObject) -> StoreTicket | None:
+        if item is planned[-1]:
+            raise OSError("no")
+        return reserve(item)
+
+    monkeypatch.setattr(tier, "reserve", fails_at_the_last)
+    with pytest.raises(OSError, match="no"):
+        TierManager.reserve_all(tier, planned)
+    assert len(tier.index) == 0
+    assert tier.usage().used_bytes == 0

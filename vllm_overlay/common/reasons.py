@@ -40,7 +40,7 @@ class Reason(StrEnum):
 
     # Room.
     NO_ROOM = "no_room"
-    """The tier could make no room, or may not write so much now."""
+    """The tier could make no room, or none in time, or may not write so much now."""
     STAGING_FULL = "staging_full"
     """A rank had no host memory for it within the pass."""
     TRANSFER_FULL = "transfer_full"

@@ -27,7 +27,7 @@ from vllm_overlay.connector.metrics import LoggedOffloadStats, OffloadPromMetric
 from vllm_overlay.connector.placement import NULL_BLOCK
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.worker import OffloadWorker
-from vllm_overlay.named_child import NamedChild
+from vllm_overlay.named_child import NamedChild, empty_hook
 from vllm_overlay.startup import prepare_process
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.factory import tier_spec
@@ -234,8 +234,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         metadata = self._get_connector_metadata()
         if self._worker is not None and isinstance(metadata, OffloadMetadata):
             self._worker.begin_step(metadata.step)
-            self._check_adapters(metadata)
-            self._worker.answer(metadata.overdue_stores, metadata.overdue_loads)
+            if metadata.checks:
+                self._check_adapters(metadata)
+            if metadata.overdue_stores or metadata.overdue_loads:
+                self._worker.answer(metadata.overdue_stores, metadata.overdue_loads)
             self._worker.start_loads(metadata.loads, metadata.failed_loads)
 
     def _recover_start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
@@ -253,9 +255,11 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         if self._worker is not None:
             self._worker.fail_checks(metadata.checks)
 
+    @empty_hook
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: nothing to wait for."""
 
+    @empty_hook
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
     ) -> None:
@@ -306,6 +310,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         name = tier_spec(vllm_config.kv_transfer_config.kv_connector_extra_config).settings.name
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, name)
 
+    @empty_hook
     def take_events(self) -> Iterable[Any]:
         return ()
 

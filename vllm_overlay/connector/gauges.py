@@ -6,36 +6,40 @@ from vllm_overlay.connector.pending import PendingReports
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import TierManager
 
+_LEVELS = ("objects", "used_bytes", "capacity_bytes", "pending_stores", "pending_loads", "loads_paused")
+
 
 class Gauges:
     """Called by the scheduler's half alone, with every report."""
 
     def __init__(self, stats: OffloadStats, geometry: Geometry, tier: TierManager, world_size: int) -> None:
         self._stats = stats
-        self._geometry = geometry
         self._tier = tier
-        self._world_size = world_size
-        self._num_evicted = 0
-        """As far as it is counted."""
-
-    def record(self, pending: PendingReports, *, are_loads_paused: bool) -> None:
-        """Puts all levels into the stats, and the evictions since the last call."""
-        usage, geometry = self._tier.usage(), self._geometry
-        levels = {
-            "objects": usage.num_objects,
-            "used_bytes": usage.used_bytes,
-            "capacity_bytes": usage.capacity_bytes,
-            "token_bytes": geometry.token_bytes * self._world_size,
-            "state_bytes": geometry.state_bytes * self._world_size,
+        self._sizes = {
+            "token_bytes": geometry.token_bytes * world_size,
+            "state_bytes": geometry.state_bytes * world_size,
             "chunk_tokens": geometry.chunk_size,
             "restore_unit_tokens": geometry.restore_unit,
             "block_tokens": max(group.block_size for group in geometry.groups),
-            "pending_stores": pending.num_stores,
-            "pending_loads": pending.num_loads,
-            "loads_paused": int(are_loads_paused),
         }
-        for name, level in levels.items():
-            self._stats.gauge(name, level)
+        self._num_evicted = 0
+        """As far as it is counted."""
+        self._levels: tuple[float, ...] = ()
+        """As last put into the stats."""
+
+    def record(self, pending: PendingReports, *, are_loads_paused: bool) -> None:
+        """Puts the evictions since the last call into the stats, and all levels if one has changed or if something was
+        counted: most steps have nothing to report."""
+        usage = self._tier.usage()
         if evicted := usage.evicted_objects - self._num_evicted:
             self._num_evicted = usage.evicted_objects
             self._stats.count("evicted_objects", evicted)
+        tier = usage.num_objects, usage.used_bytes, usage.capacity_bytes
+        levels = *tier, pending.num_stores, pending.num_loads, int(are_loads_paused)
+        if levels == self._levels and self._stats.is_empty():
+            return
+        self._levels = levels
+        for name, level in zip(_LEVELS, levels, strict=True):
+            self._stats.gauge(name, level)
+        for name, size in self._sizes.items():
+            self._stats.gauge(name, size)

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -19,8 +20,7 @@ from vllm_overlay.tiers.base import LoadTicket, StoreTicket
 from vllm_overlay.transfer.base import Placement, Span
 
 
-@dataclass(frozen=True, slots=True)
-class StoreJob:
+class StoreJob(msgspec.Struct, frozen=True, gc=False):
     """Copy one object out of the KV cache within this pass, then keep it, if its adapter is still ``weights``."""
 
     ticket: StoreTicket

@@ -2,8 +2,9 @@
 """What HybridOffloadConnector counts: in a form that vLLM carries from any process, and as Prometheus metrics."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import prometheus_client
@@ -53,8 +54,15 @@ class OffloadStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
 
     def observe(self, metric: str, value: float, source: str = "") -> None:
         """Adds to one histogram; ``source`` becomes the label of that name."""
-        key = _key(metric, source)
-        self.data["histograms"].setdefault(key, Buckets(_BOUNDS[metric])).observe(value)
+        self.observe_all(metric, (value,), source)
+
+    def observe_all(self, metric: str, values: Iterable[float], source: str = "") -> None:
+        """As ``observe`` for each."""
+        key, histograms = _key(metric, source), self.data["histograms"]
+        if (buckets := histograms.get(key)) is None:
+            buckets = histograms[key] = Buckets(_BOUNDS[metric])
+        for value in values:
+            buckets.observe(value)
 
     def gauge(self, metric: str, value: float) -> None:
         self.data["gauges"][metric] = value
@@ -147,7 +155,9 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-i
         """``name`` is the connector's. Its counters exist with 0 before anything is counted."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = self._make(metric_types[prometheus_client.Counter], metrics.HYBRID_OFFLOAD_COUNTERS)
-        self._gauges = self._make(metric_types[prometheus_client.Gauge], metrics.HYBRID_OFFLOAD_GAUGES)
+        # Of several API servers each step's report goes to one.
+        gauge_type = partial(metric_types[prometheus_client.Gauge], multiprocess_mode="mostrecent")
+        self._gauges = self._make(gauge_type, metrics.HYBRID_OFFLOAD_GAUGES)
         self._histograms = self._make(metric_types[prometheus_client.Histogram], metrics.HYBRID_OFFLOAD_HISTOGRAMS)
         for engine in per_engine_labelvalues.values():
             self._begin([*engine, name])

@@ -8,14 +8,16 @@ said, in one and the same step, that it holds nothing of it: then the report was
 
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.base import StoreTicket
 
 
-@dataclass(slots=True)
-class PendingStore:
+class PendingStore(msgspec.Struct, gc=False):
     """A store ticket that is out: reports still to come, one a rank."""
 
     ticket: int
@@ -61,14 +63,15 @@ class PendingReports:
             not load.is_overdue for load in self._loads.values()
         )
 
-    def add_store(self, ticket: int, request_id: str, planned: PlannedObject) -> None:
-        self._stores[ticket] = PendingStore(ticket, request_id, planned, self._deadline(), self._world_size)
+    def add_stores(self, request_id: str, tickets: Iterable[StoreTicket]) -> None:
+        """These tickets of one request go out now."""
+        deadline = time.monotonic() + self._timeout_s
+        for ticket in tickets:
+            number = ticket.ticket
+            self._stores[number] = PendingStore(number, request_id, ticket.planned, deadline, self._world_size)
 
     def add_load(self, request_id: str, object_ids: tuple[ObjectId, ...]) -> None:
-        self._loads[request_id] = PendingLoad(request_id, object_ids, self._deadline())
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout_s
+        self._loads[request_id] = PendingLoad(request_id, object_ids, time.monotonic() + self._timeout_s)
 
     def take_back(self, since: Collection[int]) -> list[int]:
         """Stores that are not in ``since``, which no worker will hear of: forgets them and returns their tickets."""

@@ -24,6 +24,11 @@ class Placer:
         """The group that ``planned`` is a chunk of; None for a snapshot."""
         return None if planned.group_id is None else self._groups[planned.group_id]
 
+    def is_full(self, planned: PlannedObject) -> bool:
+        """Whether ``planned`` is a chunk of full attention, without which no later one can be found."""
+        group = self.group_of(planned)
+        return group is not None and group.is_full
+
     def to_store(
         self, planned: PlannedObject, block_ids: BlockIds, states: Mapping[int, int] | None = None
     ) -> Placement | None:
@@ -32,7 +37,10 @@ class Placer:
         For a snapshot ``states`` has the block that vLLM offers for each recurrent group.
         """
         group = self.group_of(planned)
-        placement = self._chunk(planned, group, block_ids) if group else self._snapshot(planned, block_ids, states)
+        if group is not None:
+            is_there = block_at(block_ids, group, planned.start_tokens) != NULL_BLOCK
+            return self._chunk(planned, group, block_ids) if is_there else None
+        placement = self._snapshot(planned, block_ids, states)
         return None if NULL_BLOCK in placement.block_ids else placement
 
     def to_load(self, planned: PlannedObject, block_ids: BlockIds) -> Placement:
@@ -73,9 +81,9 @@ class Placer:
         return Placement(pages, tuple(self._span(planned, group, block_ids) for group in groups))
 
     def _span(self, planned: PlannedObject, group: Group, block_ids: BlockIds) -> Span:
-        block_id = block_at(block_ids, group, planned.start_tokens)
-        num_tokens = planned.end_tokens - planned.start_tokens
-        return Span(group.group_id, block_id, planned.start_tokens % group.block_size, num_tokens)
+        start = planned.start_tokens
+        block_id = block_at(block_ids, group, start)
+        return Span(group.group_id, block_id, start % group.block_size, planned.end_tokens - start)
 
 
 def block_at(block_ids: BlockIds, group: Group, token: int) -> int:

@@ -105,7 +105,20 @@ class TrackedRequest:
 
     def cursor(self, group_id: int) -> StoreCursor:
         """The cursor of one group; a new one is at the beginning of the prompt."""
-        return self.cursors.setdefault(group_id, StoreCursor())
+        cursor = self.cursors.get(group_id)
+        if cursor is None:
+            cursor = self.cursors[group_id] = StoreCursor()
+        return cursor
+
+    def cursor_of(self, chunk: PlannedObject) -> StoreCursor:
+        """The cursor of the group of a chunk."""
+        assert chunk.group_id is not None
+        return self.cursor(chunk.group_id)
+
+    @property
+    def is_retrying(self) -> bool:
+        """Whether a failed store of some group is to be tried again, or is on its way once more."""
+        return any(cursor.retry is not None for cursor in self.cursors.values())
 
     def has_complete_chunk(self, geometry: Geometry, computed_tokens: int) -> bool:
         """Whether some group may have a chunk to store."""

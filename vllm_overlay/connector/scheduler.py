@@ -5,11 +5,12 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from vllm.v1.request import RequestStatus
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector.first_tokens import FirstTokens
 from vllm_overlay.connector.gauges import Gauges
@@ -19,15 +20,14 @@ from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.pending import PendingReports, PendingStore
 from vllm_overlay.connector.placement import BlockIds, Placer
 from vllm_overlay.connector.requests import TrackedRequest
+from vllm_overlay.connector.store_planner import StorePlanner
 from vllm_overlay.connector.token_account import TokenAccount
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import TierManager
-from vllm_overlay.transfer.base import Placement
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -55,15 +55,22 @@ class OffloadScheduler:
         self._planner = HybridOffloadPlanner(geometry)
         self._placer = Placer(geometry)
         self._tier = tier
-        self._stores_decoded = not geometry.recurrent if store_decoded_tokens == "auto" else store_decoded_tokens
         self._max_load_attempts = max_load_attempts
-        self._speculative_snapshot_tokens = speculative_snapshot_tokens
         self._stats = stats
         self._account = TokenAccount(stats)
         self._first_tokens = FirstTokens(stats)
         self._gauges = Gauges(stats, geometry, tier, world_size)
         self._lora = LoraNames(world_size, num_concurrent_steps)
         self._pending = PendingReports(world_size, report_timeout_s)
+        self._store_planner = StorePlanner(
+            self._planner,
+            self._placer,
+            tier,
+            self._pending,
+            stats,
+            stores_decoded_tokens=not geometry.recurrent if store_decoded_tokens == "auto" else store_decoded_tokens,
+            speculative_snapshot_tokens=speculative_snapshot_tokens,
+        )
         self._ended_stores: deque[PendingStore] = deque()
         """Empty, but for what an exception kept from being taken in."""
         self._tracked: dict[str, TrackedRequest] = {}
@@ -184,159 +191,24 @@ class OffloadScheduler:
             return ()
         before = self._pending.tickets
         try:
-            return tuple(self._stores_of_step(scheduler_output.num_scheduled_tokens, block_state))
+            num_scheduled = scheduler_output.num_scheduled_tokens
+            return tuple(self._store_planner.plan(self._step, self._tracked, num_scheduled, block_state))
         except BaseException:
             for ticket in self._pending.take_back(since=before):
                 self._tier.abort(ticket)
             raise
 
-    def _stores_of_step(self, num_scheduled: dict[str, int], block_state: "KVConnectorBlockState") -> list[StoreJob]:
-        jobs: list[StoreJob] = []
-        for request_id, num_tokens in num_scheduled.items():
-            tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.names.keys is not None:
-                computed = tracked.request.num_computed_tokens + num_tokens
-                computed = min(computed, self._storable_tokens(tracked))
-                jobs += self._store_chunks(tracked, tracked.names.keys, computed, block_state)
-                if self._speculative_snapshot_tokens and self._geometry.recurrent:
-                    jobs += self._store_speculative(tracked, tracked.names.keys, num_tokens, block_state)
-        for request_id, offers in block_state.boundary_state_offloads.items():
-            tracked = self._tracked.get(request_id)
-            block_ids = block_state.get_block_ids(request_id)
-            if tracked is not None and tracked.names.keys is not None and block_ids is not None:
-                jobs += self._store_snapshots(tracked, tracked.names.keys, offers, block_ids)
-        return jobs
-
-    def _storable_tokens(self, tracked: TrackedRequest) -> int:
-        """Tokens of a request that may be stored: those of the prompt alone where decode steps must not write what is
-        stored.
-
-        Decode steps round otherwise than a prefill. The next turn prefills the answer and stores it then. A model with
-        states loses no hit: vLLM offers none of the states that decode steps go through. The next turn begins at the
-        prompt's last state in any case.
-        """
-        return tracked.request.num_tokens if self._stores_decoded else tracked.num_prompt_tokens
-
-    def _store_chunks(
-        self,
-        tracked: TrackedRequest,
-        keys: Sequence[bytes],
-        computed_tokens: int,
-        block_state: "KVConnectorBlockState",
-    ) -> list[StoreJob]:
-        if not tracked.has_complete_chunk(self._geometry, computed_tokens):
-            return []
-        block_ids = block_state.get_block_ids(tracked.request.request_id)
-        if block_ids is None:
-            return []
-        jobs = []
-        stalled: set[int] = set()
-        positions = {group_id: cursor.tokens for group_id, cursor in tracked.cursors.items()}
-        for chunk in self._planner.store_plan(keys, positions, computed_tokens):
-            assert chunk.group_id is not None
-            cursor = tracked.cursor(chunk.group_id)
-            if chunk.group_id in stalled or not cursor.may_store(self._step):
-                continue
-            if not cursor.should_store(chunk, self._tier):
-                cursor.tokens = chunk.end_tokens
-                continue
-            job = self._reserve(tracked, chunk, self._placer.to_store(chunk, block_ids))
-            if job is not None:
-                jobs.append(job)
-                cursor.submitted(chunk)
-            elif self._waits_for_room(chunk):
-                stalled.add(chunk.group_id)
-                cursor.go_back(self._planner.first_missing(keys, chunk, self._tier.has_or_awaits))
-            else:
-                cursor.passed(chunk)
-        return jobs
-
-    def _waits_for_room(self, chunk: PlannedObject) -> bool:
-        """Whether a chunk that got no ticket should be tried again: a later one could never be found without it.
-
-        A window's chunk is not waited for: its block may be gone in the next step, and later chunks do without.
-        """
-        group = self._placer.group_of(chunk)
-        return group is not None and group.is_full and not self._tier.has_or_awaits(chunk.object_id)
-
-    def _store_snapshots(
-        self,
-        tracked: TrackedRequest,
-        keys: Sequence[bytes],
-        offers: Sequence[tuple[int, int, int]],
-        block_ids: BlockIds,
-    ) -> list[StoreJob]:
-        pages: dict[int, dict[int, int]] = {}
-        for group_id, block_id, boundary in offers:
-            pages.setdefault(boundary, {})[group_id] = block_id
-        wanted = {group.group_id for group in self._geometry.recurrent}
-        jobs = []
-        for boundary, states in pages.items():
-            known = min(len(keys) * self._geometry.match_unit, self._storable_tokens(tracked))
-            if set(states) != wanted or boundary > known or not self._geometry.is_restore_point(boundary):
-                continue
-            tracked.state_tokens = boundary
-            jobs += self._store_snapshot(tracked, keys, boundary, block_ids, states)
-        return jobs
-
-    def _store_speculative(
-        self, tracked: TrackedRequest, keys: Sequence[bytes], num_tokens: int, block_state: "KVConnectorBlockState"
-    ) -> list[StoreJob]:
-        """The state where this step of ``num_tokens`` ends inside a prompt, far enough after the last that is kept.
-
-        vLLM neither keeps nor offers it. It is in each group's last block, from which the next step goes on.
-        """
-        boundary = tracked.request.num_computed_tokens + num_tokens
-        if tracked.state_tokens is None:
-            tracked.state_tokens = tracked.request.num_computed_tokens
-        if boundary - tracked.state_tokens < self._speculative_snapshot_tokens:
-            return []
-        last = self._geometry.floor_to_restore_point(tracked.num_prompt_tokens - 1)
-        block_ids = block_state.get_block_ids(tracked.request.request_id)
-        if boundary >= last or block_ids is None or not self._geometry.is_restore_point(boundary):
-            return []
-        tracked.state_tokens = boundary
-        return self._store_snapshot(tracked, keys, boundary, block_ids)
-
-    def _store_snapshot(
-        self,
-        tracked: TrackedRequest,
-        keys: Sequence[bytes],
-        boundary: int,
-        block_ids: BlockIds,
-        states: Mapping[int, int] | None = None,
-    ) -> list[StoreJob]:
-        """``states``: see ``Placer.to_store``."""
-        snapshot = self._planner.snapshot(keys, boundary)
-        if not self._tier.should_store(snapshot.object_id):
-            return []
-        job = self._reserve(tracked, snapshot, self._placer.to_store(snapshot, block_ids, states))
-        return [] if job is None else [job]
-
-    def _reserve(self, tracked: TrackedRequest, planned: PlannedObject, placement: Placement | None) -> StoreJob | None:
-        if placement is None:
-            return None
-        ticket = self._tier.reserve(planned)
-        if ticket is None:
-            if not self._tier.has_or_awaits(planned.object_id) and tracked.stalled_at != planned.object_id:
-                tracked.stalled_at = planned.object_id
-                self._stats.count("dropped_stores", reason=Reason.NO_ROOM)
-            return None
-        self._pending.add_store(ticket.ticket, tracked.request.request_id, planned)
-        return StoreJob(ticket, placement, tracked.names.weights)
-
     # Completions.
 
     def update(self, output: "KVConnectorOutput", metadata: OffloadWorkerMetadata | None) -> None:
-        """Take in what the workers reported after a step."""
+        """Take in what the workers reported after a step. Stores come last: what a tier raises over one keeps no load
+        from ending."""
         if self._has_computed_with_bad_blocks(output):
             self._stats.count("dropped_stores", self._pending.fail_all_stores(), reason=Reason.BAD_BLOCKS)
         if metadata is not None:
             self._ended_stores.extend(self._pending.report_stores(metadata.reported, metadata.failed_stores))
             lost_stores, lost_loads = self._pending.take_lost(metadata.idle_stores, metadata.idle_loads)
             self._ended_stores.extend(lost_stores)
-            while self._ended_stores:
-                self._end_store(self._ended_stores.popleft())
             for request_id in lost_loads:
                 self._account.load_ended(request_id, failed=True)
                 self._tier.release(self._pending.end_load(request_id))
@@ -355,6 +227,8 @@ class OffloadScheduler:
             num_tokens = self._account.load_ended(request_id, failed=request_id in failed)
             self._first_tokens.loaded(request_id, num_tokens)
             self._tier.release(self._pending.end_load(request_id))
+        if self._ended_stores:
+            self._end_stores()
 
     def _has_computed_with_bad_blocks(self, output: "KVConnectorOutput") -> bool:
         """Whether another connector's load failed in a pass that computed with it.
@@ -371,18 +245,35 @@ class OffloadScheduler:
         tracked = self._tracked.get(request_id)
         return tracked is None or tracked.request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
 
-    def _end_store(self, store: PendingStore) -> None:
-        group = self._placer.group_of(store.planned)
-        tracked = self._tracked.get(store.request_id)
-        cursor = tracked.cursor(group.group_id) if tracked is not None and group is not None and group.is_full else None
+    def _end_stores(self) -> None:
+        """Takes in what has ended: what was stored, at once, or one by one where that fails. So one object's exception
+        keeps no other one from being found."""
+        stored = [store.ticket for store in self._ended_stores if not store.has_failed]
+        error: BaseException | None = None
+        try:
+            if stored:
+                self._tier.commit_all(stored)
+        except SHUTDOWN:
+            raise
+        except BaseException as raised:
+            error = raised
+        while self._ended_stores:
+            self._end_store(self._ended_stores.popleft(), is_committed=error is None)
+        if error is not None:
+            raise error
+
+    def _end_store(self, store: PendingStore, *, is_committed: bool) -> None:
+        tracked, group_id = self._tracked.get(store.request_id), store.planned.group_id
+        cursor = tracked.cursors.get(group_id) if tracked is not None and group_id is not None else None
         if store.has_failed:
             self._tier.abort(store.ticket)
-            if cursor is not None:
+            if cursor is not None and self._placer.is_full(store.planned):
                 cursor.failed(store.planned, self._step)
-        else:
+            return
+        if not is_committed:
             self._tier.commit(store.ticket)
-            if cursor is not None:
-                cursor.stored(store.planned)
+        if cursor is not None:
+            cursor.stored(store.planned)
 
     def _load_failed(self, request_id: str, reason: Reason) -> None:
         tracked = self._tracked.get(request_id)

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
@@ -21,7 +21,7 @@ from vllm_overlay.connector.lora.metadata import AdapterCheck
 from vllm_overlay.connector.metadata import LoadJob, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.base import FetchResult, TierWorker
+from vllm_overlay.tiers.base import FetchResult, StoreResult, TierWorker
 from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer
 
@@ -92,13 +92,16 @@ class OffloadWorker:
 
     def advance(self) -> None:
         """Take what the transfer and the tier have ready. What raises here is counted, and the rest goes on."""
+        # Most steps have nothing under way: what either holds is in one of these tables.
+        if not (self._loads or self._load_copies or self._store_copies or self._handed_over):
+            return
         for step in (self._take_copies, self._take_results, self._take_copies, self._fail_late_loads):
             self._fenced(step)
 
-    def _fenced(self, step: Callable[[], None]) -> bool:
+    def _fenced(self, step: Callable[..., None], *args: Any) -> bool:
         """Whether the step ended without an exception."""
         try:
-            step()
+            step(*args)
         except SHUTDOWN:
             raise
         except BaseException as error:
@@ -111,18 +114,20 @@ class OffloadWorker:
         stored, fetched = self._tier.poll()
         for result in stored:
             self._end_store(result.ticket, result.reason)
-            if result.reason is None:
-                self._stats.count("stored_bytes", result.num_bytes)
-                self._stats.count("stored_objects")
-                self._stats.observe("store_seconds", result.seconds)
+        self._count_stored([result for result in stored if result.reason is None])
         self._take_fetched(fetched)
+
+    def _count_stored(self, results: Sequence[StoreResult]) -> None:
+        if results:
+            self._stats.count("stored_bytes", sum(result.num_bytes for result in results))
+            self._stats.count("stored_objects", len(results))
+            self._stats.observe_all("store_seconds", [result.seconds for result in results])
 
     def _take_copies(self) -> None:
         for copy in self._transfer.poll():
             if copy.error is not None:
                 _log.warning("copy", "a copy between the KV cache and host memory failed: %r", copy.error)
-            for job, buffer in self._store_copies.pop(copy.handle, ()):
-                self._end_gather(job, buffer, copy)
+            self._end_gather(self._store_copies.pop(copy.handle, ()), copy)
             if (load := self._load_copies.pop(copy.handle, None)) is not None:
                 self._end_scatter(load, copy)
 
@@ -158,7 +163,7 @@ class OffloadWorker:
             load = self._loads.get(load_id)
             if load is not None and load.reason is None:
                 results.sort(key=lambda result: result.position)
-                if not self._fenced(partial(self._scatter, load, results)):
+                if not self._fenced(self._scatter, load, results):
                     self._fail_load(load, Reason.HOOK_ERROR)
 
     def _scatter(self, load: _Load, results: list[FetchResult]) -> None:
@@ -175,7 +180,7 @@ class OffloadWorker:
             self._fail_load(load, Reason.TRANSFER_ERROR)
         elif load.reason is not None:
             self._fail_load(load, load.reason)
-        elif not self._fenced(partial(self._end_fetches, load, results)):
+        elif not self._fenced(self._end_fetches, load, results):
             self._fail_load(load, Reason.HOOK_ERROR)
         elif not load.unfetched and not load.copying:
             self._end_load(load)
@@ -197,14 +202,14 @@ class OffloadWorker:
         if not load.copying:
             del self._loads[load.job.load_id]
             self.fail_request(load.job.request_id, load.reason)
-            self._fenced(partial(self._tier.cancel_load, load.job.load_id))
+            self._fenced(self._tier.cancel_load, load.job.load_id)
 
     def _fail_late_loads(self) -> None:
         oldest = time.monotonic() - self._load_timeout_s
         late = [load for load in self._loads.values() if load.started < oldest and load.reason is None]
         for load in late:
             if load.unfetched:
-                self._fenced(partial(self._tier.load_was_late, load.job.load_id))
+                self._fenced(self._tier.load_was_late, load.job.load_id)
             self._fail_load(load, Reason.TIMEOUT)
 
     def fail_request(self, request_id: str, reason: Reason) -> None:
@@ -278,12 +283,15 @@ class OffloadWorker:
             count = min(count, len(accepted) - submitted)
         return submitted
 
-    def _end_gather(self, job: StoreJob, buffer: HostBuffer, copy: FinishedCopy) -> None:
+    def _end_gather(self, accepted: Sequence[_Accepted], copy: FinishedCopy) -> None:
         if copy.error is not None:
-            self._end_store(job.ticket.ticket, Reason.TRANSFER_ERROR)
-            self._fenced(partial(self._tier.cancel_store, job.ticket, buffer))
-        elif not self._fenced(partial(self._tier.submit_store, job.ticket, buffer)):
-            self._end_store(job.ticket.ticket, Reason.HOOK_ERROR)
+            for job, buffer in accepted:
+                self._end_store(job.ticket.ticket, Reason.TRANSFER_ERROR)
+                self._fenced(self._tier.cancel_store, job.ticket, buffer)
+            return
+        for job, buffer in accepted:
+            if not self._fenced(self._tier.submit_store, job.ticket, buffer):
+                self._end_store(job.ticket.ticket, Reason.HOOK_ERROR)
 
     def fail_stores(self, jobs: tuple[StoreJob, ...], reason: Reason) -> None:
         """An unexpected error hit while storing ``jobs``: report all that neither the transfer nor the tier holds."""
@@ -335,10 +343,12 @@ class OffloadWorker:
             self._unreadable_objects,
             self._step,
         )
+        if not metadata:
+            return None
         self._idle_stores, self._idle_loads = Counter(), Counter()
         self._reported, self._failed_stores = Counter(), set()
         self._bad_objects, self._unreadable_objects, self._failed = set(), set(), {}
-        return metadata if metadata else None
+        return metadata
 
     def close(self, timeout_s: float) -> int:
         """Finish pending copies and stores in that time. Returns how many stores were given up."""

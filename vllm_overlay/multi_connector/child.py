@@ -11,7 +11,6 @@ The fence holds every exception, also those of native code that are no ``Excepti
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -20,12 +19,13 @@ from vllm.logger import init_logger
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.multi_connector.counters import Counters
 from vllm_overlay.multi_connector.hook_times import HookTimes
-from vllm_overlay.multi_connector.hooks import LOOKUP
+from vllm_overlay.multi_connector.hooks import LOOKUP, empty_hooks
 from vllm_overlay.multi_connector.watchdog import Watchdog
 
 # Below vLLM's own logger, whose handlers and level it shares.
 logger = init_logger(f"vllm.{__name__}")
 Result = TypeVar("Result")
+_NO_OPTIONS: Mapping[str, Any] = {}
 
 
 class Child:
@@ -37,6 +37,7 @@ class Child:
         "_watchdog",
         "connector",
         "counters",
+        "empty_hooks",
         "generation",
         "hook_times",
         "index",
@@ -70,6 +71,7 @@ class Child:
 
     def _adopt(self, connector: Any) -> None:
         self.connector = connector
+        self.empty_hooks = empty_hooks(connector)
         self.wants_preempted_ids = _wants_preempted_ids(connector)
 
     @property
@@ -88,17 +90,20 @@ class Child:
         default: Result,
         *args: Any,
         parse: Callable[[Any], Result] | None = None,
-        options: Mapping[str, Any] = MappingProxyType({}),
+        options: Mapping[str, Any] = _NO_OPTIONS,
     ) -> Result:
         """The child's answer to ``hook(*args, **options)``, or ``default`` when it is out of service or raises.
 
-        ``parse`` checks and converts the answer inside the fence: what it raises counts as the hook's exception.
+        ``parse`` checks and converts the answer inside the fence: what it raises counts as the hook's exception. Hooks
+        that are empty in the child's class are not called: ``default`` must be what an empty one answers.
         """
-        return self._fenced(hook, default, args, parse, options) if self.in_service else default
+        if self.isolated or self.standing_by or hook in self.empty_hooks:
+            return default
+        return self._fenced(hook, default, args, parse, options)
 
     def ask(self, hook: str, default: Result, *args: Any, parse: Callable[[Any], Result] | None = None) -> Result:
         """As ``call``, also of a child out of service."""
-        return self._fenced(hook, default, args, parse, MappingProxyType({}))
+        return self._fenced(hook, default, args, parse, _NO_OPTIONS)
 
     def read(self, hook: str, default: Result, parse: Callable[[Any], Result]) -> Result:
         """As ``call`` for a property."""

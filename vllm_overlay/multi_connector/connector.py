@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
+_STATS = validation.optional(KVConnectorStats)
 
 
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unused-ignore]
@@ -208,7 +209,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         stats, now = MultiStats(), self._clock()
         for child in self._children:
             child.counters.hook_seconds = child.hook_times.take(now)
-            own = child.call("get_kv_connector_stats", None, parse=validation.optional(KVConnectorStats))
+            own = child.call("get_kv_connector_stats", None, parse=_STATS)
+            if own is None and child.counters.is_empty():
+                continue
             counters, child.counters = child.counters, Counters()
             stats.aggregate(MultiStats.of(child.name, counters, own, child.connector))
         return None if stats.is_empty() else stats
@@ -292,7 +295,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
 
     def _call_all(self, hook: str, *args: Any, **kwargs: Any) -> None:
         for child in self._children:
-            child.call(hook, None, *args, options=kwargs)
+            if hook not in child.empty_hooks:
+                child.call(hook, None, *args, options=kwargs)
 
     # ---- Scheduler side: vLLM calls these on the scheduler's thread.
 

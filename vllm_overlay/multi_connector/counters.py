@@ -66,7 +66,7 @@ class Counters:
         self.gauges.update(other.gauges)
 
     def is_empty(self) -> bool:
-        return not self.to_dict()
+        return self == _NOTHING
 
     def to_dict(self) -> dict[str, Any]:
         """Only what is not zero."""
@@ -89,6 +89,7 @@ class Counters:
         return counters
 
 
+_NOTHING = Counters()
 _NUMBERS = tuple(one.name for one in dataclasses.fields(Counters) if one.default is not MISSING)
 
 

@@ -32,5 +32,27 @@ def _hooks() -> tuple[str, ...]:
     return ("__init__", *sorted(names - of_the_class - NOT_CALLED.keys()))
 
 
+_MAY_BE_EMPTY = frozenset(
+    {
+        *("wait_for_layer_load", "save_kv_layer", "handle_preemptions", "finish_forward", "reset_capture_state"),
+        *("get_kv_connector_kv_cache_events", "build_connector_worker_meta", "get_kv_connector_stats"),
+        *("on_new_request", "update_connector_output", "take_events"),
+        *("has_pending_push_work", "has_pending_block_frees"),
+    }
+)
+"""Hooks that many connectors have no use for. Those that vLLM's interface does not leave to them do nothing there."""
+
+
+def empty_hooks(connector: object) -> frozenset[str]:
+    """Hooks that this instance has from vLLM's interface, or that are marked ``empty_hook``. They need not be called,
+    and an engine calls some of them for each layer of each step. Runs no code of the connector."""
+    own = {name: inspect.getattr_static(connector, name, None) for name in _MAY_BE_EMPTY}
+    return frozenset(
+        name
+        for name, method in own.items()
+        if method is vars(KVConnectorBase_V1)[name] or getattr(method, "is_empty_hook", False) is True
+    )
+
+
 HOOKS = _hooks()
 """The values of the metric label ``hook``. ``__init__`` is the construction of an instance that comes back."""

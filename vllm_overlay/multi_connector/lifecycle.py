@@ -37,7 +37,7 @@ class Phase(Enum):
     """Where a child is in its life; the values are those of the gauge ``vllm:kv_connector_state``."""
 
     SERVING = 0
-    """The closed circuit breaker: every hook is called."""
+    """The closed circuit breaker: every hook that does something is called."""
     STOPPING = 1
     """It has failed, and some rank's instance may still touch blocks."""
     OPEN = 2
@@ -61,12 +61,9 @@ class Lifecycle:
         self.backoff = backoff
         self.phase = Phase.SERVING
         self.generation = 0
+        self.order = Order(0, Duty.SERVE)
         self.sent = True
         """Whether the ranks have been sent the present order."""
-
-    @property
-    def order(self) -> Order:
-        return Order(self.generation, _DUTIES[self.phase])
 
     @property
     def needs_steps(self) -> bool:
@@ -87,7 +84,7 @@ class Lifecycle:
     def stopped(self) -> None:
         """All ranks have stopped their instances."""
         if self.phase is Phase.STOPPING:
-            self.phase = Phase.OPEN
+            self.phase = Phase.OPEN  # the order stays the same
 
     def may_try(self, now: float) -> bool:
         """Whether the pause is over."""
@@ -109,3 +106,4 @@ class Lifecycle:
 
     def _enter(self, phase: Phase) -> None:
         self.phase, self.sent = phase, False
+        self.order = Order(self.generation, _DUTIES[phase])

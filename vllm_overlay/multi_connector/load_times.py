@@ -108,6 +108,7 @@ class LoadTimes:
         one, other = np.triu_indices(len(tokens), 1)
         apart = tokens[one] != tokens[other]
         slope = float(np.median((seconds[other] - seconds[one])[apart] / (tokens[other] - tokens[one])[apart]))
+        all_fixed = _ALL_FIXED * float(tokens.max())
         if slope <= 0:
-            return _ALL_FIXED * float(tokens.max())
-        return max(float(np.median(seconds - slope * tokens)) / slope, 0.0)
+            return all_fixed
+        return min(max(float(np.median(seconds - slope * tokens)) / slope, 0.0), all_fixed)

@@ -94,7 +94,9 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counters = (*MULTI_CONNECTOR, *MULTI_CONNECTOR_BY_HOOK, *MULTI_CONNECTOR_BY_REASON)
         self._counters = {one.field: self._make(self._counter_cls, one) for one in counters}
-        self._gauges = {one.field: self._make(self._gauge_cls, one) for one in MULTI_CONNECTOR_GAUGES}
+        # Of several API servers each step's report goes to one.
+        recent = {"multiprocess_mode": "mostrecent"}
+        self._gauges = {one.field: self._make(self._gauge_cls, one, **recent) for one in MULTI_CONNECTOR_GAUGES}
         self._histograms = {
             one.field: self._make(self._histogram_cls, one, buckets=one.buckets) for one in MULTI_CONNECTOR_HISTOGRAMS
         }

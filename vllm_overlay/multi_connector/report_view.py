@@ -6,7 +6,6 @@ it takes out what it does not want freed yet, and puts in what it has given up. 
 so that a change of one is no change of the others.
 """
 
-import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,12 +24,20 @@ class Reports:
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
 
+    def __bool__(self) -> bool:
+        return bool(self.sent or self.received or self.failed)
+
     @classmethod
     def of(cls, output: "KVConnectorOutput") -> "Reports":
         """What ``output`` says. Raises TypeError if those are no request ids."""
-        sent, received = output.finished_sending, output.finished_recving
-        found = (validation.request_ids(ids) for ids in (sent, received, output.failed_recving))
-        return cls(*(frozenset(ids) for ids in found))
+        reported = output.finished_sending, output.finished_recving, output.failed_recving
+        if not any(reported):
+            return _NO_REPORTS
+        return cls(*(frozenset(validation.request_ids(ids)) for ids in reported))
+
+
+_NO_REPORTS = Reports()
+"""What most steps have."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,6 +49,12 @@ class Changes:
     received_added: frozenset[str] = frozenset()
     received_removed: frozenset[str] = frozenset()
 
+    def __bool__(self) -> bool:
+        return bool(self.sent_added or self.sent_removed or self.received_added or self.received_removed)
+
+
+_NO_CHANGES = Changes()
+
 
 class ReportView:
     """One child's copy of a step's ``KVConnectorOutput``."""
@@ -49,12 +62,16 @@ class ReportView:
     def __init__(self, output: "KVConnectorOutput", shown: Reports, **parts: Any) -> None:
         """``shown``: the reports that the child sees; ``parts``: other fields that it gets instead of ``output``'s."""
         self._shown = shown
-        self.output = dataclasses.replace(
-            output,
-            finished_sending=_copy(shown.sent),
-            finished_recving=_copy(shown.received),
-            failed_recving=set(shown.failed),
-            **parts,
+        # Every step makes one for each child, and copy.copy or dataclasses.replace would be most of its time.
+        self.output = object.__new__(type(output))
+        self.output.__dict__.update(
+            {
+                **vars(output),
+                "finished_sending": _copy(shown.sent),
+                "finished_recving": _copy(shown.received),
+                "failed_recving": set(shown.failed),
+                **parts,
+            }
         )
 
     def changes(self, answer: object = None) -> Changes:
@@ -63,6 +80,8 @@ class ReportView:
         ``answer``: what the hook returned, which means nothing.
         """
         shown, left = self._shown, Reports.of(self.output)
+        if left == shown:
+            return _NO_CHANGES
         return Changes(
             sent_added=left.sent - shown.sent,
             sent_removed=shown.sent - left.sent,

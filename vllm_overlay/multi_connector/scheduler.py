@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+_METADATA = validation.optional(KVConnectorMetadata)
+
 NULL_BLOCK = 0
 """vLLM's block that stands for none: always the first that the pool hands out."""
 
@@ -319,7 +321,7 @@ class SchedulerSide:
     def _part(self, child: Child, output: "SchedulerOutput") -> KVConnectorMetadata | None:
         request_filter = self._filters[child.index]
         view = request_filter.view(output) if child.in_service else output
-        part = child.call("build_connector_meta", None, view, parse=validation.optional(KVConnectorMetadata))
+        part = child.call("build_connector_meta", None, view, parse=_METADATA)
         if view is not output:
             request_filter.take_back(output, view)
         request_filter.step_is_planned()
@@ -341,9 +343,11 @@ class SchedulerSide:
         if self.some_ranks_are_silent:
             for request_id in reports.sent:
                 self._release(request_id, self._outstanding.holders_of(request_id))
-        self._accept(connector_output, self._outstanding.accept(reports, changes, now))
-        for request_id, index in self._outstanding.synchronous_loads_failed(connector_output.invalid_block_ids):
-            self._load_failed(request_id, index)
+        if reports or any(changes.values()):
+            self._accept(connector_output, self._outstanding.accept(reports, changes, now))
+        if connector_output.invalid_block_ids:
+            for request_id, index in self._outstanding.synchronous_loads_failed(connector_output.invalid_block_ids):
+                self._load_failed(request_id, index)
         if ranks is not None:
             for child in self.supervisor.receive(ranks, now):
                 self._filters[child.index].reset(self._living)
@@ -354,10 +358,12 @@ class SchedulerSide:
     ) -> ReportView:
         """A child sees its own parts, all loads, and of the sent requests those that it holds."""
         events = output.kv_cache_events
-        own = frozenset(r for r in reports.sent if child.index in self._outstanding.holders_of(r))
+        if reports.sent:
+            own = frozenset(r for r in reports.sent if child.index in self._outstanding.holders_of(r))
+            reports = Reports(own, reports.received, reports.failed)
         return ReportView(
             output,
-            Reports(own, reports.received, reports.failed),
+            reports,
             kv_connector_worker_meta=None if ranks is None else ranks.children[child.index],
             kv_cache_events=events.children.get(child.index) if isinstance(events, MultiKVEvents) else None,
             kv_connector_stats=None,

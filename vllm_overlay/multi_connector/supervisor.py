@@ -99,6 +99,8 @@ class Supervisor:
     def record_gauges(self, outstanding: OutstandingReports) -> None:
         """Puts what has changed since the last report into the children's counters, and who is out of service."""
         for child, lifecycle, sent in zip(self._children, self.lifecycles, self._sent_gauges, strict=True):
+            if lifecycle.phase is Phase.SERVING and not any(sent.values()):
+                continue  # nothing has changed
             held = 0 if lifecycle.phase is Phase.SERVING else outstanding.owed_by(child.index)
             gauges = {"state": float(lifecycle.phase.value), "quarantined_requests": float(held)}
             changed = {name: value for name, value in gauges.items() if sent[name] != value}

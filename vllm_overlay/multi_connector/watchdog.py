@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from vllm.logger import init_logger
 
@@ -19,13 +18,8 @@ from vllm_overlay.common.fence import SHUTDOWN
 logger = init_logger(f"vllm.{__name__}")
 
 
-@dataclass(slots=True)
-class _Call:
-    child: str
-    hook: str
-    started: float
-    thread_id: int
-    reported: bool = False
+_Call = tuple[str, str, float, int]
+"""Child, hook, when it began, and the thread that it is called on."""
 
 
 class Watchdog:
@@ -36,12 +30,13 @@ class Watchdog:
         self.limit_s = limit_s
         self._clock = clock
         self._call: _Call | None = None
+        self._reported: _Call | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def began(self, child: str, hook: str) -> None:
         """A child's hook is about to be called on this thread."""
-        self._call = _Call(child, hook, self._clock(), threading.get_ident())
+        self._call = child, hook, self._clock(), threading.get_ident()
         if self._thread is None and self.limit_s > 0:
             self._start()
 
@@ -55,7 +50,7 @@ class Watchdog:
     def ended(self) -> float:
         """Called when the hook has returned. Returns how many seconds it took."""
         call, self._call = self._call, None
-        return 0.0 if call is None else self._clock() - call.started
+        return 0.0 if call is None else self._clock() - call[2]
 
     def is_hang(self, seconds: float) -> bool:
         """Whether a hook that took so long is one that hung."""
@@ -72,15 +67,18 @@ class Watchdog:
     def look(self) -> None:
         """Reports the present call once if it has lasted too long."""
         call = self._call
-        if call is None or call.reported or self._clock() - call.started <= self.limit_s:
+        if call is None or call is self._reported:
             return
-        call.reported = True
+        child, hook, started, thread_id = call
+        if self._clock() - started <= self.limit_s:
+            return
+        self._reported = call
         logger.error(
             "Connector %r has not returned from %s for %.1f s (hang_after_s). The engine waits for it here:\n%s",
-            call.child,
-            call.hook,
-            self._clock() - call.started,
-            _stack_of(call.thread_id),
+            child,
+            hook,
+            self._clock() - started,
+            _stack_of(thread_id),
         )
 
 

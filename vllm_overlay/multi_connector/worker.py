@@ -36,6 +36,8 @@ from vllm_overlay.multi_connector.settings import MultiSettings
 if TYPE_CHECKING:
     import torch
 
+_EVENTS = validation.optional(KVConnectorKVEvents)
+
 
 class WorkerSide:
     """Every method is called from the thread that runs the model; those with the name of a hook, by that hook."""
@@ -201,13 +203,10 @@ class WorkerSide:
         return errors
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
-        found = {
-            child.index: child.call(
-                "get_kv_connector_kv_cache_events", None, parse=validation.optional(KVConnectorKVEvents)
-            )
-            for child in self._children
-        }
-        events = {index: own for index, own in found.items() if own is not None}
+        events: dict[int, KVConnectorKVEvents] = {}
+        for child in self._children:
+            if (own := child.call("get_kv_connector_kv_cache_events", None, parse=_EVENTS)) is not None:
+                events[child.index] = own
         return MultiKVEvents(events) if events else None
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
@@ -216,13 +215,14 @@ class WorkerSide:
             child.call("build_connector_worker_meta", None, parse=validation.worker_metadata)
             for child in self._children
         )
+        is_usual = all(order.duty is Duty.SERVE for order in self._orders)
+        if is_usual and not any(part is not None for part in parts) and not any(c.isolated for c in self._children):
+            return None
         duties = [order.duty for order in self._orders] or [Duty.SERVE] * len(self._children)
         isolated = {child.index for child in self._children if child.isolated}
         broken = frozenset(index for index in isolated if duties[index] is not Duty.STOP)
         ordered = {index for index, duty in enumerate(duties) if duty is Duty.STOP}
         unstopped = frozenset(index for index in ordered if not self._children[index].stopped)
-        if not broken and all(duty is Duty.SERVE for duty in duties) and all(part is None for part in parts):
-            return None
         standing_by = {index: duty for index, duty in enumerate(duties) if duty is Duty.STAND_BY}
         handshakes = {index: own for index, own in self._handshakes.items() if index in standing_by}
         return MultiWorkerMetadata(parts, self._orders, broken, unstopped, handshakes)

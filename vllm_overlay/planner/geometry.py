@@ -80,7 +80,9 @@ class Geometry:
     restore_unit: int = field(init=False, repr=False, compare=False)
     """Every restore point is a multiple of this many tokens."""
     _tags: dict[int, str] = field(init=False, repr=False, compare=False)
+    _splittable: frozenset[int] = field(init=False, repr=False, compare=False)
     _sizes: dict[int, int] = field(init=False, repr=False, compare=False)
+    _bytes: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         attention = tuple(group for group in self.groups if group.is_attention)
@@ -90,10 +92,13 @@ class Geometry:
         self._derive("recurrent", tuple(group for group in self.groups if not group.is_attention))
         kinds = {GroupKind.FULL: ObjectKind.FULL_ATTENTION, GroupKind.WINDOW: ObjectKind.SLIDING_WINDOW}
         self._derive("_tags", {group.group_id: chunk_tag(kinds[group.kind], n) for n, group in enumerate(attention)})
-        sizes = {
-            group.group_id: self.chunk_size if self.is_splittable(group) else group.block_size for group in attention
-        }
+        splittable = [group for group in attention if group.sliceable and group.block_size % self.chunk_size == 0]
+        self._derive("_splittable", frozenset(group.group_id for group in splittable))
+        is_cut = self.is_splittable
+        sizes = {group.group_id: self.chunk_size if is_cut(group) else group.block_size for group in attention}
         self._derive("_sizes", sizes)
+        cut_bytes = {group.group_id: self.chunk_size * group.token_bytes for group in splittable}
+        self._derive("_bytes", {group.group_id: group.page_bytes for group in attention} | cut_bytes)
         self._derive("restore_unit", self._restore_unit())
 
     def _derive(self, name: str, value: object) -> None:
@@ -127,7 +132,7 @@ class Geometry:
 
     def is_splittable(self, group: Group) -> bool:
         """Whether one block of ``group`` is cut into chunks of ``chunk_size``; else its chunk is a whole page."""
-        return group.is_attention and group.sliceable and group.block_size % self.chunk_size == 0
+        return group.group_id in self._splittable
 
     def tag(self, group: Group) -> str:
         """The kind of the chunks of an attention group: ``f<n>`` or ``w<n>``, n counting attention groups."""
@@ -139,7 +144,7 @@ class Geometry:
 
     def chunk_bytes(self, group: Group) -> int:
         """Bytes of one chunk of an attention group."""
-        return self.chunk_size * group.token_bytes if self.is_splittable(group) else group.page_bytes
+        return self._bytes[group.group_id]
 
     @property
     def token_bytes(self) -> float:
@@ -199,6 +204,11 @@ class Geometry:
         """Names the ``index``-th chunk of an attention group."""
         end = (index + 1) * self.chunk_size_of(group)
         return ObjectId(self.tag(group), keys[end // self.match_unit - 1])
+
+    def chunk_ids(self, keys: Sequence[bytes], group: Group, indices: range) -> list[ObjectId]:
+        """As ``chunk_id`` for each of these."""
+        tag, keys_a_chunk = self.tag(group), self.chunk_size_of(group) // self.match_unit
+        return [ObjectId(tag, keys[(index + 1) * keys_a_chunk - 1]) for index in indices]
 
     def snapshot_id(self, keys: Sequence[bytes], boundary: int) -> ObjectId:
         """Names the snapshot of ``boundary``."""

@@ -80,6 +80,20 @@ class HybridOffloadPlanner:
             group_id=group.group_id,
         )
 
+    def _chain(self, keys: Sequence[bytes], group: Group, indices: range) -> list[PlannedObject]:
+        """As ``chunk`` for each of ``indices``, of full attention: each chunk's name is the next one's parent."""
+        if not indices:
+            return []
+        geometry = self.geometry
+        size, num_bytes, group_id = geometry.chunk_size_of(group), geometry.chunk_bytes(group), group.group_id
+        parents = self._chunk_parents(keys, group, indices.start)
+        planned = []
+        for name, index in zip(geometry.chunk_ids(keys, group, indices), indices, strict=True):
+            start = index * size
+            planned.append(PlannedObject(name, parents, start, start + size, num_bytes, group_id))
+            parents = (name,)
+        return planned
+
     def _chunk_parents(self, keys: Sequence[bytes], group: Group, index: int) -> tuple[ObjectId, ...]:
         """For full attention the chunk before it, for a window the anchor's last chunk that ends no later."""
         if group.is_full:
@@ -128,7 +142,7 @@ class HybridOffloadPlanner:
         planned = []
         for group in geometry.full:
             size = geometry.chunk_size_of(group)
-            planned += [self.chunk(keys, group, index) for index in range(num_local // size, restore_point // size)]
+            planned += self._chain(keys, group, range(num_local // size, restore_point // size))
         for group in geometry.windows:
             needed = geometry.window_chunks(group, restore_point, num_local)
             planned += [self.chunk(keys, group, index) for index in needed]
@@ -179,4 +193,5 @@ class HybridOffloadPlanner:
     ) -> list[PlannedObject]:
         size = self.geometry.chunk_size_of(group)
         first = -(-cursors.get(group.group_id, 0) // size)
-        return [self.chunk(keys, group, index) for index in range(first, computed_tokens // size)]
+        complete = range(first, computed_tokens // size)
+        return self._chain(keys, group, complete) if group.is_full else [self.chunk(keys, group, i) for i in complete]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import msgspec
+
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.config import TierSettings
 from vllm_overlay.planner.coverage import HitSource
@@ -22,8 +24,7 @@ from vllm_overlay.tiers.memory import Bytes, HostBuffer
 SettingsT = TypeVar("SettingsT", bound=TierSettings)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreTicket:
+class StoreTicket(msgspec.Struct, frozen=True, gc=False):
     """Permission to write one object.
 
     ``ticket`` is unique in the engine's life and serves as generation tag. ``part`` is the tier's own: what its manager
@@ -35,8 +36,7 @@ class StoreTicket:
     part: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadTicket:
+class LoadTicket(msgspec.Struct, frozen=True, gc=False):
     """Permission to read one object, which stays pinned until released. ``ticket`` is the tag it was stored under.
 
     ``part`` is the tier's own: what its manager tells its workers.
@@ -94,9 +94,38 @@ class TierManager(ABC):
         made. The store is then dropped, which costs a future miss and nothing else.
         """
 
+    def reserve_all(self, planned: Sequence[PlannedObject]) -> list[StoreTicket | None]:
+        """As ``reserve`` for each, in this order. One may be the parent of a later one; none is there twice.
+
+        Called with the chunks that one request completes in a step, and with each snapshot. When it raises, no ticket
+        of the call is out. A tier overrides it where to make room for all of them at once costs less. What of
+        ``planned`` is there already should not go for the rest.
+        """
+        tickets: list[StoreTicket | None] = []
+        try:
+            for item in planned:
+                tickets.append(self.reserve(item))
+        except BaseException:
+            for ticket in filter(None, tickets):
+                self.abort(ticket.ticket)
+            raise
+        return tickets
+
     @abstractmethod
     def commit(self, ticket: int) -> None:
-        """Every rank has stored the object of ``ticket``. It may be found from now on, once its parents may."""
+        """Every rank has stored the object of ``ticket``. It may be found from now on, once its parents may.
+
+        A ticket that has ended is ignored.
+        """
+
+    def commit_all(self, tickets: Sequence[int]) -> None:
+        """As ``commit`` for each: what every rank has stored by the end of a step.
+
+        When it raises, some may not be committed. They are committed one by one then. A tier overrides it where to take
+        all of them in at once costs less.
+        """
+        for ticket in tickets:
+            self.commit(ticket)
 
     @abstractmethod
     def abort(self, ticket: int) -> None:
@@ -142,8 +171,7 @@ class TierManager(ABC):
         """End background work. Called once, at shutdown."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreResult:
+class StoreResult(msgspec.Struct, frozen=True, gc=False):
     """A store ended in this rank. ``reason`` is None when it succeeded."""
 
     ticket: int
@@ -225,7 +253,7 @@ class TierWorker(ABC):
 
     @abstractmethod
     def poll(self) -> tuple[list[StoreResult], list[FetchResult]]:
-        """What ended since the last call. Never blocks."""
+        """What ended since the last call. Never blocks. Called while a store or a load of this worker is under way."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> int:

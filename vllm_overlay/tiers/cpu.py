@@ -6,12 +6,11 @@ The tier's part of a ticket is the object's units, as a tuple of integers.
 
 import itertools
 import time
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import msgspec
-import numpy as np
 from msgspec import Meta
 
 from vllm_overlay.common.reasons import Reason
@@ -109,23 +108,52 @@ class CpuTierManager(TierManager):
         return self.index.has_or_awaits(object_id)
 
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
-        needed = units_needed(planned.num_bytes, self._unit_bytes)
-        rounded = msgspec.structs.replace(planned, num_bytes=needed * self._unit_bytes)
-        if not self.index.may_reserve(rounded):
+        if not self.index.may_reserve(planned):
             return None
-        evicted = self.index.evict(rounded.num_bytes, keep=planned.parents)
-        self._evicted += len(evicted)
-        self._reclaim(evicted)
-        units = self._units.allocate(needed)
+        units = self._take_units(units_needed(planned.num_bytes, self._unit_bytes), keep=planned.parents)
         if units is None:
             self._dropped += 1
             return None
+        return self._reserve(planned, units)
+
+    def reserve_all(self, planned: Sequence[PlannedObject]) -> list[StoreTicket | None]:
+        """Makes room once. Where that is not enough for all of them it goes on one by one."""
+        new, keep = self.index.reservable(planned)
+        counts = [units_needed(item.num_bytes, self._unit_bytes) for item in new]
+        units = self._take_units(sum(counts), keep)
+        if units is None:
+            return super().reserve_all(planned)
+        tickets: dict[ObjectId, StoreTicket] = {}
+        end = 0
+        try:
+            for item, count in zip(new, counts, strict=True):
+                tickets[item.object_id] = self._reserve(item, units[end : end + count])
+                end += count
+        except BaseException:
+            for ticket in tickets.values():
+                self.abort(ticket.ticket)
+            self._units.free(units[end:])
+            raise
+        return [tickets.get(item.object_id) for item in planned]
+
+    def _take_units(self, count: int, keep: Sequence[ObjectId]) -> tuple[int, ...] | None:
+        """So many units, for which others may go, but none of ``keep``; None when there are fewer."""
+        evicted = self.index.evict(min(count, self._num_units) * self._unit_bytes, keep)
+        self._evicted += len(evicted)
+        self._reclaim(evicted)
+        return self._units.allocate(count)
+
+    def _reserve(self, planned: PlannedObject, units: tuple[int, ...]) -> StoreTicket:
         ticket = next(self._tickets)
-        self.index.reserve(rounded, ticket, units)
+        entry = self.index.reserve(planned, ticket, units, len(units) * self._unit_bytes)
+        assert entry is not None, f"{planned.object_id} was to be reserved"
         return StoreTicket(ticket, planned, units)
 
     def commit(self, ticket: int) -> None:
         self._reclaim(self.index.commit(ticket).released)
+
+    def commit_all(self, tickets: Sequence[int]) -> None:
+        self._reclaim(self.index.commit_all(tickets).released)
 
     def abort(self, ticket: int) -> None:
         self._reclaim(self.index.abort(ticket))
@@ -174,7 +202,7 @@ class CpuTierWorker(TierWorker):
 
     def __init__(self, num_units: int, unit_bytes: int) -> None:
         self._pool = HostPool(num_units, unit_bytes)
-        self._tags = np.zeros(num_units, dtype=np.int64)
+        self._tags = array("q", bytes(8 * num_units))
         self._stored: list[StoreResult] = []
         self._fetched: list[FetchResult] = []
         self._started: dict[int, float] = {}
@@ -183,21 +211,26 @@ class CpuTierWorker(TierWorker):
         return (self._pool.array,)
 
     def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
-        self._tags[list(ticket.part)] = 0
+        self._tag(ticket.part, 0)
         self._started[ticket.ticket] = time.perf_counter()
         return self._pool.buffer(ticket.part, ticket.planned.num_bytes)
 
     def submit_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
-        self._tags[list(buffer.units)] = ticket.ticket
+        self._tag(buffer.units, ticket.ticket)
         seconds = time.perf_counter() - self._started.pop(ticket.ticket)
         self._stored.append(StoreResult(ticket.ticket, ticket.planned.num_bytes, seconds))
+
+    def _tag(self, units: Sequence[int], ticket: int) -> None:
+        tags = self._tags
+        for unit in units:
+            tags[unit] = ticket
 
     def cancel_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
         self._started.pop(ticket.ticket, None)
 
     def begin_load(self, load_id: str, tickets: Sequence[LoadTicket]) -> None:
         for position, ticket in enumerate(tickets):
-            whole = bool((self._tags[list(ticket.part)] == ticket.ticket).all())
+            whole = all(self._tags[unit] == ticket.ticket for unit in ticket.part)
             self._fetched.append(
                 FetchResult(
                     load_id,

@@ -20,6 +20,10 @@ class EntryState(Enum):
     """Invisible for good; in the index only for as long as a ticket or a pin holds its bytes."""
 
 
+RESERVED, STORED, COMMITTED, DROPPED = EntryState
+"""For the index, which asks all the time: an attribute of an enumeration takes several times as long as a name."""
+
+
 class Entry(msgspec.Struct, eq=False, gc=False):
     """One object of the index. Callers read it. Only the index changes it.
 

@@ -19,8 +19,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.entry import Entry, EntryState
+from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, PlannedObject
+from vllm_overlay.tiers.entry import COMMITTED, DROPPED, RESERVED, STORED, Entry, EntryState
 from vllm_overlay.tiers.evicted_names import EvictedNames
 from vllm_overlay.tiers.index_integrity import inconsistencies
 from vllm_overlay.tiers.policies.base import EvictionPolicy
@@ -68,7 +68,7 @@ class PrefixIndex:
     def get(self, object_id: ObjectId) -> Entry | None:
         """The entry of a visible object."""
         entry = self._entries.get(object_id)
-        return entry if entry is not None and entry.state is EntryState.COMMITTED else None
+        return entry if entry is not None and entry.state is COMMITTED else None
 
     def has(self, object_id: ObjectId) -> bool:
         """Whether the object is visible."""
@@ -81,15 +81,30 @@ class PrefixIndex:
     def has_or_awaits(self, object_id: ObjectId) -> bool:
         """Whether the object is visible or on its way."""
         entry = self._entries.get(object_id)
-        return entry is not None and entry.state is not EntryState.DROPPED
+        return entry is not None and entry.state is not DROPPED
 
     def visible(self) -> Iterator[ObjectId]:
         """The names of all visible objects. Nothing may change meanwhile."""
-        return (object_id for object_id, entry in self._entries.items() if entry.state is EntryState.COMMITTED)
+        return (object_id for object_id, entry in self._entries.items() if entry.state is COMMITTED)
 
     def may_reserve(self, planned: PlannedObject) -> bool:
         """Whether ``reserve`` would take the object if there is room: it is new, and its parents are here or coming."""
         return planned.object_id not in self._entries and self._find_parents(planned) is not None
+
+    def reservable(self, planned: Iterable[PlannedObject]) -> tuple[list[PlannedObject], list[ObjectId]]:
+        """Those that ``reserve`` would take one after the other if there is room for all, and which names must stay for
+        that: what they hang on, and what of ``planned`` is here already."""
+        found: dict[ObjectId, PlannedObject] = {}
+        keep: list[ObjectId] = []
+        for item in planned:
+            if item.object_id in self._entries:
+                keep.append(item.object_id)
+                continue
+            others = [parent for parent in item.parents if parent not in found]
+            if not others or all(map(self.has_or_awaits, others)):
+                found[item.object_id] = item
+                keep += others
+        return list(found.values()), keep
 
     def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
         """See ``HitSource``. Amortised O(log n): paths once walked are remembered."""
@@ -118,19 +133,23 @@ class PrefixIndex:
 
     # Stores.
 
-    def reserve(self, planned: PlannedObject, ticket: int, units: Sequence[int] = ()) -> Entry | None:
-        """Takes the object's name and bytes before its ticket goes out.
+    def reserve(
+        self, planned: PlannedObject, ticket: int, units: tuple[int, ...] = (), num_bytes: int | None = None
+    ) -> Entry | None:
+        """Takes the object's name and bytes before its ticket goes out. ``num_bytes``: what it takes up here, if more
+        than is planned.
 
         Returns None, and changes nothing, when the name is taken, a parent is neither here nor on its way, or it does
         not fit (call ``evict`` first). ``ticket`` must be new: raises ValueError when it is in flight.
         """
         if ticket in self._in_flight:
             raise ValueError(f"ticket {ticket} is in flight already")
+        num_bytes = planned.num_bytes if num_bytes is None else num_bytes
         parents = self._find_parents(planned)
-        if parents is None or planned.object_id in self._entries or not self.fits(planned.num_bytes):
+        if parents is None or planned.object_id in self._entries or not self.fits(num_bytes):
             return None
         self._clock += 1
-        entry = self._insert(planned, parents, ticket, tuple(units))
+        entry = self._insert(planned, parents, ticket, units, num_bytes)
         self._in_flight[ticket] = entry
         return entry
 
@@ -140,13 +159,18 @@ class PrefixIndex:
 
         When the object was dropped meanwhile, it is released instead.
         """
-        entry = self._in_flight.pop(ticket, None)
-        if entry is None:
-            return Commit([], [])
-        if entry.state is EntryState.DROPPED:
-            return Commit([], [self._release(entry)])
-        entry.state = EntryState.STORED
-        return Commit(self._publish(entry), [])
+        return self.commit_all((ticket,))
+
+    def commit_all(self, tickets: Iterable[int]) -> Commit:
+        """As ``commit`` for each. Tickets end last, so that after a policy's exception each can be committed anew."""
+        ended = {ticket: entry for ticket in tickets if (entry := self._in_flight.get(ticket)) is not None}
+        stored = [entry for entry in ended.values() if entry.state in (RESERVED, STORED)]
+        for entry in stored:
+            entry.state = STORED
+        visible = self._publish(stored)
+        for ticket in ended:
+            del self._in_flight[ticket]
+        return Commit(visible, [self._release(entry) for entry in ended.values() if entry.state is DROPPED])
 
     def abort(self, ticket: int) -> list[Entry]:
         """The object could not be stored. It goes, with everything on top. Returns the released entries.
@@ -156,9 +180,9 @@ class PrefixIndex:
         entry = self._in_flight.pop(ticket, None)
         if entry is None:
             return []
-        if entry.state is EntryState.DROPPED:
+        if entry.state is DROPPED:
             return [self._release(entry)]
-        entry.state = EntryState.STORED
+        entry.state = STORED
         return self._drop_tree(entry)
 
     def restore(self, planned: Iterable[PlannedObject], ticket: int = 0) -> list[PlannedObject]:
@@ -192,10 +216,10 @@ class PrefixIndex:
         parents = self._find_parents(item)
         if parents is None:
             return False
-        entry = self._insert(item, parents, ticket, ())
+        entry = self._insert(item, parents, ticket, (), item.num_bytes)
         entry.last_use = last_use
-        entry.state = EntryState.STORED
-        self._publish(entry)
+        entry.state = STORED
+        self._publish([entry])
         return True
 
     # Loads.
@@ -239,7 +263,7 @@ class PrefixIndex:
     def drop_evicted(self, object_id: ObjectId) -> list[Entry]:
         """As ``drop``, for an object that somebody else has evicted."""
         if object_id in self._entries:
-            self._evicted.add(object_id)
+            self._evicted.add([object_id])
         return self.drop(object_id)
 
     def clear(self) -> list[Entry]:
@@ -252,14 +276,14 @@ class PrefixIndex:
 
         ``keep`` stay: the parents of the object that the room is for. An object that could never fit evicts nothing.
         """
-        if self.capacity_bytes is not None and num_bytes > self.capacity_bytes:
-            return []
-        if self.fits(num_bytes):
+        if self.fits(num_bytes) or self.capacity_bytes is None or num_bytes > self.capacity_bytes:
             return []
         released = []
         kept = self._hold_visible(keep)
-        while not self.fits(num_bytes) and (leaf := self._evict_leaf()) is not None:
+        room = self.capacity_bytes - num_bytes
+        while self._used_bytes > room and (leaf := self._evict_leaf()) is not None:
             released.append(leaf)
+        self._evicted.add(entry.object_id for entry in released)
         for entry in kept:
             self._let_go(entry)
         return released
@@ -271,6 +295,8 @@ class PrefixIndex:
         """
         kept = self._hold_visible(keep)
         leaf = self._evict_leaf()
+        if leaf is not None:
+            self._evicted.add([leaf.object_id])
         for entry in kept:
             self._let_go(entry)
         return leaf
@@ -285,50 +311,60 @@ class PrefixIndex:
         leaf = self._policy.pop()
         if leaf is None:
             return None
-        self._evicted.add(leaf.object_id)
-        leaf.state = EntryState.DROPPED
+        leaf.state = DROPPED
         self._detach(leaf, was_visible=True)
         return self._release(leaf)
 
     # How it is done. No recursion anywhere: chains are as deep as prompts are long.
 
     def _find_parents(self, planned: PlannedObject) -> tuple[Entry, ...] | None:
-        entries = [self._entries.get(object_id) for object_id in planned.parents]
-        live = tuple(entry for entry in entries if entry is not None and entry.state is not EntryState.DROPPED)
-        return live if len(live) == len(entries) else None
+        found = []
+        for object_id in planned.parents:
+            entry = self._entries.get(object_id)
+            if entry is None or entry.state is DROPPED:
+                return None
+            found.append(entry)
+        return tuple(found)
 
-    def _insert(self, planned: PlannedObject, parents: tuple[Entry, ...], ticket: int, units: tuple[int, ...]) -> Entry:
-        entry = Entry(
-            planned.object_id, planned.num_bytes, planned.end_tokens, ticket, units, self._clock, parents=parents
-        )
-        self._entries[entry.object_id] = entry
-        self._used_bytes += entry.num_bytes
+    def _insert(
+        self, planned: PlannedObject, parents: tuple[Entry, ...], ticket: int, units: tuple[int, ...], num_bytes: int
+    ) -> Entry:
+        object_id = planned.object_id
+        entry = Entry(object_id, num_bytes, planned.end_tokens, ticket, units, self._clock, parents)
+        self._entries[object_id] = entry
+        self._used_bytes += num_bytes
         for parent in parents:
             parent.children[entry] = None
-            self._policy.discard(parent)
-            if parent.object_id.tag == entry.object_id.tag:
+            if parent.state is COMMITTED:
+                self._policy.discard(parent)
+            if parent.object_id.tag == object_id.tag:
                 entry.jump = parent if parent.num_snapshots else parent.jump
         return entry
 
-    def _publish(self, stored: Entry) -> list[Entry]:
-        """Makes ``stored`` visible if its parents are, and what waited for it. Returns what became so."""
-        visible = []
-        waiting = [stored]
-        while waiting:
-            entry = waiting.pop()
-            if entry.state is not EntryState.STORED:
-                continue
-            if any(parent.state is not EntryState.COMMITTED for parent in entry.parents):
-                continue
-            entry.state = EntryState.COMMITTED
-            visible.append(entry)
-            waiting.extend(entry.children)
-            self._policy.stored(entry)
-            self._offer(entry)
-            if entry.object_id.is_snapshot:
-                for parent in entry.parents:
-                    self._count_snapshot(parent)
+    def _publish(self, stored: Iterable[Entry]) -> list[Entry]:
+        """Makes each of ``stored`` visible if its parents are, and what waited for it. Returns what became so."""
+        visible: list[Entry] = []
+        waiting = list(stored)
+        for entry in waiting:
+            if entry.state is STORED and self._is_reachable(entry):
+                entry.state = COMMITTED
+                visible.append(entry)
+                self._policy.stored(entry)
+                if entry.children:
+                    waiting.extend(entry.children)
+                else:
+                    self._offer(entry)
+                if entry.object_id.tag == SNAPSHOT_TAG:
+                    for parent in entry.parents:
+                        self._count_snapshot(parent)
         return visible
+
+    @staticmethod
+    def _is_reachable(entry: Entry) -> bool:
+        for parent in entry.parents:  # noqa: SIM110  (a generator takes longer)
+            if parent.state is not COMMITTED:
+                return False
+        return True
 
     def _count_snapshot(self, chunk: Entry) -> None:
         """A snapshot below ``chunk`` is visible. The first one of a chunk stops the jumps of the chunks below it here.
@@ -353,15 +389,15 @@ class PrefixIndex:
         found = [root]
         while found:
             entry = found.pop()
-            if entry.state is not EntryState.DROPPED:
+            if entry.state is not DROPPED:
                 doomed.append((entry, entry.state))
-                entry.state = EntryState.DROPPED
+                entry.state = DROPPED
                 found.extend(entry.children)
         released = []
         for entry, before in reversed(doomed):
             self._policy.discard(entry)
-            self._detach(entry, before is EntryState.COMMITTED)
-            if before is not EntryState.RESERVED and not entry.pins:
+            self._detach(entry, before is COMMITTED)
+            if before is not RESERVED and not entry.pins:
                 released.append(self._release(entry))
         return released
 
@@ -369,11 +405,12 @@ class PrefixIndex:
         """Takes a dropped entry off its parents. What was on top of it is off already, and it is offered no more."""
         if was_visible:
             self._policy.removed(entry)
-        counted = was_visible and entry.object_id.is_snapshot
+        counted = was_visible and entry.object_id.tag == SNAPSHOT_TAG
         for parent in entry.parents:
             parent.children.pop(entry, None)
             parent.num_snapshots -= counted
-            self._offer(parent)
+            if not parent.children:
+                self._offer(parent)
         entry.parents, entry.jump = (), None
 
     def _release(self, entry: Entry) -> Entry:
@@ -388,7 +425,7 @@ class PrefixIndex:
     def _let_go(self, entry: Entry) -> bool:
         """Takes one pin off; True when that released the entry."""
         entry.pins -= 1
-        if entry.state is EntryState.DROPPED and not entry.pins:
+        if entry.state is DROPPED and not entry.pins:
             self._release(entry)
             return True
         self._offer(entry)
@@ -396,5 +433,5 @@ class PrefixIndex:
 
     def _offer(self, entry: Entry) -> None:
         """Tells the policy of an entry that may be evicted."""
-        if entry.state is EntryState.COMMITTED and not entry.children and not entry.pins:
+        if entry.state is COMMITTED and not entry.children and not entry.pins:
             self._policy.add(entry, entry.last_use, entry.end_tokens)

@@ -11,13 +11,12 @@ spans between the last chunk boundary and its own.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from vllm_overlay.tiers.memory import HostBuffer
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """``num_tokens`` tokens from ``offset`` on in one block of an attention group."""
 
     group_id: int
@@ -26,8 +25,7 @@ class Span:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where an object lies in the KV cache: whole pages as (group id, block id), and spans."""
 
     pages: tuple[tuple[int, int], ...] = ()

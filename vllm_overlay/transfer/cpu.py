@@ -3,11 +3,11 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm_overlay.common.fence import SHUTDOWN
@@ -15,9 +15,9 @@ from vllm_overlay.tiers.memory import Bytes, HostBuffer
 from vllm_overlay.transfer import cpu_kernels
 from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span
 from vllm_overlay.transfer.group_tensors import GroupTensors
+from vllm_overlay.transfer.object_stream import ObjectStream
 from vllm_overlay.transfer.page_map import PageMap, span_pieces
-
-_Addresses = npt.NDArray[np.int64]
+from vllm_overlay.transfer.whole_pages import WholePages
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class CpuTransfer(KVTransfer):
         self._handles = itertools.count(1)
         self._finished: list[FinishedCopy] = []
         self._scratch: Bytes = np.empty(0, dtype=np.uint8)
+        self._pages = {group_id: [WholePages(layer) for layer in group.layers] for group_id, group in groups.items()}
         self._parts = {
             group_id: _parts(group.page_map, group.layers)
             for group_id, group in groups.items()
@@ -95,23 +96,25 @@ class CpuTransfer(KVTransfer):
             part.copy(run, range(len(self._groups[run.span.group_id].layers)), to_host=to_host)
 
     def _gather_object(self, placement: Placement, buffer: HostBuffer) -> None:
-        stream = _Stream(buffer)
-        for page in self._pages(placement):
-            stream.write(_row(page))
+        stream = ObjectStream(buffer)
+        for group_id, block_id in placement.pages:
+            for pages in self._pages[group_id]:
+                pages.gather(block_id, stream)
         for span, layers, data, in_place in self._slabs(placement, stream):
             for part in self._parts[span.group_id]:
                 part.copy(_Run(span, data[None], [0]), layers, to_host=True)
             if not in_place:
-                stream.write(data)
+                stream.write(data.ctypes.data, data.size)
         stream.check_end()
 
     def _scatter_object(self, placement: Placement, buffer: HostBuffer) -> None:
-        stream = _Stream(buffer)
-        for page in self._pages(placement):
-            self._read_page(stream, page)
+        stream = ObjectStream(buffer)
+        for group_id, block_id in placement.pages:
+            for pages in self._pages[group_id]:
+                pages.scatter(block_id, stream)
         for span, layers, data, in_place in self._slabs(placement, stream):
             if not in_place:
-                stream.read(data)
+                stream.read(data.ctypes.data, data.size)
             for part in self._parts[span.group_id]:
                 part.copy(_Run(span, data[None], [0]), layers, to_host=False)
         stream.check_end()
@@ -122,21 +125,7 @@ class CpuTransfer(KVTransfer):
             self._scratch = np.empty(num_bytes, dtype=np.uint8)
         return self._scratch[:num_bytes]
 
-    def _pages(self, placement: Placement) -> Iterator[torch.Tensor]:
-        """The placement's pages as bytes, layer by layer, with the layers' strides; padding is left out."""
-        for group_id, block_id in placement.pages:
-            for layer in self._groups[group_id].layers:
-                yield layer[block_id].view(torch.uint8)
-
-    def _read_page(self, stream: "_Stream", page: torch.Tensor) -> None:
-        if page.is_contiguous():
-            stream.read(_row(page))
-        else:
-            row = self._scratch_of(page.numel())
-            stream.read(row)
-            page.copy_(torch.from_numpy(row).view(page.shape))
-
-    def _slabs(self, placement: Placement, stream: "_Stream") -> Iterator[tuple[Span, range, Bytes, bool]]:
+    def _slabs(self, placement: Placement, stream: ObjectStream) -> Iterator[tuple[Span, range, Bytes, bool]]:
         """The placement's spans, as many layers at once as lie in one piece, with their bytes.
 
         The bytes are those of the buffer (True). For a layer that lies in several pieces they are others, to copy from
@@ -153,12 +142,6 @@ class CpuTransfer(KVTransfer):
                 layers = range(layer, layer + max(fit, 1))
                 yield span, layers, data, fit > 0
                 layer = layers.stop
-
-
-def _row(page: torch.Tensor) -> Bytes:
-    """A page's bytes in nominal order: where they lie, or a copy where they do not follow each other."""
-    row: Bytes = page.contiguous().view(-1).numpy()
-    return row
 
 
 def _parts(page_map: PageMap, layers: Sequence[torch.Tensor]) -> tuple["_Part", ...]:
@@ -201,9 +184,10 @@ class _Part:
         span = run.span
         self._check(run, len(layers))
         if self._has_rows:
-            self._copy_rows(run, layers, to_host)
+            cpu_kernels.copy_rows(*self._places(run, layers, self._token_step), to_host)
         elif self._has_columns and cpu_kernels.can_transpose(self._head_size, span.offset, span.num_tokens):
-            self._copy_columns(run, layers, to_host)
+            kernel = cpu_kernels.gather_columns if to_host else cpu_kernels.scatter_columns
+            kernel(*self._places(run, layers, self._dim_step))
         else:
             self._copy_strided(run, layers, to_host)
 
@@ -217,48 +201,22 @@ class _Part:
         if not (0 <= min(run.units) <= max(run.units) < run.array.shape[0] and num_bytes <= run.array.shape[1]):
             raise IndexError(f"{num_bytes} bytes in units {run.units} are not in a pool of shape {run.array.shape}")
 
-    def _copy_rows(self, run: _Run, layers: range, to_host: bool) -> None:
-        pages, rows, row_chunks, row_steps = self._addresses(run, layers)
-        page_chunks = np.arange(len(run.units), dtype=np.int64) * (run.span.num_tokens * self._token_step)
-        page_steps = (self._token_step, self._head_step)
-        page_side, row_side = (pages, page_chunks, page_steps), (rows, row_chunks, row_steps)
-        source, target = (page_side, row_side) if to_host else (row_side, page_side)
-        stream = _at_lines(*target[0], *target[1], *target[2])
-        cpu_kernels.copy_rows(*source, *target, self._counts(run), self._head_bytes, stream)
-
-    def _copy_columns(self, run: _Run, layers: range, to_host: bool) -> None:
-        pages, rows, row_chunks, row_steps = self._addresses(run, layers)
-        page_steps = (self._dim_step, self._head_step)
-        if to_host:
-            stream = _at_lines(*rows, *row_chunks, *row_steps)
-            cpu_kernels.gather_columns(
-                pages, page_steps, rows, row_chunks, row_steps, self._counts(run), self._head_bytes, stream
-            )
-        else:
-            first = run.span.offset * self._token_step
-            place = run.span.offset if _at_lines(*(pages - first), *page_steps) else -1
-            cpu_kernels.scatter_columns(
-                rows, row_chunks, row_steps, pages, page_steps, self._counts(run), self._head_bytes, place
-            )
-
-    def _counts(self, run: _Run) -> tuple[int, int]:
-        return run.span.num_tokens, self._num_heads
-
-    def _addresses(self, run: _Run, layers: range) -> tuple[_Addresses, _Addresses, _Addresses, tuple[int, int]]:
-        """Where compiled copies begin and how they go on.
-
-        Returns each layer's first token in the page, the same in the host's first unit, and the way to each unit. Last
-        come the rows' steps from token to token and from head to head.
-        """
-        span = run.span
-        pages = self._pages[layers.start : layers.stop]
-        row_bytes = self._num_heads * self._head_bytes
-        slabs = np.arange(len(layers), dtype=np.int64) * self._num_parts + self._place
+    def _places(self, run: _Run, layers: range, page_step: int) -> tuple[Any, ...]:
+        """What compiled copies take to find both sides. ``page_step`` is the page's that is not from head to head."""
+        span, array = run.span, run.array
+        slab_bytes = span.num_tokens * self._num_heads * self._head_bytes
         return (
-            pages + (span.block_id * self._block_step + span.offset * self._token_step),
-            slabs * (span.num_tokens * row_bytes) + run.array.ctypes.data,
-            np.array(run.units, dtype=np.int64) * run.array.strides[0],
-            (row_bytes, self._head_bytes),
+            self._pages[layers.start : layers.stop],
+            span.block_id * self._block_step + span.offset * self._token_step,
+            page_step,
+            self._head_step,
+            array.ctypes.data + self._place * slab_bytes,
+            self._num_parts * slab_bytes,
+            np.array(run.units, dtype=np.int64),
+            array.strides[0],
+            span.num_tokens,
+            self._num_heads,
+            self._head_bytes,
         )
 
     def _copy_strided(self, run: _Run, layers: range, to_host: bool) -> None:
@@ -267,7 +225,7 @@ class _Part:
         row_shape = (len(layers), self._num_parts, first.num_tokens, self._num_heads * self._head_size)
         num_bytes = len(layers) * self._num_parts * first.num_tokens * self._num_heads * self._head_bytes
         for chunk, unit in enumerate(run.units):
-            span = replace(first, offset=first.offset + chunk * first.num_tokens)
+            span = first._replace(offset=first.offset + chunk * first.num_tokens)
             data = torch.from_numpy(run.array[unit, :num_bytes]).view(self._dtype)
             slabs = data.view(row_shape)[:, self._place]
             for slab, view in zip(slabs, self._views[layers.start : layers.stop], strict=True):
@@ -277,11 +235,6 @@ class _Part:
                         rows.copy_(pages)
                     else:
                         pages.copy_(rows)
-
-
-def _at_lines(*numbers: int) -> bool:
-    """Whether all of these addresses and steps are multiples of a cache line."""
-    return all(number % cpu_kernels.LINE == 0 for number in numbers)
 
 
 def _plan(
@@ -312,71 +265,3 @@ def _continues(run: _Run, span: Span, buffer: HostBuffer) -> bool:
         and (span.block_id, span.group_id, span.num_tokens) == (first.block_id, first.group_id, first.num_tokens)
         and buffer.array is run.array
     )
-
-
-class _Stream:
-    """An object's buffer from its first byte to its last, across unit borders. Units that follow each other are one."""
-
-    def __init__(self, buffer: HostBuffer) -> None:
-        flat = buffer.array.view()
-        flat.shape = (-1,)  # raises where a reshape would copy
-        self._segments: list[Bytes] = [flat[start:end] for start, end in _ranges(buffer)]
-        self._index = 0
-        self._offset = 0
-
-    @property
-    def piece_bytes(self) -> int:
-        """How many of the next bytes lie in one piece."""
-        return self._segments[self._index].size - self._offset if self._index < len(self._segments) else 0
-
-    def take(self, num_bytes: int) -> Bytes:
-        """The next ``num_bytes``, at most ``piece_bytes``, where they lie."""
-        piece = self._segments[self._index][self._offset : self._offset + num_bytes]
-        self._offset += num_bytes
-        if self._offset == self._segments[self._index].size:
-            self._index += 1
-            self._offset = 0
-        return piece
-
-    def write(self, data: Bytes) -> None:
-        for part, piece in self._pieces(data):
-            _copy_bytes(part, piece)
-
-    def read(self, into: Bytes) -> None:
-        for part, piece in self._pieces(into):
-            _copy_bytes(piece, part)
-
-    def check_end(self) -> None:
-        if self._index != len(self._segments):
-            raise ValueError("the object's placement is shorter than its buffer")
-
-    def _pieces(self, data: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
-        start = 0
-        while start < data.size:
-            if not self.piece_bytes:
-                raise ValueError("the object's placement is longer than its buffer")
-            piece = self.take(min(data.size - start, self.piece_bytes))
-            yield data[start : start + piece.size], piece
-            start += piece.size
-
-
-def _ranges(buffer: HostBuffer) -> list[tuple[int, int]]:
-    """Where the object's bytes lie in the pool, in order."""
-    unit_bytes = buffer.array.shape[1]
-    ranges: list[tuple[int, int]] = []
-    left = buffer.num_bytes
-    for unit in buffer.units:
-        start, left = unit * unit_bytes, left - (take := min(left, unit_bytes))
-        if ranges and ranges[-1][1] == start:
-            ranges[-1] = (ranges[-1][0], start + take)
-        else:
-            ranges.append((start, start + take))
-    if left:
-        raise ValueError(f"{len(buffer.units)} units of {unit_bytes} bytes do not hold {buffer.num_bytes} bytes")
-    return ranges
-
-
-def _copy_bytes(source: Bytes, target: Bytes) -> None:
-    whole = source.size - source.size % cpu_kernels.LINE if _at_lines(target.ctypes.data) else 0
-    cpu_kernels.copy_bytes(source.ctypes.data, target.ctypes.data, whole)
-    target[whole:] = source[whole:]

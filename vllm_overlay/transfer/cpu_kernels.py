@@ -128,20 +128,34 @@ _half_tile, _stream_tile = _tile(1, stream=False), _tile(2, stream=True)
 _line_copy, _line_stream = _line(stream=False), _line(stream=True)
 
 
-@numba.njit(nogil=True)
-def copy_rows(sources, source_chunks, source_steps, targets, target_chunks, target_steps, counts, row_bytes, stream):  # type: ignore[no-untyped-def]
-    """Copies rows of one token and one head each.
+@numba.njit(inline="always")
+def _at_lines(address, token_step, head_step):  # type: ignore[no-untyped-def]
+    """Whether all cells from ``address`` on begin at whole lines."""
+    return (address | token_step | head_step) % LINE == 0
 
-    ``sources`` and ``targets`` have an address for each layer. ``source_chunks`` and ``target_chunks`` have the way
-    from there to each chunk. The steps lead from token to token and from head to head, and ``counts`` says how many
-    there are. ``stream`` asks for targets at whole lines.
+
+@numba.njit(nogil=True)
+def copy_rows(  # type: ignore[no-untyped-def]
+    pages, page_at, token_step, head_step, host, slab_step, units, unit_step, num_tokens, num_heads, row_bytes, to_host
+):
+    """Copies rows of one token and one head each between pages and units of host memory.
+
+    ``pages`` has each layer's first block. From there ``page_at`` leads to the first chunk's first token, the steps
+    from token to token and from head to head. Chunks of ``num_tokens`` follow each other in the page; ``units`` are
+    theirs in host memory. There a layer's slab begins ``slab_step`` after the one before, the first at ``host`` in unit
+    0, and units are ``unit_step`` apart. A slab has token after token, head after head.
     """
-    for layer in range(len(sources)):
-        for chunk in range(len(source_chunks)):
-            for token in range(counts[0]):
-                for head in range(counts[1]):
-                    source = sources[layer] + source_chunks[chunk] + token * source_steps[0] + head * source_steps[1]
-                    target = targets[layer] + target_chunks[chunk] + token * target_steps[0] + head * target_steps[1]
+    host_token_step = num_heads * row_bytes
+    for layer in range(len(pages)):
+        for chunk in range(len(units)):
+            page = pages[layer] + page_at + chunk * num_tokens * token_step
+            slab = host + layer * slab_step + units[chunk] * unit_step
+            stream = _at_lines(slab, host_token_step, row_bytes) if to_host else _at_lines(page, token_step, head_step)
+            for token in range(num_tokens):
+                for head in range(num_heads):
+                    cell = page + token * token_step + head * head_step
+                    row = slab + token * host_token_step + head * row_bytes
+                    source, target = (cell, row) if to_host else (row, cell)
                     if stream:
                         for at in range(0, row_bytes, LINE):
                             _line_stream(source + at, target + at)
@@ -152,57 +166,61 @@ def copy_rows(sources, source_chunks, source_steps, targets, target_chunks, targ
 
 
 @numba.njit(nogil=True)
-def gather_columns(pages, page_steps, rows, row_chunks, row_steps, counts, row_bytes, stream):  # type: ignore[no-untyped-def]
-    """Copies from pages, in which tokens lie side by side and chunk after chunk, to rows; see ``copy_rows``.
+def gather_columns(  # type: ignore[no-untyped-def]
+    pages, page_at, dim_step, head_step, host, slab_step, units, unit_step, num_tokens, num_heads, row_bytes
+):
+    """Copies from pages, in which tokens lie side by side and chunk after chunk, to host memory; see ``copy_rows``.
 
-    ``page_steps`` lead from dimension to dimension and from head to head.
+    In a page the steps lead from dimension to dimension and from head to head.
     """
-    num_tokens, num_heads = counts
-    dim_step, head_step = page_steps
-    ahead = LINE if len(row_chunks) * num_tokens > 2 * _LINE_ELEMENTS else LINE * dim_step
+    token_step = num_heads * row_bytes
+    ahead = LINE if len(units) * num_tokens > 2 * _LINE_ELEMENTS else LINE * dim_step
     for layer in range(len(pages)):
-        for chunk in range(len(row_chunks)):
+        for chunk in range(len(units)):
+            slab = host + layer * slab_step + units[chunk] * unit_step
+            stream = _at_lines(slab, token_step, row_bytes)
             for head in range(num_heads):
                 for token in range(0, num_tokens, TILE):
-                    source = pages[layer] + head * head_step + (chunk * num_tokens + token) * 2
-                    target = rows[layer] + row_chunks[chunk] + token * row_steps[0] + head * row_steps[1]
+                    source = pages[layer] + page_at + head * head_step + (chunk * num_tokens + token) * 2
+                    target = slab + token * token_step + head * row_bytes
                     for at in range(0, row_bytes, LINE):
                         first = source + at // 2 * dim_step
                         second = first + TILE * dim_step
                         if stream:
-                            _stream_tile(first, second, dim_step, ahead, target + at, row_steps[0])
+                            _stream_tile(first, second, dim_step, ahead, target + at, token_step)
                         else:
-                            _half_tile(first, first, dim_step, ahead, target + at, row_steps[0])
-                            _half_tile(second, second, dim_step, ahead, target + at + TILE * 2, row_steps[0])
+                            _half_tile(first, first, dim_step, ahead, target + at, token_step)
+                            _half_tile(second, second, dim_step, ahead, target + at + TILE * 2, token_step)
     _fence()
 
 
 @numba.njit(nogil=True)
-def scatter_columns(rows, row_chunks, row_steps, pages, page_steps, counts, row_bytes, place):  # type: ignore[no-untyped-def]
-    """The reverse. ``place`` is the first token's place in its line of the page, in tokens. -1: not known.
-
-    Lines that are written whole are streamed. They may belong to two chunks.
-    """
-    num_tokens, num_heads = counts
-    dim_step, head_step = page_steps
+def scatter_columns(  # type: ignore[no-untyped-def]
+    pages, page_at, dim_step, head_step, host, slab_step, units, unit_step, num_tokens, num_heads, row_bytes
+):
+    """The reverse. Lines of a page that are written whole are streamed. They may belong to two chunks."""
+    token_step = num_heads * row_bytes
     ahead = 2 * LINE
-    total = len(row_chunks) * num_tokens
-    for layer in range(len(rows)):
+    total = len(units) * num_tokens
+    for layer in range(len(pages)):
+        first_page = pages[layer] + page_at
+        # The first token's place in its line of the page; which tokens fill a line is known where all rows are alike.
+        place = first_page % LINE // 2
+        is_known = (dim_step | head_step) % LINE == 0 and first_page % 2 == 0
         for head in range(num_heads):
             token = 0
             while token < total:
-                whole = place >= 0 and (place + token) * 2 % LINE == 0 and token + 2 * TILE <= total
+                whole = is_known and (place + token) * 2 % LINE == 0 and token + 2 * TILE <= total
                 after = token + TILE if whole else token
-                first = row_chunks[token // num_tokens] + token % num_tokens * row_steps[0]
-                second = row_chunks[after // num_tokens] + after % num_tokens * row_steps[0]
-                source = rows[layer] + head * row_steps[1]
-                target = pages[layer] + head * head_step + token * 2
+                slab = host + layer * slab_step + head * row_bytes
+                left = slab + units[token // num_tokens] * unit_step + token % num_tokens * token_step
+                right = slab + units[after // num_tokens] * unit_step + after % num_tokens * token_step
+                target = first_page + head * head_step + token * 2
                 for at in range(0, row_bytes, TILE * 2):
-                    left, right = source + first + at, source + second + at
                     if whole:
-                        _stream_tile(left, right, row_steps[0], ahead, target + at // 2 * dim_step, dim_step)
+                        _stream_tile(left + at, right + at, token_step, ahead, target + at // 2 * dim_step, dim_step)
                     else:
-                        _half_tile(left, right, row_steps[0], ahead, target + at // 2 * dim_step, dim_step)
+                        _half_tile(left + at, right + at, token_step, ahead, target + at // 2 * dim_step, dim_step)
                 token += 2 * TILE if whole else TILE
     _fence()
 
@@ -217,8 +235,9 @@ def copy_bytes(source, target, num_bytes):  # type: ignore[no-untyped-def]
 
 def prepare() -> None:
     """Compile everything now, about two seconds, rather than in the first request."""
-    number, flag, addresses, pair = types.int64, types.boolean, types.int64[::1], types.UniTuple(types.int64, 2)
-    copy_rows.compile((addresses, addresses, pair, addresses, addresses, pair, pair, number, flag))
-    gather_columns.compile((addresses, pair, addresses, addresses, pair, pair, number, flag))
-    scatter_columns.compile((addresses, addresses, pair, addresses, pair, pair, number, number))
+    number, addresses = types.int64, types.int64[::1]
+    columns = (addresses, number, number, number, number, number, addresses, *[number] * 4)
+    copy_rows.compile((*columns, types.boolean))
+    gather_columns.compile(columns)
+    scatter_columns.compile(columns)
     copy_bytes.compile((number, number, number))

@@ -15,8 +15,8 @@ from typing import Any
 from tests.tiers.disk.files import bytes_under, counted, on_disk, temporaries
 from tests.tiers.disk.objects import OBJECT, chain, content, fill
 from tests.tiers.disk.tier_pair import TierPair
-from tests.tiers.disk.waiting import until
 from tests.tiers.entries import entries_of
+from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk import bookkeeper

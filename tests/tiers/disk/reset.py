@@ -4,7 +4,7 @@
 from tests.tiers.disk.inside import reset_name, served_namespace
 from tests.tiers.disk.objects import content, fill
 from tests.tiers.disk.tier_pair import TierPair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.files.namespace import RESET
 

@@ -10,7 +10,7 @@ from tests.mounts import SmallDisk
 from tests.tiers.disk.files import bytes_under, counted, on_disk, temporaries
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.common import circuit_breaker, rate_limited_log
 from vllm_overlay.tiers.disk import bookkeeper
 from vllm_overlay.tiers.disk.catalogue import Catalogue

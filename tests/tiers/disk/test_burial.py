@@ -14,7 +14,7 @@ from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, room_bytes
 from tests.tiers.disk.objects import OBJECT, chain, content, fill
 from tests.tiers.disk.reset import is_serving_another, store_after_reset
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue, Name, replace_damaged
 from vllm_overlay.tiers.disk.maintenance import recovery
 

@@ -18,7 +18,7 @@ from tests.tiers.disk.inside import put_device, room_bytes
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, store_many, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.tiers.disk.files.device import Device
 
 
@@ -48,7 +48,7 @@ import sys, time
 from pathlib import Path
 from tests.tiers.disk.inside import room_bytes
 from tests.tiers.disk.tier_pair import TierPair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 made = TierPair(Path(sys.argv[1]), capacity_bytes=int(sys.argv[2])).recovered()
 until(lambda: room_bytes(made.tier))
 print("ready", flush=True)
@@ -100,7 +100,7 @@ def test_the_capacity_holds_across_restarts_and_when_it_is_lowered(tmp_path):
         again.recovered()
         until(lambda: again.tier.advance() or bytes_under(root) <= lower)
         seen = []
-        store_many(again, 20, lambda: seen.append(bytes_under(root)))
+        store_many(again, 20, lambda: seen.append(bytes_under(root)), "later")
         assert max(seen) <= lower
         until(lambda: again.tier.advance() or counted(root)[0] == bytes_under(root))
 
@@ -127,7 +127,7 @@ from collections import Counter
 from pathlib import Path
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import TierPair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 made = TierPair(Path(sys.argv[1]), capacity_bytes=int(sys.argv[2]))
 print("ready", flush=True)
 reasons = Counter()

@@ -13,7 +13,7 @@ from tests.tiers.disk.files import lose_catalogue, object_files, on_disk
 from tests.tiers.disk.keys import OTHER_SECRET, make_key
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay import cli, versions
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.base import Fingerprints, WorkerContext

@@ -18,7 +18,7 @@ from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk, 
 from tests.tiers.disk.inside import is_member, room_bytes
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import load_ticket, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.common import circuit_breaker, rate_limited_log
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
 from vllm_overlay.planner.objects import ObjectId

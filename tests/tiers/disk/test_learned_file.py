@@ -12,7 +12,7 @@ import pytest
 from tests.tiers.disk.inside import learned_of, served_namespace
 from tests.tiers.disk.objects import GEOMETRY, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay import versions
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.learned_file import check_learned, read_learned, write_learned

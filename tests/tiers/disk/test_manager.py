@@ -11,7 +11,7 @@ import pytest
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import store_many, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue.generations import newest, path_of
 

@@ -12,7 +12,7 @@ from tests.tiers.disk.files import lose_catalogue, object_files
 from tests.tiers.disk.inside import is_member
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.tiers.disk.files import manifest
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION

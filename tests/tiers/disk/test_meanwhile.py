@@ -9,7 +9,7 @@ from tests.tiers.disk.files import bytes_under, counted, lose_catalogue
 from tests.tiers.disk.inside import catalogue_of
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.tiers.disk.catalogue import Name
 from vllm_overlay.tiers.disk.maintenance import gc
 

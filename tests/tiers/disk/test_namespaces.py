@@ -9,7 +9,7 @@ import pytest
 from tests.tiers.disk.files import bytes_under, object_files, on_disk
 from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, store_many, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 
 
 def test_opening_a_root_tells_what_else_lives_there(tmp_path, caplog):

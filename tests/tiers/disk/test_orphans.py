@@ -12,7 +12,7 @@ from tests.tiers.disk.inside import catalogue_of, room_bytes
 from tests.tiers.disk.objects import UNIT, chain
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Name
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.object_file import READ_ATTEMPTS

@@ -11,7 +11,7 @@ from tests.tiers.disk.halves import HALVES
 from tests.tiers.disk.keys import make_key
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.config import ConfigError
 
 

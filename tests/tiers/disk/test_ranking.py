@@ -14,7 +14,7 @@ from tests.tiers.disk.files import on_disk
 from tests.tiers.disk.inside import catalogue_of
 from tests.tiers.disk.objects import GEOMETRY, OBJECT, chain, key
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, store_many, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk import ranking
 from vllm_overlay.tiers.disk.catalogue import Limits, Name

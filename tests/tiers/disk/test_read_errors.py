@@ -13,7 +13,7 @@ from tests.tiers.disk.files import bytes_under, counted, lose_catalogue, object_
 from tests.tiers.disk.objects import OBJECT, chain, key
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, NUM_TOKENS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk import recent
 from vllm_overlay.tiers.disk.files.device import Device

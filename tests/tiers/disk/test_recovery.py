@@ -26,7 +26,7 @@ from tests.tiers.disk.inside import room_bytes
 from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.files.checksum import Seal
 from vllm_overlay.tiers.disk.files.device import Device, temporary_name

@@ -11,7 +11,7 @@ from tests.tiers.disk.objects import OBJECT, bytes_of, chain, content, fill
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.reset import is_serving_another, store_after_reset
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
@@ -136,7 +136,7 @@ import sys, time
 from pathlib import Path
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import TierPair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from tests.tiers.disk.reset import is_serving_another, store_after_reset
 made = TierPair(Path(sys.argv[1])).recovered()
 print("ready", flush=True)

@@ -17,7 +17,7 @@ from tests.tiers.disk.foreign import KINDS, forget_marker, make_counted_root, ma
 from tests.tiers.disk.halves import HALVES, open_tier
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay import versions
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device

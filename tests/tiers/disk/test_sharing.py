@@ -13,7 +13,7 @@ from tests.tiers.disk.objects import bytes_of, chain, content
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.prompts import KEYS, NUM_TOKENS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import TierPair, load_ticket, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.disk import recent
 

@@ -8,7 +8,7 @@ from tests.tiers.disk.devices import GatedDevice
 from tests.tiers.disk.inside import free_staging_units, num_fetched
 from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, load_ticket, settings, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk import worker as disk_worker

@@ -18,7 +18,7 @@ from tests.tiers.disk.foreign import forget_marker, make_foreign, make_old, stat
 from tests.tiers.disk.halves import open_tier
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker

@@ -9,7 +9,7 @@ from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
 from tests.tiers.disk.inside import num_turns, stores_in_flight_bytes
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import store_many, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.tiers.disk.files.device import Device
 
 

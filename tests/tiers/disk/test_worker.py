@@ -12,7 +12,7 @@ from tests.tiers.disk.files import object_files, temporaries
 from tests.tiers.disk.inside import is_writing, room_bytes
 from tests.tiers.disk.objects import OBJECT, UNIT, chain, content, fill
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.tiers.disk.inside import has_news, num_turns
 from tests.tiers.disk.objects import GEOMETRY, OBJECT, UNIT, bytes_of, chain, content, fill
-from tests.tiers.disk.waiting import until
+from tests.waiting import until
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket
@@ -175,8 +175,8 @@ def tier_pair(root: Path, **changes: object) -> Iterator[TierPair]:
         made.close()
 
 
-def store_many(made: TierPair, count: int, watch: Callable[[], object]) -> None:
-    """Prompts ``many-0``, ``many-1``, ..., with a look after each."""
+def store_many(made: TierPair, count: int, watch: Callable[[], object], name: str = "many") -> None:
+    """Prompts ``many-0``, ``many-1``, ..., with a look after each. None may be there: it would not be stored again."""
     for turn in range(count):
-        made.store(chain(f"many-{turn}", 2))
+        made.store(chain(f"{name}-{turn}", 2))
         watch()

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from tests.tiers.test_index import IndexMachine, chunk
+from tests.tiers.test_index import IndexMachine
+from tests.tiers.test_index_cases import chunk
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex

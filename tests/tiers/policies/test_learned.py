@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a full tier with the learned policy gives up: the same as a slow and obvious twin, and what one would expect."""
 
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Sequence
+from itertools import count, islice
 
 import msgspec
 import pytest
@@ -15,12 +15,12 @@ from bench.trace import TraceRequest
 from tests.tiers.policies.naive_learned import NaiveLearned
 from tests.tiers.policies.structure import check_runs, visible_entries
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
-from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.index import PrefixIndex
-from vllm_overlay.tiers.policies import learned as learned_module
+from vllm_overlay.tiers.policies import ghosts
 from vllm_overlay.tiers.policies.base import EvictionPolicy, Ranked
-from vllm_overlay.tiers.policies.learned import LearnedEviction
+from vllm_overlay.tiers.policies.learned import UNFINISHED_S, LearnedEviction
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 from vllm_overlay.tiers.policies.reuse import Learned
 
@@ -206,12 +206,12 @@ def as_json(policy: EvictionPolicy) -> bytes:
 
 
 def test_memory_of_what_is_gone_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned_module, "NUM_GHOSTS", 10)
+    monkeypatch.setattr(ghosts, "NUM_GHOSTS", 10)
     tier = Tier(STATES, 2 * (CHUNK + SNAPSHOT), learned)
     for place in range(100):
         tier.serve(float(place), place)
     assert len(tier.policy._ghosts) == 10
-    assert not tier.policy._passed
+    assert not tier.policy._ghosts._passed
 
 
 def test_an_order_by_recency_does_without_what_it_is_told() -> None:
@@ -231,6 +231,7 @@ def test_a_ranking_names_all_that_may_go_and_points_once(requests, capacity, geo
     tier = Tier(geometry, capacity, learned)
     for at, prompt in requests:
         tier.serve(at, *prompt)
+    tier.clock.now += UNFINISHED_S
     ranking = list(tier.policy.ranking())
     named = [object_id for item in ranking for object_id in names_of(item)]
     assert {entry.object_id for entry in visible_entries(tier.shelf.index) if entry in tier.policy} <= set(named)
@@ -282,6 +283,31 @@ def test_what_was_only_found_is_not_ranked_and_nothing_is_learned_from_it_until_
     index.unpin(names)
     assert [names_of(item) for item in policy.ranking()] == [[names[-1]]]
     assert policy.learned() == LearnedEviction().learned()
+
+
+def test_a_prompt_that_is_being_stored_is_not_ranked_until_its_state_is_there_or_long_overdue() -> None:
+    planner, clock = HybridOffloadPlanner(STATES), Clock()
+    policy = LearnedEviction(clock)
+    policy.serve(STATES)
+    index = PrefixIndex(None, policy)
+    tickets = count(1)
+
+    def store(items: Sequence[PlannedObject]) -> None:
+        for item in items:
+            entry = index.reserve(item, next(tickets))
+            assert entry is not None
+            index.commit(entry.ticket)
+
+    done, given_up = [bytes([1]) * 8], [bytes([2]) * 8]
+    for keys in (done, given_up):
+        store(planner.store_plan(keys, {}, 64))
+    assert list(policy.ranking()) == []
+    state = planner.snapshot(done, 64)
+    store([state])
+    assert [names_of(item) for item in policy.ranking()] == [[state.object_id]]
+    clock.now += UNFINISHED_S
+    chunk = planner.store_plan(given_up, {}, 64)[0]
+    assert {names_of(item)[0] for item in policy.ranking()} == {state.object_id, chunk.object_id}
 
 
 def test_of_a_dense_model_a_place_where_prompts_part_is_ranked_below_what_is_on_top_of_it() -> None:

@@ -164,6 +164,8 @@ class LoraNames:
         Steps count up from 1.
         """
         self._step = step
+        if not self._requests:
+            return ()
         checks = [names.begin(step, request_id in scheduled) for request_id, names in self._requests.items()]
         return tuple(check for check in checks if check is not None)
 

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from vllm_overlay.config import ConfigError, parse_bytes
 from vllm_overlay.planner.coverage import HitSource
 from vllm_overlay.planner.geometry import Geometry
@@ -50,6 +48,8 @@ from vllm_overlay.tiers.policies.reuse import Learned
 STEP_S = 0.001
 """A call of ``advance`` takes in updates, or ranks, for so long: an engine at work steps every few milliseconds."""
 _AWAKE_S = 60.0
+_KEEP_LEARNED_S = 1.0
+"""What was learned is written down no more often, and at the end."""
 _JOIN_S = 2.0
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ class DiskTierManager(TierManager):
         integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
         root = choose_root(device, os.path.abspath(settings.root), bool(integrity.key))
         self._geometry = geometry if settings.eviction_policy != "lru" else None
+        self._keep_learned_at = 0.0
         self._ranker = self._new_ranker(read_learned(root, namespace.attention) if self._geometry else None)
         self.index = _new_index(self._ranker)
         self._name = settings.name
@@ -149,7 +150,9 @@ class DiskTierManager(TierManager):
             self._apply(updates.popleft())
         if self._ranker is not None and (ranking := self._ranker.advance(deadline)) is not None:
             self._bookkeeper.rank(self._served, ranking, time.time() - time.monotonic())
-            self._bookkeeper.keep(self._ranker.learned())
+            if time.monotonic() >= self._keep_learned_at:
+                self._keep_learned_at = time.monotonic() + _KEEP_LEARNED_S
+                self._bookkeeper.keep(self._ranker.learned())
 
     def has_more_to_come(self) -> bool:
         """So that the first request after a start finds what is there; a scan that takes minutes is not waited for."""
@@ -217,31 +220,31 @@ class DiskTierManager(TierManager):
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
         if not _has_a_name(planned) or planned.object_id in self._removing:
             return None
-        charged = msgspec.structs.replace(planned, num_bytes=self._bytes_on_disk(planned.num_bytes))
+        num_bytes = self._bytes_on_disk(planned.num_bytes)
         is_rewrite = self._may_rewrite(planned.object_id)
-        if not is_rewrite and not self.index.may_reserve(charged):
+        if not is_rewrite and not self.index.may_reserve(planned):
             return None
-        if not self._take_room(charged):
+        if not self._take_room(num_bytes, planned.parents):
             self._dropped += 1
             return None
         ticket = next(self._tickets)
-        self._stores[ticket] = _Store(self._served, planned, charged.num_bytes, is_rewrite)
+        self._stores[ticket] = _Store(self._served, planned, num_bytes, is_rewrite)
         if is_rewrite:
             self._rewritten[ticket] = planned.object_id
             self.index.pin([planned.object_id])
         else:
             self._suspended.discard(planned.object_id)
-            self.index.reserve(charged, ticket)
+            self.index.reserve(planned, ticket, num_bytes=num_bytes)
         return StoreTicket(ticket, planned, DiskStore(self._reset))
 
-    def _take_room(self, charged: PlannedObject) -> bool:
-        """Whether there are bytes for the object now. Then its parents stay until the catalogue has it."""
-        if not self._write_rate.allows(charged.num_bytes) or not self._served.holds.hold(charged.parents):
+    def _take_room(self, num_bytes: int, parents: Sequence[ObjectId]) -> bool:
+        """Whether there are bytes for an object now. Then its parents stay until the catalogue has it."""
+        if not self._write_rate.allows(num_bytes) or not self._served.holds.hold(parents):
             return False
-        if not self._bookkeeper.reserve(charged.num_bytes):
-            self._served.holds.release(charged.parents)
+        if not self._bookkeeper.reserve(num_bytes):
+            self._served.holds.release(parents)
             return False
-        self._write_rate.spend(charged.num_bytes)
+        self._write_rate.spend(num_bytes)
         return True
 
     def commit(self, ticket: int) -> None:

@@ -16,8 +16,9 @@ from vllm_overlay.tiers.policies.reuse import Learned
 
 SHARE = 16
 """A ranking begins when this engine has stored 1/16 of the capacity since the last one began."""
-LEAST_S, MOST_S = 1.0, 60.0
-"""But no sooner and no later than so long after that."""
+LEAST_S, MOST_S = 0.1, 60.0
+"""But no sooner and no later than so long after that. A tier that takes less than ``SHARE * LEAST_S`` to fill is small,
+and soon ranked."""
 
 
 class Timed(NamedTuple):

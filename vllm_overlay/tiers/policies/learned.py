@@ -10,31 +10,21 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
-
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, ObjectKind
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.policies import runs
 from vllm_overlay.tiers.policies.base import EvictionPolicy, Ranked
 from vllm_overlay.tiers.policies.candidates import Candidates
-from vllm_overlay.tiers.policies.reuse import Learned, ReuseModel, Role, levels_of
+from vllm_overlay.tiers.policies.ghosts import Ghosts
+from vllm_overlay.tiers.policies.reuse import Learned, ReuseModel, Role
 from vllm_overlay.tiers.policies.runs import Point, Run
+from vllm_overlay.tiers.policies.value import Shape, Values, levels
 
-NUM_GHOSTS = 8192
-"""Points that are gone and still watched. Without them eviction would hide the reuses that it prevents."""
+UNFINISHED_S = 10.0
+"""For so long a prompt's chunks wait for its first state before they are ranked."""
 WINDOWS_LOOKED_AT = 16
 """Of a window's chunks, in one call, before something else is evicted."""
-
-
-class Ghost(msgspec.Struct, frozen=True, gc=False):
-    """What is remembered of a point that is gone, by its last chunk's key."""
-
-    role: Role
-    watch: int
-    boundary: int
-    turns: int
-    hits: int
 
 
 class LearnedEviction(EvictionPolicy[Entry]):
@@ -56,10 +46,8 @@ class LearnedEviction(EvictionPolicy[Entry]):
         self._clock = clock
         self._model = ReuseModel(learned)
         self._candidates = Candidates(random.Random(seed))
-        self._has_states = True
-        self._window_tokens = 0
-        self._window_bytes = 0
-        """Of the chunks of windows that one restore point needs."""
+        self._shape = Shape()
+        self._values = Values(self._model, self._shape)
         self._offered: dict[Entry, None] = {}
         self._windows: dict[Entry, None] = {}
         """Offered chunks of windows, the longest unseen first."""
@@ -69,22 +57,11 @@ class LearnedEviction(EvictionPolicy[Entry]):
         """A run without a snapshot that is being evicted."""
         self._growing: dict[Run, None] = {}
         """Runs of a model without states that a prompt may still be adding to."""
-        self._ghosts: dict[bytes, Ghost] = {}
-        self._passed: dict[Run, Ghost] = {}
-        """By the run that is on its way: the deepest ghost that it has passed."""
+        self._ghosts = Ghosts()
 
     def serve(self, geometry: Geometry) -> None:
-        self._has_states = bool(geometry.recurrent)
-        self._window_tokens = max((group.window for group in geometry.windows), default=0)
-        self._window_bytes = sum(
-            geometry.chunk_bytes(group) * -(-group.window // geometry.chunk_size_of(group))
-            for group in geometry.windows
-        )
-
-    @property
-    def _is_dense(self) -> bool:
-        """Whether a point is its run, and may not go before what is on top of it."""
-        return not self._has_states and not self._window_bytes
+        self._shape = Shape.of(geometry)
+        self._values = Values(self._model, self._shape)
 
     def learned(self) -> Learned:
         """What to start the next policy with."""
@@ -185,7 +162,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
         now = self._clock()
         least, least_value = None, 0.0
         for point in self._candidates.draw():
-            value = self.value(point, now)
+            value = self._values.of(point, now)
             if least is None or value < least_value or (value == least_value and point.boundary > least.boundary):
                 least, least_value = point, value
         return least
@@ -219,7 +196,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
         run = self._run_of_window(window)
         if run is None:
             return True
-        return bool(run.points) and window.end_tokens > run.tail.end_tokens - self._window_tokens
+        return bool(run.points) and window.end_tokens > run.tail.end_tokens - self._shape.window_tokens
 
     @staticmethod
     def _run_of_window(window: Entry) -> Run | None:
@@ -229,7 +206,11 @@ class LearnedEviction(EvictionPolicy[Entry]):
     # What somebody else evicts.
 
     def ranking(self) -> Iterator[Ranked]:
-        """What was stored or used here. Of what was only found, nobody here knows when it was used last."""
+        """What was stored or used here. Of what was only found, nobody here knows when it was used last.
+
+        A prompt that has no state yet may be being stored. It is not ranked for a while: what comes next of it hangs on
+        what would go.
+        """
         for run in list(self._dead):
             if run.is_dead and run.tail.ticket:
                 yield Ranked(run.tail.object_id, 0.0, None, self._clock())
@@ -241,28 +222,31 @@ class LearnedEviction(EvictionPolicy[Entry]):
             if candidate.place < 0:
                 continue
             for point in [candidate, *self._points_below(candidate, ranked)]:
-                if self._is_own(point):
-                    now = self._clock()
+                now = self._clock()
+                if self._is_own(point) and not self._is_unfinished(point, now):
                     until = point.since if point is candidate else now
                     first, *others = self._first_of(point)
-                    yield Ranked(first, self.value(point, now), point.since, until, tuple(others))
+                    yield Ranked(first, self._values.of(point, now), point.since, until, tuple(others))
 
     def _points_below(self, candidate: Point, ranked: set[Point]) -> list[Point]:
         """Of a dense model: those that may go once the candidate is gone, but for ``ranked``, which they are then."""
         found: list[Point] = []
-        run = next(iter(candidate.runs)).parent if self._is_dense else None
+        run = next(iter(candidate.runs)).parent if self._shape.is_dense else None
         while run is not None and ranked.isdisjoint(run.points):
             found += run.points
             ranked.update(run.points)
             run = run.parent
         return found
 
+    def _is_unfinished(self, point: Point, now: float) -> bool:
+        return self._shape.has_states and point.entry is None and now - point.since < UNFINISHED_S
+
     def _first_of(self, point: Point) -> list[ObjectId]:
         """Of what goes with a point, the objects that nothing of it hangs on."""
         found = [point.entry] if point.entry is not None else [run.tail for run in point.runs]
         for run in point.runs:
             chunk: Entry | None = run.tail
-            while chunk is not None and chunk.end_tokens > run.tail.end_tokens - self._window_tokens:
+            while chunk is not None and chunk.end_tokens > run.tail.end_tokens - self._shape.window_tokens:
                 found += [child for child in chunk.children if child.object_id.kind is ObjectKind.SLIDING_WINDOW]
                 chunk = runs.chunk_above(chunk)
         return [item.object_id for item in found]
@@ -274,38 +258,6 @@ class LearnedEviction(EvictionPolicy[Entry]):
             return bool(point.hits or point.entry.ticket)
         return any(point.hits or run.tail.ticket for run in point.runs)
 
-    # What it is worth.
-
-    def value(self, point: Point, now: float) -> float:
-        """Tokens a byte and second that are saved by keeping a point."""
-        model = self._model
-        if point.version != model.version:
-            point.level = model.level(self._levels(point))
-            point.version = model.version
-        worth = model.worth(point.role, point.level, now - point.since)
-        return self._tokens_of(point) / self._bytes_of(point) * worth
-
-    def _bytes_of(self, point: Point) -> int:
-        """What goes with it: all that nothing on top of it and no other point needs."""
-        num_bytes = self._window_bytes if point.entry is None else point.entry.num_bytes
-        for run in point.runs:
-            if (self._is_dense or not run.children) and len(run.points) == 1:
-                num_bytes += run.num_bytes
-        return num_bytes or 1
-
-    def _tokens_of(self, point: Point) -> int:
-        """Beyond the point above it. A point that stays counts as if those that will go before it were gone."""
-        run = next(iter(point.runs), None)
-        if run is None:
-            return point.boundary
-        if point.entry is None and not self._window_bytes:
-            return run.tail.end_tokens - run.start_tokens
-        if run.parent is None:
-            return point.boundary
-        stays = point.role in (Role.END, Role.JUNCTION)
-        above = self._point_above(run, (Role.SUPERSEDED, Role.SPECULATIVE) if stays else ())
-        return point.boundary - (above.boundary if above is not None else 0)
-
     # How restore points come and go.
 
     def _chunk_stored(self, chunk: Entry) -> None:
@@ -315,8 +267,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
             point.version = -1
         if self._victim is run:
             self._victim = None
-        if (ghost := self._ghosts.get(chunk.object_id.key)) is not None:
-            self._passed[run] = ghost
+        self._ghosts.pass_by(run, chunk.object_id.key)
 
     def _run_to_grow(self, chunk: Entry) -> Run:
         """The run that a new chunk belongs to, with it."""
@@ -335,7 +286,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
     def _begin(self, chunk: Entry, parent: Run | None) -> Run:
         if parent is not None:
             for point in parent.points:
-                if point.entry is None and not self._window_bytes:
+                if point.entry is None and not self._shape.window_bytes:
                     self._candidates.discard(point)
         run = runs.begin(chunk, parent)
         self._open(run)
@@ -345,7 +296,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
         """Gives a run the point that its prompt will end at."""
         point = Point(run.tail.end_tokens, Role.END, self._clock(), {run: None})
         run.points[point] = None
-        if not self._has_states:
+        if not self._shape.has_states:
             self._growing[run] = None
 
     def _run_ending_at(self, chunk: Entry) -> Run:
@@ -387,7 +338,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
 
     def _describe(self, point: Point, run: Run) -> None:
         """A new point: what is known of its conversation."""
-        above = self._point_above(run)
+        above = runs.point_above(run)
         if above is not None and point.role is Role.END:
             self._continue(above, point)
         point.num_new = self._tokens_since(above, point)
@@ -415,7 +366,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
 
     def _meet_ghost(self, run: Run, point: Point) -> None:
         """The deepest point that is gone and that this prompt would have used."""
-        ghost = self._passed.pop(run, None) or self._ghosts.get(run.tail.object_id.key)
+        ghost = self._ghosts.met_by(run)
         if ghost is None:
             return
         self._model.end(ghost.role, ghost.watch, point.since)
@@ -429,7 +380,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
 
     def _used_point(self, items: Sequence[Entry]) -> Point | None:
         """Where a request goes on that uses these: the deepest snapshot, or without states the deepest chunk."""
-        wanted = ObjectKind.SNAPSHOT if self._has_states else ObjectKind.FULL_ATTENTION
+        wanted = ObjectKind.SNAPSHOT if self._shape.has_states else ObjectKind.FULL_ATTENTION
         found = [item for item in items if item.object_id.kind is wanted]
         if not found:
             return None
@@ -439,7 +390,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
         run = self._run_ending_at(last)
         if not run.points:
             point = Point(last.end_tokens, Role.JUNCTION, self._clock(), {run: None})
-            point.num_new = self._tokens_since(self._point_above(run), point)
+            point.num_new = self._tokens_since(runs.point_above(run), point)
             run.points[point] = None
         return next(iter(run.points))
 
@@ -447,41 +398,18 @@ class LearnedEviction(EvictionPolicy[Entry]):
         point.since = now
         point.version = -1
         if self._is_own(point):
-            point.watch = self._model.begin(point.role, self._levels(point), now)
-
-    @staticmethod
-    def _levels(point: Point) -> Sequence[int]:
-        return levels_of(point.role, point.boundary, point.num_new, point.turns, point.hits)
-
-    @staticmethod
-    def _point_above(run: Run, passes: Sequence[Role] = ()) -> Point | None:
-        """The nearest point above a run, but for those of the roles that it ``passes``."""
-        above = run.parent
-        while above is not None:
-            found = [point for point in above.points if point.role not in passes]
-            if found:
-                return max(found, key=lambda point: point.boundary)
-            above = above.parent
-        return None
+            point.watch = self._model.begin(point.role, levels(point), now)
 
     def _remove_point(self, point: Point) -> None:
         self._candidates.discard(point)
         ending = list(point.runs)
         if ending:
-            self._remember(point, ending[0].tail.object_id.key)
+            self._ghosts.remember(point, ending[0].tail.object_id.key)
         point.entry = None
         point.runs.clear()
         for run in ending:
             del run.points[point]
             self._settle(run)
-
-    def _remember(self, point: Point, key: bytes) -> None:
-        if point.role is Role.SPECULATIVE:
-            return
-        self._ghosts.pop(key, None)
-        self._ghosts[key] = Ghost(point.role, point.watch, point.boundary, point.turns, point.hits)
-        if len(self._ghosts) > NUM_GHOSTS:
-            del self._ghosts[next(iter(self._ghosts))]
 
     def _settle(self, run: Run) -> None:
         """A run that may have lost what it was kept for: it goes, or belongs to what is on top of it."""
@@ -492,7 +420,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
             run.is_dead = True
             self._dead[run] = None
         elif len(run.children) == 1:
-            self._passed.pop(run, None)
+            self._ghosts.forget(run)
             runs.join(run)
 
     def _revive(self, run: Run) -> None:
@@ -512,7 +440,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
         run.num_bytes -= chunk.num_bytes
         for point in run.points:
             if point.boundary == chunk.end_tokens:
-                self._remember(point, chunk.object_id.key)
+                self._ghosts.remember(point, chunk.object_id.key)
         above = runs.chunk_above(chunk)
         if above is not None and above.unit is run:
             run.tail = above
@@ -525,7 +453,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
             self._candidates.discard(point)
             point.runs.clear()
         run.points.clear()
-        self._passed.pop(run, None)
+        self._ghosts.forget(run)
         self._growing.pop(run, None)
         self._dead.pop(run, None)
         if self._victim is run:

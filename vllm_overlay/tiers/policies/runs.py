@@ -7,7 +7,7 @@ out takes it apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -70,6 +70,17 @@ def chunks_of(run: Run) -> Iterator[Entry]:
         above = chunk_above(chunk)
         yield chunk
         chunk = above
+
+
+def point_above(run: Run, passes: Sequence[Role] = ()) -> Point | None:
+    """The nearest point above a run, but for those of the roles that it ``passes``."""
+    above = run.parent
+    while above is not None:
+        found = [point for point in above.points if point.role not in passes]
+        if found:
+            return max(found, key=lambda point: point.boundary)
+        above = above.parent
+    return None
 
 
 def begin(chunk: Entry, parent: Run | None) -> Run:

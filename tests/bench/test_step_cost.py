@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of what a connector costs each step, without an engine."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.step_cost import (
+    PROMPTS_AT_ONCE,
+    SIDES,
+    Stopwatch,
+    measure_storing,
+    rows,
+    storing_rows,
+    usual,
+)
+
+
+class Slow:
+    """Hooks that take their time, one of which calls the other."""
+
+    def inner(self) -> str:
+        time.sleep(0.01)
+        return "answer"
+
+    def outer(self) -> str:
+        return self.inner()
+
+    def failing(self) -> None:
+        raise KeyError("x")
+
+
+def test_a_hook_within_a_hook_is_counted_once() -> None:
+    stopwatch, slow = Stopwatch(time.perf_counter), Slow()
+    stopwatch.watch(slow, ["inner", "outer", "not there"], "worker")
+    assert slow.outer() == "answer"
+    (step,) = stopwatch.steps
+    assert set(step.worker) == {"outer"} and step.worker["outer"] >= 0.01 and not step.scheduler
+    slow.inner()
+    assert set(step.worker) == {"inner", "outer"}
+
+
+def test_a_hook_that_raises_is_timed_and_the_next_one_too() -> None:
+    stopwatch, slow = Stopwatch(time.perf_counter), Slow()
+    stopwatch.watch(slow, ["failing", "inner"], "scheduler")
+    with pytest.raises(KeyError):
+        slow.failing()
+    slow.inner()
+    assert set(stopwatch.steps[-1].scheduler) == {"failing", "inner"}
+
+
+def test_other_programs_do_not_count() -> None:
+    assert usual([0.9, *[0.001] * 30, 0.5]) == pytest.approx(1000)
+
+
+def test_rows_compare_what_connectors_add_to_vllms_own_report() -> None:
+    times = {"no connector": (10.0, 0.0), "ours, CPU tier": (40.0, 30.0), "OffloadingConnector": (20.0, 20.0)}
+    found: list[dict[str, Any]] = []
+    for side in SIDES:
+        scheduler, worker = times.get(side.name, (10.0, 15.0))
+        found.append({"scheduler": scheduler, "worker": worker, "report_bytes": 7.0})
+    shares = {row[0]: row[4] for row in rows(found)}
+    assert shares["no connector"] == "0.00"
+    assert shares["ours, CPU tier"] == "2.00"  # 60 over 30
+    assert shares["OffloadingConnector"] == "1.00"
+    assert shares["ours, both tiers"] == "0.50"
+
+
+class FakeEngine:
+    """Each round takes 10 s of the thread, of which the connector takes 2 s, and 8 s while tiers are filled.
+
+    It is its own engine core and its own scheduler.
+    """
+
+    def __init__(self, evicts_in_round: int) -> None:
+        self.now = 0.0
+        self.rounds = 0
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=self)))
+        self.connector = SimpleNamespace(build_connector_meta=self.build_connector_meta)
+        self.full_in = evicts_in_round
+
+    def get_metrics(self) -> list[SimpleNamespace]:
+        evicted = max(0, self.rounds - self.full_in + 1)
+        return [SimpleNamespace(name="vllm:hybrid_offload_evicted_objects", value=evicted)]
+
+    def generate(self, *_: object, **__: object) -> None:
+        self.rounds += 1
+        self.schedule()
+        self.connector.build_connector_meta()
+
+    def schedule(self) -> None:
+        self.now += 2.0 if self.rounds <= self.full_in else 8.0
+
+    def build_connector_meta(self) -> None:
+        self.now += 8.0 if self.rounds <= self.full_in else 2.0
+
+    def make_stats(self) -> None:
+        """No report."""
+
+
+def test_what_fills_the_tiers_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(evicts_in_round=10)
+    monkeypatch.setattr(time, "thread_time", lambda: engine.now)
+    found = measure_storing(engine, 3, num_tiers=1)
+    assert found["scheduler"] == pytest.approx(1e3 * 2 / PROMPTS_AT_ONCE)
+    assert found["share"] == pytest.approx(2 / 8)
+    assert found["worker"] == 0
+
+
+def test_tiers_that_are_not_full_are_not_measured() -> None:
+    with pytest.raises(RuntimeError, match="not all 1 tiers evict after 99 rounds"):
+        measure_storing(FakeEngine(evicts_in_round=200), 3, num_tiers=1)
+
+
+def test_a_tier_that_does_not_report_is_not_measured() -> None:
+    with pytest.raises(RuntimeError, match="not all 2 tiers evict after 99 rounds"):
+        measure_storing(FakeEngine(evicts_in_round=1), 3, num_tiers=2)
+
+
+def test_rows_of_storing_compare_processors_with_the_first_side() -> None:
+    found = [{"scheduler": 1.0, "worker": 2.0, "share": 0.05, "process_s": 2.0 + n} for n, _ in enumerate(SIDES)]
+    assert list(storing_rows(found))[1] == (SIDES[1].name, "1.00", "2.00", "5.00%", "1.500")

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of a workload, taken by an engine with both tiers, and whether its answers are right.
+
+A request that is alone must be answered as by an engine without prefix caching, bit by bit, or as by vLLM without a
+connector whose device cache hits as many tokens of it. Requests that run together must keep to the bar of
+``tests/engine/bar.py``.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.engine.bar import BAR, UNCACHED, distance
+from tests.engine.client import Engine, Output, cpu_child, disk_child, multi
+from tests.engine.states import States
+from tests.engine.workload import Kind, Request, Turn
+
+_NUM_BLOCKS = 16
+"""Of the device: bursts are preempted."""
+
+
+class Judge:
+    """``turns`` counts them by kind, ``answers`` counts verdicts."""
+
+    def __init__(self, uncached: Engine, plain: Engine) -> None:
+        """``plain`` has a device cache and no connector."""
+        self._uncached = uncached
+        self._plain = plain
+        self.turns: Counter[str] = Counter()
+        self.answers: Counter[str] = Counter()
+
+    def take(self, engine: Engine, turn: Turn) -> list[str]:
+        """The answers that nothing explains."""
+        self.turns[turn.kind] += 1
+        if turn.kind is Kind.RESET:
+            engine.reset_device_cache()
+        elif turn.kind is Kind.ABORT:
+            engine.call("abort_after", **_arguments(turn.requests), num_steps=turn.num_steps)
+        elif turn.kind is Kind.BURST:
+            return self._burst(engine, turn.requests)
+        else:
+            return self._alone(engine, turn)
+        return []
+
+    def _burst(self, engine: Engine, requests: list[Request]) -> list[str]:
+        wrong = []
+        for request, answer in zip(requests, engine.generate_many(**_arguments(requests)), strict=True):
+            far = distance(self._uncached, request.tokens, answer)
+            what = f"burst of {len(request.tokens)}: {far:.3f} away"
+            wrong += self._count("within the bar" if far <= BAR else "", what)
+        return wrong
+
+    def _alone(self, engine: Engine, turn: Turn) -> list[str]:
+        (request,) = turn.requests
+        (answer,) = engine.generate_many(**_arguments(turn.requests))
+        (wanted,) = self._uncached.generate_many(**_arguments([request]))
+        request.answer = wanted.token_ids
+        what = f"{turn.kind} of {len(request.tokens)}, {answer.num_cached_tokens} cached"
+        if answer.same_as(wanted):
+            return self._count("exact, restored or cached" if answer.num_cached_tokens else "exact, computed", what)
+        is_vllms = answer.same_as(self._without_connector(request, answer.num_cached_tokens))
+        return self._count("as vLLM's device cache" if is_vllms else "", f"{what}: {_difference(answer, wanted)}")
+
+    def _without_connector(self, request: Request, num_cached: int) -> Output:
+        """What vLLM's device cache makes of the request when it holds so much of it, and nothing else."""
+        self._plain.reset_device_cache()
+        if num_cached:
+            self._plain.generate(request.tokens[: num_cached + 1], 1)  # its last token is never found
+        return self._plain.generate(request.tokens, request.max_tokens)
+
+    def _count(self, verdict: str, what: str) -> list[str]:
+        self.answers[verdict or "wrong"] += 1
+        return [] if verdict else [what]
+
+
+@contextmanager
+def judge_of(model: Path, states: States) -> Iterator[Judge]:
+    """With two engines of its own."""
+    with Engine(model, **_shape(states), **UNCACHED) as uncached, Engine(model, **_shape(states)) as plain:
+        yield Judge(uncached, plain)
+
+
+def small_engine(model: Path, states: States, root: Path, cpu: str, disk: str, **arguments: Any) -> Engine:
+    """One that evicts all the time; ``cpu`` and ``disk`` are the capacities of its tiers."""
+    children = (
+        cpu_child(capacity_bytes=cpu),
+        disk_child(root, capacity_bytes=disk, min_free_bytes=0, load_weight=0.9),
+    )
+    arguments = {**_shape(states), **arguments, "kv_transfer_config": multi(*children)}
+    return Engine(model, num_gpu_blocks_override=_NUM_BLOCKS, **arguments)
+
+
+def counters_of(engine: Engine) -> Counter[str]:
+    """Of the whole life of a small engine."""
+    counters = Counter({"preemptions": int(engine.metric("vllm:num_preemptions"))})
+    for tier in ("cpu", "disk"):
+        for name in ("restored_tokens", "evicted_objects", "failed_loads"):
+            counters[f"{tier}: {name}"] = int(engine.metric(f"vllm:hybrid_offload_{name}", connector=tier))
+    return counters
+
+
+def _shape(states: States) -> dict[str, Any]:
+    return {**states.arguments, "max_model_len": 2 * states.block_size}
+
+
+def _arguments(requests: list[Request]) -> dict[str, Any]:
+    return {
+        "prompts": [request.tokens for request in requests],
+        "max_tokens": requests[0].max_tokens,
+        "salts": [request.salt for request in requests],
+    }
+
+
+def _difference(answer: Output, wanted: Output) -> str:
+    if answer.token_ids != wanted.token_ids:
+        return f"tokens {answer.token_ids} instead of {wanted.token_ids}"
+    return f"logprobs up to {max(abs(a - b) for a, b in zip(answer.logprobs, wanted.logprobs, strict=True)):.3f} off"

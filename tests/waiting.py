@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tests wait for what other threads and processes do: for a condition, never for a time."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+PATIENCE_S = 240.0
+"""The one limit. It is for what fails: a machine that is busy with other things must not reach it."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+
+
+def until(predicate: Callable[[], T], what: str = "the condition") -> T:
+    """Asks until the answer is true, and returns it. ``what`` is the subject of the sentence that a failure says."""
+    end, pause = time.monotonic() + PATIENCE_S, _FIRST_PAUSE_S
+    while not (answer := predicate()):
+        if time.monotonic() > end:
+            raise AssertionError(f"{what} did not come within {PATIENCE_S:.0f} s")
+        time.sleep(pause)
+        pause = min(pause * 1.25, _LONGEST_PAUSE_S)
+    return answer
