@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.engine.states import STATES, States
+from tests.engine.states import BFLOAT16, FLOAT32, States
 
 
 def pytest_configure() -> None:
@@ -42,6 +42,11 @@ def settings_of_the_process() -> object:
 AT_START = settings_of_the_process()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """In a random order of files (devtools/flakes.py) the tests of a file keep theirs: they share engines."""
+    item.add_marker(pytest.mark.random_order(disabled=True))
+
+
 def pytest_collection_finish() -> None:
     """An import that sets a variable for good would change the tests of its process, in some orders only."""
     if settings_of_the_process() != AT_START:
@@ -64,8 +69,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@pytest.fixture(scope="module", params=STATES, ids=str)
+@pytest.fixture(scope="module", params=[FLOAT32, pytest.param(BFLOAT16, marks=pytest.mark.engines)], ids=str)
 def states(request: pytest.FixtureRequest) -> States:
-    """Each dtype that recurrent states can have: what asks for this runs with both, on every machine."""
+    """Each dtype that recurrent states can have: what asks for this runs with both, on every machine, in two suites."""
     found: States = request.param
     return found

@@ -89,6 +89,7 @@ def test_an_engine_of_the_tests_is_told_too_and_finds_the_blocks_that_tests_coun
         assert_restored(cold, engine.generate(tokens), len(tokens))
 
 
+@pytest.mark.engines
 @pytest.mark.engine
 def test_every_process_of_a_server_is_told_alike_and_states_are_halved(tiny_model: Path, tmp_path: Path) -> None:
     server = Server(tiny_model, None, log_path=tmp_path / "log", environment=lesser("avx2"))

@@ -28,6 +28,7 @@ def patched(tmp_path):
     return linked_vllm_without("", tmp_path / "patched")
 
 
+@pytest.mark.benchmarks
 @pytest.mark.slow
 def test_first_tokens_come_as_early_as_without_the_patch(without, patched):
     before, after = measure([without, patched], POINTS, seeds=1, requests=300, jobs=2)

@@ -38,17 +38,20 @@ def run(promtool: Path, directory: Path, *arguments: str) -> subprocess.Complete
     return subprocess.run([str(promtool), *arguments], cwd=directory, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.dashboards
 def test_prometheus_accepts_rules_and_configuration(promtool: Path) -> None:
     for arguments in (("check", "rules", RULES), ("check", "config", "prometheus.yml")):
         done = run(promtool, DIRECTORY, *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.dashboards
 def test_alerts_fire_and_are_silent(promtool: Path) -> None:
     done = run(promtool, DIRECTORY, "test", "rules", CASES)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.dashboards
 @pytest.mark.parametrize("name", alerts())
 def test_the_cases_hold_each_alert_from_both_sides(promtool: Path, tmp_path: Path, name: str) -> None:
     """An alert that never fires fails them, and so does one that always fires."""

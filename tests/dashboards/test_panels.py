@@ -10,7 +10,7 @@ from tests.dashboards.boards import Target, read, target, targets
 from tests.dashboards.observed import Observed, observed
 from tests.dashboards.prometheus import NotToBeHadError, program
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.dashboards]
 
 CHILDREN = {"cpu", "disk"}
 EXACT = 1e-9

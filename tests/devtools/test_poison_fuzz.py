@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The poison fuzz: a few seeds of each column, seeds that once were wrong, and that the oracle notices what is broken.
 
-``make test-poison`` runs a thousand seeds of each column.
+``make test SUITE=poison`` runs a thousand seeds of each column.
 """
 
 import subprocess

@@ -15,7 +15,10 @@ from tests.engine.client import Engine
 BAR = 0.05
 FORCE_TOKENS = "tests.engine.forcing:ForceTokens"
 UNCACHED = {"enable_prefix_caching": False, "prefix_match_unit": None, "logits_processors": [FORCE_TOKENS]}
-"""Arguments of the engine that judges."""
+"""Arguments of the engine that judges by the bar."""
+PLAIN = {"logits_processors": [FORCE_TOKENS]}
+"""Of one that judges to the last bit: without a connector, and with vLLM's prefix cache, so that its steps end where
+those of an engine with a connector do. An uncached one ends them elsewhere, where some processors round otherwise."""
 
 
 class Answer(Protocol):

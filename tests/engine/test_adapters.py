@@ -19,7 +19,7 @@ def adapter(directory: Path, number: int) -> dict[str, Any]:
     return {"lora_name": directory.name, "lora_int_id": number, "lora_path": str(directory)}
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("is_asynchronous", [False, pytest.param(True, marks=pytest.mark.engines)])
 def test_adapters_are_restored_by_both_tiers_and_never_mix(
     tiny_model: Path, tmp_path: Path, is_asynchronous: bool
 ) -> None:

@@ -19,6 +19,8 @@ from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
 
 pytestmark = pytest.mark.engine
+V2 = pytest.param(V2_RUNNER, marks=pytest.mark.engines)
+"""Under Triton's interpreter, a minute each."""
 
 N = FLOAT32.block_size
 LENGTHS = (65, 300, N - 1, N + 90, 2600)
@@ -28,7 +30,7 @@ NUM_TOKENS = 9
 """With so many, patch 0021 is needed: else loads that have ended hold all blocks."""
 
 
-@pytest.fixture(params=[{}, V2_RUNNER], ids=["V1", "V2"])
+@pytest.fixture(params=[{}, V2], ids=["V1", "V2"])
 def asynchronous(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Arguments of an engine with either runner."""
     return {**FLOAT32.arguments, **request.param, "async_scheduling": True}
@@ -70,6 +72,7 @@ def test_both_tiers_restore_what_was_computed(
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") > 0
 
 
+@pytest.mark.engines
 def test_requests_at_once_that_are_preempted_are_answered_right(
     tiny_model: Path, tmp_path: Path, uncached: Engine, asynchronous: dict[str, Any]
 ) -> None:
@@ -97,6 +100,7 @@ def test_requests_at_once_that_are_preempted_are_answered_right(
         assert second.same_as(first) or distance(uncached, tokens, second) <= BAR
 
 
+@pytest.mark.engines
 def test_loads_that_fail_are_computed_and_others_go_on(
     tiny_model: Path, tmp_path: Path, asynchronous: dict[str, Any]
 ) -> None:

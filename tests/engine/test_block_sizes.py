@@ -10,7 +10,7 @@ from tests.engine.client import Engine, disk_child, multi, prompt
 from tests.engine.restore import assert_restored
 from tests.engine.states import States
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines]
 
 
 def test_chunks_written_under_one_block_size_are_loaded_under_another(

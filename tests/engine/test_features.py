@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.bar import UNCACHED, distance
+from tests.engine.bar import PLAIN, distance
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.restore import assert_restored, restorable
 from tests.engine.states import FLOAT32
@@ -44,15 +44,21 @@ def engine(start: Start) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def uncached(tiny_model: Path) -> Iterator[Engine]:
-    """It judges."""
-    with Engine(tiny_model, **FLOAT32.arguments, **UNCACHED, max_num_seqs=1) as running:
+def plain(tiny_model: Path) -> Iterator[Engine]:
+    """vLLM without a connector, which computes in the same steps. It judges."""
+    with Engine(tiny_model, **FLOAT32.arguments, **PLAIN, max_num_seqs=1) as running:
         yield running
 
 
 def answers(engine: Engine, tokens: list[int], **sampling: Any) -> dict[str, Any]:
     answer: dict[str, Any] = engine.call("feature", name="answers", tokens=tokens, **sampling)
     return answer
+
+
+def computed(plain: Engine, tokens: list[int], **sampling: Any) -> dict[str, Any]:
+    """What vLLM answers when it has nothing of the prompt."""
+    plain.reset_device_cache()
+    return answers(plain, tokens, **sampling)
 
 
 def evicted(engine: Engine) -> None:
@@ -79,7 +85,7 @@ def equal_up_to_a_tie(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return True
 
 
-def test_several_answers_of_one_restored_prompt(engine: Engine, uncached: Engine) -> None:
+def test_several_answers_of_one_restored_prompt(engine: Engine, plain: Engine) -> None:
     """``n``: the first restores, the others take what it has restored from the device cache.
 
     They all say the same: a seed, which would tell them apart, kills vLLM's engine on a CPU (docs/models.md).
@@ -88,18 +94,18 @@ def test_several_answers_of_one_restored_prompt(engine: Engine, uncached: Engine
     cold = answers(engine, tokens, **sampling)
     evicted(engine)
     restored = answers(engine, tokens, **sampling)
-    computed = answers(uncached, tokens, **sampling)
+    right = computed(plain, tokens, **sampling)
     assert len(cold["completions"]) == 3
-    for one, restored_one, computed_one in zip(
-        cold["completions"], restored["completions"], computed["completions"], strict=True
+    for one, restored_one, right_one in zip(
+        cold["completions"], restored["completions"], right["completions"], strict=True
     ):
         assert equal_up_to_a_tie(restored_one, one)
-        assert equal_up_to_a_tie(computed_one, one)
+        assert equal_up_to_a_tie(right_one, one)
     assert restored["num_cached_tokens"] >= restorable(LENGTH)
 
 
 def test_prompt_logprobs_are_computed_and_what_they_computed_is_restored_without_them(
-    engine: Engine, uncached: Engine
+    engine: Engine, plain: Engine
 ) -> None:
     """vLLM reads no cache for such a request, or it could not say them. It stores as any other does."""
     tokens = prompt(LENGTH, seed=2)
@@ -112,11 +118,11 @@ def test_prompt_logprobs_are_computed_and_what_they_computed_is_restored_without
     again = answers(engine, tokens, prompt_logprobs=1, max_tokens=6)
     assert again == cold
     assert again["num_cached_tokens"] == 0 and len(again["prompt"]) == LENGTH
-    assert cold == answers(uncached, tokens, prompt_logprobs=1, max_tokens=6)
+    assert cold == computed(plain, tokens, prompt_logprobs=1, max_tokens=6)
     assert pending(engine) == {"pending_loads": 0, "pending_stores": 0, "hook_errors": 0}
 
 
-def test_a_stop_string_ends_a_restored_answer_where_it_ended_the_cold_one(engine: Engine, uncached: Engine) -> None:
+def test_a_stop_string_ends_a_restored_answer_where_it_ended_the_cold_one(engine: Engine, plain: Engine) -> None:
     tokens = prompt(LENGTH, seed=3)
     free = answers(engine, tokens, max_tokens=12)["completions"][0]
     stop = free["text"][len(free["text"]) // 2 :][:4]
@@ -125,7 +131,7 @@ def test_a_stop_string_ends_a_restored_answer_where_it_ended_the_cold_one(engine
     assert restored["num_cached_tokens"] == restorable(LENGTH)
     (stopped,) = restored["completions"]
     assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", stop)
-    assert restored["completions"] == answers(uncached, tokens, stop=[stop], max_tokens=12)["completions"]
+    assert restored["completions"] == computed(plain, tokens, stop=[stop], max_tokens=12)["completions"]
 
 
 @pytest.mark.parametrize(
@@ -137,15 +143,15 @@ def test_a_stop_string_ends_a_restored_answer_where_it_ended_the_cold_one(engine
     ],
     ids=lambda constraint: next(iter(constraint)),
 )
-def test_structured_output_after_a_restore(engine: Engine, uncached: Engine, constraint: dict[str, Any]) -> None:
+def test_structured_output_after_a_restore(engine: Engine, plain: Engine, constraint: dict[str, Any]) -> None:
     tokens = prompt(LENGTH, seed=4 + len(str(constraint)))
     sampling = {"structured_outputs": constraint, "max_tokens": 10}
     cold = answers(engine, tokens, **sampling)
     evicted(engine)
     restored = answers(engine, tokens, **sampling)
-    assert restored["completions"] == cold["completions"] == answers(uncached, tokens, **sampling)["completions"]
+    assert restored["completions"] == cold["completions"] == computed(plain, tokens, **sampling)["completions"]
     assert restored["num_cached_tokens"] == restorable(LENGTH)
-    assert restored["completions"] != answers(uncached, tokens, max_tokens=10)["completions"]
+    assert restored["completions"] != computed(plain, tokens, max_tokens=10)["completions"]
 
 
 @pytest.mark.parametrize("phase", ["waiting", "loading", "prefill", "decode"])
@@ -173,7 +179,7 @@ def test_an_abort_leaves_no_block_and_no_load_behind(engine: Engine, root: Path,
     assert_restored(first, engine.generate(tokens), length)
 
 
-def test_a_session_of_streaming_input_restores_its_first_part_and_is_right(engine: Engine, uncached: Engine) -> None:
+def test_a_session_of_streaming_input_restores_its_first_part_and_is_right(engine: Engine, plain: Engine) -> None:
     parts = [prompt(LENGTH, seed=91), prompt(90, seed=92), prompt(1200, seed=93)]
     cold = engine.call("feature", name="session", parts=parts, max_tokens=5)
     evicted(engine)
@@ -181,18 +187,20 @@ def test_a_session_of_streaming_input_restores_its_first_part_and_is_right(engin
     assert [(each["token_ids"], each["logprobs"]) for each in restored] == [
         (each["token_ids"], each["logprobs"]) for each in cold
     ]
-    # A later part begins off the kernels' grid of 64 tokens, and an engine without a cache computes it in other steps.
+    # A later part begins off the kernels' grid of 64 tokens, and vLLM computes a prompt of it all in other steps.
     heard: list[int] = []
     for part, each in zip(parts, restored, strict=True):
         heard += part
-        assert distance(uncached, heard, Output(each["token_ids"], each["logprobs"], 0)) <= FAR
+        plain.reset_device_cache()
+        assert distance(plain, heard, Output(each["token_ids"], each["logprobs"], 0)) <= FAR
         heard += each["token_ids"][:-1]  # vLLM drops the last one, which nothing was computed for
     assert restored[0]["num_cached_tokens"] == restorable(LENGTH)
     assert pending(engine) == {"pending_loads": 0, "pending_stores": 0, "hook_errors": 0}
     evicted(engine)
     # What the session computed of its later parts went on from decoded tokens: no other request may find it.
     whole = parts[0] + restored[0]["token_ids"][:-1] + parts[1]
-    assert engine.generate(whole).same_as(uncached.generate(whole))
+    plain.reset_device_cache()
+    assert engine.generate(whole).same_as(plain.generate(whole))
 
 
 def test_a_salt_finds_its_own_after_a_restart_and_no_other_does(start: Start, engine: Engine, root: Path) -> None:

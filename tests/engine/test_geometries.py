@@ -31,6 +31,7 @@ def test_chunks_of_a_whole_block_restore_at_every_match_unit(tiny_model: Path, t
         assert engine.generate(longer).num_cached_tokens >= 2944
 
 
+@pytest.mark.engines
 @pytest.mark.processor
 @pytest.mark.parametrize(("states", "unit"), [(FLOAT32, 48), (FLOAT32, 32), (BFLOAT16, 32)], ids=str)
 def test_a_match_unit_off_the_kernels_grid_restores_what_the_device_cache_would(
@@ -51,6 +52,7 @@ def test_a_match_unit_off_the_kernels_grid_restores_what_the_device_cache_would(
             assert restored.same_as(by_device)
 
 
+@pytest.mark.engines
 def test_a_second_process_restores_a_prompt_of_17435_tokens_from_disk(tmp_path: Path) -> None:
     num_tokens = 17_435
     model = make_tiny_model(tmp_path / "long", context_tokens=20_480)
@@ -67,6 +69,7 @@ def test_a_second_process_restores_a_prompt_of_17435_tokens_from_disk(tmp_path: 
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") > 0
 
 
+@pytest.mark.engines
 def test_a_model_of_another_weight_value_never_sees_the_objects(tiny_model: Path, tmp_path: Path) -> None:
     """Same name, same shapes, one weight of one value: another fingerprint."""
     config = multi(disk_child(tmp_path / "root"))

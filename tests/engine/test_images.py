@@ -83,6 +83,7 @@ def test_the_same_image_is_restored_and_another_one_is_not(engine: Engine, uncac
     assert answer(engine, tokens, A) == (cold, restorable(length))
 
 
+@pytest.mark.engines
 def test_a_second_image_that_differs_is_computed_and_so_are_two_in_another_order(
     engine: Engine, uncached: Engine
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_second_image_that_differs_is_computed_and_so_are_two_in_another_order
     assert answer(engine, tokens, A, B) == (both, restorable(length))
 
 
+@pytest.mark.engines
 def test_a_restart_restores_an_image_from_disk_and_no_other(
     start: Start, engine: Engine, config: dict[str, Any]
 ) -> None:

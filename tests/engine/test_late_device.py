@@ -10,7 +10,7 @@ from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
 from tests.engine.restore import assert_restored, assert_restored_in_a_batch
 from tests.engine.states import States
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines]
 
 LENGTHS = (65, 640, 1153, 2305, 3900)
 

@@ -10,7 +10,7 @@ from tests.engine.client import Engine, disk_child, multi, prompt
 from tests.engine.disk_alone import LENGTH, MAX_TOKENS, counted, stored
 from tests.engine.states import FLOAT32
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines]
 
 
 def test_a_full_tier_ranks_what_it_has_and_the_next_engine_goes_on_with_what_was_learned(

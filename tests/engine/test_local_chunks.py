@@ -8,7 +8,7 @@ import pytest
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
 from tests.models.llama4 import ATTENTION_CHUNK, make_llama4
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines]
 
 LENGTHS = (130, 257, 386, 770, 2050)
 """A few tokens after a restore point, inside a chunk of attention and at its beginning."""

@@ -40,6 +40,7 @@ def test_mamba2_is_restored_exactly_from_cpu_and_after_a_restart_from_disk(nemot
             assert restored.same_as(cold[length]), (length, cold[length], restored)
 
 
+@pytest.mark.engines
 def test_a_zeroed_state_and_a_zeroed_chunk_of_attention_change_the_answer(nemotron: Path) -> None:
     with Engine(nemotron, kv_transfer_config=multi(cpu_child())) as engine:
         tokens = prompt(130, seed=1)

@@ -57,6 +57,7 @@ def test_a_cpu_tier_works_at_the_top_level_and_with_an_fp8_cache(tiny_model: Pat
         assert engine.metric("vllm:hybrid_offload_hook_errors") == 0
 
 
+@pytest.mark.engines
 def test_a_disk_tier_works_at_the_top_level_and_without_chunked_prefill(tmp_path: Path) -> None:
     """A model without states: with them vLLM refuses ("Chunked prefill is required for mamba cache mode 'align'")."""
     model = make_gemma3(tmp_path / "gemma")
@@ -84,6 +85,7 @@ def test_models_that_are_compiled_restore_what_they_computed(tiny_model: Path, t
         restores(engine, cold_answers(engine), "cpu")
 
 
+@pytest.mark.engines
 def test_requests_that_are_preempted_for_more_urgent_ones_are_restored_and_right(
     tiny_model: Path, tmp_path: Path
 ) -> None:

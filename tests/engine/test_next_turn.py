@@ -31,9 +31,9 @@ def next_turn(engine: Engine) -> tuple[list[int], Output]:
 @pytest.mark.parametrize(
     ("setting", "interval", "restored"),
     [
-        pytest.param("auto", 0, restorable(PROMPT), id="off"),
-        pytest.param("auto", N, restorable(PROMPT), id="off, states in answers"),
-        pytest.param(True, 0, restorable(PROMPT), id="on"),
+        pytest.param("auto", 0, restorable(PROMPT), id="off", marks=pytest.mark.engines),
+        pytest.param("auto", N, restorable(PROMPT), id="off, states in answers", marks=pytest.mark.engines),
+        pytest.param(True, 0, restorable(PROMPT), id="on", marks=pytest.mark.engines),
         pytest.param(True, N, N, id="on, states in answers"),
     ],
 )
@@ -49,7 +49,11 @@ def test_with_states_an_answer_is_restored_to_the_last_state_that_vllm_keeps_in_
     assert answer.num_cached_tokens == restored
 
 
-@pytest.mark.parametrize(("setting", "of_answer"), [("auto", ANSWER), (False, 0)], ids=["default", "off"])
+@pytest.mark.parametrize(
+    ("setting", "of_answer"),
+    [("auto", ANSWER), pytest.param(False, 0, marks=pytest.mark.engines)],
+    ids=["default", "off"],
+)
 def test_without_states_the_whole_answer_is_restored_unless_it_is_not_stored(
     tmp_path: Path, setting: Any, of_answer: int
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines]
 
 WITHOUT_STATES = {"enable_prefix_caching": False, "prefix_match_unit": None}
 STORED = "vllm:hybrid_offload_stored_bytes"

@@ -10,7 +10,7 @@ from tests.engine.restore import assert_restored
 from tests.engine.states import BFLOAT16, FLOAT32
 from tests.models.phi3 import LONG_ROPE_FROM_TOKENS, make_phi3
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines]
 
 PROMPTS = {length: prompt(length, seed=length) for length in (150, 300, 700, 900)}
 

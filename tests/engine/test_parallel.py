@@ -84,12 +84,14 @@ def test_two_ranks_restore_from_both_tiers_and_one_rank_never_loads_their_object
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") == 0
 
 
+@pytest.mark.engines
 def test_an_object_that_one_rank_lacks_is_not_there(first: FirstLife, second: Engine) -> None:
     recomputed = second.generate(first.halved)
     assert recomputed.num_cached_tokens == 0
     assert recomputed.same_as(first.halved_cold)
 
 
+@pytest.mark.engines
 def test_pipeline_parallelism_is_refused_at_start(tmp_path: Path) -> None:
     """With attention in both stages: else vLLM's stages disagree on the layout of the KV cache before we are built."""
     model = make_tiny_model(tmp_path / "model", num_layers=8)

@@ -8,7 +8,7 @@ import pytest
 from tests.engine.random_workload import RandomWorkload
 from tests.engine.workload import Kind
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines]
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])

@@ -18,7 +18,7 @@ from tests.engine.damage import DAMAGES
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.faults]
 
 LENGTH = 150
 RANKS = (0, 1)

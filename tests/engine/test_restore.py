@@ -19,9 +19,9 @@ def lengths(n: int) -> tuple[int, ...]:
 
 CASES = [
     pytest.param(FLOAT32, 1152, marks=pytest.mark.processor),
-    *((FLOAT32, budget) for budget in (2303, 2304, 8192)),
+    *(pytest.param(FLOAT32, budget, marks=pytest.mark.engines) for budget in (2303, 2304, 8192)),
     pytest.param(BFLOAT16, 1279, marks=pytest.mark.processor),
-    *((BFLOAT16, budget) for budget in (640, 8192)),
+    *(pytest.param(BFLOAT16, budget, marks=pytest.mark.engines) for budget in (640, 8192)),
 ]
 """Tokens a step: N, 2N - 1, 2N, and more than any prompt has."""
 

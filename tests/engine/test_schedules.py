@@ -16,7 +16,7 @@ from tests.engine.judge import Judge, counters_of, judge_of, small_engine
 from tests.engine.states import FLOAT32
 from tests.engine.workload import Kind, Request, Turn
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines]
 
 _MAX_TOKENS = 4
 DEFAULT_SCHEDULES = 20

@@ -22,7 +22,9 @@ def siblings(shared: int) -> list[list[int]]:
     return [prompt(shared, seed=shared) + prompt(own, seed=shared + own) for own in OWN]
 
 
-@pytest.mark.parametrize("chunk", [64, "auto"], ids=lambda chunk: f"chunk-{chunk}")
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(64, marks=pytest.mark.engines), "auto"], ids=lambda chunk: f"chunk-{chunk}"
+)
 def test_from_the_third_sibling_on_a_shared_prefix_is_restored_to_its_last_match_unit(
     tiny_model: Path, tmp_path: Path, states: States, chunk: int | str
 ) -> None:

@@ -42,6 +42,7 @@ def test_windows_restore_what_the_device_cache_would_from_cpu_and_after_a_restar
             assert restored.same_as(by_device[length])
 
 
+@pytest.mark.engines
 def test_only_the_last_window_of_a_sliding_group_is_loaded_and_its_bytes_matter(gemma: Path) -> None:
     with Engine(gemma, kv_transfer_config=multi(cpu_child())) as engine:
         tokens = prompt(2010, seed=1)

@@ -19,7 +19,7 @@ def siblings() -> list[list[int]]:
     return [prompt(SHARED, seed=1) + prompt(own, seed=own) for own in OWN]
 
 
-@pytest.mark.parametrize("tier", ["cpu", "disk"])
+@pytest.mark.parametrize("tier", [pytest.param("cpu", marks=pytest.mark.engines), "disk"])
 def test_the_second_sibling_is_restored_where_a_step_of_the_first_ended(
     tiny_model: Path, tmp_path: Path, states: States, tier: str
 ) -> None:

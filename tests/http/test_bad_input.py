@@ -23,12 +23,17 @@ def _file(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (
+        pytest.param(
             lambda _: multi(cpu_child(load_weight=-1)),
             "load_weight=-1 of connector 'cpu' must be \"auto\" or a number of at least 0",
+            marks=pytest.mark.faults,
         ),
         (lambda _: cpu_child(capacity_bytes="900 TiB"), "of memory that are free: set it to at most"),
-        (lambda path: multi(cpu_child(), disk_child(_file(path))), "/file' is not a directory: set it to one that"),
+        pytest.param(
+            lambda path: multi(cpu_child(), disk_child(_file(path))),
+            "/file' is not a directory: set it to one that",
+            marks=pytest.mark.faults,
+        ),
     ],
     ids=["settings", "memory", "disk"],
 )

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 N = FLOAT32.block_size
 NUM_REQUESTS = 50
-NUM_OUTPUT_TOKENS = 32
+NUM_OUTPUT_TOKENS = 16
 NUM_BLOCKS = 48
 """About a tenth of what the requests need: a request takes two blocks of each of the three recurrent groups and one of
 the attention group for each N tokens."""

@@ -40,7 +40,7 @@ def api(tiny_model: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) 
         yield client
 
 
-@pytest.mark.parametrize(("stores", "restores"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(("stores", "restores"), [(0, 1), pytest.param(1, 0, marks=pytest.mark.engines)])
 def test_what_one_engine_stores_the_other_restores_while_both_run(
     api: ApiClient, root: Path, stores: int, restores: int
 ) -> None:

@@ -44,6 +44,7 @@ def flip_a_byte_of_every_object(root: Path) -> int:
     return len(objects)
 
 
+@pytest.mark.faults
 @pytest.mark.engine
 def test_the_demo_fails_when_what_lies_on_disk_is_damaged_between_the_servers(
     demo_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -12,7 +12,7 @@ from tests.python_path import python_path
 from tools.server import Server
 from vllm_overlay.server.api_client import ApiError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.faults]
 
 LENGTH = 2400
 ATTEMPTS = 3

@@ -16,7 +16,7 @@ from bench.serving import main
 from tests.python_path import REPOSITORY
 from vllm_overlay.server.process_group import members
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.benchmarks]
 
 CHAT = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 """Blocks of a chat's last turn; 11 of them are 1,408 tokens for the tiny model, more than two of its blocks."""

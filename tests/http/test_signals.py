@@ -18,9 +18,9 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize(
     ("phase", "num_processes", "number"),
     [
-        ("start the first server", 1, signal.SIGINT),
-        ("start the first server", 1, signal.SIGHUP),
-        ("start the first server", 4, signal.SIGTERM),
+        pytest.param("start the first server", 1, signal.SIGINT, marks=pytest.mark.faults),
+        pytest.param("start the first server", 1, signal.SIGHUP, marks=pytest.mark.faults),
+        pytest.param("start the first server", 4, signal.SIGTERM, marks=pytest.mark.faults),
         ("warm it up", 4, signal.SIGINT),
     ],
 )
@@ -37,6 +37,7 @@ def test_an_interrupted_demo_leaves_nothing(
         process.assert_nothing_left()
 
 
+@pytest.mark.faults
 def test_ctrl_c_twice_while_the_server_stops_leaves_nothing(demo_directory: Path) -> None:
     with DemoProcess(demo_directory) as process:
         process.wait_for("stop the first server")

@@ -65,6 +65,7 @@ def test_what_both_tiers_restore_is_equal_also_after_a_restart(
     assert "disk" in sources["server restarted"]
 
 
+@pytest.mark.faults
 def test_zeroed_snapshots_fail_and_the_prompt_and_the_first_token_are_named(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +80,7 @@ def test_zeroed_snapshots_fail_and_the_prompt_and_the_first_token_are_named(
     assert "not looked at: what a restart finds" in said
 
 
+@pytest.mark.engines
 def test_a_running_server_without_our_connector_is_told_what_to_change(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short form of the matrix: models that no other test runs, on one rank. ``make test-matrix`` runs all of it."""
+"""Models that no other test runs, on one rank: the short form of what the suite's command runs."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.matrix.cells import Column
 from tests.matrix.rows import row
 from tests.matrix.run import RowRun
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.models]
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "LFM2", "gpt-oss"])

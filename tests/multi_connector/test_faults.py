@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded parts of the fault matrix and of the churn; ``make test-faults`` runs the whole of both."""
+"""Seeded parts of the fault matrix and of the churn; ``make test SUITE=faults`` runs the whole of both."""
 
 import json
 import os
@@ -36,6 +36,7 @@ def run(module: str, model: Path, log: Path, *arguments: str) -> tuple[dict[str,
     return totals[0], [json.loads(line.removeprefix("CELL ")) for line in lines if line.startswith("CELL ")]
 
 
+@pytest.mark.faults
 @pytest.mark.engine
 def test_whatever_a_child_does_requests_are_right_and_the_child_comes_back(tiny_model: Path, tmp_path: Path) -> None:
     total, cells = run("matrix", tiny_model, tmp_path / "log", "--cells", str(CELLS), "--seed", str(SEED))
@@ -45,6 +46,7 @@ def test_whatever_a_child_does_requests_are_right_and_the_child_comes_back(tiny_
     assert total["left"] == {"scheduler": 0, "worker": 0, "blocks": 0}
 
 
+@pytest.mark.faults
 @pytest.mark.engine
 def test_random_aborts_preemptions_and_faults_leave_nothing(tiny_model: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
@@ -67,6 +69,7 @@ def test_the_matrix_has_every_hook_of_the_interface() -> None:
     assert set(matrix.NOT_CALLED) <= instance_level and set(AT_RETURN) <= instance_level | {"__init__"}
 
 
+@pytest.mark.faults
 @pytest.mark.engine
 def test_a_synchronous_load_that_fails_halfway_is_computed_on_a_model_with_several_groups(
     tiny_model: Path, tmp_path: Path

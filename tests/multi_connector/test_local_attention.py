@@ -9,7 +9,7 @@ from tests.engine.client import Engine, cpu_child, multi, prompt
 from tests.engine.states import FLOAT32
 from tests.multi_connector.test_third_party import BLOCK, offloading_child
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.engines]
 
 
 @pytest.mark.parametrize("weight", [0.1, 10.0], ids=["ours-loads", "third-party-loads"])

@@ -14,6 +14,7 @@ from tests.multi_connector.matrix import CHILDREN
 LENGTH, RESTORABLE = 200, 192
 
 
+@pytest.mark.faults
 @pytest.mark.engine
 def test_a_child_that_fails_on_one_rank_leaves_all_and_comes_back_on_all(tiny_model: Path, tmp_path: Path) -> None:
     fault = tmp_path / "fault.json"

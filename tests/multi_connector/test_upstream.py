@@ -86,14 +86,12 @@ def run_upstream(workplace: Path, source: Path, whose: str, tests: str) -> tuple
     return {what: int(number) for number, what in counts}, output
 
 
+@pytest.mark.upstream
 @pytest.mark.engine
 @pytest.mark.parametrize("tests", PASSING)
 @pytest.mark.parametrize("whose", ["ours", "shipped"])
 def test_vllms_own_tests_pass_against_our_class_as_against_vllms(tmp_path: Path, whose: str, tests: str) -> None:
-    source = os.environ.get("VLLM_SOURCE")
-    if not source:
-        pytest.skip("VLLM_SOURCE names no unpacked source distribution of vLLM 0.32.0")
-    outcomes, output = run_upstream(tmp_path, Path(source), whose, tests)
+    outcomes, output = run_upstream(tmp_path, Path(os.environ["VLLM_SOURCE"]), whose, tests)
     failed = set(re.findall(r"^FAILED \S+::(\w+)", output, flags=re.MULTILINE))
     assert failed <= (KNOWN.keys() if whose == "shipped" else set()), output[-8000:]
     assert outcomes.get("passed", 0) + len(failed) == PASSING[tests] and not outcomes.get("error"), output[-8000:]

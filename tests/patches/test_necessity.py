@@ -92,6 +92,7 @@ def patched(tmp_path_factory):
     shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.mark.patches
 @pytest.mark.engine
 @pytest.mark.parametrize("name", CASES)
 def test_the_symptom_is_there_without_the_patch_and_gone_with_it(name, patched, scratch, tiny_model):
@@ -103,6 +104,7 @@ def test_the_symptom_is_there_without_the_patch_and_gone_with_it(name, patched, 
     assert with_it["healthy"], f"still seen with {name}: {symptom}; {with_it}"
 
 
+@pytest.mark.patches
 @pytest.mark.engine
 def test_asynchronous_loads_are_left_out_of_the_split_at_block_boundaries(patched, scratch, tiny_model):
     """Merged upstream: it needs no patch, and must not get lost when the pin moves."""

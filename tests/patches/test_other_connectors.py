@@ -8,6 +8,8 @@ import sys
 from itertools import zip_longest
 from pathlib import Path
 
+import pytest
+
 from tests.patches.trees import linked_originals
 from tests.python_path import python_path
 from vllm_overlay.patching.installed import installed_root
@@ -26,6 +28,7 @@ def traced(root: Path, model: Path) -> list[str]:
     return trace
 
 
+@pytest.mark.patches
 def test_a_connector_with_divergent_hits_sees_the_same_lookups_blocks_steps_and_counts(
     tiny_model: Path, tmp_path: Path
 ) -> None:

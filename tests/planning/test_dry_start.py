@@ -51,6 +51,7 @@ def test_vllm_answers_without_weights_what_its_engine_has(tiny_model: Path, with
     assert "asked vLLM 0.32.0" in layout.origin
 
 
+@pytest.mark.engines
 def test_one_process_answers_for_two_ranks_what_the_formula_gives(without_weights: Path) -> None:
     question = Question(model=str(without_weights), tensor_parallel_size=2, mamba_ssm_cache_dtype="float32")
     asked, computed = ask_vllm(question), layout_by_formula(facts_of(read_config(question.model)), question)
@@ -66,6 +67,7 @@ def test_what_the_connector_refuses_is_refused_in_its_words(without_weights: Pat
         ask_vllm(question)
 
 
+@pytest.mark.engines
 def test_what_vllm_refuses_is_refused_in_its_words(without_weights: Path) -> None:
     with pytest.raises(ConfigError, match=r"vLLM cannot start .*max_model_len"):
         ask_vllm(Question(model=str(without_weights), max_model_len=1 << 20))

@@ -13,6 +13,7 @@ from tools.gpu_smoke import Outcome, Verdict, climb, exit_status, main, run_with
 from vllm_overlay.config import ConfigError
 
 
+@pytest.mark.engines
 @pytest.mark.engine
 def test_the_ladder_on_a_cpu(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "found.json"

@@ -7,7 +7,7 @@ Two ranks with real threads and files store, drop, clear and evict under a small
 killed at a random moment, half kill themselves in a random call on a file: before it, after it, or half through a
 write. Then another process recovers the root and reads all that it found, in both ranks.
 
-The command: ``python -m tests.tiers.disk.crash --kills 500 --seed 1`` (``make test-crash``).
+The command: ``python -m tests.tiers.disk.crash --kills 500 --seed 1`` (``make test SUITE=crash``).
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes whole files at random, and loads them.
 
-The command: ``python -m tests.tiers.disk.fuzz --mutations 10000 --seed 1`` (``make test-crash``).
+The command: ``python -m tests.tiers.disk.fuzz --mutations 10000 --seed 1`` (``make test SUITE=crash``).
 """
 
 import argparse

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suites, markers and CONTRIBUTING.md name the same, and what belongs to a suite is run by it."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from devtools import suites
+from devtools.suites import OTHERS, PRODUCT, SUITES, markers, steps
+from tests.python_path import REPOSITORY
+
+OF_ALL_SUITES = {"engine", "processor", "slow"}
+
+
+def test_each_marker_is_a_suites() -> None:
+    options = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    found = {marker.partition(":")[0] for marker in options["markers"]}
+    assert found == OF_ALL_SUITES | {suite.name for suite in OTHERS if suite.has_tests}
+
+
+def test_contributing_has_the_table_of_suites() -> None:
+    assert suites.table() in (REPOSITORY / "CONTRIBUTING.md").read_text()
+
+
+@pytest.mark.parametrize("room", sorted({room for suite in OTHERS for room in suite.rooms}))
+def test_each_room_is_there(room: str) -> None:
+    assert (REPOSITORY / room).exists()
+
+
+@pytest.mark.parametrize("module", sorted({step[0] for suite in OTHERS for step in suite.commands}))
+def test_each_command_is_there(module: str) -> None:
+    path = REPOSITORY.joinpath(*module.split("."))
+    assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
+def test_a_test_is_in_one_suite(tmp_path: Path) -> None:
+    """The product's are those that no other suite has; ``also`` narrows it."""
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_plain(): pass\n"
+        "@pytest.mark.processor\n"
+        "def test_processor(): pass\n"
+        "@pytest.mark.faults\n"
+        "@pytest.mark.processor\n"
+        "def test_fault(): pass\n"
+    )
+
+    def found(chosen: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", str(tmp_path), "-m", chosen]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+
+    assert found(markers(PRODUCT)) == ["test_plain", "test_processor"]
+    assert found(markers(SUITES["faults"])) == ["test_fault"]
+    assert found(markers(PRODUCT, "processor")) == ["test_processor"]
+
+
+def test_a_suite_fails_with_the_first_of_its_steps_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    suite, ran = SUITES["faults"], []
+
+    def run(step: suites.Command, environment: dict[str, str]) -> int:
+        ran.append(step)
+        return 3 if step == steps(suite)[1] else 0
+
+    monkeypatch.setattr(suites, "_run", run)
+    assert suites.main(["faults"]) == 3
+    assert ran == steps(suite)[:2]
+
+
+def test_all_suites_go_on_when_one_has_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suites, "_LOGS", tmp_path)
+    monkeypatch.setattr(suites, "_run", lambda step, *_: int(step[0] == "tests.matrix"))
+    assert suites.main(["all"]) == 1
+    printed = capsys.readouterr().out
+    assert "failed: ['models']" in printed and "upstream: passed" in printed
