@@ -9,7 +9,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 240.0
 
 
 class QueryError(RuntimeError):

@@ -2,11 +2,14 @@
 """Requests that come when they come: what is counted of each, and what a failure or an interruption does."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from bench import http_load
 from bench.http_load import play
 from bench.scaled_trace import ScaledRequest
+from tests.waiting import until
 from vllm_overlay.server.api_client import ApiError, Completion
 
 
@@ -27,13 +30,23 @@ def asked(*prompt: int, at: float = 0.0) -> ScaledRequest:
     return ScaledRequest(at, prompt, 3)
 
 
-def test_all_are_sent_in_their_order_and_counted():
+def test_all_are_sent_in_their_order_and_counted(monkeypatch):
     api, answered = Api(), []
-    part = play(api, [asked(1, 2), asked(3, 4, 5, at=0.01)], lambda: answered.append(1))
+    now, pauses = 100.0, []
+
+    def sleep(seconds):
+        nonlocal now
+        until(lambda: len(answered) == len(pauses), "the answers to what was sent before")
+        pauses.append(seconds)
+        now += seconds
+
+    monkeypatch.setattr(http_load, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    part = play(api, [asked(1, 2), asked(3, 4, 5, at=0.25)], lambda: answered.append(1))
+    assert pauses == [0.0, 0.25]
     assert api.prompts == [(1, 2), (3, 4, 5)] and len(answered) == 2
     assert [(one.prompt_tokens, one.cached_tokens, one.answer_tokens) for one in part.served] == [(2, 1, 3), (3, 2, 3)]
     assert part.num_tokens == 2 + 3 + 3 + 3 and part.errors == ()
-    assert part.seconds >= max(one.ended_s for one in part.served) >= 0.01
+    assert [one.ended_s for one in part.served][1] == part.seconds == 0.25
 
 
 def test_the_first_token_counts_from_when_the_request_was_due():
@@ -52,7 +65,7 @@ def test_an_interruption_does_not_wait_for_answers():
 
     class Waiting(Api):
         def complete(self, prompt, max_tokens):
-            release.wait(60)
+            release.wait()
             return super().complete(prompt, max_tokens)
 
     def interrupted():

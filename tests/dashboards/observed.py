@@ -12,10 +12,12 @@ from tests.dashboards.prometheus import Prometheus
 from tests.dashboards.traffic import Traffic
 from tests.engine.client import cpu_child, disk_child, multi
 from tests.engine.states import FLOAT32
+from tests.waiting import until
 from tools.server import Server
 
 SCRAPE_INTERVAL_S = 1.0
-SEEN_TIMEOUT_S = 60.0
+ALIGNED_S = 0.01
+"""A scrape may have begun so much earlier than it says: Prometheus makes intervals even, by up to 1%."""
 _LAST_SCRAPE = 'timestamp(vllm:num_requests_running{job="vllm"})'
 
 
@@ -47,11 +49,12 @@ def observed(model: Path, directory: Path) -> Iterator[Observed]:
 
 def _scraped_after(prometheus: PrometheusApi, moment: float) -> float:
     """When the first scrape that began after ``moment`` was in."""
-    deadline = time.monotonic() + SEEN_TIMEOUT_S
-    while True:
+
+    def later_scrape() -> float | None:
         found = prometheus.query(_LAST_SCRAPE, time.time())
-        if found and found[0].samples[0][1] > moment:
-            return found[0].samples[0][1]
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"Prometheus has not scraped the server for {SEEN_TIMEOUT_S:.0f} s")
-        time.sleep(0.1)
+        at = found[0].samples[0][1] if found else 0.0
+        return at if at > moment + ALIGNED_S else None
+
+    seen = until(later_scrape, "a scrape of the server by Prometheus")
+    assert seen is not None
+    return seen

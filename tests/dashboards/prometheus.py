@@ -3,8 +3,8 @@
 
 import os
 import shutil
+import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,13 +13,13 @@ from types import TracebackType
 import yaml
 
 from devtools.dashboards.prometheus_api import PrometheusApi
+from tests.waiting import PATIENCE_S, until
 from vllm_overlay.common.file_lock import lock
-from vllm_overlay.server.server_process import free_port
+from vllm_overlay.server.server_process import hold_port, port_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALERTS = REPOSITORY / "dashboards" / "alerts.yml"
 UNPACKED = REPOSITORY / ".prometheus"
-START_TIMEOUT_S = 60.0
 DOWNLOAD_TIMEOUT_S = 300.0
 
 
@@ -66,7 +66,8 @@ class Prometheus:
 
     def __init__(self, directory: Path, target: str, scrape_interval_s: float = 1.0) -> None:
         self._directory = directory
-        self._port = free_port()
+        self._holder: socket.socket = hold_port()
+        self._port = port_of(self._holder)
         interval = f"{scrape_interval_s * 1000:.0f}ms"
         config = {
             "global": {"scrape_interval": interval, "evaluation_interval": interval},
@@ -90,12 +91,11 @@ class Prometheus:
     def __enter__(self) -> PrometheusApi:
         with (self._directory / "prometheus.log").open("wb") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._is_ready():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self._stop()
-                raise RuntimeError(f"Prometheus is not up:\n{(self._directory / 'prometheus.log').read_text()}")
-            time.sleep(0.1)
+        try:
+            until(self._is_ready, "Prometheus")
+        except BaseException:
+            self._stop()
+            raise
         return PrometheusApi(self.url)
 
     def __exit__(
@@ -104,8 +104,10 @@ class Prometheus:
         self._stop()
 
     def _is_ready(self) -> bool:
+        if self._process is None or self._process.poll() is not None:
+            raise RuntimeError(f"Prometheus has ended:\n{(self._directory / 'prometheus.log').read_text()}")
         try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5):
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=PATIENCE_S):
                 return True
         except OSError:
             return False
@@ -118,3 +120,4 @@ class Prometheus:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._holder.close()

@@ -35,7 +35,7 @@ def promtool() -> Path:
 
 
 def run(promtool: Path, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(promtool), *arguments], cwd=directory, capture_output=True, text=True, timeout=120)
+    return subprocess.run([str(promtool), *arguments], cwd=directory, capture_output=True, text=True)
 
 
 @pytest.mark.dashboards

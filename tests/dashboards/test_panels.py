@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every query of every panel on a real Prometheus beside a real server; hit rates equal the client's own count."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ from devtools.dashboards.prometheus_api import PrometheusApi
 from tests.dashboards.boards import Target, read, target, targets
 from tests.dashboards.observed import Observed, observed
 from tests.dashboards.prometheus import NotToBeHadError, program
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.dashboards]
 
 CHILDREN = {"cpu", "disk"}
 EXACT = 1e-9
+FIRING = 'ALERTS{alertstate="firing"}'
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,9 +70,10 @@ def check_every_panel(run: Observed, at: float) -> None:
     assert not_verified.samples[0][1] > 0
 
 
-def check_the_alerts(run: Observed, at: float) -> None:
-    """Those of the damaged files, and no other."""
-    firing = run.prometheus.query('ALERTS{alertstate="firing"}', at)
+def check_the_alerts(run: Observed) -> None:
+    """Those of the damaged files, and no other. Rules are evaluated beside the scrapes, at times of their own."""
+    until(lambda: run.prometheus.query(FIRING, time.time()), "an alert")
+    firing = run.prometheus.query(FIRING, run.seen())
     found = {(one.labels["alertname"], one.labels["connector"], one.labels["reason"]) for one in firing}
     assert found == {("VllmOverlayVerificationFailed", "disk", "checksum")}
 
@@ -100,5 +104,5 @@ def test_panels_show_what_the_client_saw(tiny_model: Path, tmp_path: Path) -> No
         at = run.seen()
         check_every_panel(run, at)
         check_the_variables(run, at)
-        check_the_alerts(run, run.seen())
+        check_the_alerts(run)
     assert run.traffic.ledgers["failures"].cached_tokens == 0

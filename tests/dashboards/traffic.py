@@ -2,17 +2,16 @@
 """Traffic that misses, hits each tier and vLLM's own cache, and fails; with the client's own count of it."""
 
 import json
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.engine.client import prompt
 from tests.engine.damage import flip
+from tests.waiting import until
 from vllm_overlay.server.api_client import ApiClient, Completion
 
 LENGTHS = (1300, 1500, 2400, 2600)
-SWITCHES_TIMEOUT_S = 30.0
 _OBJECT_BYTES = 65536
 """Files at least as large hold chunks or snapshots."""
 
@@ -75,9 +74,11 @@ class Traffic:
     def _switch(self, switches: dict[str, dict[str, bool]]) -> None:
         """Waits until the server says that it has read them. It looks while it serves, so that needs requests."""
         self.switches.write_text(json.dumps(switches))
-        deadline = time.monotonic() + SWITCHES_TIMEOUT_S
-        while "the children's switches are now" not in self.log.read_text():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the server did not read {self.switches}")
+
+        def are_read() -> bool:
+            if "the children's switches are now" in self.log.read_text():
+                return True
             self.ledgers["short"].add(self.api.complete(prompt(20, seed=len(LENGTHS))))
-            time.sleep(0.2)
+            return False
+
+        until(are_read, f"the server's word that it has read {self.switches}")

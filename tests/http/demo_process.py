@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tools/demo.py`` as a user runs it, watched from outside: its output, its processes, what it leaves."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,8 +17,9 @@ from types import TracebackType
 import psutil
 
 from tests.python_path import REPOSITORY
+from tests.waiting import until
 from vllm_overlay.server.process_group import members, segments
-from vllm_overlay.server.server_process import free_port
+from vllm_overlay.server.server_process import hold_port, port_of
 
 
 class DemoProcess:
@@ -26,7 +28,8 @@ class DemoProcess:
     def __init__(self, directory: Path, *arguments: str) -> None:
         self._directory = directory
         self._temporary = Path(tempfile.mkdtemp(prefix="demo-", dir="/tmp"))  # short: the server keeps sockets in it
-        self._port = free_port()
+        self._holder = hold_port()
+        self._port = port_of(self._holder)
         self._arguments = ["--directory", str(directory), "--port", str(self._port), *arguments]
         self._descendants: set[psutil.Process] = set()
         self._segments: set[Path] = set()
@@ -56,7 +59,9 @@ class DemoProcess:
         assert self._process.stdout is not None
         self._process.stdout.close()
         for process in self.left_processes():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._holder.close()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _watch(self) -> None:
@@ -83,9 +88,12 @@ class DemoProcess:
 
     def wait_for_processes(self, count: int) -> None:
         """Returns once so many were seen: the API server, multiprocessing's tracker, the engine, its worker."""
-        while len(self._descendants) < count:
+
+        def are_there() -> bool:
             assert self._process.poll() is None, self.output
-            self._ended.wait(0.05)
+            return len(self._descendants) >= count
+
+        until(are_there, f"{count} processes below the demo")
 
     def send(self, number: signal.Signals) -> None:
         """To the demo alone: what it started is in a session of its own."""
@@ -103,9 +111,15 @@ class DemoProcess:
     def left_processes(self) -> list[psutil.Process]:
         """Of all that were seen below it, and of their process groups, those that live."""
         groups = {process.pid for process in self._descendants}
-        later = [psutil.Process(pid) for group in groups for pid in members(group)]
-        alive = [process for process in {*self._descendants, *later} if process.is_running()]
-        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        seen, found = set(self._descendants), []
+        for pid in [pid for group in groups for pid in members(group)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seen.add(psutil.Process(pid))
+        for process in seen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
 
     def left_files(self) -> list[Path]:
         """Temporary files, the run's own, and shared memory."""

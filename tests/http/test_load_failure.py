@@ -9,6 +9,7 @@ import pytest
 from tests.engine.client import multi, prompt
 from tests.engine.states import FLOAT32
 from tests.python_path import python_path
+from tests.waiting import until
 from tools.server import Server
 from vllm_overlay.server.api_client import ApiError
 
@@ -71,7 +72,7 @@ def test_where_an_operator_says_fail_that_request_fails_and_no_other(tiny_model:
             api.complete(stored)
         cold = api.complete(new)
         assert api.complete(new).same_as(cold)
-        assert api.is_healthy()
+        until(api.is_healthy, "the server's answer")
     (line,) = policy_lines(tmp_path)
     assert "kv_load_failure_policy is 'fail'" in line
     assert "connector FailingOffloadingConnector says so" in line

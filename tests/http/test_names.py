@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README's configuration on a server: metrics of both families, log and control file call a child alike."""
 
+import itertools
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from tests.engine.client import prompt
 from tests.engine.states import FLOAT32
 from tests.metrics_page import documented_metrics
 from tests.test_readme import example
+from tests.waiting import until
 from tools.server import Server
 from vllm_overlay import cli
 from vllm_overlay.metrics import (
@@ -63,24 +64,25 @@ def documented_switches() -> str:
 
 def metrics_with_hook_seconds(api: ApiClient) -> Metrics:
     """They are reported about once a second, while the engine steps."""
-    deadline = time.monotonic() + 120
-    for number in range(10_000):
-        api.complete(prompt(20, seed=1000 + number))
+    seeds = itertools.count(1000)
+
+    def after_one_more() -> Metrics | None:
+        api.complete(prompt(20, seed=next(seeds)))
         metrics = api.wait_for_stores()
-        if all(metrics.value("vllm:kv_connector_hook_seconds_total", **labels) > 0 for labels in TIMED):
-            return metrics
-        assert time.monotonic() < deadline
-    raise AssertionError("the engine is too fast for this test")
+        is_there = all(metrics.value("vllm:kv_connector_hook_seconds_total", **labels) > 0 for labels in TIMED)
+        return metrics if is_there else None
+
+    found = until(after_one_more, "the report of hook seconds")
+    assert found is not None
+    return found
 
 
 def lines_of(log: Path, text: str) -> list[str]:
     """The log's lines with this text, which comes within an interval of vLLM's log."""
-    deadline = time.monotonic() + 60
-    while True:
-        if found := [line for line in log.read_text().splitlines() if text in line]:
-            return found
-        assert time.monotonic() < deadline, f"no line with {text!r}"
-        time.sleep(0.1)
+    return until(
+        lambda: [line for line in log.read_text().splitlines(keepends=True) if text in line and line.endswith("\n")],
+        f"a line with {text!r}",
+    )
 
 
 def test_the_readmes_configuration_has_one_name_for_a_child_everywhere(

@@ -13,7 +13,7 @@ import pytest
 from devtools.docs.page import Page
 from tests.http.walk import SERVER, Step, Walk, WalkError, compare, steps
 from tests.python_path import REPOSITORY, python_path
-from vllm_overlay.server.server_process import free_port
+from vllm_overlay.server.server_process import hold_port, port_of
 
 PAGE = Page.read(REPOSITORY, REPOSITORY / "docs" / "quickstart.md")
 INSTALLS = (
@@ -41,7 +41,10 @@ def test_the_quickstart_does_what_it_says(directory: Path) -> None:
         "TMPDIR": str(directory),
     }
     here = directory / "quickstart"
-    with Walk(directory, {DIRECTORY: str(here), PORT: str(free_port())}, environment) as walk:
+    with (
+        hold_port() as holder,
+        Walk(directory, {DIRECTORY: str(here), PORT: str(port_of(holder))}, environment) as walk,
+    ):
         for step in steps(PAGE):
             if step.commands not in INSTALLS:
                 walk.take(step)
@@ -83,7 +86,7 @@ def test_a_command_that_fails_or_prints_something_else_is_told(tmp_path: Path) -
 
 
 def test_a_page_that_ends_no_server_or_starts_two_is_told(tmp_path: Path) -> None:
-    serving = Step(1, f"echo 'Application startup complete.'; exec sleep 60 # {SERVER}", "", interrupts=False)
+    serving = Step(1, f"echo 'Application startup complete.'; exec sleep 600 # {SERVER}", "", interrupts=False)
     with Walk(tmp_path, {}, {}) as walk:
         with pytest.raises(WalkError, match="has not started"):
             walk.take(replace(serving, interrupts=True))

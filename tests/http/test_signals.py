@@ -10,6 +10,7 @@ from tests.engine.client import disk_child, multi, prompt
 from tests.http.demo_process import DemoProcess
 from tests.http.waiting_disk import waiting_disk
 from tests.tiers.disk.files import object_files
+from tests.waiting import PATIENCE_S
 from tools.server import Server
 
 pytestmark = pytest.mark.engine
@@ -51,18 +52,19 @@ def test_sigterm_gives_pending_stores_the_time_they_need(tiny_model: Path, tmp_p
     """The disk waits until SIGTERM was sent, so that all of them are pending then."""
     tokens = prompt(6000, seed=1)
     root = tmp_path / "root"
-    config = multi(disk_child(root, shutdown_timeout_s=10))
+    config = multi(disk_child(root, shutdown_timeout_s=PATIENCE_S))
     gate = tmp_path / "gate"
 
     waiting = waiting_disk(tmp_path / "plugin", gate)
-    first = Server(tiny_model, config, log_path=tmp_path / "first.log", environment=waiting)
+    patient = ["--shutdown-timeout", f"{PATIENCE_S:.0f}"]
+    first = Server(tiny_model, config, log_path=tmp_path / "first.log", arguments=patient, environment=waiting)
     with first as api:
         cold = api.complete(tokens)
         assert object_files(root) == []
         assert first.group is not None
         first.group.terminate()
         gate.touch()
-        assert first.group.wait(60)
+        assert first.group.wait(PATIENCE_S)
     assert len(object_files(root)) > 5952 // 64
 
     with Server(tiny_model, config, log_path=tmp_path / "second.log") as api:

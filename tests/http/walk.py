@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,11 @@ from types import TracebackType
 
 from devtools.docs.page import CodeBlock, Page
 from tests.python_path import REPOSITORY
+from tests.waiting import PATIENCE_S, until
 
 SERVER = "vllm.entrypoints.openai.api_server"
 IS_UP = "Application startup complete."
 INTERRUPT = "Press Ctrl-C in the first terminal"
-_START_TIMEOUT_S = 300.0
-_STOP_TIMEOUT_S = 60.0
 
 
 class WalkError(AssertionError):
@@ -128,16 +126,21 @@ class Walk:
                 stderr=log,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while IS_UP not in self._log.read_text():
-            if self._server.poll() is not None or time.monotonic() > deadline:
-                raise WalkError(f"the server of line {step.line} did not start:\n{self._log.read_text()[-4000:]}")
-            time.sleep(0.2)
+        server = self._server
+
+        def is_up() -> bool:
+            has_ended = server.poll() is not None
+            text = self._log.read_text()
+            if IS_UP not in text and has_ended:
+                raise WalkError(f"the server of line {step.line} did not start:\n{text[-4000:]}")
+            return IS_UP in text
+
+        until(is_up, f"the start of the server of line {step.line}")
 
     def _interrupt(self) -> None:
         """Ctrl-C goes to every process of a terminal."""
         if self._server is None:
             raise WalkError("the page ends a server that it has not started")
         os.killpg(self._server.pid, signal.SIGINT)
-        self._server.wait(_STOP_TIMEOUT_S)
+        self._server.wait(PATIENCE_S)
         self._server = None

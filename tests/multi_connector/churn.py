@@ -11,7 +11,6 @@ import json
 import os
 import random
 import sys
-import time
 from typing import Any
 
 from vllm import SamplingParams
@@ -21,6 +20,7 @@ from tests.engine.client import cpu_child, multi, prompt
 from tests.engine.driver import Driver
 from tests.engine.states import FLOAT32
 from tests.multi_connector.faulty import KINDS, Fault, Faults, hooks
+from tests.waiting import until
 
 N = FLOAT32.block_size
 MAX_RUNNING = 6
@@ -54,7 +54,7 @@ class Churn:
         self.engine = self.driver.llm.llm_engine
         self._random = random.Random(seed)
         self._prefixes = [prompt(N, number) for number in range(6)]
-        self.seen = dict.fromkeys(("finished", "aborted", "preempted", "faults", "resets", "steps"), 0)
+        self.seen = dict.fromkeys(("started", "finished", "aborted", "preempted", "faults", "resets", "steps"), 0)
         self._count_preemptions()
 
     def _count_preemptions(self) -> None:
@@ -84,14 +84,21 @@ class Churn:
             Faults.fault = None
 
     def run(self, requests: int) -> None:
-        """Until that many are finished or aborted."""
+        """Until that many are finished or aborted, and more of them until there was an abort, a fault, an isolation.
+
+        What a step draws rests on the seed; how many steps there are, on how long loads take.
+        """
         living: list[str] = []
-        started = 0
-        while living or started < requests:
-            while started < requests and len(living) < MAX_RUNNING + 2:
-                living.append(f"request-{started}")
+
+        def wants_more() -> bool:
+            started = self.seen["started"]
+            return started < requests or (started < 20 * requests and not self._has_seen_everything())
+
+        while living or wants_more():
+            while len(living) < MAX_RUNNING + 2 and wants_more():
+                living.append(f"request-{self.seen['started']}")
                 self._start(living[-1])
-                started += 1
+                self.seen["started"] += 1
             self._maybe_fault()
             for output in self.engine.step():
                 if output.finished and output.request_id in living:
@@ -105,19 +112,22 @@ class Churn:
                 self.seen["resets"] += bool(self.driver.llm.reset_prefix_cache())
             self.seen["steps"] += 1
 
+    def _has_seen_everything(self) -> bool:
+        isolations = self.driver.metric("vllm:kv_connector_isolations", {})
+        return bool(self.seen["aborted"] and self.seen["faults"] and isolations)
+
     def left(self) -> dict[str, int]:
         """Entries in every table of requests, and device blocks that are not free."""
         Faults.fault = None
         scheduler = self.driver.engine_core.scheduler
         connector, worker = scheduler.connector, get_kv_transfer_group()
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+
+        def serves_and_rests() -> bool:
             self.driver._step()
-            if (
-                connector._scheduler.supervisor.lifecycles[0].phase.name == "SERVING"
-                and not connector.has_pending_push_work()
-            ):
-                break
+            phases = {lifecycle.phase.name for lifecycle in connector._scheduler.supervisor.lifecycles}
+            return phases == {"SERVING"} and not connector.has_pending_push_work()
+
+        until(serves_and_rests, "the return of all children, and the end of all stores")
         self.driver.reset()
         self.driver._step()
         pool = scheduler.kv_cache_manager.block_pool

@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import random
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm_overlay.connector.connector import HybridOffloadConnector
 
 KINDS = ("raises", "raises once", "panics", "returns garbage", "hangs")
-HANG_S = 5.0
+HANG_AFTER_S, HANG_S = 30.0, 31.0
+"""The first as ``hang_after_s``: no hook hangs but the one that says so."""
 GARBAGE: tuple[Any, ...] = (
     None,
     object(),
@@ -59,6 +59,18 @@ told from a right one, but a connector that never has anything.
 """
 
 
+class HookClock:
+    """Hooks take no time by it, but for one that hangs."""
+
+    now: ClassVar[float] = 0.0
+
+    @staticmethod
+    def measure(*connectors: Any) -> None:
+        """From now on it measures the hooks of these MultiConnectors' children."""
+        for connector in connectors:
+            connector._watchdog._clock = lambda: HookClock.now
+
+
 class Broken(Exception):
     """What a faulty hook raises."""
 
@@ -91,7 +103,7 @@ class Fault:
         """In place of the hook ``real``, which it may call, so that a part of the work is done before it fails."""
         self.fired += 1
         if self.kind == "hangs":
-            time.sleep(HANG_S)
+            HookClock.now += HANG_S
             return real()
         if self._random.random() < 0.5 or (self.kind == "returns garbage" and self.hook in AT_RETURN):
             real()

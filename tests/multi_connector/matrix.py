@@ -18,10 +18,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from tests.engine.client import cpu_child, multi, prompt
 from tests.engine.driver import Driver
-from tests.multi_connector.faulty import AT_RETURN, HANG_S, KINDS, Fault, Faults, hooks
+from tests.multi_connector.faulty import AT_RETURN, HANG_AFTER_S, KINDS, Fault, Faults, HookClock, hooks
+from tests.waiting import until
 
 LENGTH = 200
 RESTORABLE = 192
@@ -67,6 +69,10 @@ CHILDREN = {
 """Which connector is faulty: a CPU tier of ours, or vLLM's own in its tiering form."""
 
 
+STEADY = 1
+"""Its place among the children; the faulty one is the first."""
+
+
 class Matrix:
     """One engine, a reference output, and the cells."""
 
@@ -87,11 +93,12 @@ class Matrix:
                     steady,
                     retry_first_s=0.02,
                     retry_longest_s=0.1,
-                    hang_after_s=HANG_S - 1,
+                    hang_after_s=HANG_AFTER_S,
                     isolate_after_s=8.0,
                 ),
             }
         )
+        HookClock.measure(self.driver.engine_core.scheduler.connector, get_kv_transfer_group())
         self._seed = seed
         self._names = 0
         self._tokens = prompt(LENGTH, seed)
@@ -124,17 +131,18 @@ class Matrix:
         engine.step()
 
     def _settle(self) -> None:
-        """Steps until no child has stores under way; a fault may make a child say for ever that it has some."""
-        deadline = time.monotonic() + (30.0 if Faults.fault is None else 1.0)
-        while self.driver.engine_core.scheduler.connector.has_pending_push_work() and time.monotonic() < deadline:
-            self.driver._step()
+        """Steps until no child has stores under way; a fault may make its child say for ever that it has some."""
+        connector = self.driver.engine_core.scheduler.connector
+        whose = connector if Faults.fault is None else connector.sub_connectors[STEADY]
+        until(lambda: self._step_unless(not whose.has_pending_push_work()), "the end of all stores")
 
-    def _reset_device(self) -> bool:
-        for _ in range(200):
-            if self.driver.llm.reset_prefix_cache():
-                return True
+    def _step_unless(self, is_done: bool) -> bool:
+        if not is_done:
             self.driver._step()
-        return False
+        return is_done
+
+    def _reset_device(self) -> None:
+        until(lambda: self._step_unless(self.driver.llm.reset_prefix_cache()), "a device cache that nobody holds")
 
     def run(self, hook: str, kind: str, role: str) -> dict[str, Any]:
         """One cell; what of it did not hold is under "wrong"."""
@@ -155,8 +163,7 @@ class Matrix:
         if hook in AT_RETURN:
             self._wait_for_return(fault)
         for _ in range(2):
-            if not self._reset_device():
-                wrong.append("blocks stay held under the fault")
+            self._reset_device()
             output = self._run(salt)
             if not self._equal(output):
                 wrong.append("a request served under the fault differs")
@@ -176,33 +183,28 @@ class Matrix:
 
     def _wait_for_return(self, fault: Fault) -> None:
         """Until the fault has met the new instance, or that serves because the hook is not called on this side."""
-        for _ in range(60):
-            if fault.fired or self._phase == "SERVING":
-                return
+        until(lambda: self._run_unless(bool(fault.fired) or self._is_serving), "the fault in a new instance")
+
+    def _run_unless(self, is_done: bool) -> bool:
+        if not is_done:
             self._run(self._new_salt())
-            time.sleep(0.02)
+        return is_done
 
     @property
-    def _phase(self) -> str:
-        return str(self._scheduler.supervisor.lifecycles[0].phase.name)
+    def _is_serving(self) -> bool:
+        return bool(self._scheduler.supervisor.lifecycles[0].phase.name == "SERVING")
 
     def _counted(self, what: str) -> float:
         return self.driver.metric(f"vllm:kv_connector_{what}", {"connector": "faulty"})
 
     def _heal(self) -> Iterator[str]:
-        for _ in range(60):
-            self._run(self._new_salt())
-            if self._phase == "SERVING":
-                break
-            time.sleep(0.02)
-        else:
-            yield "the faulty child does not come back"
+        self._run(self._new_salt())
+        until(lambda: self._run_unless(self._is_serving), "the return of the faulty child")
         salt = self._new_salt()
         if not self._equal(self._run(salt)):
             yield "a cold request after the fault differs"
         self._settle()
-        if not self._reset_device():
-            yield "blocks stay held after the fault"
+        self._reset_device()
         chosen = self._counted("chosen")
         output = self._run(salt)
         if not self._equal(output) or output["num_cached_tokens"] < RESTORABLE:
@@ -213,8 +215,6 @@ class Matrix:
 
     def tables(self) -> dict[str, int]:
         """Entries left in all tables once nothing runs, and device blocks not free."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
         self._run(self._new_salt())
         self._settle()
         for _ in range(3):

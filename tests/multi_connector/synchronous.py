@@ -11,13 +11,15 @@ external. With the fault off, the child must come back and load. One JSON line a
 import argparse
 import json
 import os
-import time
 from typing import Any
 
-from tests.multi_connector.fakes import Boom, Panic
-from tests.patches.lab import Lab, LabConnector, N, near, prompt, same
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-HANG_AFTER_S, HANG_S = 0.5, 1.0
+from tests.multi_connector.fakes import Boom, Panic
+from tests.multi_connector.faulty import HANG_AFTER_S, HANG_S, HookClock
+from tests.patches.lab import Lab, LabConnector, N, near, prompt, same
+from tests.waiting import until
+
 RETRY_S = 0.01
 KINDS = ("raises", "panics", "hangs", "raises and cannot be shut down")
 LENGTHS = {"no local hit": 0, "a local hit of one block": N, "a local hit inside a block": 1088}
@@ -38,7 +40,7 @@ class Synchronous(LabConnector):
         super().start_load_kv(forward_context, **kwargs)
         LabConnector.load = lambda request_id: "right"
         if Synchronous.fault == "hangs":
-            time.sleep(HANG_S)
+            HookClock.now += HANG_S
         elif Synchronous.fault == "panics":
             raise Panic("start_load_kv")
         else:
@@ -76,6 +78,7 @@ class Cell:
 
     def __init__(self, seed: int) -> None:
         self.lab = Lab(config())
+        HookClock.measure(self.lab.scheduler.connector, get_kv_transfer_group())
         self.tokens, self.other = prompt(LENGTH, seed), prompt(40, seed + 1)
         LabConnector.asynchronous = False
         self.cold = self.lab.run(self.tokens)[0]
@@ -90,14 +93,11 @@ class Cell:
         finally:
             LabConnector.answer = None
 
-    def _has_come_back(self) -> bool:
-        """Steps until the child serves again."""
-        connector = self.lab.scheduler.connector
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            if all(child.in_service for child in connector._children):
-                return True
-            self._without_loads(prompt(8, seed=99))
+    def _serves(self) -> bool:
+        """Whether the child is in service; if not, it steps."""
+        if all(child.in_service for child in self.lab.scheduler.connector._children):
+            return True
+        self._without_loads(prompt(8, seed=99))
         return False
 
     def run(self, kind: str, num_local: int) -> dict[str, Any]:
@@ -116,10 +116,10 @@ class Cell:
             ("beside", near(beside, self.beside)),
             ("again", same(again, self.cold)),
             ("fired", Synchronous.fired == fired + 1),
-            ("came back", self._has_come_back()),
         ):
             if not right:
                 wrong.append(name)
+        until(self._serves, "the child's return")
         self.lab.reset()
         restored = self.lab.run(self.tokens)[0]
         if not same(restored, self.cold) or restored["cached"] < 2 * N:

@@ -51,7 +51,7 @@ def test_whatever_a_child_does_requests_are_right_and_the_child_comes_back(tiny_
 def test_random_aborts_preemptions_and_faults_leave_nothing(tiny_model: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     total, _ = run("churn", tiny_model, log, "--requests", str(REQUESTS), "--seed", str(SEED))
-    assert total["finished"] + total["aborted"] == REQUESTS
+    assert total["finished"] + total["aborted"] == total["started"] >= REQUESTS
     assert total["aborted"] and total["faults"] and total["returns"]
     assert total["isolations"] == total["returns"]  # it serves at the end
     assert not any(total["left"].values()), (total, log.read_text(errors="replace")[-4000:])

@@ -4,6 +4,7 @@ import threading
 import pytest
 
 from tests.multi_connector.fakes import FAULTS, child, multi, scheduler_output
+from tests.waiting import until
 from vllm_overlay.multi_connector import watchdog
 from vllm_overlay.multi_connector.watchdog import Watchdog
 
@@ -93,19 +94,12 @@ def test_switched_off_it_has_no_thread():
 
 def test_its_thread_reports_while_the_hook_hangs_and_ends_when_stopped(lines):
     """The real thread: the hook returns only when the watchdog has spoken."""
-    spoken = threading.Event()
     dog = Watchdog(0.02)
     dog.began("cpu", "start_load_kv")
-    for _ in range(1000):
-        if lines:
-            spoken.set()
-            break
-        threading.Event().wait(0.01)
-    assert spoken.is_set()
+    until(lambda: lines, "a word of the watchdog")
     dog.ended()
     dog.stop()
-    dog._thread.join(timeout=10)
-    assert not dog._thread.is_alive()
+    until(lambda: not dog._thread.is_alive(), "the end of its thread")
 
 
 def test_a_child_that_comes_back_from_a_hang_is_isolated_and_counted():

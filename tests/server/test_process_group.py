@@ -5,12 +5,12 @@ import os
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S, until
 from vllm_overlay.server.process_group import SHARED_MEMORY, ProcessGroup, members, uninterrupted
 
 STUBBORN = """
@@ -33,9 +33,15 @@ def start(tmp_path: Path, program: str, *words: str) -> ProcessGroup:
     """The group, once it has printed ``words``."""
     command = [sys.executable, "-c", textwrap.dedent(program)]
     group = ProcessGroup(command, os.environ, tmp_path / "log")
-    while not all(word in group.log_path.read_text() for word in words):
-        assert group.exit_code is None, group.log_tail()
-        time.sleep(0.01)
+
+    def has_printed_them() -> bool:
+        has_ended = group.exit_code is not None
+        if all(word in group.log_path.read_text() for word in words):
+            return True
+        assert not has_ended, group.log_tail()
+        return False
+
+    until(has_printed_them, f"the words {words}")
     return group
 
 
@@ -63,8 +69,7 @@ def test_kill_ends_children_that_are_deaf_and_removes_memory_and_scratch(stubbor
 
 def test_a_group_has_ended_when_its_last_process_has(stubborn: ProcessGroup) -> None:
     stubborn.terminate()
-    while stubborn.exit_code is None:
-        assert not stubborn.wait(0.1)
+    until(lambda: stubborn.exit_code is not None, "the leader's end")
     assert not stubborn.wait(0.1)
     assert stubborn.exit_code == -signal.SIGTERM
     assert members(leader_of(stubborn))
@@ -73,7 +78,7 @@ def test_a_group_has_ended_when_its_last_process_has(stubborn: ProcessGroup) -> 
 def test_a_group_that_obeys_ends_with_sigterm(tmp_path: Path) -> None:
     group = start(tmp_path, OBEDIENT, "ready")
     group.terminate()
-    assert group.wait(30)
+    assert group.wait(PATIENCE_S)
     group.kill()
     assert not group.scratch.exists()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
 from tools import gpu_bundle
 from tools.gpu_rungs import RUNGS, Rung
 from tools.gpu_smoke import Outcome, Verdict, climb, exit_status, main, run_within
@@ -31,7 +32,7 @@ def test_the_ladder_on_a_cpu(tiny_model: Path, tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.engine
 def test_a_rung_that_fails_says_why_and_one_that_takes_too_long_is_killed(tiny_model: Path) -> None:
-    failed = climb("platform", tiny_model, "cuda", timeout_s=100)
+    failed = climb("platform", tiny_model, "cuda", timeout_s=PATIENCE_S)
     assert (failed.verdict, failed.said) == (Verdict.FAILED, "AssertionError: vLLM's platform is 'cpu'")
     late = climb("platform", tiny_model, "cpu", timeout_s=0.01)
     assert (late.verdict, "after 0 s" in late.said) == (Verdict.TIMED_OUT, True)

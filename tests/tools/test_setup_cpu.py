@@ -8,12 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.waiting import PATIENCE_S, until
 from tools import setup_cpu
 from tools.setup_cpu import Environment, SetupError
 
@@ -49,18 +49,22 @@ def commands(monkeypatch):
     return calls
 
 
-def wait_for(path, timeout_s=30):
-    end = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not appear"
-        time.sleep(0.02)
+def wait_for(path, process):
+    """Who is to write the file has not ended."""
+
+    def is_there():
+        has_ended = process.poll() is not None
+        assert path.exists() or not has_ended, f"no {path}: its process ended with status {process.returncode}"
+        return path.exists()
+
+    until(is_there, str(path))
 
 
-def wait_until_gone(pid, timeout_s=30):
-    end = time.monotonic() + timeout_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end, f"process {pid} still runs"
-        time.sleep(0.02)
+def is_gone(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def set_up(env, *options):
@@ -228,17 +232,18 @@ def test_an_interrupt_ends_what_was_started(env, tmp_path):
         "sys.exit(setup_cpu.main([], run))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", driver], stderr=subprocess.PIPE, text=True)
-    wait_for(started)
+    wait_for(started, process)
     os.kill(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130 and "go on from here" in said and "Traceback" not in said
-    wait_until_gone(int(started.read_text()))
+    until(lambda: is_gone(int(started.read_text())), "the end of what it had started")
 
 
-def test_the_next_run_waits_for_a_pip_whose_set_up_was_killed(env, tmp_path):
-    started, marker = tmp_path / "started", tmp_path / "pip-ended"
+def test_the_next_run_waits_for_a_pip_whose_set_up_was_killed(env, tmp_path, monkeypatch):
+    started, marker, gate = tmp_path / "started", tmp_path / "pip-ended", tmp_path / "gate"
     pip = (
-        f"import time, pathlib; pathlib.Path({str(started)!r}).touch(); time.sleep(2); "
+        f"import time, pathlib; pathlib.Path({str(started)!r}).touch()\n"
+        f"while not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)\n"
         f"pathlib.Path({str(marker)!r}).touch()"
     )
     driver = (
@@ -250,11 +255,22 @@ def test_the_next_run_waits_for_a_pip_whose_set_up_was_killed(env, tmp_path):
         f"    env.run([sys.executable, '-c', {pip!r}], 'no')\n"
     )
     process = subprocess.Popen([sys.executable, "-c", driver])
-    wait_for(started)
-    process.kill()
-    process.wait()
-    with setup_cpu.one_at_a_time(env.path):
-        assert marker.exists()
+    said = []
+
+    def say(text, **_):
+        said.append(text)
+        gate.touch()
+
+    monkeypatch.setattr(setup_cpu, "print", say, raising=False)
+    try:
+        wait_for(started, process)
+        process.kill()
+        process.wait()
+        with setup_cpu.one_at_a_time(env.path):
+            assert marker.exists()
+    finally:
+        gate.touch()
+    assert "waiting for it" in said[0]
 
 
 def test_an_index_that_refuses_or_hangs_does_not_answer(monkeypatch):

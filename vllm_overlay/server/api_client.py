@@ -20,7 +20,10 @@ from vllm_overlay.metrics import CONNECTOR
 
 REQUEST_TIMEOUT_S = 600.0
 """Without a byte from the server."""
-SETTLE_TIMEOUT_S = 60.0
+HEALTH_TIMEOUT_S = 60.0
+"""Where nobody listens, the answer comes at once."""
+SETTLE_TIMEOUT_S = 240.0
+"""For what takes moments, unless the machine is busy with other things."""
 _POLL_S = 0.05
 _FINISHED = "vllm:request_success_total"
 _PENDING_STORES = "vllm:hybrid_offload_pending_stores"
@@ -106,7 +109,7 @@ class ApiClient:
     def is_healthy(self) -> bool:
         """Whether the server answers."""
         try:
-            return self._request("GET", "/health", timeout_s=5.0)[0] == 200
+            return self._request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)[0] == 200
         except (OSError, http.client.HTTPException):
             return False
 

@@ -23,10 +23,25 @@ class ServerError(RuntimeError):
 
 def free_port() -> int:
     """A loopback port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    with hold_port() as holder:
+        return port_of(holder)
+
+
+def hold_port() -> socket.socket:
+    """Takes a loopback port that nobody listens on, until the socket is closed.
+
+    The system gives it to nobody who asks for any port; a server that is told its number can listen on it.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # servers set it too, and so may share the port
+    holder.bind(("127.0.0.1", 0))
+    return holder
+
+
+def port_of(holder: socket.socket) -> int:
+    """Of what ``hold_port`` returned."""
+    port: int = holder.getsockname()[1]
+    return port
 
 
 class ServerProcess:
@@ -50,7 +65,8 @@ class ServerProcess:
     ) -> None:
         self.log_path = log_path
         self._model = model
-        self._port = port or free_port()
+        self._holder = None if port else hold_port()
+        self._port = port if self._holder is None else port_of(self._holder)
         self._start_timeout_s = start_timeout_s
         self._shutdown_timeout_s = shutdown_timeout_s
         self._command = [
@@ -112,3 +128,5 @@ class ServerProcess:
         """No time for anybody; also removes what the server left. Called again, it does nothing."""
         if self.group is not None:
             self.group.kill()
+        if self._holder is not None:
+            self._holder.close()
