@@ -2,10 +2,10 @@
 """An engine that restores from a disk tier alone: its prompts, its counters, and that it still works."""
 
 import itertools
-import time
 
 from tests.engine.client import Engine, Output, prompt
 from tests.engine.restore import assert_restored
+from tests.waiting import until
 
 LENGTH = 150
 MAX_TOKENS = 3
@@ -26,13 +26,14 @@ def stored(engine: Engine, seed: int) -> tuple[list[int], Output]:
 
 def works(engine: Engine, seed: int) -> None:
     """What is stored is restored. A write may need a second: room comes with the bookkeeper's next turn."""
-    deadline = time.monotonic() + 60
-    for attempt in itertools.count():
-        tokens, cold = stored(engine, 1000 * seed + attempt)
+    attempts = itertools.count(1000 * seed)
+
+    def is_restored() -> bool:
+        tokens, cold = stored(engine, next(attempts))
         restored = engine.generate(tokens, MAX_TOKENS)
         assert restored.same_as(cold)
         if restored.num_cached_tokens:
             assert_restored(cold, restored, LENGTH)
-            return
-        assert time.monotonic() < deadline, "the tier does not store any more"
-        engine.call("rest", seconds=0.2)
+        return restored.num_cached_tokens > 0
+
+    until(is_restored, "a store that is restored")

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from tests.engine import interpreted_triton
@@ -20,6 +21,7 @@ from vllm.v1.metrics.reader import Histogram
 
 from tests.engine import asynchronous, faults, features
 from tests.engine.forcing import FORCED
+from tests.waiting import until
 
 
 class Driver:
@@ -91,11 +93,7 @@ class Driver:
         return bool(self.llm.llm_engine.add_lora(LoRARequest(**adapter, load_inplace=in_place)))
 
     def reset(self) -> bool:
-        deadline = time.monotonic() + 30
-        while not self.llm.reset_prefix_cache():
-            self._step()
-            if time.monotonic() > deadline:
-                raise TimeoutError("the device prefix cache could not be reset: blocks are still held")
+        self.step_until(self.llm.reset_prefix_cache, "the end of all holds on blocks of the device cache")
         return True
 
     def reset_everything(self) -> bool:
@@ -104,12 +102,13 @@ class Driver:
         return self.reset() and bool(self.llm.reset_prefix_cache(reset_connector=True))
 
     def wait_for_stores(self) -> bool:
-        deadline = time.monotonic() + 60
-        while self.engine_core.scheduler.connector.has_pending_push_work():
-            self._step()
-            if time.monotonic() > deadline:
-                raise TimeoutError("stores are still pending")
+        connector = self.engine_core.scheduler.connector
+        self.step_until(lambda: not connector.has_pending_push_work(), "the end of all stores")
         return True
+
+    def step_until(self, is_so: Callable[[], bool], what: str) -> None:
+        """As ``until``; the engine steps meanwhile."""
+        until(lambda: is_so() or self._step(), what, longest_pause_s=0.0)
 
     def max_load_attempts(self) -> int:
         """After so many failed loads vLLM's scheduler computes a request, whatever is offered (patch 0004)."""

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from tests.engine.halves import scheduler_half, tier_manager, tier_managers, tier_worker, transfer_of, worker_half
 from tests.tiers.disk.inside import room_bytes
 from tests.tiers.entries import entries_of
+from tests.waiting import until
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
 from vllm_overlay.planner.objects import SNAPSHOT_TAG
 from vllm_overlay.tiers.disk.catalogue import errors
@@ -30,13 +31,12 @@ if TYPE_CHECKING:
 
 def wait_for_recovery(driver: "Driver") -> None:
     """Disk tiers serve while they still scan their root and have no room yet; tests want to see and store all."""
-    deadline = time.monotonic() + 60
     for tier in tier_managers(driver):
-        while isinstance(tier, DiskTierManager) and (tier.is_recovering or not room_bytes(tier)):
-            tier.advance()
-            time.sleep(0.01)
-            if time.monotonic() > deadline:
-                raise TimeoutError("the disk tier is still recovering, or gets no room")
+        if isinstance(tier, DiskTierManager):
+            until(
+                lambda tier=tier: tier.advance() or (not tier.is_recovering and room_bytes(tier)),
+                "the end of the disk tier's recovery, and its room",
+            )
 
 
 def _entries(driver: "Driver", kind: str) -> list[Any]:

@@ -3,7 +3,6 @@
 
 import copy
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,12 @@ from vllm.v1.request import RequestStatus
 from tests.engine.faults import disk_delays, disk_works
 from tests.engine.halves import scheduler_half
 from tests.models.qwen3_5_vl import TOKEN_PIXELS
+from tests.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from tests.engine.driver import Driver
 
 _numbers = itertools.count()
-_PATIENCE_S = 60.0
 
 
 def answers(
@@ -81,7 +80,7 @@ def abort_in(driver: "Driver", phase: str, tokens: list[int], root: str) -> int:
         "decode": lambda request: request.num_output_tokens >= 2,
     }
     if phase == "loading":
-        disk_delays(driver, seconds=_PATIENCE_S)
+        disk_delays(driver, seconds=PATIENCE_S)
     name = f"to-abort-{phase}-{next(_numbers)}"
     parameters = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     name = driver.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, parameters)
@@ -98,11 +97,7 @@ def abort_in(driver: "Driver", phase: str, tokens: list[int], root: str) -> int:
 
 
 def _step_until(driver: "Driver", is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not is_so():
-        driver._step()
-        if time.monotonic() > deadline:
-            raise TimeoutError("a request does not get there")
+    driver.step_until(is_so, "a request's state")
 
 
 def preempted(
@@ -118,11 +113,12 @@ def preempted(
         requests[name] = driver.engine_core.scheduler.requests[internal]
         for _ in range(4):
             found.update({output.request_id: output for output in engine.step() if output.finished})
-    deadline = time.monotonic() + 5 * _PATIENCE_S
-    while engine.has_unfinished_requests():
+
+    def have_ended() -> bool:
         found.update({output.request_id: output for output in engine.step() if output.finished})
-        if time.monotonic() > deadline:
-            raise TimeoutError("requests do not end")
+        return not engine.has_unfinished_requests()
+
+    until(have_ended, "the end of all requests", longest_pause_s=0.0)
     return [
         {
             "token_ids": list((completion := found[name].outputs[0]).token_ids),
@@ -147,8 +143,8 @@ def session(driver: "Driver", parts: list[list[int]], max_tokens: int) -> list[d
     for tokens in parts:
         _add_part(driver, name, tokens, parameters, is_last=False)
         said: dict[str, Any] = {"token_ids": [], "logprobs": []}
-        deadline = time.monotonic() + _PATIENCE_S
-        while len(said["token_ids"]) < max_tokens:
+
+        def is_answered(said: dict[str, Any] = said) -> bool:
             for output in engine.step():
                 completion = output.outputs[0]
                 said["token_ids"] += completion.token_ids
@@ -157,8 +153,9 @@ def session(driver: "Driver", parts: list[list[int]], max_tokens: int) -> list[d
                     for token, candidates in zip(completion.token_ids, completion.logprobs, strict=True)
                 ]
                 said["num_cached_tokens"] = output.num_cached_tokens
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"a part of the session is not answered: {answered}, {said}")
+            return len(said["token_ids"]) >= max_tokens
+
+        until(is_answered, f"an answer to the session's part {len(answered) + 1}", longest_pause_s=0.0)
         answered.append(said)
         driver.rest(0.02)
     _add_part(driver, name, [0], parameters, is_last=True)

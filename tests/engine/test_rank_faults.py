@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of two ranks fails a load or a store: the object has failed, in all ranks; the engine goes on."""
 
+import itertools
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, pr
 from tests.engine.damage import DAMAGES
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.faults]
 
@@ -65,25 +66,32 @@ class TwoRanks:
 
     def works(self, seed: int) -> Stored:
         """What is stored now is restored. A write may need a second: room comes with the bookkeeper's next turn."""
-        deadline = time.monotonic() + 60
-        while True:
-            seed += 1
-            before = self.files()
-            cold, restored = self.answers(seed), self.answers(seed)
-            if restored.num_cached_tokens:
-                assert_restored(cold, restored, LENGTH)
-                return Stored(seed, cold, self.files() - before)
-            assert restored.same_as(cold)
-            assert time.monotonic() < deadline, "the tier does not store any more"
-            self.engine.call("rest", seconds=0.2)
+        seeds = itertools.count(seed + 1)
+
+        def restored() -> Stored | None:
+            seed, before = next(seeds), self.files()
+            cold, again = self.answers(seed), self.answers(seed)
+            assert again.same_as(cold)
+            if not again.num_cached_tokens:
+                return None
+            assert_restored(cold, again, LENGTH)
+            return Stored(seed, cold, self.files() - before)
+
+        found = until(restored, "a store that is restored")
+        assert found is not None
+        return found
 
     def works_again(self, stored: Stored) -> None:
         """The prompt is restored once more. A load ends with the first bad object that it meets: several may fail."""
-        deadline = time.monotonic() + 60
-        while not (restored := self.answers(stored.seed)).num_cached_tokens:
-            assert restored.same_as(stored.cold)
-            assert time.monotonic() < deadline, "the prompt is not restored any more"
-        assert_restored(stored.cold, restored, LENGTH)
+
+        def is_restored() -> bool:
+            answer = self.answers(stored.seed)
+            assert answer.same_as(stored.cold)
+            if answer.num_cached_tokens:
+                assert_restored(stored.cold, answer, LENGTH)
+            return answer.num_cached_tokens > 0
+
+        until(is_restored, "a restore of the prompt")
 
     def files(self) -> set[Path]:
         return set(self.root.glob("*/??/*"))
@@ -157,7 +165,7 @@ def test_a_store_that_fails_in_one_rank_is_never_found_and_leaves_nothing(
     assert recomputed.num_cached_tokens == 0
     assert disk.counted("dropped_stores") > dropped
     assert disk.counted("failed_loads") == failed  # it was not even offered
-    wait_until(lambda: disk.names() <= before, "files of a failed store are left")
+    until(lambda: disk.names() <= before, "the end of a failed store's files")
     disk.works(seed + 500)
     cold = disk.answers(seed)
     assert_restored(cold, disk.answers(seed), LENGTH)
@@ -220,10 +228,3 @@ def test_after_all_that_nothing_is_pending_and_the_root_is_sound(disk: TwoRanks)
     assert disk.counted("pending_stores") == 0
     problems = Check(str(disk.root)).run().problems
     assert problems == [], problems
-
-
-def wait_until(is_so: Callable[[], bool], complaint: str) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.05)

@@ -127,7 +127,7 @@ class Churn:
             phases = {lifecycle.phase.name for lifecycle in connector._scheduler.supervisor.lifecycles}
             return phases == {"SERVING"} and not connector.has_pending_push_work()
 
-        until(serves_and_rests, "the return of all children, and the end of all stores")
+        until(serves_and_rests, "the return of all children, and the end of all stores", longest_pause_s=0.0)
         self.driver.reset()
         self.driver._step()
         pool = scheduler.kv_cache_manager.block_pool

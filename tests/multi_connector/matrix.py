@@ -134,7 +134,9 @@ class Matrix:
         """Steps until no child has stores under way; a fault may make its child say for ever that it has some."""
         connector = self.driver.engine_core.scheduler.connector
         whose = connector if Faults.fault is None else connector.sub_connectors[STEADY]
-        until(lambda: self._step_unless(not whose.has_pending_push_work()), "the end of all stores")
+        until(
+            lambda: self._step_unless(not whose.has_pending_push_work()), "the end of all stores", longest_pause_s=0.0
+        )
 
     def _step_unless(self, is_done: bool) -> bool:
         if not is_done:
@@ -142,7 +144,11 @@ class Matrix:
         return is_done
 
     def _reset_device(self) -> None:
-        until(lambda: self._step_unless(self.driver.llm.reset_prefix_cache()), "a device cache that nobody holds")
+        until(
+            lambda: self._step_unless(self.driver.llm.reset_prefix_cache()),
+            "a device cache that nobody holds",
+            longest_pause_s=0.0,
+        )
 
     def run(self, hook: str, kind: str, role: str) -> dict[str, Any]:
         """One cell; what of it did not hold is under "wrong"."""
@@ -183,7 +189,11 @@ class Matrix:
 
     def _wait_for_return(self, fault: Fault) -> None:
         """Until the fault has met the new instance, or that serves because the hook is not called on this side."""
-        until(lambda: self._run_unless(bool(fault.fired) or self._is_serving), "the fault in a new instance")
+        until(
+            lambda: self._run_unless(bool(fault.fired) or self._is_serving),
+            "the fault in a new instance",
+            longest_pause_s=0.0,
+        )
 
     def _run_unless(self, is_done: bool) -> bool:
         if not is_done:
@@ -199,7 +209,7 @@ class Matrix:
 
     def _heal(self) -> Iterator[str]:
         self._run(self._new_salt())
-        until(lambda: self._run_unless(self._is_serving), "the return of the faulty child")
+        until(lambda: self._run_unless(self._is_serving), "the return of the faulty child", longest_pause_s=0.0)
         salt = self._new_salt()
         if not self._equal(self._run(salt)):
             yield "a cold request after the fault differs"
