@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.inside import learned_of, served_namespace
-from tests.tiers.disk.objects import GEOMETRY, chain
+from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from tests.waiting import until
 from vllm_overlay import versions
@@ -134,12 +134,12 @@ def test_a_full_disk_leaves_the_file_of_before_and_no_temporary(root, all_logged
 
 
 def test_a_tier_starts_with_what_was_learned_and_writes_it_at_its_end(tmp_path):
-    with tier_pair(tmp_path / "root", geometry=GEOMETRY) as made:
+    with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         assert learned_of(made.tier) == PRIOR
         made.store(chain("p", 1))
     assert read_learned(str(made.root), NAMESPACE.attention) == PRIOR
     put(made.root, json.dumps(WORDS).encode())
-    with tier_pair(made.root, geometry=GEOMETRY) as again:
+    with tier_pair(made.root, eviction_policy="learned") as again:
         assert learned_of(again.tier) == KNOWN
         file_in(made.root).unlink()
     assert read_learned(str(made.root), NAMESPACE.attention) == KNOWN
@@ -148,26 +148,26 @@ def test_a_tier_starts_with_what_was_learned_and_writes_it_at_its_end(tmp_path):
 def test_a_tier_writes_it_from_time_to_time(tmp_path, monkeypatch):
     monkeypatch.setattr("vllm_overlay.tiers.disk.ranking.LEAST_S", 0.0)
     monkeypatch.setattr("vllm_overlay.tiers.disk.ranking.MOST_S", 0.0)
-    with tier_pair(tmp_path / "root", geometry=GEOMETRY) as made:
+    with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         made.store(chain("p", 1))
         until(lambda: made.tier.advance() or file_in(made.root).exists(), "a file")
 
 
 def test_a_tier_that_evicts_by_last_use_neither_reads_nor_writes_it(tmp_path, all_logged):
-    with tier_pair(tmp_path / "root", eviction_policy="lru", geometry=GEOMETRY) as made:
+    with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
     assert not file_in(made.root).exists()
     put(made.root, b"{")
-    with tier_pair(made.root, eviction_policy="lru", geometry=GEOMETRY):
+    with tier_pair(made.root):
         pass
     assert "learned.json" not in all_logged.text
 
 
 def test_a_reset_goes_on_with_what_was_learned_and_leaves_the_file_to_the_next_start(tmp_path):
-    with tier_pair(tmp_path / "root", geometry=GEOMETRY) as made:
+    with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         made.store(chain("p", 1))
     put(made.root, json.dumps(WORDS).encode())
-    with tier_pair(made.root, geometry=GEOMETRY) as made:
+    with tier_pair(made.root, eviction_policy="learned") as made:
         before = made.tier.index
         made.tier.clear()
         assert made.tier.index is not before
@@ -178,7 +178,7 @@ def test_a_reset_goes_on_with_what_was_learned_and_leaves_the_file_to_the_next_s
 
 
 def test_a_namespace_that_goes_takes_the_file_with_it(tmp_path):
-    with tier_pair(tmp_path / "root", geometry=GEOMETRY) as made:
+    with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         made.store(chain("p", 1))
         made.tier.drop(chain("p", 1)[0].object_id)
         made.settled()
