@@ -227,16 +227,16 @@ def test_a_full_disk_at_start_leaves_a_root_that_the_next_second_marks(tmp_path)
     assert_marked(tmp_path / "root")
 
 
-def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, all_logged):
+def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, said):
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 1))
         root.rename(tmp_path / "was")
         make_foreign(root, "ledger")
         before = state_of(root)
-        until(lambda: "has to wait" in all_logged.text)
+        until(lambda: said("has to wait"), "a word of it")
         assert made.try_store(chain("q", 1)[0]) == "no_room"
-        assert "empty directory" in all_logged.text
+        assert said("empty directory")
         assert state_of(root) == before
 
 
