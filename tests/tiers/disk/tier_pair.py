@@ -88,6 +88,12 @@ class TierPair:
         until(is_settled, "an end")
         return self
 
+    def turned(self) -> "TierPair":
+        """The bookkeeper has had a whole turn since, whether it could do its work or not."""
+        done = num_turns(self.tier)
+        until(lambda: wake(self.tier) or num_turns(self.tier) > done + 1, "a turn")
+        return self
+
     def never(self, planned: PlannedObject) -> str:
         """Why the object cannot be stored however long one waits, or empty. What is on its way out makes room."""
         self.tier.advance()
