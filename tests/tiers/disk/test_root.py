@@ -17,7 +17,7 @@ from tests.tiers.disk.foreign import KINDS, forget_marker, make_counted_root, ma
 from tests.tiers.disk.halves import HALVES, open_tier
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, tier_pair
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from vllm_overlay import versions
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device
@@ -178,7 +178,7 @@ def test_two_that_start_on_an_empty_directory_at_once_both_work(tmp_path):
 
         def rename(self, source, target):
             if target.endswith(MARKER):
-                both.wait(20)
+                both.wait(PATIENCE_S)
             super().rename(source, target)
 
     failures = []
