@@ -209,6 +209,7 @@ class Matrix:
 
     def _heal(self) -> Iterator[str]:
         self._run(self._new_salt())
+        self._reset_device()  # blocks of a load that the fault has promised are held until the child is isolated for it
         until(lambda: self._run_unless(self._is_serving), "the return of the faulty child", longest_pause_s=0.0)
         salt = self._new_salt()
         if not self._equal(self._run(salt)):
