@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Callable
 
-from tests.waiting import PATIENCE_S
 from vllm_overlay.tiers.disk.files.device import Device
 
 
@@ -61,7 +60,7 @@ class GatedDevice(Device):
     def _pass(self, call, segments):
         if call == self.call and len(segments) > 1:  # an object's, not a probe's
             self.waiting.release()
-            assert self.gate.wait(PATIENCE_S)
+            assert self.gate.wait(20)
 
     def preadv(self, fd, segments, offset):
         self._pass("preadv", segments)

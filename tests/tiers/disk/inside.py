@@ -5,7 +5,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError
 from vllm_overlay.tiers.disk.files.device import Device
@@ -83,13 +82,12 @@ def delay_bookkeeper(tier: DiskTierManager) -> Iterator[None]:
 
     def late() -> None:
         waits.set()
-        until(may_go.is_set, "the end of the delay")
+        assert may_go.wait(60)
         turn()
 
     bookkeeper._turn = late  # type: ignore[method-assign]
     try:
-        wake(tier)
-        until(waits.is_set, "a turn")
+        assert waits.wait(20)
         yield
     finally:
         bookkeeper._turn = turn  # type: ignore[method-assign]
@@ -99,18 +97,6 @@ def delay_bookkeeper(tier: DiskTierManager) -> Iterator[None]:
 def num_turns(tier: DiskTierManager) -> int:
     """How often the bookkeeper has done all that there was to do."""
     return tier._bookkeeper._num_turns
-
-
-def wake(tier: DiskTierManager) -> None:
-    """The bookkeeper has a turn without waiting for its tick."""
-    tier._bookkeeper._wake()
-
-
-def is_running(tier: DiskTierManager) -> bool:
-    """Whether the bookkeeper's thread, or that of the recovery which it began last, has not ended."""
-    bookkeeper = tier._bookkeeper
-    session = bookkeeper._session
-    return bookkeeper._thread.is_alive() or (session is not None and session.recovery._thread.is_alive())
 
 
 def has_news(tier: DiskTierManager) -> bool:
