@@ -39,7 +39,7 @@ def test_a_child_without_its_parent_is_not_reserved(tmp_path):
 
 
 def test_what_a_load_holds_is_not_evicted(tmp_path):
-    with tier_pair(tmp_path / "root", capacity_bytes=12 * on_disk()) as made:
+    with tier_pair(tmp_path / "root", capacity_bytes=12 * on_disk(), eviction_policy="lru") as made:
         objects = chain("p", 2)
         made.store(objects)
         tickets = made.tier.acquire(objects)
@@ -48,7 +48,7 @@ def test_what_a_load_holds_is_not_evicted(tmp_path):
         store_many(made, 20, lambda: None)
         assert made.reasons(objects) == [""] * 3
         made.tier.release([planned.object_id for planned in objects])
-        store_many(made, 20, lambda: None)
+        store_many(made, 20, lambda: None, "later")
         assert not any(made.path(planned).exists() for planned in objects)
 
 
