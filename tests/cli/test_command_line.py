@@ -12,6 +12,7 @@ from tests.cli.commands import REPOSITORY, WITHOUT_VLLM
 from tests.tiers.disk.files import object_files
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
+from tests.waiting import PATIENCE_S
 from vllm_overlay import cli
 from vllm_overlay.cli import command_line
 from vllm_overlay.cli.command import SOUND, Command
@@ -102,7 +103,7 @@ def test_ctrl_c_ends_it_with_130_and_what_is_left_is_sound(tmp_path):
     )  # fmt: skip
     assert process.stdout.readline() == ".\n"
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (130, "\nvllm-overlay: interrupted\n")
     left = object_files(root)
     assert 0 < len(left) < 301

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of the disk tier share."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from vllm_overlay.common import rate_limited_log
 
 
 @pytest.fixture
-def all_logged(monkeypatch, caplog):
-    """Every warning, however often it was given before."""
+def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> Callable[..., list[str]]:
+    """What was logged in these words about this test's own files, however often it was said before. A thread of an
+    earlier test may still have something to say about others."""
     monkeypatch.setattr(rate_limited_log, "INTERVAL_S", 0.0)
-    return caplog
+
+    def said(words: str = "") -> list[str]:
+        return [message for message in caplog.messages if words in message and str(tmp_path) in message]
+
+    return said

@@ -24,6 +24,7 @@ from pathlib import Path
 from tests.tiers.disk import crash_processes
 from tests.tiers.disk.crash_processes import CAPACITY, Tally, examine, store_until_killed
 from tests.tiers.disk.files import bytes_under, lose_catalogue, object_files
+from tests.waiting import PATIENCE_S
 
 _CALLS = ("open", "pwritev", "rename", "unlink", "mkdir", "lstat")
 _WHENS = ("before", "after", "half")
@@ -51,7 +52,7 @@ class Crash:
             target=store_until_killed, args=(self._root, self._random.getrandbits(32), kill, has_begun, self._diary)
         )
         storer.start()
-        assert has_begun.wait(60)
+        assert has_begun.wait(PATIENCE_S)
         end = time.monotonic() + (3.0 if kill else self._random.expovariate(6))
         while time.monotonic() < end and storer.is_alive():
             if self._root.exists() and self._random.random() < 0.1:
@@ -77,7 +78,7 @@ class Crash:
         examiner.start()
         theirs.close()
         try:
-            self.tally.add(ours.recv() if ours.poll(120) else Tally(unreadable_starts=1))
+            self.tally.add(ours.recv() if ours.poll(PATIENCE_S) else Tally(unreadable_starts=1))
         except EOFError:
             self.tally.unreadable_starts += 1
         examiner.join(10)

@@ -12,7 +12,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from tests.tiers.disk.files import bytes_under, counted, on_disk, temporaries
+from tests.tiers.disk.files import bytes_under, counted, let_age, on_disk, temporaries
 from tests.tiers.disk.objects import OBJECT, chain, content, fill
 from tests.tiers.disk.tier_pair import TierPair
 from tests.tiers.entries import entries_of
@@ -26,7 +26,7 @@ from vllm_overlay.tiers.disk.maintenance.fsck import Check
 
 RANKS = 2
 CAPACITY = 60 * RANKS * on_disk()
-THREADS = {"write_threads": 2, "read_threads": 2}
+SETTINGS = {"write_threads": 2, "read_threads": 2, "capacity_bytes": CAPACITY, "eviction_policy": "learned"}
 _MOST_TEMPORARIES = RANKS * 10
 """So many stores have staging room."""
 _EXPECTED = 0.5
@@ -154,7 +154,7 @@ class Storer:
     def __init__(self, root: Path, seed: int, device: Device | None, diary: Path) -> None:
         self._diary = Diary(diary)
         self._random = random.Random(seed)
-        self._pair = TierPair(root, RANKS, device=device, capacity_bytes=CAPACITY, **THREADS)
+        self._pair = TierPair(root, RANKS, device=device, **SETTINGS)
         self._missing: dict[int, int] = {}
         self._planned: dict[int, PlannedObject] = {}
         self._failed: set[int] = set()
@@ -225,11 +225,11 @@ def examine(root: Path, answer: Connection, diary: Path) -> None:
     """The process that recovers and reads everything."""
     tally = Tally(most_temporaries=len(temporaries(root)), most_bytes=bytes_under(root))
     tally.over_limit = int(tally.most_bytes > CAPACITY)
-    time.sleep(0.1)  # recovery leaves files of its own clock tick to the next one
+    let_age(root)
     recovery.DEATH_SETTLES_S = 0.0
     bookkeeper.TICK_S = 0.05
     try:
-        made = TierPair(root, RANKS, capacity_bytes=CAPACITY, **THREADS).recovered()
+        made = TierPair(root, RANKS, **SETTINGS).recovered()
         until(lambda: temporaries(root) == [])
         until(lambda: made.tier.advance() or counted(root)[0] == bytes_under(root))
         made.settled()

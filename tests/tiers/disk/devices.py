@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from tests.waiting import PATIENCE_S
 from vllm_overlay.tiers.disk.files.device import Device
 
 
@@ -60,7 +61,7 @@ class GatedDevice(Device):
     def _pass(self, call, segments):
         if call == self.call and len(segments) > 1:  # an object's, not a probe's
             self.waiting.release()
-            assert self.gate.wait(20)
+            assert self.gate.wait(PATIENCE_S)
 
     def preadv(self, fd, segments, offset):
         self._pass("preadv", segments)

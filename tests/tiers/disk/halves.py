@@ -4,13 +4,13 @@
 import pytest
 
 from tests.tiers.disk.objects import OBJECT
-from tests.tiers.disk.tier_pair import NAMESPACE, settings
+from tests.tiers.disk.tier_pair import NAMESPACE, close_tier, settings
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 
 
 def open_tier(root, device=None, **changes):
-    DiskTierManager(settings(root, **changes), NAMESPACE, 1, OBJECT, device).close()
+    close_tier(DiskTierManager(settings(root, **changes), NAMESPACE, 1, OBJECT, device))
 
 
 def open_worker(root, device=None, **changes):

@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError
 from vllm_overlay.tiers.disk.files.device import Device
@@ -82,12 +83,13 @@ def delay_bookkeeper(tier: DiskTierManager) -> Iterator[None]:
 
     def late() -> None:
         waits.set()
-        assert may_go.wait(60)
+        until(may_go.is_set, "the end of the delay")
         turn()
 
     bookkeeper._turn = late  # type: ignore[method-assign]
     try:
-        assert waits.wait(20)
+        wake(tier)
+        until(waits.is_set, "a turn")
         yield
     finally:
         bookkeeper._turn = turn  # type: ignore[method-assign]
@@ -97,6 +99,18 @@ def delay_bookkeeper(tier: DiskTierManager) -> Iterator[None]:
 def num_turns(tier: DiskTierManager) -> int:
     """How often the bookkeeper has done all that there was to do."""
     return tier._bookkeeper._num_turns
+
+
+def wake(tier: DiskTierManager) -> None:
+    """The bookkeeper has a turn without waiting for its tick."""
+    tier._bookkeeper._wake()
+
+
+def is_running(tier: DiskTierManager) -> bool:
+    """Whether the bookkeeper's thread, or that of the recovery which it began last, has not ended."""
+    bookkeeper = tier._bookkeeper
+    session = bookkeeper._session
+    return bookkeeper._thread.is_alive() or (session is not None and session.recovery._thread.is_alive())
 
 
 def has_news(tier: DiskTierManager) -> bool:

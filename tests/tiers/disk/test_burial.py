@@ -14,7 +14,7 @@ from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, room_bytes
 from tests.tiers.disk.objects import OBJECT, chain, content, fill
 from tests.tiers.disk.reset import is_serving_another, store_after_reset
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue, Name, replace_damaged
 from vllm_overlay.tiers.disk.maintenance import recovery
 
@@ -58,8 +58,8 @@ def test_what_a_dead_process_wanted_to_unlink_is_stored_anew_by_one_heir_while_a
     def bury_late(self, member):
         if self._catalogue is catalogue_of(slow.tier):
             is_late.set()
-            assert go_on.wait(20)
-        assert is_late.wait(20)
+            assert go_on.wait(PATIENCE_S)
+        assert is_late.wait(PATIENCE_S)
         bury(self, member)
 
     with tier_pair(tmp_path / "root") as made, tier_pair(tmp_path / "root") as slow:
@@ -72,7 +72,7 @@ def test_what_a_dead_process_wanted_to_unlink_is_stored_anew_by_one_heir_while_a
         dying.join([], int(time.time()))
         list(dying.remove([Name(NAMESPACE.attention, planned.object_id)]))
         dying.close()
-        assert is_late.wait(20)
+        assert is_late.wait(PATIENCE_S)
         until(lambda: made.tier.advance() or (not made.has(planned) and not catalogue_of(made.tier).dead_members()))
         made.store([planned])
         go_on.set()
@@ -91,7 +91,7 @@ def test_the_file_of_a_store_that_outlives_its_process_is_looked_after(tmp_path,
             buffer = ending.workers[0].begin_store(ticket)
             fill(buffer, content(planned, 0))
             ending.workers[0].submit_store(ticket, buffer)
-            assert device.waiting.acquire(timeout=20)
+            assert device.waiting.acquire(timeout=PATIENCE_S)
             ending.tier.close()
             (dead,) = catalogue_of(made.tier).dead_members()
             device.gate.set()

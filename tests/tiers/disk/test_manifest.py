@@ -3,12 +3,11 @@
 
 import errno
 import os
-import time
 from types import SimpleNamespace
 
 import pytest
 
-from tests.tiers.disk.files import lose_catalogue, object_files
+from tests.tiers.disk.files import let_age, lose_catalogue, object_files
 from tests.tiers.disk.inside import is_member
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
@@ -88,7 +87,7 @@ def test_a_manifest_and_a_catalogue_that_an_operator_removes_cost_no_object(tmp_
         while len(prompts) > 1:
             for planned in prompts.pop(0)[:-1]:
                 made.path(planned).unlink()
-    time.sleep(0.1)  # what is older than a process may be removed by it
+    let_age(made.root)
     with tier_pair(made.root, namespace=OTHER_NAMESPACE) as other:
         other.recovered()
         other.store(chain("q", 1))

@@ -9,7 +9,7 @@ from tests.tiers.disk.files import bytes_under, counted, lose_catalogue
 from tests.tiers.disk.inside import catalogue_of
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from vllm_overlay.tiers.disk.catalogue import Name
 from vllm_overlay.tiers.disk.maintenance import gc
 
@@ -32,7 +32,7 @@ def test_an_object_stored_anew_where_recovery_found_a_useless_file_stays(tmp_pat
         put_useless(path)
         device = Meanwhile(path, "unlink", lambda: made.store([PLANNED]))
         with tier_pair(made.root, device=device) as looking:
-            assert device.has_acted.wait(20)
+            assert device.has_acted.wait(PATIENCE_S)
             looking.recovered()
         assert made.reasons([PLANNED]) == [""]
 
@@ -61,7 +61,7 @@ def test_an_object_whose_store_is_given_up_while_recovery_adopts_it_is_not_there
         name = Name(NAMESPACE.attention, PLANNED.object_id)
         device = Meanwhile(made.path(PLANNED), "close", lambda: made.tier.abort(ticket) or made.settled())
         with tier_pair(made.root, device=device) as looking:
-            assert device.has_acted.wait(20)
+            assert device.has_acted.wait(PATIENCE_S)
             looking.recovered()
             until(lambda: catalogue_of(made.tier).find([name]) == [])
             until(lambda: counted(made.root)[0] == bytes_under(made.root))

@@ -12,17 +12,16 @@ from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, store_many, tier_pair
 from tests.waiting import until
 
 
-def test_opening_a_root_tells_what_else_lives_there(tmp_path, caplog):
+def test_opening_a_root_tells_what_else_lives_there(tmp_path, caplog, said):
     caplog.set_level("INFO")
     with tier_pair(tmp_path / "root", namespace=OTHER_NAMESPACE) as other:
         other.store(chain("p", 2))
-    assert not any("other namespaces" in message for message in caplog.messages)
+    assert said("other namespaces") == []
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
-        said: list[str] = []
-        until(lambda: said.extend(message for message in caplog.messages if "other namespaces" in message) or said)
-    assert f"2 other namespaces of {3 * on_disk()} bytes" in said[0]
-    assert f"{2 * on_disk()} bytes of model 'another' (idle)" in said[0]
+        (words,) = until(lambda: said("other namespaces"), "a word of them")
+    assert f"2 other namespaces of {3 * on_disk()} bytes" in words
+    assert f"{2 * on_disk()} bytes of model 'another' (idle)" in words
 
 
 def test_of_a_namespace_that_nobody_serves_leaves_go_first(tmp_path):

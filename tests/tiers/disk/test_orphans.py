@@ -7,7 +7,7 @@ import threading
 import time
 
 from tests.tiers.disk.devices import FailingDevice, Meanwhile, UnreadableFile
-from tests.tiers.disk.files import bytes_under, counted, lose_catalogue, object_files, on_disk
+from tests.tiers.disk.files import bytes_under, counted, let_age, lose_catalogue, object_files, on_disk
 from tests.tiers.disk.inside import catalogue_of, room_bytes
 from tests.tiers.disk.objects import UNIT, chain
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, PLANNER, objects_of
@@ -31,7 +31,7 @@ def forget(made, objects):
         catalogue.end_removal([item.name for item in removed], 0, 0)
     catalogue.leave()
     catalogue.close()
-    time.sleep(0.1)  # the files are older than the next process, which may remove what is of no use
+    let_age(made.root)
 
 
 def assert_found(made, objects):
@@ -114,7 +114,7 @@ def put_large_orphan(root, num_units):
     path = root / source.relative_to(made.root)
     path.parent.mkdir(parents=True, mode=0o700)
     shutil.move(source, path)
-    time.sleep(0.1)  # it is older than the next process
+    let_age(root)
     return path, path.stat().st_size
 
 
@@ -154,7 +154,7 @@ def test_nothing_goes_for_an_orphan_that_another_process_removes_meanwhile(tmp_p
     useless.write_bytes(bytes(8192))
     useless.chmod(0o600)
     device = Meanwhile(path, "close", path.unlink)
-    time.sleep(0.1)
+    let_age(made.root)
     with tier_pair(made.root, capacity_bytes=capacity, device=device) as again:
         until(lambda: not useless.exists(), "the end of the look around")
         assert device.has_acted.is_set()
@@ -176,7 +176,7 @@ def test_an_orphan_that_goes_as_it_is_adopted_is_never_promised(tmp_path, monkey
     monkeypatch.setattr(Catalogue, "commit", commit)
     with tier_pair(made.root) as again:
         again.recovered()
-        assert tried.wait(20)
+        until(tried.is_set, "its adoption")
         until(lambda: object_files(made.root) == [], "the end of what builds on it")
         again.settled()
         news = catalogue_of(again.tier).changes_since(0, NAMESPACE.fingerprints).changes

@@ -44,7 +44,7 @@ def test_with_a_key_a_shared_root_is_served_again_after_it_was_replaced(tmp_path
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_a_file_that_others_may_write_is_a_miss_and_stays(tmp_path, all_logged, mode):
+def test_a_file_that_others_may_write_is_a_miss_and_stays(tmp_path, said, mode):
     objects = chain("p", 2)
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
@@ -52,12 +52,12 @@ def test_a_file_that_others_may_write_is_a_miss_and_stays(tmp_path, all_logged, 
         assert made.reasons(objects) == ["owner", "", ""]
         assert not made.fetch(objects[:1])[0].is_bad
         assert made.path(objects[0]).exists()
-        assert "an object was not loaded (owner)" in all_logged.text
+        assert said("an object was not loaded (owner)")
     lose_catalogue(made.root)  # which would know the object, and the file would be a miss again
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
         assert made.coverage(objects) == [False] * 3
-        until(lambda: "not recovered (owner)" in all_logged.text)
+        until(lambda: said("not recovered (owner)"), "a word of it")
     assert all(made.path(planned).exists() for planned in objects)
     made.path(objects[0]).chmod(0o600)
     with tier_pair(tmp_path / "root") as made:
@@ -81,7 +81,7 @@ def test_a_file_of_another_user_is_a_miss_and_stays(tmp_path):
 
 
 @pytest.mark.parametrize("depth", ["namespace", "fan-out"])
-def test_what_lies_in_a_directory_that_others_may_write_is_not_recovered_and_stays(tmp_path, all_logged, depth):
+def test_what_lies_in_a_directory_that_others_may_write_is_not_recovered_and_stays(tmp_path, said, depth):
     objects = chain("p", 3)
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
@@ -93,7 +93,7 @@ def test_what_lies_in_a_directory_that_others_may_write_is_not_recovered_and_sta
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
         assert made.coverage(objects) == [False] * 4
-        assert f"{directory} has mode 0770" in all_logged.text
+        assert said(f"{directory} has mode 0770")
     assert all(made.path(planned).exists() for planned in objects)
     directory.chmod(0o700)
     with tier_pair(tmp_path / "root") as made:

@@ -112,7 +112,7 @@ def test_a_ranking_is_due_after_a_part_of_the_capacity_or_a_minute_and_not_at_on
 
 def test_what_a_turn_has_superseded_goes_before_what_is_older_but_not_by_last_use(tmp_path: Path, ranks_often):
     for policy, goes_first in (("learned", 1), ("lru", 0)):
-        with tier_pair(tmp_path / policy, eviction_policy=policy, geometry=GEOMETRY) as made:
+        with tier_pair(tmp_path / policy, eviction_policy=policy) as made:
             prompts = talk(made)
             wanted = name_of(prompts[goes_first][-1])
             until(lambda made=made, wanted=wanted: made.tier.advance() or victims(made)[0] == wanted, policy)
@@ -120,12 +120,12 @@ def test_what_a_turn_has_superseded_goes_before_what_is_older_but_not_by_last_us
 
 def test_what_is_newer_than_a_ranking_goes_after_what_was_used_in_the_same_second(tmp_path: Path, ranks_often):
     """So a prompt that is being stored keeps the chunks that the next ones need."""
-    with tier_pair(tmp_path / "root", capacity_bytes=15 * on_disk()) as made:
+    with tier_pair(tmp_path / "root", capacity_bytes=15 * on_disk(), eviction_policy="learned") as made:
         store_many(made, 100, lambda: None)
 
 
 def test_a_unit_goes_as_a_whole_and_all_of_it_before_what_is_worth_more(tmp_path: Path, ranks_often):
-    with tier_pair(tmp_path / "root", geometry=GEOMETRY) as made:
+    with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         alone, first, second = talk(made)
         until(lambda: made.tier.advance() or victims(made)[0] == name_of(first[-1]), "scores")
         order = victims(made)
@@ -134,7 +134,7 @@ def test_a_unit_goes_as_a_whole_and_all_of_it_before_what_is_worth_more(tmp_path
 
 
 def test_scores_expire_and_leave_the_order_of_last_use(tmp_path: Path, ranks_often):
-    with tier_pair(tmp_path / "root", geometry=GEOMETRY) as made:
+    with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         alone, first, _ = talk(made)
         until(lambda: made.tier.advance() or victims(made)[0] == name_of(first[-1]), "scores")
         made.settled()
@@ -142,9 +142,9 @@ def test_scores_expire_and_leave_the_order_of_last_use(tmp_path: Path, ranks_oft
 
 
 def test_after_a_restart_what_was_not_used_since_is_ranked_by_nobody(tmp_path: Path, ranks_often):
-    with tier_pair(tmp_path / "root", eviction_policy="lru", geometry=GEOMETRY) as made:
+    with tier_pair(tmp_path / "root") as made:
         alone, first, second = talk(made)
-    with tier_pair(tmp_path / "root", geometry=GEOMETRY) as made:
+    with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         made.recovered()
         long_ago = int(time.time()) - 10  # a score lies in the second before, so the lives must be further apart
         catalogue_of(made.tier).touch(map(name_of, (*alone, *first, *second)), long_ago)
@@ -160,7 +160,7 @@ def test_after_a_restart_what_was_not_used_since_is_ranked_by_nobody(tmp_path: P
 
 def test_another_engine_of_the_namespace_outranks_what_it_used_later(tmp_path: Path, ranks_often, monkeypatch):
     monkeypatch.setattr("vllm_overlay.tiers.disk.bookkeeper.LATE_S", -100.0)  # as if all was used later elsewhere
-    with tier_pair(tmp_path / "root", geometry=GEOMETRY) as made:
+    with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         alone, _, _ = talk(made)
         made.settled()
         made.settled()
@@ -171,7 +171,7 @@ def test_a_policy_that_fails_ranks_no_more_and_loses_nothing(tmp_path: Path, ran
     def fail(*_: object) -> None:
         raise RuntimeError("a defect")
 
-    with tier_pair(tmp_path / "root", geometry=GEOMETRY) as made:
+    with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         monkeypatch.setattr("vllm_overlay.tiers.policies.learned.LearnedEviction.ranking", fail)
         alone, first, second = talk(made)
         assert made.reasons([*alone, *first, *second]) == [""] * 6
@@ -183,8 +183,8 @@ def test_a_policy_that_fails_ranks_no_more_and_loses_nothing(tmp_path: Path, ran
 def test_an_engine_without_the_policy_evicts_by_the_scores_of_one_with_it(tmp_path: Path, ranks_often, namespace):
     room = 40 * on_disk()
     with (
-        tier_pair(tmp_path / "root", geometry=GEOMETRY, capacity_bytes=room) as one,
-        tier_pair(tmp_path / "root", namespace=namespace, eviction_policy="lru", capacity_bytes=room) as two,
+        tier_pair(tmp_path / "root", eviction_policy="learned", capacity_bytes=room) as one,
+        tier_pair(tmp_path / "root", namespace=namespace, capacity_bytes=room) as two,
     ):
         _, first, _ = talk(one)
         until(lambda: one.tier.advance() or victims(two)[0] == name_of(first[-1]), "scores")

@@ -2,14 +2,13 @@
 """A file that cannot be read is a miss for a while. It and what builds on it stay: only what is known wrong goes."""
 
 import errno
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice, UnreadableFile
-from tests.tiers.disk.files import bytes_under, counted, lose_catalogue, object_files, on_disk
+from tests.tiers.disk.files import bytes_under, counted, let_age, lose_catalogue, object_files, on_disk
 from tests.tiers.disk.objects import OBJECT, chain, key
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, NUM_TOKENS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
@@ -216,7 +215,7 @@ def test_what_builds_on_a_header_that_a_rebuild_cannot_read_stays_and_is_found_a
     with tier_pair(tmp_path / "root") as before:
         before.store(WHOLE)
     files = object_files(before.root)
-    time.sleep(0.1)  # the files are older than the next process, which may remove what is of no use
+    let_age(before.root)
     lose_catalogue(before.root)
     device.fail(before.path(FIRST), error)
     with tier_pair(tmp_path / "root", device=device) as made:

@@ -16,6 +16,7 @@ import pytest
 from tests.tiers.disk.files import (
     bytes_under,
     counted,
+    let_age,
     lose_catalogue,
     make_as_large_as_possible,
     object_files,
@@ -71,7 +72,7 @@ def test_a_missing_middle_chunk_discards_what_lies_on_top(tmp_path, is_lost):
     made.path(objects[2]).unlink()
     if is_lost:
         lose_catalogue(made.root)
-    time.sleep(0.1)
+    let_age(made.root)
     with tier_pair(tmp_path / "root") as again:
         again.recovered()
         if not is_lost:  # nobody looks before somebody wants it
@@ -88,7 +89,7 @@ def test_an_object_without_one_ranks_file_is_not_there(tmp_path):
         made.store(objects)
     made.path(objects[1], 1).unlink()
     lose_catalogue(made.root)
-    time.sleep(0.1)
+    let_age(made.root)
     with tier_pair(tmp_path / "root", world_size=2) as again:
         again.recovered()
         assert again.coverage(objects) == [True, False, False]
@@ -113,7 +114,7 @@ def test_a_rebuild_does_not_take_a_damaged_file(tmp_path, damage):
     else:
         os.truncate(path, 0 if damage == "empty" else 8192)
     lose_catalogue(made.root)
-    time.sleep(0.1)
+    let_age(made.root)
     with tier_pair(tmp_path / "root") as again:
         again.recovered()
         assert again.coverage(objects) == [True, True, False, False]
@@ -130,7 +131,7 @@ def test_a_file_in_a_wrong_place_goes_and_the_object_in_the_right_one_stays(tmp_
     for path in wrong:
         path.parent.mkdir(exist_ok=True)
         shutil.copy(right, path)
-    time.sleep(0.1)
+    let_age(made.root)
     with tier_pair(tmp_path / "root") as again:
         again.recovered()
         assert again.coverage(objects) == [True, True]
@@ -156,7 +157,7 @@ def test_what_builds_on_an_object_that_could_not_be_read_now_stays_for_the_next_
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
     lose_catalogue(made.root)
-    time.sleep(0.1)
+    let_age(made.root)
     shortage = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     with tier_pair(tmp_path / "root", device=Refusing(made.path(objects[2]), shortage)) as short:
         short.recovered()
@@ -171,7 +172,7 @@ def test_what_builds_on_a_directory_that_could_not_be_listed_now_stays_for_the_n
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
     lose_catalogue(made.root)
-    time.sleep(0.1)
+    let_age(made.root)
     scandir, unlisted = os.scandir, str(made.path(objects[2]).parent)
 
     def short(path: str):
@@ -189,15 +190,15 @@ def test_what_builds_on_a_directory_that_could_not_be_listed_now_stays_for_the_n
         until(lambda: again.tier.advance() or all(again.coverage(objects)))
 
 
-def test_a_scan_that_fails_removes_nothing_and_is_tried_again(tmp_path, all_logged):
+def test_a_scan_that_fails_removes_nothing_and_is_tried_again(tmp_path, said):
     objects = chain("p", 5)
     with tier_pair(tmp_path / "root") as made:
         made.store(objects)
     lose_catalogue(made.root)
-    time.sleep(0.1)
+    let_age(made.root)
     device = Refusing(made.path(objects[2]), RuntimeError("nobody has thought of this"))
     with tier_pair(tmp_path / "root", device=device) as failed:
-        until(lambda: any("nobody has thought of this" in message for message in all_logged.messages))
+        until(lambda: said("nobody has thought of this"), "a word of it")
         assert len(failed.tier.index) == 0
         assert len(object_files(made.root)) == 6
         device.error = None

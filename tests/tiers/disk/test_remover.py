@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Name, Namespace, RemovedObject
 from vllm_overlay.tiers.disk.files.device import Device
@@ -24,7 +25,7 @@ class WaitingDevice(Device):
         self._together = threading.Barrier(4)
 
     def unlink(self, path: str) -> None:
-        self._together.wait(20.0)
+        self._together.wait(PATIENCE_S)
         super().unlink(path)
 
 

@@ -17,7 +17,7 @@ from tests.tiers.disk.foreign import KINDS, forget_marker, make_counted_root, ma
 from tests.tiers.disk.halves import HALVES, open_tier
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, tier_pair
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from vllm_overlay import versions
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device
@@ -178,7 +178,7 @@ def test_two_that_start_on_an_empty_directory_at_once_both_work(tmp_path):
 
         def rename(self, source, target):
             if target.endswith(MARKER):
-                both.wait(20)
+                both.wait(PATIENCE_S)
             super().rename(source, target)
 
     failures = []
@@ -227,16 +227,16 @@ def test_a_full_disk_at_start_leaves_a_root_that_the_next_second_marks(tmp_path)
     assert_marked(tmp_path / "root")
 
 
-def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, all_logged):
+def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, said):
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 1))
         root.rename(tmp_path / "was")
         make_foreign(root, "ledger")
         before = state_of(root)
-        until(lambda: "has to wait" in all_logged.text)
+        until(lambda: said("has to wait"), "a word of it")
         assert made.try_store(chain("q", 1)[0]) == "no_room"
-        assert "empty directory" in all_logged.text
+        assert said("empty directory")
         assert state_of(root) == before
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What another process stores is found while both run; and what must not be found is not."""
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,8 +11,9 @@ from tests.tiers.disk.files import counted, object_files, on_disk
 from tests.tiers.disk.objects import bytes_of, chain, content
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.prompts import KEYS, NUM_TOKENS, PLANNER, objects_of
+from tests.tiers.disk.reset import is_serving_another
 from tests.tiers.disk.tier_pair import TierPair, load_ticket, tier_pair
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.disk import recent
 
@@ -105,9 +105,12 @@ def test_after_clear_nothing_of_others_is_found(two):
     one, other = two
     other.tier.clear()
     one.store(objects_of(KEYS, [640]))
-    for _ in range(10):
+    assert lookup(other) == 0
+    until(lambda: is_serving_another(other), "a reset")
+    one.settled()
+    for _ in range(3):
+        other.turned()
         assert lookup(other) == 0
-        time.sleep(0.02)
 
 
 def test_what_another_removes_while_it_is_read_is_read_to_its_end(tmp_path):
@@ -122,7 +125,7 @@ def test_what_another_removes_while_it_is_read_is_read_to_its_end(tmp_path):
         worker = other.workers[0]
         worker.begin_load("slow", [load_ticket(planned) for planned in objects[:2]])
         for _ in range(2):
-            assert device.waiting.acquire(timeout=20)  # opened, and not yet read
+            assert device.waiting.acquire(timeout=PATIENCE_S)  # opened, and not yet read
         one.tier.drop(objects[0].object_id)
         until(lambda: not object_files(one.root))
         device.gate.set()

@@ -112,12 +112,12 @@ def host_root(root):
     return found
 
 
-def test_without_locks_a_host_has_its_sub_root_and_limit_and_the_log_says_so(lockless, caplog):
+def test_without_locks_a_host_has_its_sub_root_and_limit_and_the_log_says_so(lockless, said):
     capacity = 15 * on_disk()
     with tier_pair(lockless, capacity_bytes=capacity) as made, tier_pair(lockless, capacity_bytes=capacity) as other:
         root = host_root(lockless)
-        said = [message for message in caplog.messages if "has no file locks" in message]
-        assert said and str(root) in said[0] and "for this host alone" in said[0]
+        words = said("has no file locks")
+        assert words and str(root) in words[0] and "for this host alone" in words[0]
         seen = []
         for turn in range(20):
             for number, one in enumerate((made, other)):

@@ -91,7 +91,7 @@ def test_an_object_that_no_row_can_hold_keeps_no_other_waiting(tmp_path):
 
 def test_a_name_that_was_evicted_before_a_reload_serves_again_once_it_is_stored_anew(tmp_path):
     first, second = chain("p", 2)[:2]
-    with tier_pair(tmp_path / "root", capacity_bytes=40 * on_disk(), eviction_policy="lru") as made:
+    with tier_pair(tmp_path / "root", capacity_bytes=40 * on_disk()) as made:
         made.store([first])
         made.settled()
         catalogue, behind = catalogue_of(made.tier), []

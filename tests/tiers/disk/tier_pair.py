@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.tiers.disk.inside import has_news, num_turns
+from tests.tiers.disk.inside import has_news, is_running, num_turns, wake
 from tests.tiers.disk.objects import GEOMETRY, OBJECT, UNIT, bytes_of, chain, content, fill
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket
@@ -31,8 +31,16 @@ def load_ticket(planned: PlannedObject) -> LoadTicket:
 
 
 def settings(root: Path, **changes: object) -> DiskTierSettings:
+    """Evicts by last use unless told otherwise: a ranking begins by the clock, and then what goes first is chance."""
     made = tier_spec(
-        {"tier": "disk", "root": str(root), "staging_bytes": 40 * UNIT, "min_free_bytes": 0} | changes
+        {
+            "tier": "disk",
+            "root": str(root),
+            "staging_bytes": 40 * UNIT,
+            "min_free_bytes": 0,
+            "eviction_policy": "lru",
+            **changes,
+        }
     ).settings
     assert isinstance(made, DiskTierSettings)
     return made
@@ -69,8 +77,29 @@ class TierPair:
     def settled(self) -> "TierPair":
         """Nothing is under way any more, neither here nor in what the catalogue has been told."""
         done = num_turns(self.tier)
-        until(lambda: self.tier.advance() or (num_turns(self.tier) > done + 1 and not has_news(self.tier)), "an end")
+
+        def is_settled() -> bool:
+            self.tier.advance()
+            if num_turns(self.tier) > done + 1:
+                return not has_news(self.tier)
+            wake(self.tier)
+            return False
+
+        until(is_settled, "an end")
         return self
+
+    def turned(self) -> "TierPair":
+        """The bookkeeper has had a whole turn since, whether it could do its work or not."""
+        done = num_turns(self.tier)
+        until(lambda: wake(self.tier) or num_turns(self.tier) > done + 1, "a turn")
+        return self
+
+    def never(self, planned: PlannedObject) -> str:
+        """Why the object cannot be stored however long one waits, or empty. What is on its way out makes room."""
+        self.tier.advance()
+        if self.tier.has_or_awaits(planned.object_id):
+            return "there"
+        return "" if all(map(self.tier.index.has_or_awaits, planned.parents)) else "no_parent"
 
     def try_store(self, planned: PlannedObject, data: np.ndarray | None = None) -> str:
         """Empty when stored, else why not."""
@@ -85,9 +114,12 @@ class TierPair:
 
     def write(self, planned: PlannedObject) -> int:
         """Every rank's file, of which the index half is not told; returns the ticket to commit or to abort."""
-        taken: list[StoreTicket | None] = []
-        until(lambda: self.tier.advance() or taken.append(self.tier.reserve(planned)) or taken[-1], "room")
-        ticket = taken[-1]
+
+        def reserve() -> StoreTicket | None:
+            assert self.never(planned) == ""
+            return self.tier.reserve(planned)
+
+        ticket = until(reserve, "room")
         assert ticket is not None
         assert [result.reason for result in self._write(ticket, None)] == [None] * self.world_size
         return ticket.ticket
@@ -106,9 +138,14 @@ class TierPair:
         return results
 
     def outcome(self, planned: PlannedObject) -> str:
-        """Empty when stored, else why not; waits for room."""
-        reasons = ["no_room"]
-        until(lambda: reasons.append(self.try_store(planned)) or reasons[-1] != "no_room", "room")
+        """Empty when stored, else why not; waits for room, unless it is in vain."""
+        reasons: list[str] = []
+
+        def has_ended() -> bool:
+            reasons.append(self.never(planned) or self.try_store(planned))
+            return reasons[-1] != "no_room"
+
+        until(has_ended, "room")
         return reasons[-1]
 
     def store(self, objects: list[PlannedObject]) -> None:
@@ -159,11 +196,17 @@ class TierPair:
     def coverage(self, objects: list[PlannedObject]) -> list[bool]:
         return [self.has(planned) for planned in objects]
 
-    def close(self, timeout_s: float = 4.0) -> int:
+    def close(self, timeout_s: float = PATIENCE_S) -> int:
         given_up = sum(worker.close(timeout_s) for worker in self.workers)
-        self.tier.close()
+        close_tier(self.tier)
         self.tier.index.check_integrity()
         return given_up
+
+
+def close_tier(tier: DiskTierManager) -> None:
+    """Nothing of it works on the root any more."""
+    tier.close()
+    until(lambda: not is_running(tier), "the end of its threads")
 
 
 @contextmanager
