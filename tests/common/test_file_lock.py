@@ -2,6 +2,7 @@
 """A lock is waited for, but not for ever, and who holds it is named."""
 
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -10,12 +11,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import tier_pair
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from vllm_overlay.common import file_lock, rate_limited_log
 from vllm_overlay.common.file_lock import lock, locked_if_possible, try_lock
 
@@ -65,33 +67,37 @@ def test_a_wait_ends_and_names_the_process_that_is_stopped(tmp_path, shared):
             )
 
 
-def test_a_lock_comes_as_soon_as_the_other_lets_go(tmp_path):
-    path = tmp_path / "lock"
-    got: list[int] = []
-    with held_by_another(path) as holder:
-        waiting = threading.Thread(target=lambda: got.append(lock(str(path))))
-        waiting.start()
-        waiting.join(0.1)
-        assert got == []
-        holder.communicate("")
-        waiting.join(20)
-        assert len(got) == 1
-    assert try_lock(str(path)) is None
-    os.close(got[0])
+@pytest.fixture
+def taken_late(tmp_path, monkeypatch, caplog):
+    """The lock that a thread got once the other process let go, for which it had to wait. What is called with its path
+    happens while it waits."""
+    monkeypatch.setattr(file_lock, "_SAID_AFTER_S", 0.0)
+    path, got = tmp_path / "lock", []
+
+    def take(meanwhile=lambda path: None) -> int:
+        with held_by_another(path) as holder:
+            waiting = threading.Thread(target=lambda: got.append(lock(str(path), timeout_s=PATIENCE_S)))
+            waiting.start()
+            until(lambda: any(str(path) in message for message in caplog.messages), "a word of the wait")
+            meanwhile(path)
+            assert got == []
+            holder.communicate("")
+            waiting.join()
+        return got[0]
+
+    return take
 
 
-def test_a_file_that_was_removed_while_one_waited_is_not_the_one_that_is_locked(tmp_path):
-    path = tmp_path / "lock"
-    got: list[int] = []
-    with held_by_another(path) as holder:
-        waiting = threading.Thread(target=lambda: got.append(lock(str(path))))
-        waiting.start()
-        waiting.join(0.1)
-        path.unlink()
-        holder.communicate("")
-        waiting.join(20)
-    assert os.fstat(got[0]).st_ino == path.stat().st_ino
-    os.close(got[0])
+def test_a_lock_comes_as_soon_as_the_other_lets_go(tmp_path, taken_late):
+    fd = taken_late()
+    assert try_lock(str(tmp_path / "lock")) is None
+    os.close(fd)
+
+
+def test_a_file_that_was_removed_while_one_waited_is_not_the_one_that_is_locked(tmp_path, taken_late):
+    fd = taken_late(Path.unlink)
+    assert os.fstat(fd).st_ino == (tmp_path / "lock").stat().st_ino
+    os.close(fd)
 
 
 def test_what_can_do_without_a_lock_does_so_after_a_while(tmp_path, monkeypatch):
@@ -102,13 +108,13 @@ def test_what_can_do_without_a_lock_does_so_after_a_while(tmp_path, monkeypatch)
 
 
 def test_a_long_wait_is_told_once(tmp_path, monkeypatch, caplog):
-    path = tmp_path / "lock"
-    monkeypatch.setattr(file_lock, "_SAID_AFTER_S", 0.0)
+    path, seconds = tmp_path / "lock", itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None)
+    monkeypatch.setattr(file_lock, "time", clock)
     with held_by_another(path), pytest.raises(TimeoutError):
-        lock(str(path), timeout_s=0.2)
-    assert [record.getMessage().partition(", which")[0] for record in caplog.records] == [
-        f"Waiting for the lock on {path}"
-    ]
+        lock(str(path), timeout_s=3 * file_lock._SAID_AFTER_S)
+    words = [message.partition(", which")[0] for message in caplog.messages if str(path) in message]
+    assert words == [f"Waiting for the lock on {path}"]
 
 
 def test_a_tool_that_is_stopped_with_the_catalogue_locked_holds_no_start_and_stores_come_back(
@@ -122,7 +128,7 @@ def test_a_tool_that_is_stopped_with_the_catalogue_locked_holds_no_start_and_sto
         os.kill(holder.pid, signal.SIGSTOP)
         with tier_pair(root) as again:
             assert again.try_store(chain("q", 1)[0]) == "no_room"
-            until(lambda: "locked" in caplog.text, "what it waits for")
+            until(lambda: any("locked" in each and str(root) in each for each in caplog.messages), "what it waits for")
             os.kill(holder.pid, signal.SIGCONT)
             holder.communicate("")
             again.recovered()

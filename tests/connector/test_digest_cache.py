@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.connector.test_weights import OLD
+from tests.logged import logged_by
+from vllm_overlay.connector import digest_cache
 from vllm_overlay.connector.digest_cache import MAX_BYTES, MAX_ENTRIES, DigestCache, FileIdentity
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
@@ -42,7 +44,7 @@ def forge(path: Path) -> None:
 def test_what_was_written_is_found_again(path: Path, key: bytes, caplog: pytest.LogCaptureFixture) -> None:
     assert written(path, key).read() == {FILE: DIGEST}
     assert path.stat().st_mode & 0o777 == 0o600
-    assert caplog.messages == []
+    assert logged_by(digest_cache, caplog) == []
 
 
 def link(path: Path) -> None:
@@ -80,7 +82,8 @@ def test_a_cache_that_others_may_have_written_is_not_believed(
     cache = written(path)
     change(path)
     assert cache.read() == {}
-    [line] = caplog.messages
+    [record] = logged_by(digest_cache, caplog)
+    line = record.getMessage()
     assert words in line and "0700" in line and "integrity_key_file" in line
 
 
@@ -243,4 +246,4 @@ def test_the_oldest_entries_go_first(path: Path) -> None:
 def test_a_cache_that_cannot_be_written_ends_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = written(tmp_path / "none" / "weights.json")
     assert cache.read() == {}
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert [record.levelno for record in logged_by(digest_cache, caplog)] == [logging.WARNING]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.logged import logged_by
 from vllm_overlay.config import ConfigError
 from vllm_overlay.connector import factory
 from vllm_overlay.tiers.factory import tier_spec
@@ -25,7 +26,7 @@ def tensors(device: str) -> dict[int, GroupTensors]:
 def test_on_a_cpu_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert isinstance(factory._transfer(SETTINGS, tensors("cpu"), MEMORY, is_first_rank=True), CpuTransfer)
-    assert caplog.records == []
+    assert logged_by(factory, caplog) == []
 
 
 @pytest.mark.parametrize("is_first_rank", [True, False])
@@ -38,7 +39,9 @@ def test_on_a_device_one_rank_says_that_nobody_has_run_it(
     with caplog.at_level(logging.WARNING):
         factory._transfer(SETTINGS, on_device, MEMORY, is_first_rank=is_first_rank)
     assert given == [(on_device, MEMORY, 3 << 20)]
-    assert [record.getMessage() for record in caplog.records] == [f"host: {factory.NEVER_RUN}"] * is_first_rank
+    assert [record.getMessage() for record in logged_by(factory, caplog)] == [
+        f"host: {factory.NEVER_RUN}"
+    ] * is_first_rank
 
 
 def test_a_full_device_is_a_refusal_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

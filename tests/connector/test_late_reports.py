@@ -175,7 +175,7 @@ def test_ranks_must_agree_on_how_often_the_weights_have_changed() -> None:
 
 
 def test_an_answer_of_before_does_not_end_a_load_that_has_begun_since() -> None:
-    made = Harness(report_timeout_s=5.0)
+    made = Harness()
     made.store("p")
     request = made.request("p")
     request.request_id = "again"

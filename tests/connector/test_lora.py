@@ -231,7 +231,7 @@ def worker_with(adapters: LoadedAdapters) -> tuple[OffloadWorker, FakeTier, Fake
     tier, stream = FakeTier(), FakeStream()
     stream.blocks[1] = bytes(UNIT)
     stats = OffloadStats.make("test")
-    return OffloadWorker(stream, tier, adapters, load_timeout_s=5.0, stats=stats), tier, stream
+    return OffloadWorker(stream, tier, adapters, load_timeout_s=1000.0, stats=stats), tier, stream
 
 
 def end_all(worker: OffloadWorker, stream: FakeStream) -> None:

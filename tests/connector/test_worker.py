@@ -21,6 +21,9 @@ from vllm_overlay.tiers.base import LoadTicket, StoreTicket
 from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import Handle, Placement, Span
 
+LOAD_TIMEOUT_S = 1000.0
+"""Only a test that moves the clock reaches it."""
+
 
 def at(block_id: int) -> Placement:
     return Placement(spans=(Span(0, block_id, 0, 64),))
@@ -38,7 +41,9 @@ class Made:
 
     def use(self, tier: FakeTier) -> None:
         self.tier = tier
-        self.worker = OffloadWorker(self.stream, tier, LoadedAdapters(), load_timeout_s=5.0, stats=self.stats)
+        self.worker = OffloadWorker(
+            self.stream, tier, LoadedAdapters(), load_timeout_s=LOAD_TIMEOUT_S, stats=self.stats
+        )
 
     def store(self, *tickets: int) -> None:
         """Store blocks of these numbers under tickets of the same numbers; each block holds its number."""
@@ -198,7 +203,7 @@ def test_a_late_load_is_reported_only_when_nothing_copies_into_its_blocks(
     made.load("p#1", [7, 8])
     made.tier.arrive("p#1", 0, b"content.")
     made.worker.advance()
-    now[0] += 5.1
+    now[0] += LOAD_TIMEOUT_S + 0.1
     made.worker.advance()
     assert made.tier.late == ["p#1"]
     assert (made.worker.take_finished(), made.tier.cancelled_loads) == ((set(), set()), [])
@@ -222,7 +227,7 @@ def test_a_load_whose_copies_alone_are_late_does_not_blame_the_tier(
     made.load("p#1", [7])
     made.tier.arrive("p#1", 0, b"content.")
     made.worker.advance()
-    now[0] += 5.1
+    now[0] += LOAD_TIMEOUT_S + 0.1
     made.worker.advance()
     assert made.tier.late == []
     made.stream.end(made.stream.in_flight[0])
@@ -325,7 +330,7 @@ def test_a_tier_that_never_answers_but_raises_costs_a_load_its_time(
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     made.tier.poll = raising  # type: ignore[method-assign, assignment]
     made.load("p#1", [7])
-    now[0] += 5.1
+    now[0] += LOAD_TIMEOUT_S + 0.1
     made.worker.advance()
     assert made.worker.take_finished() == ({"p"}, {"p"})
     assert made.counted("hook_errors:advance") == 2
@@ -340,7 +345,7 @@ def test_loads_are_told_as_failed_although_the_tier_cannot_cancel_them(
     setattr(made.tier, method, raising)
     made.load("p#1", [7])
     made.load("q#1", [8])
-    now[0] += 5.1
+    now[0] += LOAD_TIMEOUT_S + 0.1
     made.worker.advance()
     assert made.worker.take_finished() == ({"p", "q"}, {"p", "q"})
 
@@ -436,7 +441,7 @@ class Chaos:
             error = RuntimeError("x") if self.luck.random() < 0.1 else None
             self.made.stream.end(self.luck.choice(self.made.stream.in_flight), error)
         else:
-            self._now[0] += self.luck.choice([0.0, 1.0, 6.0])
+            self._now[0] += self.luck.choice([0.0, 1.0, LOAD_TIMEOUT_S + 1])
         self.end_step()
 
     def end_step(self) -> None:
@@ -488,7 +493,7 @@ def test_whatever_ends_when_every_ticket_and_load_is_reported_once(
     chaos = Chaos(seed, probability, now)
     for _ in range(120):
         chaos.step()
-    now[0] += 6.0
+    now[0] += LOAD_TIMEOUT_S + 1
     for _ in range(50):
         for handle in chaos.made.stream.in_flight:
             chaos.made.stream.end(handle)

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.logged import logged_by
 from vllm_overlay.tiers.memory import PAGE_BYTES, HostPool
+from vllm_overlay.transfer import pinned as pinned_memory
 from vllm_overlay.transfer.pinned import PinnedMemory
 
 
@@ -75,7 +77,7 @@ def test_a_part_that_is_refused_takes_all_others_back(refused: int, caplog: pyte
     with caplog.at_level(logging.WARNING):
         pinned = PinnedMemory(HostPool(4, PAGE_BYTES).array, max_part_bytes=PAGE_BYTES, library=driver)
     assert not pinned.is_pinned and driver.registered == {} and driver.calls == refused + 1
-    (message,) = [record.getMessage() for record in caplog.records]
+    (message,) = [record.getMessage() for record in logged_by(pinned_memory, caplog)]
     assert "error 2" in message
 
 

@@ -81,7 +81,7 @@ class Crash:
             self.tally.add(ours.recv() if ours.poll(PATIENCE_S) else Tally(unreadable_starts=1))
         except EOFError:
             self.tally.unreadable_starts += 1
-        examiner.join(10)
+        examiner.join(PATIENCE_S)
         examiner.kill()
         ours.close()
 

@@ -143,6 +143,11 @@ def mark_closed(worker: DiskTierWorker) -> None:
     worker._is_closed = True
 
 
+def is_closing(worker: DiskTierWorker) -> bool:
+    """Whether it takes no store any more."""
+    return worker._is_closing
+
+
 def is_writing(worker: DiskTierWorker) -> bool:
     """Whether a write thread runs."""
     return any(thread.is_alive() for thread in worker._writers._threads)

@@ -65,7 +65,7 @@ def test_a_disk_that_others_keep_full_drops_stores_and_is_given_up_to_them(disk,
     disk.mount("16m")
     with tier_pair(disk.path, capacity_bytes=64 * MIB, max_object_bytes=MIB, staging_bytes=4 * MIB) as made:
         made.store(chain("p", 10))
-        until(lambda: counted(made.root)[0] == bytes_under(made.root))
+        made.settled()
         with disk.full():
             outcomes = outcomes_until(made, "no_room")
             assert outcomes[0] == "no_space"

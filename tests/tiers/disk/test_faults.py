@@ -15,7 +15,7 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk, temporaries
-from tests.tiers.disk.inside import is_member, room_bytes
+from tests.tiers.disk.inside import delay_bookkeeper, is_member, room_bytes
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import load_ticket, tier_pair
 from tests.waiting import until
@@ -252,7 +252,7 @@ def leave(root):
 
 def replace_with_nothing(root):
     root.rename(root.with_name("elsewhere"))
-    root.mkdir(mode=0o700, exist_ok=True)
+    root.mkdir(mode=0o700)
 
 
 def replace_with_another(root):
@@ -267,7 +267,8 @@ def test_a_root_that_is_removed_or_replaced_is_left_and_the_new_one_taken(tmp_pa
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 2))
         made.settled()
-        change(made.root)
+        with delay_bookkeeper(made.tier):  # before anybody makes another root there
+            change(made.root)
         assert made.reasons(chain("p", 2)) == ["missing"] * 3
         until(lambda: made.tier.advance() or not made.has(chain("p", 2)[0]))  # not one by one as loads fail
         until(lambda: is_member(made.tier))
@@ -311,8 +312,9 @@ def test_what_the_catalogue_needs_and_somebody_removed_is_made_anew(tmp_path, pa
 def test_a_new_root_that_everyone_may_write_is_not_taken(tmp_path, said):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
-        replace_with_nothing(made.root)
-        made.root.chmod(0o777)
+        with delay_bookkeeper(made.tier):  # before anybody takes it
+            replace_with_nothing(made.root)
+            made.root.chmod(0o777)
         until(lambda: said("writable by everyone"), "a word of it")
         assert made.reasons(chain("p", 1)) == ["missing", "missing"]
         for _ in range(3):

@@ -8,6 +8,7 @@ import pytest
 
 from tests.tiers.disk.files import lose_catalogue
 from tests.tiers.disk.halves import HALVES
+from tests.tiers.disk.inside import delay_bookkeeper
 from tests.tiers.disk.keys import make_key
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
@@ -37,9 +38,10 @@ def test_with_a_key_a_shared_root_is_served_again_after_it_was_replaced(tmp_path
     root.chmod(0o770)
     with tier_pair(root, integrity_key_file=key_file) as made:
         made.store(chain("p", 1))
-        root.rename(tmp_path / "was")
-        root.mkdir()
-        root.chmod(0o770)
+        with delay_bookkeeper(made.tier):  # before anybody makes another root there
+            root.rename(tmp_path / "was")
+            root.mkdir()
+            root.chmod(0o770)
         made.store_at_last(chain("q", 1)[0])
 
 

@@ -10,7 +10,7 @@ from tests.tiers.disk.inside import is_removing, reset_name
 from tests.tiers.disk.objects import OBJECT, bytes_of, chain, content, fill
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.reset import is_serving_another, store_after_reset
-from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, settings, tier_pair
+from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, close_tier, settings, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk.files.device import Device
@@ -132,7 +132,7 @@ def test_a_restart_finds_what_was_stored_before_the_reset_and_nothing_of_after(t
 
 
 STORE_AFTER_RESET = """
-import sys, time
+import sys
 from pathlib import Path
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import TierPair
@@ -145,7 +145,7 @@ made.tier.clear()
 until(lambda: is_serving_another(made))
 store_after_reset(made, chain("p", 1)[0])
 print("stored", flush=True)
-time.sleep(600)
+sys.stdin.read()
 """
 
 
@@ -234,7 +234,7 @@ def test_what_recovery_finds_of_before_is_not_taken(tmp_path, is_under_way):
     until(lambda: tier.advance() or not tier.is_recovering)
     assert len(tier.index) == 0
     assert len(object_files(made.root)) == 4
-    tier.close()
+    close_tier(tier)
 
 
 def test_a_clean_end_after_a_reset_gives_the_room_back(tmp_path, said):

@@ -15,6 +15,7 @@ from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import counted, lose_catalogue, on_disk, temporaries
 from tests.tiers.disk.foreign import KINDS, forget_marker, make_counted_root, make_foreign, make_old, state_of
 from tests.tiers.disk.halves import HALVES, open_tier
+from tests.tiers.disk.inside import delay_bookkeeper
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, tier_pair
 from tests.waiting import PATIENCE_S, until
@@ -227,12 +228,18 @@ def test_a_full_disk_at_start_leaves_a_root_that_the_next_second_marks(tmp_path)
     assert_marked(tmp_path / "root")
 
 
+def replace_with_strangers(made):
+    """Before anybody makes another root there."""
+    with delay_bookkeeper(made.tier):
+        made.root.rename(made.root.with_name("was"))
+        make_foreign(made.root, "ledger")
+
+
 def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, said):
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 1))
-        root.rename(tmp_path / "was")
-        make_foreign(root, "ledger")
+        replace_with_strangers(made)
         before = state_of(root)
         until(lambda: said("has to wait"), "a word of it")
         assert made.try_store(chain("q", 1)[0]) == "no_room"
@@ -244,10 +251,8 @@ def test_a_store_under_way_makes_nothing_in_a_strangers_directory(tmp_path):
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 1))
-        made.tier.advance()
-        ticket = made.tier.reserve(chain("q", 1)[0])
-        root.rename(tmp_path / "was")
-        make_foreign(root, "ledger")
+        ticket = until(lambda: made.tier.reserve(chain("q", 1)[0]), "room")
+        replace_with_strangers(made)
         before = state_of(root)
         worker = made.workers[0]
         worker.submit_store(ticket, worker.begin_store(ticket))
@@ -329,9 +334,7 @@ def test_nothing_is_made_where_no_marker_is(tmp_path):
         require_marker(str(tmp_path))
     with tier_pair(root) as made:
         made.store(chain("p", 1))
-        root.rename(tmp_path / "was")
-        root.mkdir(mode=0o755)
-        (root / "ledger").write_text("2026-01-01 * opening balances")
+        replace_with_strangers(made)
         until(lambda: made.try_store(chain("r", 1)[0]) == "no_room", "the end of its room")
         assert [path.name for path in root.iterdir()] == ["ledger"]
     assert (root / "ledger").read_text() == "2026-01-01 * opening balances"

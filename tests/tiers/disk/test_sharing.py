@@ -32,7 +32,7 @@ def two(tmp_path) -> Iterator[tuple[TierPair, TierPair]]:
 
 
 STORER = """
-import sys, time
+import sys
 from pathlib import Path
 from tests.tiers.disk.tier_pair import TierPair
 from tests.tiers.disk.prompts import KEYS, objects_of
@@ -40,7 +40,7 @@ made = TierPair(Path(sys.argv[1])).recovered()
 print("ready", flush=True)
 made.store(objects_of(KEYS, [320, 560]))
 print("stored", flush=True)
-time.sleep(600)
+sys.stdin.read()
 """
 
 

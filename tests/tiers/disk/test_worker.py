@@ -9,9 +9,9 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice, GatedDevice, ShortDevice
 from tests.tiers.disk.files import object_files, temporaries
-from tests.tiers.disk.inside import is_writing, room_bytes
+from tests.tiers.disk.inside import is_closing, is_writing, room_bytes
 from tests.tiers.disk.objects import OBJECT, UNIT, chain, content, fill
-from tests.tiers.disk.tier_pair import TierPair, tier_pair
+from tests.tiers.disk.tier_pair import TierPair, close_tier, tier_pair
 from tests.waiting import until
 from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
 
@@ -172,8 +172,10 @@ def test_close_writes_what_is_pending(tmp_path):
         fill(buffer, content(planned, 0))
         made.workers[0].submit_store(ticket, buffer)
     assert made.workers[0].pending_stores() == 5
-    threading.Timer(0.1, device.gate.set).start()
-    assert made.close(60.0) == 0
+    opener = threading.Thread(target=lambda: until(lambda: is_closing(made.workers[0])) and device.gate.set())
+    opener.start()
+    assert made.close() == 0
+    opener.join()
     with tier_pair(tmp_path / "root") as again:
         again.recovered()
         until(lambda: again.tier.advance() or again.coverage(objects) == [True] * 5, "files nobody told of")
@@ -198,4 +200,4 @@ def test_close_gives_up_in_time_and_leaves_no_temporary(tmp_path):
     assert object_files(made.root) == []
     assert made.workers[0].begin_store(ticket) is None
     assert made.reasons(objects) == ["closed"] * 3
-    made.tier.close()
+    close_tier(made.tier)

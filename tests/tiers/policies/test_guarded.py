@@ -10,11 +10,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from tests.logged import logged_by
 from tests.tiers.test_index import IndexMachine
 from tests.tiers.test_index_cases import chunk
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
+from vllm_overlay.tiers.policies import guarded
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.guarded import GuardedPolicy
 from vllm_overlay.tiers.policies.learned import LearnedEviction
@@ -82,7 +84,7 @@ def test_after_an_error_the_longest_unused_goes_first_and_the_log_says_so_once(
     first = gone[:1] if hook == "removed" else []  # it went before anything failed
     by_last_use = [f"p{number}0".encode() for number in (*range(1, 10), 0)]
     assert gone == [*first, *(key for key in by_last_use if key not in first)]
-    (record,) = caplog.records
+    (record,) = logged_by(guarded, caplog)
     assert "eviction policy LearnedEviction failed" in record.getMessage()
     assert record.exc_info is not None and isinstance(record.exc_info[1], KeyError)
 
@@ -99,7 +101,7 @@ def test_a_policy_that_names_what_may_not_go_is_not_asked_again(caplog: pytest.L
         index.commit(number)
     assert [entry.end_tokens for entry in index.evict(30)] == [192, 128, 64]
     index.check_integrity()
-    assert "may not be evicted" in str(caplog.records[0].exc_info)
+    assert "may not be evicted" in str(logged_by(guarded, caplog)[0].exc_info)
 
 
 def test_what_was_popped_may_not_be_evicted_any_more() -> None:

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.tiers.disk.catalogue.objects import CHUNKS, NOW, OTHERS, SNAPSHOTS, member, name, stored
+from tests.waiting import PATIENCE_S
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Scored, schema
 
 OBJECT = 8192
@@ -147,7 +148,7 @@ def run(root: Path, kills: int, seed: int) -> Tally:
         time.sleep(draw.uniform(0.05, 0.6))
         for process in (other, doomed):
             if process is doomed and draw.random() < 0.8:
-                process.join(20.0)
+                process.join(PATIENCE_S)
             tally.in_statements += process.exitcode is not None
             process.kill()
             process.join()

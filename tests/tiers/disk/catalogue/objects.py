@@ -4,6 +4,7 @@
 import hashlib
 from pathlib import Path
 
+from tests.waiting import PATIENCE_S
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Name, Namespace, RemovedObject, StoredObject
 
@@ -49,7 +50,7 @@ def loaded(catalogue: Catalogue, namespace: Namespace = CHUNKS) -> list[StoredOb
     return [item for part in catalogue.load([namespace.fingerprint])[1] for item in part]
 
 
-def member(root: Path, *served: Namespace, timeout_s: float = 10.0) -> Catalogue:
+def member(root: Path, *served: Namespace, timeout_s: float = PATIENCE_S) -> Catalogue:
     """Of a catalogue that is complete from now on."""
     catalogue = Catalogue(str(root), timeout_s)
     catalogue.join(served or (CHUNKS, SNAPSHOTS), NOW)
