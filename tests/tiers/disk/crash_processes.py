@@ -30,9 +30,8 @@ SETTINGS = {"write_threads": 2, "read_threads": 2, "capacity_bytes": CAPACITY}
 _MOST_TEMPORARIES = RANKS * 10
 """So many stores have staging room."""
 _EXPECTED = 0.5
-"""What was committed last, up to this share of the limit, must be served after the kill, as it is evicted by last use (a
-ranking may think little of it): the rest is held as room for
-stores, or went to make some."""
+"""What was committed last, up to this share of the limit, must be served after the kill: the rest is held as room for
+stores, or went to make some. That is so where last use decides; a ranking may think little of what is new."""
 
 
 @dataclass(slots=True)
