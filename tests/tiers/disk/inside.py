@@ -96,6 +96,19 @@ def delay_bookkeeper(tier: DiskTierManager) -> Iterator[None]:
         may_go.set()
 
 
+@contextlib.contextmanager
+def delay_following(tier: DiskTierManager) -> Iterator[None]:
+    """The scheduler hears of no change in the catalogue meanwhile, while the bookkeeper does all the rest."""
+    assert tier._bookkeeper._session is not None
+    follower = tier._bookkeeper._session.follower
+    follow = follower.follow
+    follower.follow = lambda: True  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        follower.follow = follow  # type: ignore[method-assign]
+
+
 def num_turns(tier: DiskTierManager) -> int:
     """How often the bookkeeper has done all that there was to do."""
     return tier._bookkeeper._num_turns

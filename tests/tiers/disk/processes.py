@@ -21,8 +21,13 @@ for turn in range(10_000):
 
 
 def start(source: str, *arguments: object) -> "subprocess.Popen[str]":
+    """A process that has said "ready". Its input stays open until ``kill``."""
     process = subprocess.Popen(
-        [sys.executable, "-c", source, *map(str, arguments)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", source, *map(str, arguments)],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -32,4 +37,5 @@ def start(source: str, *arguments: object) -> "subprocess.Popen[str]":
 def kill(process: "subprocess.Popen[str]") -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
+    process.stdin.close()
     process.stdout.close()

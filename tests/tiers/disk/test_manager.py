@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
+from tests.tiers.disk.inside import delay_following
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import store_many, tier_pair
 from tests.waiting import until
@@ -105,6 +106,21 @@ def test_no_call_of_the_scheduler_waits_for_the_disk(tmp_path):
             assert made.path(objects[4]).exists()
         made.store(objects[4:])
         assert made.reasons(objects) == [""] * 6
+
+
+def test_a_dropped_name_is_stored_again_only_once_its_removal_has_been_told(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        objects = chain("p", 3)
+        made.store(objects)
+        made.settled()
+        with delay_following(made.tier):
+            made.tier.drop(objects[1].object_id)
+            until(lambda: not made.path(objects[1]).exists(), "the removal")
+            made.turned()
+            made.tier.advance()
+            assert made.tier.reserve(objects[1]) is None  # the new one would be forgotten with the old
+        made.store(objects[1:])
+        assert made.coverage(objects) == [True] * 4
 
 
 def test_usage_counts_whole_files_of_all_ranks(tmp_path):

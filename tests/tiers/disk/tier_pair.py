@@ -151,7 +151,8 @@ class TierPair:
     def store(self, objects: list[PlannedObject]) -> None:
         """Store all; waits for room."""
         for planned in objects:
-            assert self.outcome(planned) == ""
+            outcome = self.outcome(planned)
+            assert outcome == "", outcome
         self.tier.index.check_integrity()
 
     def store_bytes(self, planned: PlannedObject, data: bytes) -> None:

@@ -109,6 +109,7 @@ class Bookkeeper:
         self._room = Room()
         self._steps: deque[Step] = deque()
         self._stuck: list[Discarded] = []
+        self._removed: list[Dropped] = []
         self._used: deque[Name] = deque(maxlen=_MOST_USED)
         self._rankings: deque[_Ranking] = deque(maxlen=1)
         self._publishing: _Ranking | None = None
@@ -255,6 +256,8 @@ class Bookkeeper:
             raise
         if session.follower.follow():
             self._wake()
+        else:
+            session.committer.forget()
         self._manifests.describe(session.served.namespace)
         self._write_learned(session.served.namespace)
 
@@ -334,7 +337,7 @@ class Bookkeeper:
             catalogue,
             served,
             remover,
-            Committer(catalogue, remover, self._room, self._stuck, self._move),
+            Committer(catalogue, remover, self._room, self._stuck, self._removed, self._move),
             Evictor(catalogue, remover, self._room, self._quota, self._root, self._device),
             Follower(catalogue, served, self._world_size),
             Recovery(

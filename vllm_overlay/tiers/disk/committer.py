@@ -69,13 +69,16 @@ class Committer:
         remover: Remover,
         room: Room,
         stuck: list[Discarded],
+        removed: list[Dropped],
         move: Callable[[ServedNamespace], None],
     ) -> None:
-        """``stuck`` has what could not be unlinked. The caller owns it for as long as it keeps ``room``."""
+        """``stuck`` has what could not be unlinked, ``removed`` what ``forget`` is yet to tell of. The caller owns both
+        for as long as it keeps ``room``."""
         self._catalogue = catalogue
         self._remover = remover
         self._room = room
         self._stuck = stuck
+        self._removed = removed
         self._move = move
 
     def carry_out(self, steps: deque[Step]) -> None:
@@ -90,6 +93,13 @@ class Committer:
                 self._carry_out(steps[0])
                 steps.popleft()
 
+    def forget(self) -> None:
+        """What was removed may be stored again, now that the scheduler is told of all changes: it would take an older
+        one for the removal of what it has stored since."""
+        while self._removed:
+            step = self._removed.pop()
+            step.served.updates.append(Forgotten(step.object_id))
+
     def _carry_out(self, step: Step) -> None:
         match step:
             case Discarded():
@@ -99,7 +109,7 @@ class Committer:
                 self._remover.remove([name])
             case Dropped(served, object_id):
                 self._remover.remove([Name(served.namespace.fingerprint_of(object_id.tag), object_id)])
-                served.updates.append(Forgotten(object_id))
+                self._removed.append(step)
             case Moved(served):
                 self._move(served)
             case Stored():
