@@ -207,8 +207,8 @@ def test_a_scan_that_fails_removes_nothing_and_is_tried_again(tmp_path, said):
 
 def test_an_idle_engine_steps_until_what_was_there_is_known(tmp_path, monkeypatch):
     with tier_pair(tmp_path / "root") as made:
-        made.recovered()
         made.store(chain("p", 3))
+        made.settled()
         assert not made.tier.has_more_to_come()
     with tier_pair(tmp_path / "root") as again:
         assert again.tier.has_more_to_come()
