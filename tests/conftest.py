@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.engine.states import BFLOAT16, FLOAT32, States
+from tests.python_path import REPOSITORY
 
 
 def pytest_configure() -> None:
@@ -18,7 +19,7 @@ def pytest_configure() -> None:
 
     Engines share cores: threads of torch that spin while they wait would take the time of another's that work. And no
     example of hypothesis fails because the machine is busy. It tries the same examples in each run, so that a change is
-    judged by what it changes. With ``FRESH_EXAMPLES=1`` it tries others.
+    judged by what it changes. With ``FRESH_EXAMPLES=1`` it tries others. Nor does each engine compile the same kernels.
     """
     is_fresh = os.environ.get("FRESH_EXAMPLES") == "1"
     settings.register_profile(
@@ -26,6 +27,7 @@ def pytest_configure() -> None:
     )
     settings.load_profile("busy")
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(REPOSITORY / ".pytest_cache" / "numba"))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

@@ -34,6 +34,6 @@ def test_an_unpatched_vllm_is_refused_with_the_command_that_helps(
         pytest.raises(
             EngineError, match=r"UnpatchedError.*lacks 0001-.*run `python tools/apply_patches.py --installed`"
         ),
-        Engine(tiny_model, unpatched, kv_transfer_config=config),
+        Engine(tiny_model, unpatched, launcher=("env",), kv_transfer_config=config),
     ):
         pass

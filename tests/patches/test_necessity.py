@@ -11,13 +11,14 @@ import json
 import os
 import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.patches.trees import linked_vllm_without
 from tests.python_path import python_path
-from tests.warm import WarmProcess
 from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import load
 
@@ -42,11 +43,10 @@ def run(reproduction: Path, root: Path, home: Path, model: Path) -> dict[str, ob
         "TINY_MODEL": str(model),
         "TORCHDYNAMO_DISABLE": "1",  # or the first request compiles, for two seconds, how logprobs are ranked
     }
-    log = home / "log"
-    with WarmProcess([str(reproduction)], environment, home, log) as process:
-        output = process.stdout.read()
-        assert process.wait(60) == 0, log.read_text(errors="replace")[-4000:]
-    last: dict[str, object] = json.loads(output.strip().splitlines()[-1])
+    command = [sys.executable, str(reproduction)]
+    process = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    last: dict[str, object] = json.loads(process.stdout.strip().splitlines()[-1])
     assert str(last.pop("vllm")).startswith(str(root)), (last, root)
     return last
 

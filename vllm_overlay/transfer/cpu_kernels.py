@@ -9,7 +9,9 @@ All addresses, strides and sizes are in bytes unless they say tokens. Elements h
 alive and check the shapes: ``can_transpose`` and ``can_copy_rows``.
 """
 
+import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numba
@@ -21,6 +23,10 @@ TILE = 16
 """Tokens in a tile: chunks and offsets must be multiples of it."""
 LINE = 64
 _LINE_ELEMENTS = LINE // 2
+
+_njit = partial(numba.njit, cache="NUMBA_CACHE_DIR" in os.environ)
+"""What is compiled is kept where numba's own variable says, if it says anything: numba would choose a directory by
+itself, and would not start where it finds none to write to."""
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _BYTE_POINTER = ir.IntType(8).as_pointer()
@@ -128,13 +134,13 @@ _half_tile, _stream_tile = _tile(1, stream=False), _tile(2, stream=True)
 _line_copy, _line_stream = _line(stream=False), _line(stream=True)
 
 
-@numba.njit(inline="always")
+@_njit(inline="always")
 def _at_lines(address, token_step, head_step):  # type: ignore[no-untyped-def]
     """Whether all cells from ``address`` on begin at whole lines."""
     return (address | token_step | head_step) % LINE == 0
 
 
-@numba.njit(nogil=True)
+@_njit(nogil=True)
 def copy_rows(  # type: ignore[no-untyped-def]
     pages, page_at, token_step, head_step, host, slab_step, units, unit_step, num_tokens, num_heads, row_bytes, to_host
 ):
@@ -165,7 +171,7 @@ def copy_rows(  # type: ignore[no-untyped-def]
     _fence()
 
 
-@numba.njit(nogil=True)
+@_njit(nogil=True)
 def gather_columns(  # type: ignore[no-untyped-def]
     pages, page_at, dim_step, head_step, host, slab_step, units, unit_step, num_tokens, num_heads, row_bytes
 ):
@@ -194,7 +200,7 @@ def gather_columns(  # type: ignore[no-untyped-def]
     _fence()
 
 
-@numba.njit(nogil=True)
+@_njit(nogil=True)
 def scatter_columns(  # type: ignore[no-untyped-def]
     pages, page_at, dim_step, head_step, host, slab_step, units, unit_step, num_tokens, num_heads, row_bytes
 ):
@@ -225,7 +231,7 @@ def scatter_columns(  # type: ignore[no-untyped-def]
     _fence()
 
 
-@numba.njit(nogil=True)
+@_njit(nogil=True)
 def copy_bytes(source, target, num_bytes):  # type: ignore[no-untyped-def]
     """One contiguous copy; ``target`` and ``num_bytes`` must be multiples of a line."""
     for at in range(0, num_bytes, LINE):
@@ -234,7 +240,7 @@ def copy_bytes(source, target, num_bytes):  # type: ignore[no-untyped-def]
 
 
 def prepare() -> None:
-    """Compile everything now, about two seconds, rather than in the first request."""
+    """Compile everything now, rather than in the first request: a second or two, or less if it was kept."""
     number, addresses = types.int64, types.int64[::1]
     columns = (addresses, number, number, number, number, number, addresses, *[number] * 4)
     copy_rows.compile((*columns, types.boolean))
