@@ -10,7 +10,7 @@ of prompt and first tokens. Without that, answers are up to 0.16 away, with or w
 
 from typing import Protocol
 
-from tests.engine.client import Engine
+from tests.engine.client import Engine, Output
 
 BAR = 0.05
 FORCE_TOKENS = "tests.engine.forcing:ForceTokens"
@@ -19,6 +19,12 @@ UNCACHED = {"enable_prefix_caching": False, "prefix_match_unit": None, "logits_p
 PLAIN = {"logits_processors": [FORCE_TOKENS]}
 """Of one that judges to the last bit: without a connector, and with vLLM's prefix cache, so that its steps end where
 those of an engine with a connector do. An uncached one ends them elsewhere, where some processors round otherwise."""
+
+
+def computed(plain: Engine, tokens: list[int], max_tokens: int = 8) -> Output:
+    """What an engine with ``PLAIN`` answers when it has nothing of the prompt."""
+    plain.reset_device_cache()
+    return plain.generate(tokens, max_tokens)
 
 
 class Answer(Protocol):

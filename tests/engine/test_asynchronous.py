@@ -56,9 +56,7 @@ def test_both_tiers_restore_what_was_computed(
         for length, tokens in prompts.items():
             cold[length] = engine.generate(tokens)
             assert cold[length].num_cached_tokens == 0
-            # One token past a match unit an engine without prefix caching computes in other steps (docs/exactness.md).
-            # The V2 runner takes the logarithms of probabilities otherwise.
-            assert length == 65 or cold[length].same_as(uncached.generate(tokens), tolerance=1e-5)
+            assert distance(uncached, tokens, cold[length]) <= BAR
             assert_restored(cold[length], engine.generate(tokens), length)  # by the device
             engine.wait_for_stores()
             engine.reset_device_cache()

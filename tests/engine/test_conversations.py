@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.bar import UNCACHED
+from tests.engine.bar import PLAIN, computed
 from tests.engine.client import Engine, Output, cpu_child, multi, prompt
 from tests.engine.restore import restorable
 from tests.engine.states import States
@@ -31,7 +31,7 @@ def chat(engine: Engine, **arguments: object) -> Iterator[tuple[list[int], Outpu
         history = history + answer.token_ids + prompt(text, seed=12 + turn)
 
 
-def test_every_turn_restores_the_turn_before_and_answers_as_an_engine_without_a_cache(
+def test_every_turn_restores_the_turn_before_and_answers_as_vllm_without_a_connector(
     tiny_model: Path, states: States
 ) -> None:
     with Engine(tiny_model, **states.arguments, kv_transfer_config=multi(cpu_child())) as engine:
@@ -41,10 +41,10 @@ def test_every_turn_restores_the_turn_before_and_answers_as_an_engine_without_a_
     assert [answer.num_cached_tokens for _, answer in turns] == before[:-1]
     # vLLM keeps a state at the last block boundary of a prompt, too. No other is stored: none at the end of an answer.
     assert {boundary for boundary in boundaries if boundary % states.block_size} <= set(before[1:])
-    with Engine(tiny_model, **{**states.arguments, **UNCACHED}) as uncached:
+    with Engine(tiny_model, **{**states.arguments, **PLAIN}) as plain:
         differ = [
             turn
             for turn, (tokens, answer) in enumerate(turns)
-            if not answer.same_as(uncached.generate(tokens, max_tokens=ANSWER_TOKENS))
+            if not answer.same_as(computed(plain, tokens, ANSWER_TOKENS))
         ]
     assert differ == []

@@ -41,9 +41,9 @@ def engine(start: Start, config: dict[str, Any]) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def uncached(start: Start) -> Iterator[Engine]:
-    """It judges."""
-    with start(enable_prefix_caching=False, prefix_match_unit=None) as running:
+def plain(start: Start) -> Iterator[Engine]:
+    """vLLM without a connector, which computes in the same steps. It judges."""
+    with start() as running:
         yield running
 
 
@@ -63,13 +63,14 @@ def answer(engine: Engine, tokens: list[int], *images: int) -> tuple[Any, int]:
     return found["completions"], found["num_cached_tokens"]
 
 
-def computed(uncached: Engine, tokens: list[int], *images: int) -> Any:
-    """The completion of an engine without any cache."""
-    return uncached.call("feature", name="answers", tokens=tokens, images=images, max_tokens=6)["completions"]
+def computed(plain: Engine, tokens: list[int], *images: int) -> Any:
+    """The completion when nothing of the prompt is cached."""
+    plain.reset_device_cache()
+    return plain.call("feature", name="answers", tokens=tokens, images=images, max_tokens=6)["completions"]
 
 
 @pytest.mark.parametrize("num_after", [5, 300], ids=["ends_inside_the_image", "ends_behind_the_image"])
-def test_the_same_image_is_restored_and_another_one_is_not(engine: Engine, uncached: Engine, num_after: int) -> None:
+def test_the_same_image_is_restored_and_another_one_is_not(engine: Engine, plain: Engine, num_after: int) -> None:
     tokens, length = with_images(num_after, seed=10 * num_after)
     cold, num_cold = answer(engine, tokens, A)
     assert num_cold == 0
@@ -77,15 +78,15 @@ def test_the_same_image_is_restored_and_another_one_is_not(engine: Engine, uncac
     other, num_other = answer(engine, tokens, B)
     assert num_other <= BEFORE // U * U
     assert other != cold
-    assert computed(uncached, tokens, A) == cold
-    assert computed(uncached, tokens, B) == other
+    assert computed(plain, tokens, A) == cold
+    assert computed(plain, tokens, B) == other
     assert answer(engine, tokens, B) == (other, restorable(length))
     assert answer(engine, tokens, A) == (cold, restorable(length))
 
 
 @pytest.mark.engines
 def test_a_second_image_that_differs_is_computed_and_so_are_two_in_another_order(
-    engine: Engine, uncached: Engine
+    engine: Engine, plain: Engine
 ) -> None:
     tokens, length = with_images(200, seed=7, num_images=2)
     both, _ = answer(engine, tokens, A, B)
@@ -93,7 +94,7 @@ def test_a_second_image_that_differs_is_computed_and_so_are_two_in_another_order
     assert num_same < BEFORE + IMAGE_TOKENS + 2 + 200 + 1
     swapped, num_swapped = answer(engine, tokens, B, A)
     assert num_swapped <= BEFORE // U * U
-    assert [computed(uncached, tokens, *images) for images in ((A, B), (A, A), (B, A))] == [both, same, swapped]
+    assert [computed(plain, tokens, *images) for images in ((A, B), (A, A), (B, A))] == [both, same, swapped]
     assert answer(engine, tokens, A, B) == (both, restorable(length))
 
 

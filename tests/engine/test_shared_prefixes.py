@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.bar import UNCACHED
+from tests.engine.bar import PLAIN, computed
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.restore import U
 from tests.engine.states import States
@@ -51,12 +51,12 @@ def test_from_the_third_sibling_on_a_shared_prefix_is_restored_to_its_last_match
 
     assert SHARED[0] < block and all(shared % block for shared in SHARED), block
     assert all(min(each[2:]) >= shared // U * U for shared, each in restored.items()), restored
-    with Engine(tiny_model, **{**states.arguments, **UNCACHED}) as uncached:
+    with Engine(tiny_model, **{**states.arguments, **PLAIN}) as plain:
         differ = [
             (shared, place)
             for shared, each in answers.items()
             for place, (tokens, answer) in enumerate(zip(siblings(shared), each, strict=True))
-            if not answer.same_as(uncached.generate(tokens))
+            if not answer.same_as(computed(plain, tokens))
         ]
     assert differ == []
 

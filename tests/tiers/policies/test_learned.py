@@ -328,6 +328,18 @@ def test_chunks_whose_state_somebody_else_has_evicted_are_of_no_use() -> None:
     assert useless == [[ObjectId("f0", (2).to_bytes(8, "little"))]]
 
 
+def test_chunks_that_are_used_without_their_window_are_not_the_first_to_go() -> None:
+    """A run that had lost its point, and so went before all others, has one again when a request uses it."""
+    tier = Tier(WINDOWS, None, learned)
+    tier.serve(0, 1, 2)
+    tier.serve(1, 3, 4)
+    last = ObjectId("f0", (2).to_bytes(8, "little"))
+    tier.shelf.drop(ObjectId("w1", last.key))
+    tier.shelf.index.touch([last])
+    useless = [object_id for item in tier.policy.ranking() if item.used_at is None for object_id in names_of(item)]
+    assert last not in useless
+
+
 def test_of_a_dense_model_what_goes_while_a_ranking_is_under_way_is_not_named() -> None:
     tier = Tier(DENSE, None, learned)
     tier.serve(0, 1, 2, 3)

@@ -392,6 +392,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
             point = Point(last.end_tokens, Role.JUNCTION, self._clock(), {run: None})
             point.num_new = self._tokens_since(runs.point_above(run), point)
             run.points[point] = None
+            self._revive(run)
         return next(iter(run.points))
 
     def _watch(self, point: Point, now: float) -> None:
