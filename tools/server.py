@@ -14,6 +14,8 @@ from vllm_overlay.server.server_process import TEARDOWN_TIMEOUT_S, ServerProcess
 SHUTDOWN_TIMEOUT_S = 10
 """vLLM's own: what it gives to requests and pending stores after SIGTERM."""
 MODEL_NAME = "tiny"
+KV_CACHE_BYTES = 256 << 20
+"""Of the device. vLLM writes zeros to all of it at the start, so a gigabyte takes seconds."""
 
 
 class Server(ServerProcess):
@@ -29,13 +31,13 @@ class Server(ServerProcess):
         *,
         log_path: Path,
         port: int | None = None,
-        kv_cache_gib: int = 1,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         flags = [
             *("--model", str(model), "--served-model-name", MODEL_NAME),
             *("--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)),
+            *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),
             *("--prefix-match-unit", "64", "--enable-prefix-caching", "--enforce-eager"),
             *("--disable-access-log-for-endpoints", "/health,/metrics"),
         ]
@@ -47,7 +49,6 @@ class Server(ServerProcess):
             model=MODEL_NAME,
             port=port,
             environment={
-                "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
                 # The server gets a TMPDIR of its own; what torch compiles for the first request should outlive it.
                 "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", _torch_cache()),
                 **(environment or {}),

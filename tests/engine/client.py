@@ -15,9 +15,7 @@ from typing import Any
 
 from tests.python_path import REPOSITORY, python_path
 from tests.warm import WarmProcess
-
-KV_CACHE_BYTES = 256 << 20
-"""Of the device, unless a test says otherwise: vLLM writes zeros to all of it at the start."""
+from tools.server import KV_CACHE_BYTES
 
 
 @dataclass(frozen=True)

@@ -85,9 +85,7 @@ def test_the_same_image_is_restored_and_another_one_is_not(engine: Engine, plain
 
 
 @pytest.mark.engines
-def test_a_second_image_that_differs_is_computed_and_so_are_two_in_another_order(
-    engine: Engine, plain: Engine
-) -> None:
+def test_a_second_image_that_differs_is_computed_and_so_are_two_in_another_order(engine: Engine, plain: Engine) -> None:
     tokens, length = with_images(200, seed=7, num_images=2)
     both, _ = answer(engine, tokens, A, B)
     same, num_same = answer(engine, tokens, A, A)

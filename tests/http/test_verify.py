@@ -10,7 +10,7 @@ import pytest
 from tests.engine.client import cpu_child, disk_child, multi
 from tests.engine.states import FLOAT32
 from tests.http.plugin import plugin
-from tools.server import Server
+from tools.server import KV_CACHE_BYTES, Server
 from vllm_overlay import cli
 
 pytestmark = pytest.mark.engine
@@ -35,14 +35,15 @@ def register():
 """
 
 
-@pytest.fixture(autouse=True)
-def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-
-
 def server_arguments(model: Path, config: dict[str, Any]) -> list[str]:
     flags = ["--model", str(model), "--prefix-match-unit", "64", "--enforce-eager", "--shutdown-timeout", "10"]
-    return [*flags, *FLOAT32.flags, "--kv-transfer-config", json.dumps(config)]
+    return [
+        *flags,
+        *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),
+        *FLOAT32.flags,
+        "--kv-transfer-config",
+        json.dumps(config),
+    ]
 
 
 def test_what_both_tiers_restore_is_equal_also_after_a_restart(

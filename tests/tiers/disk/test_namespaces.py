@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Namespaces that share a root: what nobody serves gives way to what is served."""
 
+import logging
 import os
 from contextlib import ExitStack
 
@@ -13,13 +14,13 @@ from tests.waiting import until
 
 
 def test_opening_a_root_tells_what_else_lives_there(tmp_path, caplog, said):
-    caplog.set_level("INFO")
+    caplog.set_level(logging.INFO)
     with tier_pair(tmp_path / "root", namespace=OTHER_NAMESPACE) as other:
         other.store(chain("p", 2))
-    assert said("other namespaces") == []
+    assert said("other namespaces", logging.INFO) == []
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
-        (words,) = until(lambda: said("other namespaces"), "a word of them")
+        (words,) = until(lambda: said("other namespaces", logging.INFO), "a word of them")
     assert f"2 other namespaces of {3 * on_disk()} bytes" in words
     assert f"{2 * on_disk()} bytes of model 'another' (idle)" in words
 

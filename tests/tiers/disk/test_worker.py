@@ -2,6 +2,7 @@
 """The byte half: what is written is read back, failed calls cost one object, and the end comes in time."""
 
 import errno
+import logging
 import os
 import threading
 
@@ -49,11 +50,11 @@ def test_without_direct_io_the_page_cache_serves(tmp_path, caplog, said):
                 raise OSError(errno.EINVAL, "Invalid argument")
             return super().open(path, flags)
 
-    caplog.set_level("INFO")
+    caplog.set_level(logging.INFO)
     with tier_pair(tmp_path / "root", device=NoDirect()) as made:
         made.store(chain("p", 1))
         assert made.reasons(chain("p", 1)) == [""] * 2
-    assert len(said("no O_DIRECT")) == 1
+    assert len(said("no O_DIRECT", logging.INFO)) == 1
 
 
 def test_direct_io_is_used_where_it_works(tmp_path):
