@@ -26,7 +26,11 @@ def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.mark.parametrize("config", [cpu_child(), multi(cpu_child())], ids=["alone", "in a MultiConnector"])
+@pytest.mark.parametrize(
+    "config",
+    [multi(cpu_child()), pytest.param(cpu_child(), marks=pytest.mark.engines)],
+    ids=["in a MultiConnector", "alone"],
+)
 def test_an_unpatched_vllm_is_refused_with_the_command_that_helps(
     tiny_model: Path, unpatched: dict[str, str], config: dict[str, Any]
 ) -> None:
