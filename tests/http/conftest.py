@@ -8,8 +8,14 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No server compiles, for seconds of its first request, how logprobs are ranked; a test of the default lets it."""
+    """No server compiles, for seconds of its first request, how logprobs are ranked. That of the quickstart does."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+
+@pytest.fixture
+def rank_in_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's one rank runs in its engine core, as on a GPU: one import of vLLM less."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 @pytest.fixture

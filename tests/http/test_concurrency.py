@@ -13,7 +13,7 @@ from tests.engine.states import FLOAT32
 from tools.server import Server
 from vllm_overlay.server.api_client import ApiClient, Completion
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("rank_in_the_core")]
 
 N = FLOAT32.block_size
 NUM_REQUESTS = 50

@@ -17,10 +17,7 @@ RESTORABLE = restorable_tokens(demo.DEFAULT_PROMPT_TOKENS)
 
 @pytest.mark.engine
 @pytest.mark.processor
-def test_the_demo_restores_from_cpu_then_from_disk_and_leaves_nothing(
-    demo_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+def test_the_demo_restores_from_cpu_then_from_disk_and_leaves_nothing(demo_directory: Path) -> None:
     with DemoProcess(demo_directory) as process:
         status = process.finish()
         assert status == 0, process.output

@@ -30,7 +30,7 @@ from vllm_overlay.metrics import (
 from vllm_overlay.multi_connector.hooks import HOOKS
 from vllm_overlay.server.api_client import ApiClient, Metrics
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("rank_in_the_core")]
 
 PAGE = Path(__file__).parents[2] / "docs" / "multi-connector.md"
 SMALLER = {"cpu": "256 MiB", "disk": "1 GiB"}

@@ -13,7 +13,7 @@ from tests.http.plugin import plugin
 from tools.server import KV_CACHE_BYTES, Server
 from vllm_overlay import cli
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("rank_in_the_core")]
 
 LONGEST = "1200"
 """Tokens: up to a block and a few tokens."""
