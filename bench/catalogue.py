@@ -139,7 +139,6 @@ class Outcome:
     reports: list[Report]
     used: float
     most_bytes: int
-    findings: list[str]
 
 
 def compete(root: str, num_processes: int, rows_per_s: float, seconds: float, kill: bool) -> Outcome:
@@ -160,9 +159,8 @@ def compete(root: str, num_processes: int, rows_per_s: float, seconds: float, ki
     used = watcher.totals().object_bytes / _CAPACITY
     for dead in watcher.dead_members():
         watcher.bury(dead.slot)
-    findings = watcher.check()
     watcher.close()
-    return Outcome(reports, used, most_bytes, findings)
+    return Outcome(reports, used, most_bytes)
 
 
 def start(root: str, part: int, pace: Pace) -> tuple[BaseProcess, Connection]:
@@ -255,17 +253,14 @@ def main() -> None:
         root = os.path.join(scratch, "main")
         outcome = compete(root, arguments.processes, arguments.rows_per_s, arguments.seconds, kill=True)
         rows = list(rows_of(outcome))
-        findings = outcome.findings
         for number in (1, 8):
             root = os.path.join(scratch, str(number))
             few = compete(root, number, arguments.rows_per_s, arguments.seconds / 4, kill=False)
             rows.append((f"bytes used of the capacity, {number} processes", f"{few.used:.1%}"))
-            findings += few.findings
         rows.append((f"bytes used of the capacity, {arguments.processes} processes", f"{outcome.used:.1%}"))
         written, read = time_load(os.path.join(scratch, "rows"), arguments.rows)
         rows.append((f"time to load {arguments.rows} rows (to write them)", f"{read:.2f} s ({written:.1f} s)"))
         rows.append(("load average before all this", load))
-        rows.append(("`check()` at the end", "; ".join(findings) or "finds nothing"))
     print(table(("", f"{arguments.processes} processes, {arguments.rows_per_s:g} rows/s"), rows))
 
 

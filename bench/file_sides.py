@@ -35,7 +35,6 @@ class Ours:
         directory: Path,
         object_bytes: int,
         capacity_bytes: int = 64 * GIB,
-        integrity_key_file: str = "",
         encryption_key_file: str = "",
     ) -> None:
         self.directory = directory
@@ -46,7 +45,6 @@ class Ours:
             staging_bytes=STAGING_BYTES,
             write_threads=WRITE_THREADS,
             read_threads=READ_THREADS,
-            integrity_key_file=integrity_key_file,
             encryption_key_file=encryption_key_file,
         )
         namespace = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})

@@ -62,7 +62,6 @@ def bench_size(directory: Path, object_bytes: int, total_bytes: int, rounds: int
     key_file.chmod(0o600)
     sides: dict[str, Side] = {
         "ours, XXH3": Ours(directory / "tier", object_bytes),
-        "ours, BLAKE3 with a key": Ours(directory / "keyed" / "tier", object_bytes, integrity_key_file=str(key_file)),
         "ours, AES-256-GCM": Ours(directory / "encrypted" / "tier", object_bytes, encryption_key_file=str(key_file)),
         "vLLM's fs tier, no checksum": Vllm(directory / "vllm", object_bytes, memory, direct),
     }
@@ -87,8 +86,7 @@ def bench_size(directory: Path, object_bytes: int, total_bytes: int, rounds: int
         side.close()
     integrities = {
         "ours, XXH3": XXH3,
-        "ours, BLAKE3 with a key": integrity_of(str(key_file)),
-        "ours, AES-256-GCM": integrity_of("", str(key_file)),
+        "ours, AES-256-GCM": integrity_of(str(key_file)),
     }
     cpu = {
         what: object_cpu.measure(directory / f"cpu-{number}", object_bytes, integrity, direct)

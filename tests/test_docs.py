@@ -45,7 +45,7 @@ GOOD = """\
 A sentence with a [link](other.md#is-it-here-now), [another](other.md#twice-1) and
 [a third](#a-page). This list has no fault:
 
-- `make test TESTS=tests/planner` and `vllm-overlay gc ROOT --max-bytes 0 --dry-run`
+- `make test TESTS=tests/planner` and `vllm-overlay stats ROOT --verify --remove`
 - `python -m bench.turns --turns 3`, `python tools/demo.py --keep`
 - `python -m vllm_overlay stats ROOT --json`
 - `tests/test_docs.py`, `planner/objects.py`, `tests/*.py`, `tests/test_docs.py::words_of`

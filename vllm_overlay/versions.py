@@ -11,20 +11,20 @@ PACKAGE = "0.3.0"
 VLLM = "0.32.0"
 """The vLLM that the patch series and the connectors are made for."""
 
-DISK_ROOT = 2
+DISK_ROOT = 1
 """The marker of a root, and where everything lies under it (docs/disk-format.md). A later one is refused."""
 
-DISK_OBJECT = 2
+DISK_OBJECT = 1
 """Header and payload of an object's file (docs/disk-format.md)."""
 
 CATALOGUE = 1
 """The tables of a root's catalogue. One of another version is made anew from the objects' files."""
 
-FINGERPRINT = 2
-"""Which facts decide that stored numbers may be used (connector/fingerprint.py). Version 1 left some out."""
+FINGERPRINT = 1
+"""Which facts decide that stored numbers may be used (connector/fingerprint.py)."""
 
 LEARNED = 1
 """What an eviction policy has learned, in a namespace's directory (docs/disk-format.md). Another one is not read."""
 
-WEIGHT_DIGESTS = 2
-"""The digests of weights under a root (connector/digest_cache.py). What 0.2.0 kept there had no version."""
+WEIGHT_DIGESTS = 1
+"""The digests of weights under a root (connector/digest_cache.py)."""

@@ -55,8 +55,7 @@ OUT_OF_SERVICE = Number(
 )
 LOADS_NOT_VERIFIED = Number(
     "Loads that did not verify",
-    "Loads in the time range that failed because a file is not what was stored. "
-    "Each was computed instead. Run vllm-overlay fsck on the disk root.",
+    "Loads in the time range that failed because a file is not what was stored. Each was computed instead.",
     "short",
     increase(f"{TIER}failed_loads", (), WHOLE_RANGE, reason=NOT_VERIFIED),
     {1: RED},

@@ -31,10 +31,6 @@ def run(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
-def findings(report):
-    return sorted((Path(found["path"]).name, found["what"], found["is_problem"]) for found in report["findings"])
-
-
 def path_of(root, planned, namespace=NAMESPACE):
     return Path(namespace.path_of(str(root), planned.object_id, 0))
 
@@ -54,13 +50,6 @@ def member(root):
 
 def names(objects, namespace=NAMESPACE):
     return [Name(namespace.fingerprint_of(planned.object_id.tag), planned.object_id) for planned in objects]
-
-
-def forget_rows(root, objects):
-    """Take the objects, and what is on top of them, out of the catalogue. Their files stay."""
-    with member(root) as catalogue:
-        for removed in catalogue.remove(names(objects)):
-            catalogue.end_removal([item.name for item in removed], 0, 0)
 
 
 def remove_catalogue(root):

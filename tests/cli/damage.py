@@ -35,8 +35,4 @@ def damage(root, kind):
     elif kind == "pipe":
         path.unlink()
         os.mkfifo(path)
-    elif kind == "place":
-        wrong = path.parent.parent / ("00" if path.parent.name != "00" else "01") / path.name
-        wrong.parent.mkdir(mode=0o700)
-        return path.rename(wrong)
     return path

@@ -15,6 +15,7 @@ from tests.engine.damage import DAMAGES
 from tests.engine.disk_alone import LENGTH, MAX_TOKENS, counted, stored, works
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
+from tests.tiers.disk import oracle
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine
@@ -201,8 +202,6 @@ def test_a_root_that_goes_while_it_is_served_costs_a_recomputation(
 
 
 def test_after_all_that_no_hook_has_failed_and_the_root_is_sound(engine: Engine, root: Path) -> None:
-    from vllm_overlay.tiers.disk.maintenance.fsck import Check
-
     engine.wait_for_stores()
     assert counted(engine, "hook_errors") == 0
-    assert Check(str(root)).run().problems == []
+    assert oracle.problems(root) == []

@@ -17,6 +17,7 @@ from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, pr
 from tests.engine.damage import DAMAGES
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
+from tests.tiers.disk import oracle
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.faults]
@@ -221,10 +222,7 @@ def test_a_rank_that_cannot_copy_out_keeps_the_object_from_all(cpu: TwoRanks, ra
 
 
 def test_after_all_that_nothing_is_pending_and_the_root_is_sound(disk: TwoRanks) -> None:
-    from vllm_overlay.tiers.disk.maintenance.fsck import Check
-
     disk.engine.wait_for_stores()
     assert disk.counted("pending_loads") == 0
     assert disk.counted("pending_stores") == 0
-    problems = Check(str(disk.root)).run().problems
-    assert problems == [], problems
+    assert oracle.problems(disk.root) == []

@@ -149,6 +149,6 @@ def test_after_all_that_every_answer_is_right_and_the_disk_is_sound(
 ) -> None:
     serve(engine, answers, 600)
     assert counted(engine, "hook_errors") == 0
-    assert disk.run([sys.executable, "-m", "vllm_overlay", "fsck", str(roots[0])]) == 0
+    assert disk.run([sys.executable, "-m", "tests.tiers.disk.oracle", str(roots[0])]) == 0
     with Engine(tiny_model, **FLOAT32.arguments, **UNCACHED) as reference:
         assert max(distance(reference, tokens, answer) for tokens, answer in answers) <= BAR

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from vllm_overlay import __version__
 from vllm_overlay.cli.command import INTERRUPTED, PROBLEMS, SOUND, USAGE, Command
 from vllm_overlay.cli.console import shown
-from vllm_overlay.cli.fsck import FSCK
-from vllm_overlay.cli.gc import GC
 from vllm_overlay.cli.plan import PLAN
 from vllm_overlay.cli.probe import PROBE
 from vllm_overlay.cli.stats import STATS
 from vllm_overlay.cli.verify import VERIFY
 from vllm_overlay.config import ConfigError
 
-COMMANDS: tuple[Command, ...] = (VERIFY, PLAN, PROBE, FSCK, STATS, GC)
+COMMANDS: tuple[Command, ...] = (VERIFY, PLAN, PROBE, STATS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The digests of weight files that were read before, in a file that is believed only if nobody else wrote it.
 
-With a key each entry carries a seal that only the key's owner can make. Without one the file and its directory must be
-this user's, and closed to others.
+It and its directory must be this user's, and closed to others.
 """
 
 import errno
-import hmac
 import logging
 import os
 import stat
@@ -15,11 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from blake3 import blake3
 from msgspec import Meta
 
 from vllm_overlay import versions
 from vllm_overlay.common.atomic_file import replace_file
+from vllm_overlay.common.ownership import why_not_ours
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +26,6 @@ MAX_ENTRIES = 2048
 """This many entries fit in ``MAX_BYTES``, even of the longest ones."""
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-_HexOrNothing = Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
 
 
 class FileIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +45,6 @@ class FileIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: FileIdentity
     digest: _Hex
-    seal: _HexOrNothing
 
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,14 +63,11 @@ class _NotBelievedError(Exception):
 class DigestCache:
     """One cache file. Its user holds the lock beside it, so that one process at a time reads and writes."""
 
-    def __init__(self, path: Path, key: bytes = b"") -> None:
-        """``key``: 32 bytes that seal the entries; empty for none."""
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._key = key
 
     def read(self) -> dict[FileIdentity, str]:
-        """The digests that can be believed, in 64 hex digits. Never raises. Logs one line when the file, or a part of
-        it, is not believed."""
+        """The digests, in 64 hex digits. Never raises. Logs one line when the file is not believed."""
         try:
             content = msgspec.json.decode(self._read_bytes(), type=_Content)
         except FileNotFoundError:
@@ -86,15 +79,7 @@ class DigestCache:
         except (msgspec.DecodeError, UnicodeDecodeError):  # no words of it: they may be hostile
             logger.info("%s is damaged or of another version: weights are read again", self._path)
             return {}
-        ours = [entry for entry in content.entries if self._is_ours(entry)]
-        if len(ours) < len(content.entries):
-            logger.warning(
-                "%s has %d digests that were not sealed with this integrity_key_file or encryption_key_file: they are "
-                "not used. If the key has not changed, give its directory to this user alone (mode 0700)",
-                self._path,
-                len(content.entries) - len(ours),
-            )
-        return {entry.file: entry.digest for entry in ours}
+        return {entry.file: entry.digest for entry in content.entries}
 
     def write(self, digests: Mapping[FileIdentity, str]) -> None:
         """Keeps the last ``MAX_ENTRIES`` of these. Never raises: without the file the next start reads the weights
@@ -102,10 +87,10 @@ class DigestCache:
 
         Writes nothing where the next ``read`` would not believe it.
         """
-        entries = [_Entry(file, digest, self._seal_of(file, digest)) for file, digest in digests.items()]
+        entries = [_Entry(file, digest) for file, digest in digests.items()]
         content = _Content(versions.WEIGHT_DIGESTS, entries[-MAX_ENTRIES:])
         try:
-            if self._key or not _why_open_to_others(os.stat(self._path.parent)):
+            if not why_not_ours(os.stat(self._path.parent)):
                 replace_file(self._path, msgspec.json.encode(content))
         except OSError as error:
             logger.warning("Cannot keep the weights' digests in %s: %s", self._path, error)
@@ -114,7 +99,7 @@ class DigestCache:
         """Raises OSError or _NotBelievedError."""
         directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            if not self._key and (why := _why_open_to_others(os.fstat(directory))):
+            if why := why_not_ours(os.fstat(directory)):
                 raise _NotBelievedError(f"lies in a directory that {why}")
             fd = os.open(self._path.name, _OPEN, dir_fd=directory)
         except OSError as error:
@@ -136,39 +121,15 @@ class DigestCache:
     def _check_file(self, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
             raise _NotBelievedError("is no regular file")
-        if self._key:
-            return
-        if found.st_uid != os.geteuid():
-            raise _NotBelievedError(f"belongs to user {found.st_uid}")
-        if found.st_mode & 0o022:
-            raise _NotBelievedError(f"has mode {stat.S_IMODE(found.st_mode):04o}, so others can write it")
-
-    def _is_ours(self, entry: _Entry) -> bool:
-        return not self._key or hmac.compare_digest(entry.seal, self._seal_of(entry.file, entry.digest))
-
-    def _seal_of(self, file: FileIdentity, digest: str) -> str:
-        """The seal covers everything that a reader uses. So no digest can be moved to another file or version."""
-        if not self._key:
-            return ""
-        fields = (versions.WEIGHT_DIGESTS, *msgspec.structs.astuple(file), digest)
-        return blake3(msgspec.json.encode(fields), key=self._key).hexdigest()
+        if why := why_not_ours(found):
+            raise _NotBelievedError(why)
 
     def _unused(self, why: str) -> dict[FileIdentity, str]:
         """Logs that the file is not used, and what to change."""
         logger.warning(
             "%s %s: it is not used, and weights are read again. Remove it, and give its directory to this user alone "
-            "(mode 0700)%s",
+            "(mode 0700)",
             self._path,
             why,
-            "" if self._key else ", or set integrity_key_file or encryption_key_file",
         )
         return {}
-
-
-def _why_open_to_others(directory: os.stat_result) -> str:
-    """Why others can put files there; empty if they cannot. With an ACL the group's bits are the ACL's mask."""
-    if directory.st_uid != os.geteuid():
-        return f"belongs to user {directory.st_uid}"
-    if directory.st_mode & 0o022:
-        return f"has mode {stat.S_IMODE(directory.st_mode):04o}"
-    return ""

@@ -39,7 +39,6 @@ def compute_fingerprints(
     weights_name: str,
     cache_directory: Path,
     facts: Mapping[str, Any],
-    cache_key: bytes = b"",
 ) -> Fingerprints:
     """The fingerprints of this engine's objects. Called by a tier in every worker, at start.
 
@@ -52,7 +51,7 @@ def compute_fingerprints(
     """
     import vllm
 
-    weights = _weights_identity(vllm_config, weights_name, cache_directory, cache_key)
+    weights = _weights_identity(vllm_config, weights_name, cache_directory)
     attention = {
         **_attention_facts(vllm_config, kv_cache_config, weights, geometry, page_facts, cell_facts),
         **facts,
@@ -101,7 +100,7 @@ def _digest(facts: dict[str, Any]) -> str:
     return blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Path, cache_key: bytes) -> str:
+def _weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Path) -> str:
     model, load = vllm_config.model_config, vllm_config.load_config
     if name:
         return f"namespace:{name} revision:{model.revision}"
@@ -112,4 +111,4 @@ def _weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Pat
             "so the disk tier cannot tell them from others: set namespace to a name for exactly these weights, "
             'such as "my-model-2026-11"'
         )
-    return weights_digest(files, cache_directory / "weights.json", cache_key)
+    return weights_digest(files, cache_directory / "weights.json")

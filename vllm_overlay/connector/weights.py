@@ -37,14 +37,14 @@ class _FileDigest:
     is_settled: bool = True
 
 
-def weights_digest(files: Iterable[Path], cache_file: Path, key: bytes = b"") -> str:
+def weights_digest(files: Iterable[Path], cache_file: Path) -> str:
     """One digest of all bytes of ``files``, in 64 hex digits. Called by every worker at start.
 
     One process reads at a time, so that the ranks of an engine do the work once. ``key`` seals the cache: see
     ``DigestCache``. Raises ConfigError when a file does not stay as it is, and OSError when one cannot be read.
     """
     with _one_at_a_time(cache_file.with_suffix(".lock")):
-        cache = DigestCache(cache_file, key)
+        cache = DigestCache(cache_file)
         known = cache.read()
         found = {path: _known_or_new(path, known) for path in dict.fromkeys(path.resolve() for path in files)}
         settled = {file.identity: file.digest for file in found.values() if file.is_settled}

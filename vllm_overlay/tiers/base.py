@@ -272,14 +272,11 @@ class Fingerprints:
 class Fingerprinter(Protocol):
     """Computes the fingerprints of this engine's objects, for a tier whose objects outlive the engine."""
 
-    def __call__(
-        self, weights_name: str, cache_directory: Path, facts: Mapping[str, Any], cache_key: bytes = b""
-    ) -> Fingerprints:
+    def __call__(self, weights_name: str, cache_directory: Path, facts: Mapping[str, Any]) -> Fingerprints:
         """Called by a tier in every worker, at start. Raises ConfigError.
 
         ``weights_name`` stands for the weights when it is not empty. Otherwise their files are read once, and their
-        digests are kept in ``cache_directory``. ``cache_key``, 32 bytes, seals what is kept there. Without it nothing
-        is kept where others can write. ``facts`` are the tier's own, by name.
+        digests are kept in ``cache_directory``, unless others can write there. ``facts`` are the tier's own, by name.
         """
 
 

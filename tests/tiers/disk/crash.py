@@ -4,8 +4,8 @@
 What was committed last must be served afterwards, also when the catalogue is lost too.
 
 Two ranks with real threads and files store, drop, clear and evict under a small limit. Half of the processes are
-killed at a random moment, half kill themselves in a random call on a file: before it, after it, or half through a
-write. Then another process recovers the root and reads all that it found, in both ranks.
+killed at a random moment, half kill themselves in a random call on a file or a COMMIT of the catalogue: before it,
+after it, or half through a write. Then another process recovers the root and reads all that it found, in both ranks.
 
 The command: ``python -m tests.tiers.disk.crash --kills 500 --seed 1`` (``make test SUITE=crash``).
 """
@@ -26,7 +26,7 @@ from tests.tiers.disk.crash_processes import CAPACITY, Tally, examine, store_unt
 from tests.tiers.disk.files import bytes_under, lose_catalogue, object_files
 from tests.waiting import PATIENCE_S
 
-_CALLS = ("open", "pwritev", "rename", "unlink", "mkdir", "lstat")
+_CALLS = ("open", "pwritev", "rename", "unlink", "mkdir", "lstat", "commit")
 _WHENS = ("before", "after", "half")
 _LOST = 0.1
 """So often the catalogue is lost with the process."""

@@ -4,8 +4,9 @@
 import os
 import random
 import signal
+import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
@@ -13,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiers.disk.files import bytes_under, counted, on_disk, temporaries
+from tests.tiers.disk.inside import end_transactions_with
 from tests.tiers.disk.objects import OBJECT, chain, content, fill
+from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.tier_pair import TierPair
 from tests.tiers.entries import entries_of
 from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk import bookkeeper
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Commit, Name, RemovedObject, StoredObject
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.maintenance import recovery
-from vllm_overlay.tiers.disk.maintenance.fsck import Check
 
 RANKS = 2
 CAPACITY = 60 * RANKS * on_disk()
@@ -69,6 +72,10 @@ class KillingDevice(Device):
     def __init__(self, call: str, when: str, count: int) -> None:
         self._call, self._when, self._left = call, when, count
 
+    def commit(self, db: sqlite3.Connection) -> None:
+        """A transaction of the catalogue, which makes its calls on files itself."""
+        self._around("commit", lambda: db.execute("COMMIT"))
+
     def _around(self, call: str, do: Callable[[], Any]) -> Any:
         self._left -= call == self._call
         is_due = call == self._call and self._left <= 0
@@ -100,16 +107,33 @@ class KillingDevice(Device):
 
 
 class Diary:
-    """What a process has committed, and must be found after its end: a line each, in a file."""
+    """What the catalogue has answered that it has taken, and must be found after the process's end: a line each, in a
+    file."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
-    def stored(self, planned: PlannedObject) -> None:
-        self._write("+", planned.object_id, *planned.parents)
+    def follow(self) -> None:
+        """Write down what any catalogue of this process takes, and what it is told to remove."""
+        commit, remove = Catalogue.commit, Catalogue.remove
 
-    def dropped(self, object_id: ObjectId) -> None:
-        self._write("-", object_id)
+        def commit_and_write(catalogue: Catalogue, batch: Iterable[StoredObject], *rest: Any) -> Commit:
+            items = list(batch)
+            result = commit(catalogue, items, *rest)
+            refused = {item.name for item, _ in result.refused}
+            for item in items:
+                if item.name not in refused:
+                    self._write("+", item.planned.object_id, *item.planned.parents)
+            return result
+
+        def write_and_remove(catalogue: Catalogue, names: Iterable[Name]) -> Iterator[list[RemovedObject]]:
+            wanted = list(names)
+            for each in wanted:
+                self._write("-", each.object_id)
+            return remove(catalogue, wanted)
+
+        Catalogue.commit = commit_and_write  # type: ignore[method-assign]
+        Catalogue.remove = write_and_remove  # type: ignore[method-assign]
 
     def cleared(self) -> None:
         self._write("0")
@@ -153,10 +177,12 @@ class Storer:
 
     def __init__(self, root: Path, seed: int, device: Device | None, diary: Path) -> None:
         self._diary = Diary(diary)
+        self._diary.follow()
+        if isinstance(device, KillingDevice):
+            end_transactions_with(device.commit)
         self._random = random.Random(seed)
         self._pair = TierPair(root, RANKS, device=device, **SETTINGS)
         self._missing: dict[int, int] = {}
-        self._planned: dict[int, PlannedObject] = {}
         self._failed: set[int] = set()
 
     def run(self) -> None:
@@ -171,9 +197,7 @@ class Storer:
                     self._submit(ticket, planned)
             self._poll()
             if self._random.random() < 0.02:
-                dropped = self._random.choice(objects).object_id
-                self._diary.dropped(dropped)
-                tier.drop(dropped)
+                tier.drop(self._random.choice(objects).object_id)
             if self._random.random() < 0.002:
                 self._diary.cleared()
                 tier.clear()
@@ -190,7 +214,6 @@ class Storer:
             self._pair.tier.abort(ticket.ticket)
             return
         self._missing[ticket.ticket] = RANKS
-        self._planned[ticket.ticket] = planned
         for rank, (worker, buffer) in enumerate(zip(workers, buffers, strict=True)):
             assert buffer is not None
             fill(buffer, content(planned, rank))
@@ -207,12 +230,9 @@ class Storer:
                     self._end(result.ticket)
 
     def _end(self, ticket: int) -> None:
-        planned = self._planned.pop(ticket)
         if ticket in self._failed:
             return self._pair.tier.abort(ticket)
         self._pair.tier.commit(ticket)
-        if self._pair.has(planned):  # else its parent failed, or is still on its way
-            self._diary.stored(planned)
 
 
 def store_until_killed(root: Path, seed: int, kill: tuple[str, str, int] | None, has_begun: Event, diary: Path) -> None:
@@ -253,5 +273,5 @@ def examine(root: Path, answer: Connection, diary: Path) -> None:
             tally.wrong_objects += 1
     tally.objects_read = len(objects)
     made.close()
-    tally.problems = len(Check(str(root)).run().problems)
+    tally.problems = len(problems(root, CAPACITY))
     answer.send(tally)

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Directories that are no roots, and what tells whether anything in them has changed."""
 
-import shutil
 import stat
 from pathlib import Path
 
-from tests.tiers.disk.files import lose_catalogue
-from vllm_overlay import versions
-from vllm_overlay.tiers.disk.files.device import temporary_name
-from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker
-from vllm_overlay.tiers.disk.files.recognition import LEDGER_MAGIC
+from vllm_overlay.tiers.disk.files.marker import MARKER
 
-_NUM_SLOTS = 256
-
-KINDS = ("project", "ledger", "temporaries", "hex", "weights", "world", "marker_link", "marker_damaged")
+KINDS = ("project", "members", "temporaries", "hex", "weights", "world", "marker_link", "marker_damaged")
 
 
 def make_foreign(path: Path, kind: str) -> Path:
@@ -22,8 +15,9 @@ def make_foreign(path: Path, kind: str) -> Path:
     match kind:
         case "project":
             (path / "main.c").write_text("int main;")
-        case "ledger":
-            (path / "ledger").write_text("2026-01-01 * opening balances")
+        case "members":  # of a club
+            (path / "members").mkdir()
+            (path / "members" / "0").write_text("the chair")
         case "temporaries":
             (path / ".tmp.foo").write_text("mine")
         case "hex":  # as Docker's directory of containers
@@ -66,34 +60,3 @@ def _content_of(path: Path) -> tuple[object, ...]:
 
 def forget_marker(root: Path) -> None:
     (root / MARKER).unlink(missing_ok=True)
-
-
-def make_old(root: Path, has_marker: bool = False) -> None:
-    """Make of a root what a version before 0.3.0 would have left of it. Nobody has it open.
-
-    Such a version counted bytes in a file, and knew its processes by the locks on ``leases/<slot>``. Later ones of
-    them had a marker, of version 1.
-    """
-    forget_marker(root)
-    if has_marker:
-        words = encode_marker().replace(b'"version": %d' % versions.DISK_ROOT, b'"version": 1')
-        (root / MARKER).write_bytes(words)
-        (root / MARKER).chmod(0o600)
-    lose_catalogue(root)
-    for name in ("ledger", "members"):
-        shutil.rmtree(root / name, ignore_errors=True)
-    _write_ledger(root)
-
-
-def make_counted_root(path: Path) -> Path:
-    """An old root in which nothing is stored yet: a ledger, its leases, a temporary that a kill left."""
-    path.mkdir(mode=0o700)
-    _write_ledger(path)
-    (path / temporary_name()).touch()
-    return path
-
-
-def _write_ledger(root: Path) -> None:
-    (root / "ledger").write_bytes(LEDGER_MAGIC + bytes(8 * (1 + _NUM_SLOTS) + 16))
-    (root / "leases").mkdir()
-    (root / "leases" / "0").touch()

@@ -19,7 +19,7 @@ from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.tier_pair import TierPair
 from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
-from vllm_overlay.tiers.disk.files.object_file import BadObject, read_header, verify_file
+from vllm_overlay.tiers.disk.files.object_file import BadObject, read_header
 
 PLACES = {
     "magic": (0, 8), "version": (8, 12), "header length": (12, 16), "payload bytes": (16, 24), "start": (24, 32),
@@ -33,7 +33,7 @@ PLACES = {
     "padding": (4096 + OBJECT, on_disk()),
 }  # fmt: skip
 
-KINDS = ("", "integrity_key_file", "encryption_key_file")
+KINDS = ("", "encryption_key_file")
 """The setting that the files are written with: none, so with XXH3, or a key."""
 
 _INTERESTING = [b"\x00", b"\x01", b"\xff", b"\x7f", b"\x80", b"/", b"..", b"\x00" * 8, b"\xff" * 8, b"\x00\x10\x00\x00"]
@@ -99,7 +99,7 @@ class Fuzz:
         self.outcomes: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._pair = TierPair(root, read_threads=1, **keys).recovered()
-        self._integrity = integrity_of(keys.get(KINDS[1], ""), keys.get(KINDS[2], ""))
+        self._integrity = integrity_of(keys.get(KINDS[1], ""))
         self._objects = chain("p", 3)
         self._pair.store(self._objects)
         self._pair.settled()  # the catalogue looks at files once more when it has their rows
@@ -109,7 +109,7 @@ class Fuzz:
         self._others = [self._pair.path(planned).read_bytes() for planned in self._objects if planned != self._target]
 
     def round(self, place: str) -> None:
-        """One to three mutations, the first of them in that class of bytes; then load, recover's read, fsck's read."""
+        """One to three mutations, the first of them in that class of bytes; then recover's read and a load."""
         raw = bytearray(self._good)
         position = self._random.randrange(*PLACES[place])
         names = []
@@ -125,25 +125,23 @@ class Fuzz:
     def _check(self, raw: bytes, is_forged: bool) -> None:
         self._path.unlink(missing_ok=True)
         self._path.write_bytes(raw)
-        is_readable = self._reads(raw, is_forged)
+        is_header_readable = self._has_header()
         (result,) = self._pair.fetch([self._target])  # compares the bytes with those that were stored
         self.outcomes[str(result.reason or "loaded")] += 1
         if result.reason:
             assert result.is_bad
             assert not self._path.exists()
         else:
-            assert is_readable
+            assert is_header_readable
             assert self._may_read(raw, is_forged)
 
-    def _reads(self, raw: bytes, is_forged: bool) -> bool:
-        """Whether every byte verifies; what verifies has the good payload, or is another object's file."""
+    def _has_header(self) -> bool:
+        """Whether the header verifies, for a recovery."""
         try:
             read_header(Device(), str(self._path), self._integrity)
-            verify_file(Device(), str(self._path), integrity=self._integrity)
         except BadObject as bad:
-            assert bad.reason in ("header", "size", "checksum")
+            assert bad.reason in ("header", "size")
             return False
-        assert self._may_read(raw, is_forged) or raw in self._others
         return True
 
     def _may_read(self, raw: bytes, is_forged: bool) -> bool:

@@ -2,12 +2,14 @@
 """What the disk tier's halves keep to themselves. Only here do tests read or set it."""
 
 import contextlib
+import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError
+from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
@@ -43,6 +45,16 @@ def catalogue_of(tier: DiskTierManager) -> Catalogue:
     session = tier._bookkeeper._session
     assert session is not None
     return session.catalogue
+
+
+def reading(catalogue: Catalogue) -> contextlib.AbstractContextManager[sqlite3.Connection]:
+    """A transaction that may read every row."""
+    return catalogue._connection.reading(LONG_CALLS)
+
+
+def end_transactions_with(commit: Callable[[sqlite3.Connection], None]) -> None:
+    """Whatever catalogue this process opens."""
+    Connection._commit = lambda connection: commit(connection._db)  # type: ignore[method-assign]
 
 
 def is_member(tier: DiskTierManager) -> bool:

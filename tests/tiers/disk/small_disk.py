@@ -9,11 +9,11 @@ import pytest
 from tests.mounts import SmallDisk
 from tests.tiers.disk.files import bytes_under, counted, on_disk, temporaries
 from tests.tiers.disk.objects import chain
+from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.tier_pair import tier_pair
 from tests.waiting import until
 from vllm_overlay.common import circuit_breaker, rate_limited_log
 from vllm_overlay.tiers.disk import bookkeeper
-from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.catalogue.generations import newest, path_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.root import open_root
@@ -109,21 +109,13 @@ def assert_files_go_before_their_rows(disk, caplog, is_ended):
     with tier_pair(disk.path, capacity_bytes=capacity) as again:
         assert_all_is_well(again)
         assert bytes_under(again.root) <= capacity
-    assert catalogue_problems(disk.path) == []
+    assert problems(disk.path, capacity) == []
 
 
 def cut_log(root):
     """The catalogue's log has no room of its own left."""
     with contextlib.closing(sqlite3.connect(path_of(str(root), newest(str(root))))) as db:
         until(lambda: not db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0], "a log that is cut")
-
-
-def catalogue_problems(root):
-    catalogue = Catalogue(str(root))
-    try:
-        return catalogue.check()
-    finally:
-        catalogue.close()
 
 
 def test_a_disk_that_is_full_at_the_first_start_is_used_once_it_has_room(disk, caplog):

@@ -15,6 +15,7 @@ from bench.future import Future
 from bench.hit_replay import Clock, HitReplay
 from bench.replay_tiers import IndexShelf
 from bench.trace import TraceRequest
+from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import CHUNKS, SNAPSHOTS, member, store
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import PlannedObject
@@ -82,5 +83,5 @@ def test_the_catalogue_evicts_in_the_order_of_the_replay(geometry: Geometry, dat
         while (entry := shelf.index.evict_one()) is not None:
             evicted.append(entry.object_id)
         assert evicted == order
-        assert catalogue.check() == []
+        assert check(catalogue) == []
         catalogue.close()

@@ -315,7 +315,7 @@ def test_a_new_root_that_everyone_may_write_is_not_taken(tmp_path, said):
         with delay_bookkeeper(made.tier):  # before anybody takes it
             replace_with_nothing(made.root)
             made.root.chmod(0o777)
-        until(lambda: said("writable by everyone"), "a word of it")
+        until(lambda: said("has mode 0777, so others may write it"), "a word of it")
         assert made.reasons(chain("p", 1)) == ["missing", "missing"]
         for _ in range(3):
             assert made.turned().try_store(chain("q", 1)[0]) == "no_room"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_overlay.planner.objects import TAG_PATTERN, ObjectId
 from vllm_overlay.tiers.disk.catalogue.rows import StoredObject, check_object
-from vllm_overlay.tiers.disk.files.checksum import XXH3, EncryptedIntegrity, KeyedIntegrity, Seal
+from vllm_overlay.tiers.disk.files.checksum import XXH3, EncryptedIntegrity, Seal
 from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, MAX_TOKENS, FormatError, ObjectHeader, file_bytes
 from vllm_overlay.tiers.disk.files.namespace import MAX_RANKS, DiskNamespace, parse_file_name
 
@@ -44,7 +44,7 @@ def test_a_header_reads_back_as_written():
 def test_the_page_is_laid_out_as_documented():
     page = HEADER.encode()
     assert page[:8] == b"HKVOBJ\r\n"
-    assert struct.unpack_from("<II", page, 8) == (2, 4096)
+    assert struct.unpack_from("<II", page, 8) == (1, 4096)
     assert struct.unpack_from("<QQQQ", page, 16) == (10_000, 64, 128, 77)
     assert struct.unpack_from("<IIBB", page, 48) == (1, 2, 1, 2)
     assert page[64:96] == HEADER.fingerprint
@@ -69,10 +69,10 @@ def test_any_flipped_bit_of_the_page_is_refused():
     ("offset", "value"),
     [
         (0, b"X"),  # magic
-        (8, b"\x01"),  # version
+        (8, b"\x02"),  # version
         (12, b"\xff"),  # header length
-        (56, b"\x02"),  # checksum algorithm
-        (56, b"\x03"),  # encryption
+        (56, b"\x02"),  # encryption
+        (56, b"\x03"),  # no algorithm
         (57, b"\x09"),  # too many parents
         (57, b"\xff"),  # far too many
         (58, b"\x01"),  # padding between fields
@@ -157,7 +157,7 @@ NAMES = st.builds(
 )
 UNSIGNED = st.integers(0, 2**64 - 1)
 TOKENS = st.integers(0, MAX_TOKENS)
-KEYS = st.sampled_from([XXH3, KeyedIntegrity.of(bytes(32)), EncryptedIntegrity.of(bytes(32))])
+KEYS = st.sampled_from([XXH3, EncryptedIntegrity.of(bytes(32))])
 
 
 @st.composite
@@ -193,7 +193,7 @@ def test_any_header_reads_back_and_none_does_with_a_byte_changed_or_another_key(
     integrity, header = made
     page = bytearray(header.encode(integrity))
     assert ObjectHeader.decode(bytes(page), integrity) == header
-    for other in (XXH3, KeyedIntegrity.of(b"1" * 32), EncryptedIntegrity.of(b"1" * 32)):
+    for other in (XXH3, EncryptedIntegrity.of(b"1" * 32)):
         if other != integrity:
             with pytest.raises(FormatError):
                 ObjectHeader.decode(bytes(page), other)

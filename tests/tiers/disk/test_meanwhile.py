@@ -5,13 +5,12 @@ import os
 import time
 
 from tests.tiers.disk.devices import Meanwhile
-from tests.tiers.disk.files import bytes_under, counted, lose_catalogue
+from tests.tiers.disk.files import bytes_under, counted
 from tests.tiers.disk.inside import catalogue_of
 from tests.tiers.disk.objects import chain
-from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
+from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.tiers.disk.catalogue import Name
-from vllm_overlay.tiers.disk.maintenance import gc
 
 PLANNED = chain("p", 1)[0]
 
@@ -35,22 +34,6 @@ def test_an_object_stored_anew_where_recovery_found_a_useless_file_stays(tmp_pat
             assert device.has_acted.wait(PATIENCE_S)
             looking.recovered()
         assert made.reasons([PLANNED]) == [""]
-
-
-def test_an_object_stored_anew_where_gc_found_a_useless_file_stays(tmp_path):
-    with tier_pair(tmp_path / "root") as made:
-        made.store(chain("q", 1))
-    put_useless(made.path(PLANNED))
-    lose_catalogue(made.root)
-    servers = []
-
-    def serve():
-        servers.append(TierPair(made.root).recovered())
-        servers[0].store([PLANNED])
-
-    gc.collect(str(made.root), 0, device=Meanwhile(made.path(PLANNED), "unlink", serve))
-    assert servers[0].reasons([PLANNED]) == [""]
-    servers[0].close()
 
 
 def test_an_object_whose_store_is_given_up_while_recovery_adopts_it_is_not_there(tmp_path):

@@ -1,48 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose files under a root are believed: by owner and mode, or by a key."""
+"""Whose files under a root are believed: by owner and mode."""
 
 import os
-import stat
 
 import pytest
 
 from tests.tiers.disk.files import lose_catalogue
 from tests.tiers.disk.halves import HALVES
-from tests.tiers.disk.inside import delay_bookkeeper
-from tests.tiers.disk.keys import make_key
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
 from tests.waiting import until
 from vllm_overlay.config import ConfigError
 
 
-@pytest.fixture
-def key_file(tmp_path):
-    return make_key(tmp_path / "key")
-
-
 @HALVES
-def test_a_root_that_its_group_may_write_needs_a_key(tmp_path, key_file, start):
+@pytest.mark.parametrize("mode", [0o770, 0o2770, 0o707])
+def test_a_root_that_others_may_write_is_refused(tmp_path, start, mode):
     root = tmp_path / "root"
     start(root)
-    root.chmod(0o2770)
-    with pytest.raises(ConfigError, match=r"root=.* mode 2770.*set integrity_key_file, or set its mode to 0700"):
+    root.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"root=.* mode {mode:04o}, so others may write it: .*mode to 0700"):
         start(root)
-    start(root, integrity_key_file=key_file)
-    assert stat.S_IMODE(root.stat().st_mode) == 0o2770
-
-
-def test_with_a_key_a_shared_root_is_served_again_after_it_was_replaced(tmp_path, key_file):
-    root = tmp_path / "root"
-    root.mkdir()
-    root.chmod(0o770)
-    with tier_pair(root, integrity_key_file=key_file) as made:
-        made.store(chain("p", 1))
-        with delay_bookkeeper(made.tier):  # before anybody makes another root there
-            root.rename(tmp_path / "was")
-            root.mkdir()
-            root.chmod(0o770)
-        made.store_at_last(chain("q", 1)[0])
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
@@ -101,16 +79,3 @@ def test_what_lies_in_a_directory_that_others_may_write_is_not_recovered_and_sta
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
         until(lambda: made.tier.advance() or made.coverage(objects) == [True] * 4)
-
-
-def test_with_a_key_files_that_their_group_may_write_are_verified_by_it(tmp_path, key_file):
-    """As on a volume whose group and modes Kubernetes sets at each mount."""
-    root = tmp_path / "root"
-    with tier_pair(root, integrity_key_file=key_file) as made:
-        made.store(chain("p", 2))
-    for path in (root, *root.rglob("*")):
-        path.chmod(path.stat().st_mode | (0o2070 if path.is_dir() else 0o060))
-    with tier_pair(root, integrity_key_file=key_file) as again:
-        again.recovered()
-        assert again.coverage(chain("p", 2)) == [True] * 3
-        assert again.reasons(chain("p", 2)) == [""] * 3

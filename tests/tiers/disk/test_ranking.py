@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.files import on_disk
 from tests.tiers.disk.inside import catalogue_of
 from tests.tiers.disk.objects import GEOMETRY, OBJECT, chain, key
@@ -193,4 +194,4 @@ def test_an_engine_without_the_policy_evicts_by_the_scores_of_one_with_it(tmp_pa
             two.store(chain(f"many-{next(turns)}", 1))
             one.tier.advance()
         one.tier.index.check_integrity()
-        assert catalogue_of(two.tier).check() == []
+        assert check(catalogue_of(two.tier)) == []

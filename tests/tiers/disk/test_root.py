@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start takes for a root: a directory with a marker, an old root, an empty directory, and nothing else."""
+"""What a start takes for a root: a directory with a marker, one that lost it, an empty one, and nothing else."""
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -13,7 +12,7 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import counted, lose_catalogue, on_disk, temporaries
-from tests.tiers.disk.foreign import KINDS, forget_marker, make_counted_root, make_foreign, make_old, state_of
+from tests.tiers.disk.foreign import KINDS, forget_marker, make_foreign, state_of
 from tests.tiers.disk.halves import HALVES, open_tier
 from tests.tiers.disk.inside import delay_bookkeeper
 from tests.tiers.disk.objects import chain
@@ -23,7 +22,6 @@ from vllm_overlay import versions
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker, require_marker
-from vllm_overlay.tiers.disk.files.root import open_root
 
 
 def assert_marked(root):
@@ -73,30 +71,6 @@ def test_what_a_killed_start_left_counts_as_empty(tmp_path):
 
 
 @pytest.fixture
-def old_root(tmp_path):
-    """With a chain of objects, as the versions before markers left it."""
-    with tier_pair(tmp_path / "root") as made:
-        made.store(chain("p", 2))
-    make_old(tmp_path / "root")
-    return tmp_path / "root"
-
-
-def test_a_root_without_a_marker_is_recognised_and_keeps_its_objects(old_root):
-    (old_root / "notes.txt").write_text("somebody's")
-    with tier_pair(old_root) as made:
-        made.recovered()
-        assert made.coverage(chain("p", 2)) == [True] * 3
-    assert_marked(old_root)
-    assert (old_root / "notes.txt").read_text() == "somebody's"
-
-
-def test_a_root_without_marker_and_ledger_is_recognised_by_its_names(old_root):
-    (old_root / "ledger").unlink()
-    open_tier(old_root)
-    assert_marked(old_root)
-
-
-@pytest.fixture
 def lost_marker(tmp_path):
     """A root of this version, with a chain of objects, whose marker somebody has removed."""
     with tier_pair(tmp_path / "root") as made:
@@ -105,50 +79,36 @@ def lost_marker(tmp_path):
     return tmp_path / "root"
 
 
-def test_a_root_of_this_version_that_lost_its_marker_is_recognised_and_keeps_its_objects(lost_marker):
-    (lost_marker / "notes.txt").write_text("somebody's")
+def test_a_root_that_lost_its_marker_is_recognised_and_keeps_its_objects(lost_marker):
     with tier_pair(lost_marker) as made:
         made.recovered()
         assert made.coverage(chain("p", 2)) == [True] * 3
     assert_marked(lost_marker)
-    assert (lost_marker / "notes.txt").read_text() == "somebody's"
 
 
-def test_a_catalogue_among_strangers_is_not_enough(lost_marker):
-    for fingerprint in NAMESPACE.fingerprints:
-        (lost_marker / fingerprint / "namespace.json").unlink()
+def test_a_root_that_lost_all_its_files_is_a_root_that_is_empty(lost_marker):
+    """As ``find ROOT -type f -delete`` leaves it."""
+    for path in lost_marker.rglob("*"):
+        if path.is_file():
+            path.unlink()
+    with tier_pair(lost_marker) as made:
+        made.store(chain("p", 2))
+        assert made.reasons(chain("p", 2)) == [""] * 3
+    assert_marked(lost_marker)
+
+
+def test_a_stranger_in_a_root_without_marker_is_too_much(lost_marker):
     (lost_marker / "notes.txt").write_text("somebody's")
     with pytest.raises(ConfigError, match="empty directory"):
         open_tier(lost_marker)
     assert not (lost_marker / MARKER).exists()
 
 
-def test_a_stranger_in_a_root_without_marker_and_ledger_is_too_much(old_root):
-    (old_root / "ledger").unlink()
-    (old_root / "notes.txt").write_text("somebody's")
-    with pytest.raises(ConfigError, match="empty directory"):
-        open_tier(old_root)
-
-
-def test_an_old_root_without_objects_is_recognised_by_its_ledger(tmp_path):
-    root = make_counted_root(tmp_path / "root")
-    open_tier(root)
-    assert_marked(root)
-
-
-def test_an_old_ledger_among_strangers_is_not_enough(tmp_path):
-    root = make_counted_root(tmp_path / "root")
-    (root / "notes.txt").write_text("somebody's")
-    with pytest.raises(ConfigError, match="empty directory"):
-        open_tier(root)
-    assert not (root / MARKER).exists()
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"\0" * 4096, b"x" * 100_000, b'{"version": 1}'])
-def test_a_damaged_marker_of_a_root_is_written_anew(old_root, content):
-    (old_root / MARKER).write_bytes(content)
-    open_tier(old_root)
-    assert_marked(old_root)
+def test_a_damaged_marker_of_a_root_is_written_anew(lost_marker, content):
+    (lost_marker / MARKER).write_bytes(content)
+    open_tier(lost_marker)
+    assert_marked(lost_marker)
 
 
 def test_a_marker_that_others_may_write_says_nothing(tmp_path):
@@ -166,7 +126,7 @@ def test_a_marker_of_a_later_format_is_refused_with_the_version_that_wrote_it(tm
     open_tier(tmp_path / "root")
     (tmp_path / "root" / MARKER).write_text(json.dumps(later))
     before = state_of(tmp_path / "root")
-    with pytest.raises(ConfigError, match=r"root=.* vllm-overlay 9\.8\.7 .*format 3"):
+    with pytest.raises(ConfigError, match=r"root=.* vllm-overlay 9\.8\.7 .*format 2"):
         open_tier(tmp_path / "root")
     assert state_of(tmp_path / "root") == before
 
@@ -232,7 +192,7 @@ def replace_with_strangers(made):
     """Before anybody makes another root there."""
     with delay_bookkeeper(made.tier):
         made.root.rename(made.root.with_name("was"))
-        make_foreign(made.root, "ledger")
+        make_foreign(made.root, "project")
 
 
 def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, said):
@@ -272,61 +232,6 @@ def test_a_root_that_lost_its_marker_gets_it_back_while_it_serves(tmp_path):
         until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]))
 
 
-# Roots of versions before 0.3.0.
-
-
-@pytest.fixture(params=[False, True], ids=["unmarked", "version 1"])
-def root_of_before(tmp_path, request):
-    """With a chain of objects, a ledger and a lease, and a marker or none."""
-    with tier_pair(tmp_path / "root") as made:
-        made.store(chain("p", 2))
-    make_old(tmp_path / "root", has_marker=request.param)
-    return tmp_path / "root"
-
-
-@HALVES
-def test_an_old_root_that_a_process_of_its_version_uses_is_refused_and_nothing_in_it_changes(root_of_before, start):
-    before = state_of(root_of_before)
-    with open(root_of_before / "leases" / "0") as lease:
-        fcntl.flock(lease, fcntl.LOCK_EX)
-        with pytest.raises(
-            ConfigError, match=r"root=.* is used by .* before 0\.3\.0, which keeps leases/0 locked: stop that server"
-        ):
-            start(root_of_before)
-        assert state_of(root_of_before) == before
-    start(root_of_before)
-
-
-def test_an_old_root_that_nobody_uses_is_taken_over_with_its_objects(root_of_before):
-    with tier_pair(root_of_before) as made:
-        made.recovered()
-        assert made.coverage(chain("p", 2)) == [True] * 3
-        assert made.reasons(chain("p", 2)) == [""] * 3
-        made.store(chain("q", 1))
-    assert_marked(root_of_before)
-    assert json.loads((root_of_before / MARKER).read_text())["version"] == 2
-    assert not (root_of_before / "leases").exists()
-    assert list((root_of_before / "ledger").iterdir()) == []
-
-
-def test_an_old_process_opens_no_ledger_in_a_root_that_was_taken_over(root_of_before):
-    open_tier(root_of_before)
-    with pytest.raises(IsADirectoryError):
-        os.open(root_of_before / "ledger", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    open_tier(root_of_before)
-    assert (root_of_before / "ledger").is_dir()
-
-
-def test_what_strangers_have_among_the_leases_of_an_old_root_stays(root_of_before):
-    (root_of_before / "leases" / "theirs").mkdir()
-    (root_of_before / "leases" / "notes.txt").write_text("mine")
-    (root_of_before / "leases" / "7").mkdir()
-    open_tier(root_of_before)
-    assert sorted(path.name for path in (root_of_before / "leases").iterdir()) == ["7", "notes.txt", "theirs"]
-    assert_marked(root_of_before)
-    assert (root_of_before / "ledger").is_dir()
-
-
 def test_nothing_is_made_where_no_marker_is(tmp_path):
     root = tmp_path / "root"
     with pytest.raises(FileNotFoundError, match="removed or replaced"):
@@ -335,8 +240,8 @@ def test_nothing_is_made_where_no_marker_is(tmp_path):
         made.store(chain("p", 1))
         replace_with_strangers(made)
         until(lambda: made.try_store(chain("r", 1)[0]) == "no_room", "the end of its room")
-        assert [path.name for path in root.iterdir()] == ["ledger"]
-    assert (root / "ledger").read_text() == "2026-01-01 * opening balances"
+        assert [path.name for path in root.iterdir()] == ["main.c"]
+    assert (root / "main.c").read_text() == "int main;"
 
 
 # Temporaries.
@@ -383,17 +288,3 @@ def test_strangers_files_do_not_count(tmp_path):
     with tier_pair(root) as made:
         made.recovered()
         assert counted(root)[0] == 2 * on_disk()
-
-
-def test_an_old_root_on_a_full_disk_is_served_and_marked_later(old_root):
-    root, objects = old_root, chain("p", 2)
-    full = FailingDevice(pwritev=errno.ENOSPC)
-    open_root(full, str(root))
-    assert (root / MARKER).stat().st_size == 0
-    with tier_pair(root, device=full) as made:
-        made.recovered()
-        assert all(made.coverage(objects))
-        made.tier.drop(objects[-1].object_id)
-        until(lambda: not made.path(objects[-1]).exists(), "a removal, which makes room")
-    open_root(Device(), str(root))
-    assert (root / MARKER).read_bytes() == encode_marker()

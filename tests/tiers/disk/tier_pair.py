@@ -13,16 +13,17 @@ from tests.waiting import PATIENCE_S, until
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket
+from vllm_overlay.tiers.disk.files.checksum import XXH3
 from vllm_overlay.tiers.disk.files.device import Device
-from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.tickets import DiskLoad
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.factory import tier_spec
 
-NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {"model": "tiny"})
-OTHER_NAMESPACE = DiskNamespace("c" * 64, "d" * 64, {"model": "another"})
+NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {"model": "tiny", INTEGRITY: XXH3.name})
+OTHER_NAMESPACE = DiskNamespace("c" * 64, "d" * 64, {"model": "another", INTEGRITY: XXH3.name})
 
 
 def load_ticket(planned: PlannedObject) -> LoadTicket:

@@ -247,7 +247,7 @@ class Bookkeeper:
             raise damage
         session.catalogue.check_membership()
         if not is_marked(self._root):  # while it is not, no store can make a directory
-            open_with_locks(self._device, self._root, bool(self._integrity.key))
+            open_with_locks(self._device, self._root)
         try:
             self._work_off(session)
             self._make_room(session)
@@ -321,7 +321,7 @@ class Bookkeeper:
         return self._session
 
     def _begin_session(self, served: ServedNamespace) -> _Session:
-        open_with_locks(self._device, self._root, bool(self._integrity.key))
+        open_with_locks(self._device, self._root)
         require_marker(self._root)  # a full disk takes none
         catalogue = Catalogue(lock_directory(self._root))
         namespaces = _namespaces_of(served.namespace)

@@ -97,8 +97,8 @@ class DiskTierManager(TierManager):
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
         self._write_rate = WriteRate(rate, quota.largest_bytes)
         self._uses = UseCounter(settings.store_on_nth_use)
-        integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
-        root = choose_root(device, os.path.abspath(settings.root), bool(integrity.key))
+        integrity = integrity_of(settings.encryption_key_file)
+        root = choose_root(device, os.path.abspath(settings.root))
         self._geometry = geometry if settings.eviction_policy != "lru" else None
         self._keep_learned_at = 0.0
         self._ranker = self._new_ranker(read_learned(root, namespace.attention) if self._geometry else None)

@@ -48,18 +48,11 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
             examples=["qwen3.5-35b-rev7"],
         ),
     ] = ""
-    integrity_key_file: Annotated[
-        str,
-        Meta(
-            description="A private file of at least 32 bytes. What was not written with this key is a miss.",
-            examples=["/etc/vllm/kv.key"],
-        ),
-    ] = ""
     encryption_key_file: Annotated[
         str,
         Meta(
-            description="A private file of at least 32 bytes, instead of `integrity_key_file`. Objects are encrypted "
-            "with AES-256-GCM. What was not written with this key is a miss.",
+            description="A private file of at least 32 bytes. Objects are encrypted with AES-256-GCM. What was not "
+            "written with this key is a miss.",
             examples=["/etc/vllm/kv-encryption.key"],
         ),
     ] = ""

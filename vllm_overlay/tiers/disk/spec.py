@@ -42,10 +42,10 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
 
     def build_worker(self, context: WorkerContext) -> tuple[DiskTierWorker, DiskNamespace]:
         settings, geometry = self.settings, context.geometry
-        integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
-        open_root(Device(), settings.root, bool(integrity.key))
+        integrity = integrity_of(settings.encryption_key_file)
+        open_root(Device(), settings.root)
         facts = {INTEGRITY: integrity.name, OBJECT_FORMAT: versions.DISK_OBJECT}
-        fingerprints = context.fingerprints(settings.namespace, Path(settings.root), facts, integrity.cache_key)
+        fingerprints = context.fingerprints(settings.namespace, Path(settings.root), facts)
         namespace = DiskNamespace(fingerprints.attention, fingerprints.snapshot, fingerprints.description)
         unit_bytes = -(-unit_size(geometry.smallest_object_bytes) // PAGE_BYTES) * PAGE_BYTES
         worker = DiskTierWorker(

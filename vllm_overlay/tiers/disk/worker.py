@@ -71,8 +71,8 @@ class DiskTierWorker(TierWorker):
         device: Device | None = None,
     ) -> None:
         self._device = device or Device()
-        self._integrity = integrity_of(settings.integrity_key_file, settings.encryption_key_file)
-        self._root = choose_root(self._device, os.path.abspath(settings.root), bool(self._integrity.key))
+        self._integrity = integrity_of(settings.encryption_key_file)
+        self._root = choose_root(self._device, os.path.abspath(settings.root))
         self._namespace = namespace
         self._rank = rank
         self._world_size = world_size

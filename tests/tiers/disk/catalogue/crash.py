@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import CHUNKS, NOW, OTHERS, SNAPSHOTS, member, name, stored
 from tests.waiting import PATIENCE_S
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Scored, schema
@@ -112,7 +113,7 @@ def examine(root: Path, logs: list[Path], tally: Tally) -> None:
     """Assert that nothing is lost or counted wrong, then look after the dead as a living member would."""
     one = Catalogue(str(root))
     one.join([CHUNKS], NOW)
-    assert one.check() == []
+    assert check(one) == []
     assert one.totals().num_bytes <= CAPACITY
     dead = one.dead_members()
     committed, removed = read_logs(logs)
@@ -123,7 +124,7 @@ def examine(root: Path, logs: list[Path], tally: Tally) -> None:
         tally.orphan_bytes += each.granted_bytes
         tally.interrupted_removals += len(each.removals)
         assert one.bury(each.slot) == each.granted_bytes + sum(item.num_bytes for item in each.removals)
-    assert one.totals().num_bytes == one.totals().object_bytes and one.check() == []
+    assert one.totals().num_bytes == one.totals().object_bytes and check(one) == []
     tally.committed += len(committed)
     one.leave()
     one.close()

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import (
     CHUNKS,
     NOW,
@@ -148,7 +149,7 @@ def operations(catalogue: Catalogue) -> list[Callable[[], object]]:
         catalogue.usage,
         catalogue.begin_rebuild,
         catalogue.drop_empty_namespaces,
-        catalogue.check,
+        lambda: check(catalogue),
         lambda: catalogue.give_back(1),
         catalogue.leave,
         lambda: loaded(catalogue),

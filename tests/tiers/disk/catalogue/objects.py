@@ -4,6 +4,7 @@
 import hashlib
 from pathlib import Path
 
+from tests.tiers.disk.catalogue.check import check
 from tests.waiting import PATIENCE_S
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Name, Namespace, RemovedObject, StoredObject
@@ -67,4 +68,4 @@ def store(catalogue: Catalogue, *items: StoredObject, capacity_bytes: int = 1 <<
 
 
 def assert_sound(catalogue: Catalogue) -> None:
-    assert catalogue.check() == []
+    assert check(catalogue) == []

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import CHUNKS, NOW, OTHERS, SNAPSHOTS, name, stored
 from tests.tiers.disk.catalogue.twin import Twin
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Namespace, Scored, StoredObject
@@ -199,14 +200,13 @@ class Machine(RuleBasedStateMachine):
         num_bytes=some_bytes,
         num_objects=st.integers(0, 9),
         pinned=some_names,
-        only_idle=st.booleans(),
     )
-    def evict(self, data: Any, num_bytes: int, num_objects: int, pinned: list[Name], only_idle: bool) -> None:
+    def evict(self, data: Any, num_bytes: int, num_objects: int, pinned: list[Name]) -> None:
         slot, catalogue = self.pick(data)
         self.now += 1
         self.twin.forget_scores(self.now)
-        expected = self.twin.victims(num_bytes, num_objects, set(pinned), only_idle)
-        limits = Limits(num_bytes, num_objects, frozenset(pinned), only_idle)
+        expected = self.twin.victims(num_bytes, num_objects, set(pinned))
+        limits = Limits(num_bytes, num_objects, frozenset(pinned))
         assert [item.name for item in catalogue.choose_victims(limits, self.now)] == expected
         assert [item.name for item in catalogue.evict(limits, self.now)] == expected
         self.took_out(slot, expected)
@@ -261,7 +261,7 @@ class Machine(RuleBasedStateMachine):
     def agrees(self) -> None:
         if not hasattr(self, "reader"):
             return
-        assert self.reader.check() == []
+        assert check(self.reader) == []
         totals = self.reader.totals()
         assert (totals.object_bytes, totals.num_objects) == (self.twin.object_bytes, len(self.twin.objects))
         assert totals.num_bytes == self.twin.num_bytes <= CAPACITY

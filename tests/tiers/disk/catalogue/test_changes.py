@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import (
     CHUNKS,
     NOW,
@@ -118,7 +119,7 @@ def test_a_new_catalogue_learns_from_one_member(tmp_path: Path) -> None:
     assert one.grant(1, 1, 1 << 40).num_bytes == 0
     one.end_rebuild()
     assert not two.begin_rebuild()
-    assert numbers(loaded(two)) == [0, 1] and two.totals().num_bytes == 2 * 8192 and two.check() == []
+    assert numbers(loaded(two)) == [0, 1] and two.totals().num_bytes == 2 * 8192 and check(two) == []
     assert two.grant(1, 1, 1 << 40).num_bytes == 1
     one.close()
     two.close()
@@ -138,7 +139,7 @@ def test_a_rebuild_that_its_member_did_not_finish_is_taken_over(tmp_path: Path, 
     assert two.begin_rebuild()
     assert two.adopt([stored(0), stored(1, (0,))]).refused == []
     two.end_rebuild()
-    assert two.totals().num_bytes == 2 * 8192 and two.check() == []
+    assert two.totals().num_bytes == 2 * 8192 and check(two) == []
     two.close()
 
 

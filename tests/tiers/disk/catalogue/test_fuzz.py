@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.catalogue import fuzz
+from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import name
 from tests.tiers.disk.catalogue.test_open import change
 from vllm_overlay.tiers.disk.catalogue import Catalogue, connection
@@ -42,11 +43,11 @@ def test_a_changed_file_is_answered_from_or_damaged(tmp_path: Path) -> None:
 def test_check_finds_what_contradicts(tmp_path: Path, statement: str, sentence: str) -> None:
     fuzz.make(tmp_path)
     before = Catalogue(str(tmp_path))
-    assert before.check() == []
+    assert check(before) == []
     before.close()
     change(Path(path_of(str(tmp_path), 1)), statement)
     catalogue = Catalogue(str(tmp_path))
-    assert any(sentence in each for each in catalogue.check()), catalogue.check()
+    assert any(sentence in each for each in check(catalogue)), check(catalogue)
     catalogue.close()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import member
 from vllm_overlay.tiers.disk.catalogue import Damaged, journal
 from vllm_overlay.tiers.disk.catalogue.generations import path_of
@@ -63,7 +64,7 @@ def test_processes_share_a_catalogue_with_a_rollback_journal(tmp_path: Path, mon
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(1000 * turn)]) for turn in (1, 2, 3)]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
     assert made.totals().num_objects == 300
-    assert made.check() == []
+    assert check(made) == []
     assert not list(tmp_path.glob("*-wal"))
     made.close()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import CHUNKS, MIB, NOW, OTHERS, SNAPSHOTS, member, name, names, store, stored
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged, Limits, Namespace
 
@@ -47,7 +48,7 @@ def test_what_a_dead_member_was_unlinking_goes_to_one_heir_and_of_the_living_to_
     assert late.bury(slot) == 0
     assert late.totals().removing_bytes == 8192
     heir.end_removal([name(1)], 0, MIB)
-    assert late.totals().num_bytes == 8192 and late.check() == []
+    assert late.totals().num_bytes == 8192 and check(late) == []
     heir.close()
     late.close()
 
@@ -86,7 +87,7 @@ def test_threads_of_one_process_take_turns(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(work, part) for part in range(4)]:
             done.result()
-    assert one.totals().num_objects == 4 * 20 and one.check() == []
+    assert one.totals().num_objects == 4 * 20 and check(one) == []
     one.close()
 
 
@@ -118,7 +119,7 @@ def test_a_namespace_is_kept_for_those_whose_partner_it_is(tmp_path: Path) -> No
     store(one, stored(0, (), SNAPSHOTS, tag="s"))
     one.leave()
     one.close()
-    assert other.drop_empty_namespaces() == [] and other.check() == []
+    assert other.drop_empty_namespaces() == [] and check(other) == []
     other.close()
 
 

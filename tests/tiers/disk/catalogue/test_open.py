@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import CHUNKS, MIB, NOW, loaded, member, numbers, store, stored
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue, Damaged, Superseded, Unavailable, replace_damaged
@@ -79,7 +80,7 @@ def test_a_file_that_is_no_catalogue_is_damaged_and_replaced(tmp_path: Path, kin
     assert damaged.value.generation == 1
     replace_damaged(str(tmp_path), damaged.value.generation)
     catalogue = Catalogue(str(tmp_path))
-    assert catalogue.generation == 2 and catalogue.check() == []
+    assert catalogue.generation == 2 and check(catalogue) == []
     catalogue.close()
 
 
@@ -153,7 +154,7 @@ def test_a_half_made_catalogue_of_a_killed_process_is_no_obstacle(tmp_path: Path
     (tmp_path / "catalogue-new").write_bytes(b"half")
     (tmp_path / "catalogue-new-wal").write_bytes(b"half")
     catalogue = Catalogue(str(tmp_path))
-    assert catalogue.check() == []
+    assert check(catalogue) == []
     catalogue.close()
 
 
@@ -216,7 +217,7 @@ def test_no_connection_crosses_a_fork(tmp_path: Path) -> None:
     store(catalogue, stored(1))
     other = Catalogue(str(tmp_path))
     assert other.dead_members() == [], "the child's close let the parent's slot go"
-    assert other.check() == [] and numbers(loaded(other)) == [1]
+    assert check(other) == [] and numbers(loaded(other)) == [1]
     catalogue.close()
     other.close()
 
@@ -250,7 +251,7 @@ def test_a_write_that_fails_is_no_damage_and_changes_nothing(tmp_path: Path) -> 
             store(catalogue, *map(stored, range(2, 250)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert numbers(loaded(catalogue)) == [1] and catalogue.check() == []
+    assert numbers(loaded(catalogue)) == [1] and check(catalogue) == []
     store(catalogue, *map(stored, range(300, 400)))
     catalogue.close()
 

@@ -129,16 +129,14 @@ class Twin:
             if entry.score and entry.score[1] <= now:
                 entry.score = None
 
-    def victims(self, num_bytes: int, num_objects: int, pinned: set[Name], only_idle: bool) -> list[Name]:
+    def victims(self, num_bytes: int, num_objects: int, pinned: set[Name]) -> list[Name]:
         left = {name: replace(entry) for name, entry in self.objects.items()}
         chosen: list[Name] = []
         while num_bytes > 0 and len(chosen) < num_objects:
             leaves = [
                 name
                 for name in left
-                if name not in pinned
-                and not any(name in entry.parents for entry in left.values())
-                and not (only_idle and self.rank(name) == 2)
+                if name not in pinned and not any(name in entry.parents for entry in left.values())
             ]
             if not leaves:
                 break

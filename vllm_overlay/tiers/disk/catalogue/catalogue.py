@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from vllm_overlay.tiers.disk.catalogue import (
     changes,
-    check,
     commit,
     grants,
     lookup,
@@ -329,11 +328,6 @@ class Catalogue:
         """One a namespace, the largest first. Reads every row."""
         with self._connection.reading(LONG_CALLS) as db:
             return usage.measure(db, members.served(db, self._root))
-
-    def check(self) -> list[str]:
-        """What in the catalogue contradicts what; nothing when all is well. Reads every row."""
-        with self._connection.reading(LONG_CALLS) as db:
-            return check.check(db)
 
     # How it is done.
 

@@ -68,12 +68,11 @@ class Victims:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Stop after ``num_bytes`` or ``num_objects``; take none of ``pinned``, nor, ``only_idle``, what anybody serves."""
+    """Stop after ``num_bytes`` or ``num_objects``; take none of ``pinned``."""
 
     num_bytes: int
     num_objects: int
     pinned: Set[Name] = frozenset()
-    only_idle: bool = False
 
 
 class Choice:
@@ -103,7 +102,7 @@ class Choice:
 
     def _first_leaves(self) -> list[_Leaf]:
         """As many as may be needed: a leaf that is not among the first of all is not chosen before these are."""
-        streams = [self._leaves_of(number) for number in self._namespaces.by_id if self._may_take(number)]
+        streams = [self._leaves_of(number) for number in self._namespaces.by_id]
         leaves = heapq.merge(*streams, key=self._order)
         return [leaf for leaf, _ in zip(leaves, range(self._limits.num_objects), strict=False)]
 
@@ -122,7 +121,7 @@ class Choice:
         for parent in self._parents(gone):
             left = self._children_left.get(parent.id, parent.num_children) - 1
             self._children_left[parent.id] = left
-            if not left and self._may_take(parent.namespace) and self._name(parent) not in self._limits.pinned:
+            if not left and self._name(parent) not in self._limits.pinned:
                 found.append(_taking_over(parent, gone))
         return found
 
@@ -134,9 +133,6 @@ class Choice:
             (leaf.id, MAX_PARENTS),
         )
         return read_all(_Leaf, rows)
-
-    def _may_take(self, namespace: int) -> bool:
-        return not (self._limits.only_idle and namespace in self._served)
 
     def _order(self, leaf: _Leaf) -> _Order:
         return self._rank(leaf.namespace), leaf.place, leaf.id

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a file proves its bytes: by a checksum that finds accidents, or by one that only the owner of a key can make."""
+"""How a file proves its bytes: by a checksum that finds accidents, or encrypted, by a tag that needs a key."""
 
 import hmac
 import os
@@ -11,20 +11,14 @@ from typing import ClassVar, NamedTuple, Protocol
 import xxhash
 from blake3 import blake3
 
-from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files import encryption
 from vllm_overlay.tiers.disk.files.key_file import read_key
 
 KEY_ID_BYTES = 8
 _CONTEXT = "vllm-overlay disk tier: "
-_HEADER_CONTEXT = f"{_CONTEXT}key of header checksums, version 2"
-_PAYLOAD_CONTEXT = f"{_CONTEXT}key of payload checksums, version 2"
-_ENCRYPTED_HEADER_CONTEXT = f"{_CONTEXT}key of header checksums of encrypted objects, version 2"
-_ENCRYPTION_CONTEXT = f"{_CONTEXT}key of object keys, version 2"
-_NAME_CONTEXT = f"{_CONTEXT}name of key, version 1"
-_ENCRYPTION_NAME_CONTEXT = f"{_CONTEXT}name of encryption key, version 2"
-_CACHE_CONTEXT = f"{_CONTEXT}key of weight digests, version 1"
-_ENCRYPTED = "aes-256-gcm:"
+_ENCRYPTED_HEADER_CONTEXT = f"{_CONTEXT}key of header checksums of encrypted objects, version 1"
+_ENCRYPTION_CONTEXT = f"{_CONTEXT}key of object keys, version 1"
+_ENCRYPTION_NAME_CONTEXT = f"{_CONTEXT}name of encryption key, version 1"
 
 
 def _derive(secret: bytes, context: str) -> bytes:
@@ -78,9 +72,8 @@ class _Checked:
 class Integrity(ABC):
     """What the header's two checksums are.
 
-    ``name`` tells algorithms and keys apart and gives no key away. ``key`` is that of header checksums. ``cache_key``
-    seals the digests of weights that are kept under the root. Each has 32 bytes, or none without a key file.
-    ``salt_bytes`` is not 0 where payloads are encrypted.
+    ``name`` tells algorithms and keys apart and gives no key away. ``key`` is that of header checksums: 32 bytes,
+    or none without a key file. ``salt_bytes`` is not 0 where payloads are encrypted.
     """
 
     algorithm: ClassVar[int]
@@ -92,7 +85,6 @@ class Integrity(ABC):
     name: str
     key_id: bytes = bytes(KEY_ID_BYTES)
     key: bytes = field(default=b"", repr=False)
-    cache_key: bytes = field(default=b"", repr=False)
 
     @abstractmethod
     def header_checksum(self, header: bytes) -> bytes:
@@ -137,45 +129,11 @@ class PlainIntegrity(Integrity):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyedIntegrity(Integrity):
-    """BLAKE3 with one key for headers and another for payloads: no payload's checksum is a header's."""
-
-    algorithm = 2
-    header_checksum_bytes = payload_checksum_bytes = 32
-
-    payload_key: bytes = field(repr=False)
-
-    @classmethod
-    def of(cls, secret: bytes) -> "KeyedIntegrity":
-        """Made with the keys that a key file of these bytes stands for."""
-        key_id = _derive(secret, _NAME_CONTEXT)[:KEY_ID_BYTES]
-        return cls(
-            name=f"blake3:{key_id.hex()}",
-            key_id=key_id,
-            key=_derive(secret, _HEADER_CONTEXT),
-            payload_key=_derive(secret, _PAYLOAD_CONTEXT),
-            cache_key=_derive(secret, _CACHE_CONTEXT),
-        )
-
-    def header_checksum(self, header: bytes) -> bytes:
-        return blake3(header, key=self.key).digest()
-
-    def seal(self, segments: Sequence[memoryview]) -> Seal:
-        digest = blake3(key=self.payload_key)
-        for segment in segments:
-            digest.update(segment)
-        return Seal(digest.digest())
-
-    def open(self, salt: bytes) -> Opening:
-        return _Checked(blake3(key=self.payload_key))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EncryptedIntegrity(Integrity):
     """AES-256-GCM for payloads, with a key for each object. The header names salt and tag, and keyed BLAKE3 proves the
     header."""
 
-    algorithm = 3
+    algorithm = 2
     header_checksum_bytes = 32
     payload_checksum_bytes = encryption.TAG_BYTES
     salt_bytes = encryption.SALT_BYTES
@@ -188,11 +146,10 @@ class EncryptedIntegrity(Integrity):
         """Made with the keys that an encryption key file of these bytes stands for."""
         key_id = _derive(secret, _ENCRYPTION_NAME_CONTEXT)[:KEY_ID_BYTES]
         return cls(
-            name=f"{_ENCRYPTED}{key_id.hex()}",
+            name=f"aes-256-gcm:{key_id.hex()}",
             key_id=key_id,
             key=_derive(secret, _ENCRYPTED_HEADER_CONTEXT),
             encryption_key=_derive(secret, _ENCRYPTION_CONTEXT),
-            cache_key=_derive(secret, _CACHE_CONTEXT),
         )
 
     def header_checksum(self, header: bytes) -> bytes:
@@ -209,18 +166,6 @@ class EncryptedIntegrity(Integrity):
 XXH3 = PlainIntegrity(name="xxh3")
 
 
-def is_encrypted(name: str) -> bool:
-    """Whether that is the name of an encryption key. For ``namespace.json``, which says names only."""
-    return name.startswith(_ENCRYPTED)
-
-
-def integrity_of(key_file: str, encryption_key_file: str = "") -> Integrity:
-    """AES-256-GCM with an encryption key, else BLAKE3 with a key, else XXH3. Called at start; raises ConfigError."""
-    if key_file and encryption_key_file:
-        raise ConfigError(
-            f"integrity_key_file={key_file!r} and encryption_key_file={encryption_key_file!r} are both set: the key "
-            "that encrypts also proves who wrote a file, so leave integrity_key_file out"
-        )
-    if encryption_key_file:
-        return EncryptedIntegrity.of(read_key(encryption_key_file, "encryption_key_file"))
-    return KeyedIntegrity.of(read_key(key_file, "integrity_key_file")) if key_file else XXH3
+def integrity_of(encryption_key_file: str = "") -> Integrity:
+    """AES-256-GCM with a key, else XXH3. Called at start; raises ConfigError."""
+    return EncryptedIntegrity.of(read_key(encryption_key_file)) if encryption_key_file else XXH3

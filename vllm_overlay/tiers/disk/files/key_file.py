@@ -10,12 +10,12 @@ MIN_KEY_BYTES = 32
 _MAX_KEY_BYTES = 1 << 16
 
 
-def read_key(path: str, setting: str) -> bytes:
-    """All bytes of the file that ``setting`` names. A link to it is followed, because secrets are mounted that way.
+def read_key(path: str) -> bytes:
+    """All bytes of the file that ``encryption_key_file`` names. A link is followed: secrets are mounted that way.
 
     Called by ``integrity_of``. Raises ConfigError, which names the setting.
     """
-    said = f"{setting}={path!r}"
+    said = f"encryption_key_file={path!r}"
     command = f"`(umask 077; head -c {MIN_KEY_BYTES} /dev/urandom > FILE)`"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

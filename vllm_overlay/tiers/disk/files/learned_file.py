@@ -8,10 +8,10 @@ import stat
 import msgspec
 
 from vllm_overlay import versions
+from vllm_overlay.common.ownership import why_not_ours
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.files.device import Device, replace_file
 from vllm_overlay.tiers.disk.files.namespace import LEARNED
-from vllm_overlay.tiers.disk.files.ownership import why_not_ours
 from vllm_overlay.tiers.policies.reuse import Learned
 
 _MAX_BYTES = 1 << 14
@@ -36,7 +36,7 @@ def check_learned(root: str, directory: str) -> Learned | None:
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
             raise ValueError("it is not a regular file")
-        if why := why_not_ours(state, root):
+        if why := why_not_ours(state):
             raise ValueError(f"it {why}")
         raw = file.read(_MAX_BYTES + 1)
     if len(raw) > _MAX_BYTES:

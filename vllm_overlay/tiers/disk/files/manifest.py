@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_overlay import versions
 from vllm_overlay.common.backoff import Backoff
 from vllm_overlay.tiers.disk.files.device import Device, make_directory, replace_file
 from vllm_overlay.tiers.disk.files.marker import require_marker
@@ -17,7 +16,6 @@ from vllm_overlay.tiers.disk.files.namespace import (
     DESCRIPTION,
     FINGERPRINT,
     INTEGRITY,
-    OBJECT_FORMAT,
     RESET,
     DiskNamespace,
 )
@@ -43,12 +41,6 @@ class Manifest:
     def integrity(self) -> str:
         """What the checksums need; empty when the file does not say."""
         return str(self.description.get(INTEGRITY, ""))
-
-    @property
-    def object_format(self) -> int:
-        """The version of the objects' files. Ours when the file does not say what version 1 said."""
-        said = self.description.get(OBJECT_FORMAT, 1 if INTEGRITY in self.description else versions.DISK_OBJECT)
-        return said if isinstance(said, int) else versions.DISK_OBJECT
 
     @property
     def is_of_one_process(self) -> bool:

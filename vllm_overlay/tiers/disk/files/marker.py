@@ -11,9 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from vllm_overlay import versions
+from vllm_overlay.common.ownership import why_not_ours
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device, remove_quietly, temporary_name, write_all
-from vllm_overlay.tiers.disk.files.ownership import why_not_ours
 
 MARKER = "vllm-overlay-root.json"
 _MAX_BYTES = 1024
@@ -80,14 +80,14 @@ def _read(root: str) -> bytes | None:
         raise
     with open(fd, "rb") as file:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or why_not_ours(found, root):
+        if not stat.S_ISREG(found.st_mode) or why_not_ours(found):
             return None
         raw = file.read(_MAX_BYTES + 1)
     return raw if len(raw) <= _MAX_BYTES else None
 
 
 def write_marker(device: Device, root: str) -> None:
-    """Called when ``root`` was found to be empty or an old root. Raises OSError.
+    """Called when ``root`` was found to be empty. Raises OSError.
 
     Two servers that start at once write the same bytes. The marker is synced, because all else may be lost in a power
     cut.
@@ -109,20 +109,6 @@ def write_marker(device: Device, root: str) -> None:
         _sync(fd)
     finally:
         os.close(fd)
-
-
-def mark_old_root(device: Device, root: str) -> None:
-    """As ``write_marker``, for a root that a version without markers has made. Raises OSError.
-
-    On a full disk the marker stays empty, which takes no block. Then eviction can make room, and the next start writes
-    it.
-    """
-    try:
-        write_marker(device, root)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        device.close(device.open(os.path.join(root, MARKER), os.O_WRONLY | os.O_CREAT))
 
 
 def _sync(fd: int) -> None:

@@ -10,14 +10,12 @@ from blake3 import blake3
 
 from vllm_overlay.planner.objects import SNAPSHOT_TAG, TAG_PATTERN, ObjectId
 
-IN_USE = "in-use"
-"""A file that versions before 0.3.0 kept locked in the directory of each namespace they served."""
 DESCRIPTION = "namespace.json"
 LEARNED = "learned.json"
 INTEGRITY = "integrity"
 """The description's word for the checksums' algorithm and key."""
 OBJECT_FORMAT = "object_format"
-"""The description's word for the version of the objects' files. Version 1 had none."""
+"""The description's word for the version of the objects' files."""
 RESET = "reset"
 """The description's word for the reset that began the namespace."""
 MAX_KEY_BYTES = 64

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from vllm_overlay.common.ownership import why_not_ours
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.files.device import Device, make_directory, read_all, write_all
@@ -24,10 +25,8 @@ from vllm_overlay.tiers.disk.files.format import (
     padded_bytes,
 )
 from vllm_overlay.tiers.disk.files.marker import require_marker
-from vllm_overlay.tiers.disk.files.ownership import OTHERS_MAY_WRITE, shut_bits, why_not_ours
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
-_PIECE_BYTES = 1 << 20
 READ_ATTEMPTS = 3
 """How often a file is opened and read before its object is a miss.
 
@@ -126,13 +125,10 @@ def _root_of(path: str) -> str:
     return path.rsplit("/", 3)[0]
 
 
-def _open_checked(
-    device: Device, path: str, flags: int, shut: int = OTHERS_MAY_WRITE, is_anybodys: bool = False
-) -> tuple[int, int]:
+def _open_checked(device: Device, path: str, flags: int) -> tuple[int, int]:
     """The descriptor and size of a regular file. O_NONBLOCK: a pipe in its place must not hold the thread.
 
-    A file that others may have written is a miss, and theirs to remove. With ``is_anybodys`` others may have written
-    it.
+    A file that others may have written is a miss, and theirs to remove.
     """
     try:
         fd = device.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
@@ -146,7 +142,7 @@ def _open_checked(
         found = device.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise BadObject(Reason.HEADER)
-        if not is_anybodys and why_not_ours(found, _root_of(path), shut):
+        if why_not_ours(found):
             raise BadObject(Reason.OWNER, is_bad=False, is_unreadable=True)
     except BaseException:
         device.close(fd)
@@ -180,12 +176,12 @@ def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lamb
 def read_header(device: Device, path: str, integrity: Integrity = XXH3) -> ObjectHeader:
     """The verified header of a file of the size that the header says. Called by the threads of recovery. Raises
     BadObject."""
-    return _read_header(device, path, shut_bits(bool(integrity.key)), partial(ObjectHeader.decode, integrity=integrity))
+    return _read_header(device, path, partial(ObjectHeader.decode, integrity=integrity))
 
 
-def _read_header(device: Device, path: str, shut: int, decode: Callable[[bytes], ObjectHeader]) -> ObjectHeader:
+def _read_header(device: Device, path: str, decode: Callable[[bytes], ObjectHeader]) -> ObjectHeader:
     page = _page()
-    size = _read_patiently(lambda: _read_page(device, path, page, shut))
+    size = _read_patiently(lambda: _read_page(device, path, page))
     header = _decode(page, decode)
     if size != file_bytes(header.payload_bytes):
         raise BadObject(Reason.SIZE)
@@ -201,14 +197,14 @@ def header_reader(integrity: Integrity) -> HeaderReader:
     return lambda device, path: read_header(device, path, integrity)
 
 
-def unverified_reader(has_key: bool) -> HeaderReader:
-    """Reads what a header claims, whatever its key. ``has_key``: the reader's own files need one."""
-    return lambda device, path: _read_header(device, path, shut_bits(has_key), ObjectHeader.decode_unverified)
+def read_unverified(device: Device, path: str) -> ObjectHeader:
+    """What a header claims, whatever its key. Raises BadObject."""
+    return _read_header(device, path, ObjectHeader.decode_unverified)
 
 
-def _read_page(device: Device, path: str, page: memoryview, shut: int) -> int:
+def _read_page(device: Device, path: str, page: memoryview) -> int:
     """Read the first page of a file. Returns the file's size."""
-    fd, size = _open_checked(device, path, 0, shut)
+    fd, size = _open_checked(device, path, 0)
     try:
         if size < HEADER_BYTES:
             raise BadObject(Reason.SIZE)
@@ -244,8 +240,7 @@ def read_object(
     page = _page()
     flags = os.O_DIRECT if direct else 0
     num_bytes = file_bytes(identity.payload_bytes)
-    shut = shut_bits(bool(integrity.key))
-    _read_patiently(lambda: _read_whole(device, path, flags, num_bytes, [page, *segments], shut), is_wanted)
+    _read_patiently(lambda: _read_whole(device, path, flags, num_bytes, [page, *segments]), is_wanted)
     header = _decode(page, partial(ObjectHeader.decode, integrity=integrity))
     if header.identity != identity:
         raise BadObject(Reason.HEADER)
@@ -256,62 +251,12 @@ def read_object(
         raise BadObject(Reason.CHECKSUM)
 
 
-def _read_whole(device: Device, path: str, flags: int, num_bytes: int, segments: list[memoryview], shut: int) -> None:
+def _read_whole(device: Device, path: str, flags: int, num_bytes: int, segments: list[memoryview]) -> None:
     """Fill the segments with a file of just ``num_bytes``."""
-    fd, size = _open_checked(device, path, flags, shut)
+    fd, size = _open_checked(device, path, flags)
     try:
         if size != num_bytes:
             raise BadObject(Reason.SIZE)
         _fill(device, fd, segments)
     finally:
         device.close(fd)
-
-
-def verify_file(
-    device: Device,
-    path: str,
-    on_bytes: Callable[[int], None] = lambda num_bytes: None,
-    integrity: Integrity = XXH3,
-) -> ObjectHeader:
-    """The header of a file of which every byte verifies, whoever's it is. Reads in pieces. Raises BadObject.
-
-    For tools: it goes through the page cache, leaves nothing in it, and tries nothing twice. ``on_bytes`` hears of each
-    piece that was read. Of an encrypted file one piece at a time is in memory.
-    """
-    try:
-        fd, size = _open_checked(device, path, 0, is_anybodys=True)
-        try:
-            header = _verify(device, fd, size, on_bytes, integrity)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            device.close(fd)
-    except OSError as error:
-        raise BadObject(Reason.IO_ERROR, is_bad=False) from error
-    return header
-
-
-def _verify(device: Device, fd: int, size: int, on_bytes: Callable[[int], None], integrity: Integrity) -> ObjectHeader:
-    page = _page()
-    if size < HEADER_BYTES:
-        raise BadObject(Reason.SIZE)
-    _fill(device, fd, [page])
-    header = _decode(page, partial(ObjectHeader.decode, integrity=integrity))
-    if size != file_bytes(header.payload_bytes):
-        raise BadObject(Reason.SIZE)
-    piece = memoryview(bytearray(min(size, _PIECE_BYTES)))
-    opening = integrity.open(header.seal.salt)
-    done = HEADER_BYTES
-    payload_end = HEADER_BYTES + header.payload_bytes
-    while done < size:
-        count = device.preadv(fd, [piece], done)
-        if count <= 0:
-            raise _too_short()
-        payload = min(count, max(0, payload_end - done))
-        opening.update(piece[:payload])
-        if any(piece[payload:count]):
-            raise BadObject(Reason.CHECKSUM)
-        done += count
-        on_bytes(count)
-    if not opening.verify(header.seal.checksum):
-        raise BadObject(Reason.CHECKSUM)
-    return header

@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a directory is a root of the disk tier: by its marker, or as versions before markers left it."""
+"""Whether a directory is a root of the disk tier: by its marker or, where that is lost, by all that lies there."""
 
 import os
 import re
 import stat
 from enum import Enum, auto
 
-from vllm_overlay import versions
 from vllm_overlay.tiers.disk.catalogue.generations import MEMBERS, is_catalogue, is_catalogue_name
 from vllm_overlay.tiers.disk.files.device import is_temporary
-from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, marked_version
-from vllm_overlay.tiers.disk.files.namespace import FINGERPRINT, IN_USE
+from vllm_overlay.tiers.disk.files.namespace import FINGERPRINT
 
-LEDGER = "ledger"
-LEASES = "leases"
-LEDGER_MAGIC = b"HKVLEDG1"
-"""The file in which versions before 0.3.0 counted bytes begins with this."""
 WEIGHT_FILES = frozenset({"weights.json", "weights.lock"})
 HOST_ROOT = re.compile(r"host-[0-9a-f]{16}")
-_OWN_LOCK = re.compile(rf"[0-9a-f]{{64}}\.{IN_USE}")
 _OF_MOUNTS = frozenset({"lost+found", ".snapshot"})
 _SHOWN = 3
 _SHOWN_CHARACTERS = 40
@@ -29,26 +22,24 @@ class RootKind(Enum):
     """What a directory that may be used as a root is."""
 
     MARKED = auto()
-    OLD = auto()
-    """A root that an earlier version made, or one whose marker is damaged."""
+    UNMARKED = auto()
+    """A root whose marker is damaged, or was removed."""
     EMPTY = auto()
     """Nothing but what a mount makes, or a start that was killed before it made a marker."""
 
 
 def recognise(root: str) -> RootKind:
     """Changes nothing. Called at start and by tools. Raises NotARootError, and OSError when ``root`` cannot be read."""
-    if (version := marked_version(root)) > 0:
-        return RootKind.MARKED if version == versions.DISK_ROOT else RootKind.OLD
+    if marked_version(root):
+        return RootKind.MARKED
     names = sorted(os.listdir(root))
     states = {name: state for name in names if (state := _lstat_or_none(os.path.join(root, name))) is not None}
     if _is_empty(states):
         return RootKind.EMPTY
-    if _is_old_root(root, states):
-        return RootKind.OLD
-    if (
-        marked_version(root) == versions.DISK_ROOT
-    ):  # another process has just made it: it does so before it makes anything else
+    if marked_version(root):  # another process has just made it: it does so before it makes anything else
         return RootKind.MARKED
+    if _has_lost_its_marker(states):
+        return RootKind.UNMARKED
     raise NotARootError(
         root,
         f"is not empty and is no root of the disk tier (it has no valid {MARKER}, but {_some_of(names)}): "
@@ -84,56 +75,19 @@ def _is_of_no_root(name: str, state: os.stat_result, has_weights_lock: bool) -> 
     )
 
 
-def _is_old_root(root: str, states: dict[str, os.stat_result]) -> bool:
-    """Its ledger and a namespace's words say so, or one of them where no name is a stranger's."""
-    has_ledger, has_words = _has_ledger(root) or _has_catalogue(states), _has_words(root, states)
-    if has_ledger and has_words:
-        return True
-    return (has_ledger or has_words) and all(_is_own_name(name, state) for name, state in states.items())
-
-
-def _has_ledger(root: str) -> bool:
-    try:
-        fd = os.open(os.path.join(root, LEDGER), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:  # since 0.3.0 it is a directory
-        return stat.S_ISREG(os.fstat(fd).st_mode) and os.read(fd, len(LEDGER_MAGIC)) == LEDGER_MAGIC
-    finally:
-        os.close(fd)
-
-
-def _has_catalogue(states: dict[str, os.stat_result]) -> bool:
+def _has_lost_its_marker(states: dict[str, os.stat_result]) -> bool:
     """By names alone: to open and close a catalogue would drop the locks that this process may have on it."""
-    has_directories = all(name in states and stat.S_ISDIR(states[name].st_mode) for name in (LEDGER, MEMBERS))
-    return has_directories and any(is_catalogue(name) and stat.S_ISREG(states[name].st_mode) for name in states)
-
-
-def _has_words(root: str, states: dict[str, os.stat_result]) -> bool:
-    """Whether a namespace says what it is, here or in a host's sub-root."""
-    for name, state in states.items():
-        path = os.path.join(root, name)
-        if not stat.S_ISDIR(state.st_mode):
-            continue
-        if FINGERPRINT.fullmatch(name) and manifest_or_empty(path).attention:
-            return True
-        if HOST_ROOT.fullmatch(name) and any(
-            FINGERPRINT.fullmatch(below) and manifest_or_empty(os.path.join(path, below)).attention
-            for below in os.listdir(path)
-        ):
-            return True
-    return False
+    directories = {name for name, state in states.items() if stat.S_ISDIR(state.st_mode)}
+    has_objects = any(map(FINGERPRINT.fullmatch, directories)) or any(map(is_catalogue, states.keys() - directories))
+    return MEMBERS in directories and has_objects and all(_is_own_name(name, state) for name, state in states.items())
 
 
 def _is_own_name(name: str, state: os.stat_result) -> bool:
     if stat.S_ISDIR(state.st_mode):
-        return name in {LEASES, LEDGER, MEMBERS, *_OF_MOUNTS} or bool(
-            FINGERPRINT.fullmatch(name) or HOST_ROOT.fullmatch(name)
-        )
-    if not stat.S_ISREG(state.st_mode):
-        return False
-    is_known = name in WEIGHT_FILES | {LEDGER, MARKER} or is_temporary(name) or is_catalogue_name(name)
-    return is_known or _OWN_LOCK.fullmatch(name) is not None
+        is_ours = FINGERPRINT.fullmatch(name) or HOST_ROOT.fullmatch(name)
+        return bool(is_ours) or name in {MEMBERS, *_OF_MOUNTS}
+    is_known = name in WEIGHT_FILES | {MARKER} or is_temporary(name) or is_catalogue_name(name)
+    return is_known and stat.S_ISREG(state.st_mode)
 
 
 def _some_of(names: list[str]) -> str:

@@ -12,11 +12,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from vllm_overlay.common.ownership import why_not_ours
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device, make_directory, remove_quietly, temporary_name
-from vllm_overlay.tiers.disk.files.marker import NotARootError, mark_old_root, write_marker
-from vllm_overlay.tiers.disk.files.old_root import take_over
-from vllm_overlay.tiers.disk.files.ownership import EVERYONE_MAY_WRITE, shut_bits
+from vllm_overlay.tiers.disk.files.marker import NotARootError, write_marker
 from vllm_overlay.tiers.disk.files.recognition import HOST_ROOT, RootKind, recognise
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -24,12 +23,12 @@ _MACHINE_ID = Path("/etc/machine-id")
 logger = logging.getLogger(__name__)
 
 
-def choose_root(device: Device, root: str, has_key: bool = False) -> str:
+def choose_root(device: Device, root: str) -> str:
     """The directory for objects: ``root``, or this host's own below it. Called at start by both halves.
 
     Raises ConfigError as ``open_root`` does.
     """
-    open_root(device, root, has_key)
+    open_root(device, root)
     if _takes_locks(device, root):
         return root
     own = os.path.join(root, f"host-{_this_host()}")
@@ -38,7 +37,7 @@ def choose_root(device: Device, root: str, has_key: bool = False) -> str:
         "host, and capacity_bytes is a limit for this host alone. Its locks are in %s",
         root, own, lock_directory(own),
     )  # fmt: skip
-    open_with_locks(device, own, has_key)
+    open_with_locks(device, own)
     if not _takes_locks(device, locks := lock_directory(own)):
         raise ConfigError(
             f"root={root!r} takes no file locks, nor does {locks!r}: set root, or TMPDIR, to a directory of a local "
@@ -47,27 +46,23 @@ def choose_root(device: Device, root: str, has_key: bool = False) -> str:
     return own
 
 
-def open_with_locks(device: Device, root: str, has_key: bool = False) -> None:
+def open_with_locks(device: Device, root: str) -> None:
     """``open_root`` for what ``choose_root`` chose, and for the directory of its locks if that is another one."""
     for directory in dict.fromkeys((root, lock_directory(root))):
-        open_root(device, directory, has_key)
+        open_root(device, directory)
 
 
-def open_root(device: Device, root: str, has_key: bool = False) -> None:
+def open_root(device: Device, root: str) -> None:
     """Create or check the root directory, and mark it if it has no marker. Called at start by both halves.
 
     Raises ConfigError; then nothing in a directory that was there before has changed. A disk that takes no file now is
     logged: ``require_marker`` says later whether there is a root.
     """
     kind = _check_directory(device, root)
-    _check_mode(root, os.stat(root).st_mode, has_key)
     try:
-        if kind is RootKind.EMPTY:
+        if kind is not RootKind.MARKED:
             write_marker(device, root)
-        take_over(device, root)
-        if kind is RootKind.OLD:
-            mark_old_root(device, root)
-        elif kind is RootKind.MARKED:
+        else:
             _try_to_write(device, root)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -85,26 +80,17 @@ def _check_directory(device: Device, root: str) -> RootKind:
         ) from error
     if not stat.S_ISDIR(found.st_mode):
         raise ConfigError(f"root={root!r} is not a directory: set it to one that this user owns")
-    if found.st_uid != os.geteuid():
-        raise ConfigError(f"root={root!r} belongs to user {found.st_uid}: set it to a directory that this user owns")
     try:
-        return recognise(root)
+        kind = recognise(root)
     except NotARootError as error:
         raise ConfigError(f"root={root!r} {error.why}") from error
     except OSError as error:
         raise ConfigError(
             f"root={root!r} cannot be read ({error.strerror}): set it to a readable directory of mode 0700"
         ) from error
-
-
-def _check_mode(root: str, mode: int, has_key: bool) -> None:
-    if mode & EVERYONE_MAY_WRITE:
-        raise ConfigError(f"root={root!r} is writable by everyone: set its mode to 0700")
-    if mode & shut_bits(has_key):
-        raise ConfigError(
-            f"root={root!r} has mode {stat.S_IMODE(mode):04o}, so its group may write it: set "
-            "integrity_key_file, or set its mode to 0700 (and on a root in use run `vllm-overlay fsck --repair`)"
-        )
+    if why := why_not_ours(found):
+        raise ConfigError(f"root={root!r} {why}: set it to a directory of this user's own, and its mode to 0700")
+    return kind
 
 
 def _try_to_write(device: Device, root: str) -> None:

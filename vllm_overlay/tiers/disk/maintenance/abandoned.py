@@ -6,7 +6,7 @@ import os
 
 from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.files.device import Device, remove_quietly
-from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION, IN_USE, LEARNED
+from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION, LEARNED
 from vllm_overlay.tiers.disk.files.scan import FAN_OUT, namespaces_under
 from vllm_overlay.tiers.disk.maintenance.remover import Remover
 
@@ -32,7 +32,7 @@ def _remove_directory(top: str, device: Device) -> None:
         for name in filter(FAN_OUT.fullmatch, os.listdir(top)):
             with contextlib.suppress(OSError):
                 os.rmdir(os.path.join(top, name))
-        if set(os.listdir(top)) <= {DESCRIPTION, IN_USE, LEARNED}:
-            for name in (DESCRIPTION, IN_USE, LEARNED):
+        if set(os.listdir(top)) <= {DESCRIPTION, LEARNED}:
+            for name in (DESCRIPTION, LEARNED):
                 remove_quietly(device, os.path.join(top, name))
             os.rmdir(top)

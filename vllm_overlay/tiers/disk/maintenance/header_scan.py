@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from vllm_overlay.common.fence import SHUTDOWN
+from vllm_overlay.common.ownership import why_not_ours
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.listing import Listing, read_found, sort_files
 from vllm_overlay.tiers.disk.files.object_file import BadObject, HeaderReader
-from vllm_overlay.tiers.disk.files.ownership import why_not_ours
 from vllm_overlay.tiers.disk.files.scan import FoundFile, fan_out_directories
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
 
@@ -27,14 +27,12 @@ _log = RateLimitedLog(logger)
 class HeaderScan:
     """One scan of one root.
 
-    ``shut`` are the mode bits that nobody else may have on a directory. ``is_closing`` is asked often. Once it says
-    yes, what was found means nothing.
+    ``is_closing`` is asked often. Once it says yes, what was found means nothing.
     """
 
-    def __init__(self, root: str, device: Device, shut: int, is_closing: Callable[[], bool]) -> None:
+    def __init__(self, root: str, device: Device, is_closing: Callable[[], bool]) -> None:
         self._root = root
         self._device = device
-        self._shut = shut
         self._is_closing = is_closing
 
     def run(self, fingerprint: str, readers: Sequence[HeaderReader]) -> Listing:
@@ -68,7 +66,7 @@ class HeaderScan:
         left alone."""
         for path in (os.path.dirname(directory), directory):
             try:
-                why = why_not_ours(os.lstat(path), self._root, self._shut)
+                why = why_not_ours(os.lstat(path))
             except OSError as error:
                 why = f"cannot be looked at ({error.strerror})"
             if why:

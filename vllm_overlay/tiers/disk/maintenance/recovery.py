@@ -16,8 +16,7 @@ from vllm_overlay.tiers.disk.files.checksum import Integrity
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.files.marker import require_marker
-from vllm_overlay.tiers.disk.files.object_file import HeaderReader, header_reader, unverified_reader
-from vllm_overlay.tiers.disk.files.ownership import shut_bits
+from vllm_overlay.tiers.disk.files.object_file import HeaderReader, header_reader, read_unverified
 from vllm_overlay.tiers.disk.files.scan import (
     ORPHAN_AGE_S,
     namespaces_under,
@@ -63,12 +62,12 @@ class Recovery:
         self._own = {namespace.fingerprint: namespace for namespace in served}
         self._device = device
         self._remover = Remover(catalogue, root, device)
-        self._scan = HeaderScan(root, device, shut_bits(bool(integrity.key)), self._is_closing)
+        self._scan = HeaderScan(root, device, self._is_closing)
         self._orphans = Orphans(
             catalogue, root, self._scan, device, room, most_bytes, take, self._remover, self._is_closing
         )
         self._own_readers = [header_reader(integrity)]
-        self._readers = [unverified_reader(bool(integrity.key))]
+        self._readers = [read_unverified]
         """For other namespaces, whose keys this process may not have. It only counts and removes their files."""
         self._started = time.time()
         self._joined = time.monotonic()

@@ -11,11 +11,9 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.objects import ObjectId, ObjectKind
 from vllm_overlay.tiers.disk.catalogue import CatalogueError
 from vllm_overlay.tiers.disk.catalogue import NamespaceUsage as KnownUsage
-from vllm_overlay.tiers.disk.files.checksum import XXH3
 from vllm_overlay.tiers.disk.files.device import is_temporary
 from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
 from vllm_overlay.tiers.disk.files.namespace import parse_file_name
-from vllm_overlay.tiers.disk.files.ownership import EVERYONE_MAY_WRITE, OTHERS_MAY_WRITE
 from vllm_overlay.tiers.disk.files.scan import FoundFile, namespaces_under, scan_namespace
 from vllm_overlay.tiers.disk.maintenance.catalogue_access import open_existing, without_interruption
 
@@ -56,18 +54,6 @@ def measure_usage(root: str) -> list[NamespaceUsage]:
     summaries = [_summarize(root, fingerprint) for fingerprint in namespaces_under(root)]
     _ask_catalogue(root, summaries)
     return sorted(summaries, key=lambda summary: -summary.num_bytes)
-
-
-def is_made_to_be_shared(root: str, mode: int, has_key: bool) -> bool:
-    """Whether the root's group, and not everyone, may write it, and a key tells what servers wrote from what others
-    did.
-
-    The key is given, or ``namespace.json`` of some namespace says that its checksums need one.
-    """
-    if mode & EVERYONE_MAY_WRITE or not mode & OTHERS_MAY_WRITE:
-        return False
-    manifests = (manifest_or_empty(os.path.join(root, fingerprint)) for fingerprint in namespaces_under(root))
-    return has_key or any(manifest.integrity not in ("", XXH3.name) for manifest in manifests)
 
 
 def tag_name(tag: str) -> str:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a catalogue agrees with itself, for ``fsck`` and tests. The files it speaks of are not looked at."""
+"""Whether a catalogue agrees with itself. The files it speaks of are not looked at."""
 
 import itertools
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 
+from tests.tiers.disk.inside import reading
+from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.catalogue.members import read_members, served_by
 from vllm_overlay.tiers.disk.catalogue.namespaces import Namespaces
 from vllm_overlay.tiers.disk.catalogue.rows import COLUMNS, MAX_PARENTS, Id, NumBytes, ObjectRow, Slot, read_all
@@ -15,8 +17,13 @@ MAX_FINDINGS = 100
 _ROWS = 4096
 
 
-def check(db: sqlite3.Connection) -> list[str]:
-    """Up to 100 sentences on what contradicts what; none when all is well. Raises as a transaction does."""
+def check(catalogue: Catalogue) -> list[str]:
+    """Up to 100 sentences on what contradicts what; none when all is well. Reads every row. Raises CatalogueError."""
+    with reading(catalogue) as db:
+        return _check(db)
+
+
+def _check(db: sqlite3.Connection) -> list[str]:
     findings = itertools.chain(_pages(db), _objects(db), _parents(db), _members(db), _removals(db))
     return list(itertools.islice(findings, MAX_FINDINGS))
 
