@@ -46,7 +46,7 @@ A sentence with a [link](other.md#is-it-here-now), [another](other.md#twice-1) a
 [a third](#a-page). This list has no fault:
 
 - `make test TESTS=tests/planner` and `vllm-overlay gc ROOT --max-bytes 0 --dry-run`
-- `python -m bench.turns --turns 3`, `python tools/demo.py --keep`
+- `python -m bench.serving TRACE --rounds 3`, `python tools/demo.py --keep`
 - `python -m vllm_overlay stats ROOT --json`
 - `tests/test_docs.py`, `planner/objects.py`, `tests/*.py`, `tests/test_docs.py::words_of`
 - `vllm_overlay.config.TierSettings`, `KVTransferConfig`, `max_num_seqs`, `_restore_unit_tokens`
@@ -89,7 +89,7 @@ def test_a_page_without_a_fault_has_no_finding(clone: Path) -> None:
         ("`tests/no*.py`", 1, "no such file"),
         ("`tests/test_docs.py::test_other`", 1, "tests/test_docs.py has no test_other"),
         ("`vllm_overlay.nothing`", 1, "there is no nothing in vllm_overlay"),
-        ("`bench.turns.no_name`", 1, "there is no no_name in bench/turns"),
+        ("`bench.serving.no_name`", 1, "there is no no_name in bench/serving"),
         ("`make nothing`", 1, "the Makefile has no target nothing"),
         ("`make test NOTHING=1`", 1, "the Makefile does not use NOTHING"),
         ("`vllm-overlay nothing`", 1, "there is no sub-command nothing"),
@@ -97,7 +97,7 @@ def test_a_page_without_a_fault_has_no_finding(clone: Path) -> None:
         ("`python -m vllm_overlay plan MODEL --watch`", 1, "it has no --watch"),
         ("`python -m bench.nothing`", 1, "there is no module bench.nothing"),
         ("`python -m vllm_overlay.planner`", 1, "vllm_overlay.planner has no __main__.py"),
-        ("`python -m bench.turns --watch`", 1, "it has no --watch"),
+        ("`python -m bench.serving --watch`", 1, "it has no --watch"),
         ("`python tools/nothing.py`", 1, "there is no tools/nothing.py"),
         (
             "```\nX=1 python tools/demo.py \\\n  --keep && .venv/bin/python tools/demo.py --watch\n```",
