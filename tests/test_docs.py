@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages are readable, and what they name is there: commands, flags, settings, metrics, files, anchors."""
+"""What the pages name is there: commands, flags, settings, metrics, files, anchors."""
 
 import argparse
 import json
@@ -51,13 +51,13 @@ A sentence with a [link](other.md#is-it-here-now), [another](other.md#twice-1) a
 - `tests/test_docs.py`, `planner/objects.py`, `tests/*.py`, `tests/test_docs.py::words_of`
 - `vllm_overlay.config.TierSettings`, `KVTransferConfig`, `max_num_seqs`, `_restore_unit_tokens`
 - `--max-num-seqs`, `vllm:hybrid_offload_*`, `vllm:hybrid_offload_lookups_total`
-- [a link that stands alone on its line and has no place where it could be broken](other.md#twice)
+- [a link](other.md#twice)
 
-| a cell that is long and stands in a row of a table, which may be as long as it has to be | another |
+| a cell | another |
 | --- | --- |
 
 ```bash
-python -m vllm_overlay.patching --status  # the comment of a line of code may be as long as it likes
+python -m vllm_overlay.patching --status
 vllm-overlay plan MODEL \\
   --cpu 8GiB
 ```
@@ -73,10 +73,6 @@ def test_a_page_without_a_fault_has_no_finding(clone: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "what"),
     [
-        ("# Title\n\n" + "word " * 21, 3, "the line has 105 columns"),
-        ("word " * 18 + "\n" + "word " * 17 + "word.", 1, "a sentence has 36 words"),
-        ("- short\n- " + "word " * 18 + "\n  " + "word " * 18, 2, "a sentence has 36 words"),
-        ("| a |\n| --- |\n| " + "word " * 36 + "|", 3, "a sentence has 36 words"),
         ("See [it](no.md).", 1, "link to no.md: no such file"),
         ("A\n[link over\na line](no.md).", 2, "link to no.md: no such file"),
         ("See ![a picture](no.png).", 1, "link to no.png: no such file"),

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from devtools.docs.findings import Finding
-from devtools.docs.page import Page
-from devtools.docs.paths import PACKAGES
+from devtools.docs.names import PACKAGES
+from devtools.docs.page import Finding, Page
 
 _SHELL = ("", "bash", "sh", "shell", "console")
 _ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
