@@ -62,17 +62,7 @@ class Outcome:
 
 
 COLUMNS = (
-    *(
-        "side",
-        "restored",
-        "device hits",
-        "of sharable",
-        "first token p50",
-        "p95",
-        "p50'",
-        "of parts",
-        "p95'",
-    ),
+    *("side", "restored", "device hits", "of sharable", "first token p50", "p95", "p50'", "of parts", "p95'"),
     *("tokens/s", "tokens/s'", "CPU s", "CPU s'", "failed"),
 )
 
