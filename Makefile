@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup, demo, test, test-all, compare-latency, dashboards, pictures, gpu-bundle, lint, format, clean.
+# make setup, demo, test, test-all, compare-latency, pictures, gpu-bundle, lint, format, clean.
 # Another Python: make setup PYTHON=python3.12
 # A lesser processor than this one: make demo PROCESSOR=avx2 (or avx512, avx512_bf16), and so any target.
 # make test SUITE=upstream SOURCE=path: vLLM's source distribution; without it pip downloads it.
@@ -12,7 +12,7 @@ PROCESSORS := avx2 avx512 avx512_bf16
 export SOURCE
 CODE := vllm_overlay tools devtools tests bench hatch_build.py
 
-.PHONY: setup demo test test-all compare-latency dashboards pictures gpu-bundle lint format clean
+.PHONY: setup demo test test-all compare-latency pictures gpu-bundle lint format clean
 .DEFAULT_GOAL := setup
 
 # tests/processor/sitecustomize.py says how this reaches every Python process.
@@ -48,11 +48,7 @@ test-all: setup
 compare-latency: setup
 	$(BIN)/python -m bench.prefill_steps
 
-# The dashboards' JSON from devtools/dashboards; a test says if it is stale.
-dashboards: setup
-	$(BIN)/python -m devtools.dashboards
-
-# Pictures of them from a real run: about three minutes.
+# Pictures of the dashboards from a real run: about three minutes.
 pictures: setup
 	$(BIN)/python -m tests.dashboards.pictures
 

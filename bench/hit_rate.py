@@ -11,18 +11,18 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 import msgspec
+from rich.console import Console
+from rich.progress import track
 
-from bench.ablations import ABLATIONS
 from bench.baselines import BASELINES, Moment
 from bench.catalogue_order import CatalogueOrder
-from bench.composition import progress
 from bench.future import Future
 from bench.geometries import DEFAULT_MODEL, MODELS
 from bench.hit_replay import Clock, HitReplay
@@ -94,13 +94,10 @@ def policy_of(case: Case, moment: Moment) -> EvictionPolicy[Entry]:
         return LearnedEviction(moment.clock, case.seed)
     if case.policy in ON_DISK:
         return CatalogueOrder(moment, ON_DISK[case.policy])
-    if case.policy in ABLATIONS:
-        return ABLATIONS[case.policy](moment.clock, case.seed)
     return BASELINES[case.policy](moment)
 
 
-def replay(case: Case, requests: Sequence[TraceRequest], future: Future, step: Callable[[], None]) -> Row:
-    """One row. ``step`` is called once a request."""
+def replay(case: Case, requests: Sequence[TraceRequest], future: Future) -> Row:
     started = time.perf_counter()
     geometry = MODELS[case.model].geometry(case.block_tokens)
     whole = distinct_bytes(requests, case.block_tokens, geometry.token_bytes)
@@ -128,7 +125,6 @@ def replay(case: Case, requests: Sequence[TraceRequest], future: Future, step: C
         restored += served.num_restored
         local += served.num_local
         lost.update({reason.value: tokens for reason, tokens in served.lost.items()})
-        step()
     shares = {reason: tokens / total for reason, tokens in sorted(lost.items())}
     seconds = time.perf_counter() - started
     return Row(case.trace, case.policy, case.budget, restored / total, local / total, shares, evicted[0], seconds)
@@ -136,24 +132,21 @@ def replay(case: Case, requests: Sequence[TraceRequest], future: Future, step: C
 
 def _replay_alone(case: Case) -> Row:
     requests = requests_of(case)
-    return replay(case, requests, Future(requests, case.block_tokens), lambda: None)
+    return replay(case, requests, Future(requests, case.block_tokens))
 
 
-def replay_all(cases: Sequence[Case], jobs: int, step: Callable[[int], None]) -> Iterator[Row]:
-    """Rows in the order of ``cases``. ``step`` is called with the requests served since it was last called."""
+def replay_all(cases: Sequence[Case], jobs: int) -> Iterator[Row]:
+    """Rows in the order of ``cases``."""
     if jobs > 1:
         with ProcessPoolExecutor(jobs) as pool:
-            for row in pool.map(_replay_alone, cases):
-                step(1)
-                yield row
+            yield from pool.map(_replay_alone, cases)
         return
     known: dict[str, tuple[list[TraceRequest], Future]] = {}
     for case in cases:
         if case.trace not in known:
             requests = requests_of(case)
             known[case.trace] = requests, Future(requests, case.block_tokens)
-        yield replay(case, *known[case.trace], lambda: None)
-        step(1)
+        yield replay(case, *known[case.trace])
 
 
 def bound_share(requests: Sequence[TraceRequest], block_tokens: int) -> float:
@@ -202,10 +195,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench.hit_rate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("traces", nargs="+", metavar="TRACE", help="a .jsonl file, or a workload and seed such as chat:1")
-    made.add_argument(
-        "--policies", nargs="+", default=list(POLICIES), choices=[*POLICIES, *ON_DISK, *ABLATIONS], metavar="NAME"
-    )
-    made.add_argument("--ablations", action="store_true", help="lru, and learned without one of its parts each")
+    made.add_argument("--policies", nargs="+", default=list(POLICIES), choices=[*POLICIES, *ON_DISK], metavar="NAME")
     made.add_argument(
         "--budgets", nargs="+", default=list(BUDGETS), metavar="N", help="the tier holds W/N, or unlimited"
     )
@@ -269,15 +259,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser()
     arguments = made.parse_args(argv)
     check(made, arguments)
-    if arguments.ablations:
-        arguments.policies = ["lru", LEARNED, *ABLATIONS]
     try:
         cases = cases_of(arguments)
         all_requests = {trace: requests_of(replace(cases[0], trace=trace)) for trace in arguments.traces}
     except (OSError, TraceError) as error:
         made.error(str(error))
-    with progress(len(cases)) as step:
-        rows = list(replay_all(cases, arguments.jobs, lambda _: step()))
+    console = Console(stderr=True)
+    replays = replay_all(cases, arguments.jobs)
+    rows = list(track(replays, "replaying", len(cases), console=console, disable=not console.is_terminal))
     if arguments.json:
         sys.stdout.buffer.write(msgspec.json.encode(rows) + b"\n")
     else:

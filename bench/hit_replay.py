@@ -5,12 +5,12 @@ more."""
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.replay import RememberingPlanner
 from bench.replay_tiers import IndexShelf
 from bench.trace import TraceRequest
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.planner.objects import ObjectKind
+from vllm_overlay.planner.geometry import Geometry, Group
+from vllm_overlay.planner.objects import ObjectKind, PlannedObject
+from vllm_overlay.planner.planner import HybridOffloadPlanner
 
 ExtraStops = Callable[[int, Sequence[bytes]], Iterable[int]]
 """From a request's place and its keys: boundaries at which a prefill stops too."""
@@ -36,6 +36,20 @@ class Clock:
         return self.now
 
 
+class _RememberingPlanner(HybridOffloadPlanner):
+    """Makes each chunk once: a trace names the same ones again and again."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self._made: dict[tuple[int, bytes], PlannedObject] = {}
+
+    def chunk(self, keys: Sequence[bytes], group: Group, index: int) -> PlannedObject:
+        name = group.group_id, keys[index]
+        if (made := self._made.get(name)) is None:
+            made = self._made[name] = super().chunk(keys, group, index)
+        return made
+
+
 class HitReplay:
     """Serves requests one after the other: lookup, load or mark, then prefill steps with their stores.
 
@@ -56,7 +70,7 @@ class HitReplay:
         last_block: bool = False,
     ) -> None:
         self._geometry = geometry
-        self._planner = RememberingPlanner(geometry)
+        self._planner = _RememberingPlanner(geometry)
         self._shelf = shelf
         self._clock = clock
         self._step_tokens = step_tokens

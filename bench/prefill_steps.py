@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from bench.measure import table
+from bench.measure import percentile, table
 from bench.open_loop import Point, Result, Run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -46,17 +46,12 @@ class Summary:
     """The share of the budget that its steps use."""
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Of sorted values."""
-    return values[min(len(values) - 1, int(share * len(values)))]
-
-
 def summarize(point: Point, results: Sequence[Result]) -> Summary:
     """All seeds in one."""
-    times = sorted(time for result in results for time in result.first_tokens)
+    times = [time for result in results for time in result.first_tokens]
     num_steps = sum(result.num_steps for result in results)
     use = sum(result.num_tokens for result in results) / num_steps / point.budget
-    return Summary(statistics.fmean(times), quantile(times, 0.5), quantile(times, 0.95), num_steps, use)
+    return Summary(statistics.fmean(times), percentile(times, 0.5), percentile(times, 0.95), num_steps, use)
 
 
 def run_all(tree: Path, runs: Sequence[Run]) -> list[Result]:

@@ -11,8 +11,7 @@ import importlib
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from bench.measure import table
 from bench.scaled_trace import Scale, ScaledRequest, parts, reuse, sample
 from bench.serving_outcome import COLUMNS, Outcome, Plan, as_json, described, rows
 from bench.serving_sides import (
-    BLOCK_TOKENS,
     CONTEXT_TOKENS,
     LOADING,
     MATCH_UNIT,
@@ -39,8 +37,6 @@ from bench.serving_sides import (
     ours,
     server,
 )
-from bench.storing_cost import COLUMNS as COST_COLUMNS
-from bench.storing_cost import cost_rows, measure_cost, new_prompts
 from bench.trace import TraceError, TraceRequest, read_trace
 from vllm_overlay.metrics import CONNECTOR
 from vllm_overlay.server.api_client import ApiClient, ApiError
@@ -51,9 +47,6 @@ from vllm_overlay.server.server_process import ServerError
 CALIBRATION_REQUESTS = 24
 FEWEST_REQUESTS = 8
 THIRD_PARTIES = {"offloading": OFFLOADING, "offloading-fs": OFFLOADING_FS}
-STORING_CPU_BYTES, STORING_DISK_BYTES = 32 << 20, 128 << 20
-OUTPUT_TOKENS = 4
-"""Of an answer in ``--storing-cost``: decode steps store nothing."""
 EPILOG = """\
 what is served
   Whole sessions of the trace, drawn by --seed. A block of 512 tokens of the trace becomes --block-tokens tokens, equal
@@ -64,7 +57,6 @@ what the columns say
   restored        tokens of prompts from tiers, and "device hits" those from vLLM's own cache
   of sharable     both, over what a cache without a limit could restore that can go on anywhere; concurrent requests
                   that share something may each compute it, so 100% is out of reach
-  foretold        "of sharable" by the replay of bench/hit_rate.py: one request at a time, always loaded, one tier
   first token     seconds since the request was due, so the wait for a busy server counts
   of parts        p50' of each part alone, from least to most: where that is wide the machine's noise decides
   tokens/s        prompts and answers, while requests were under way
@@ -73,9 +65,8 @@ what the columns say
 
 examples
   python -m bench.serving conversation_trace.jsonl                      # about eight minutes
-  python -m bench.serving trace.jsonl --loading always --others ""      # our policies side by side
+  python -m bench.serving trace.jsonl --loading always --others         # our policies side by side
   python -m bench.serving trace.jsonl --requests 40 --rounds 2          # a look, two minutes
-  python -m bench.serving --storing-cost                                # about six minutes
 
 exit status: 0 done, 1 a server or a request failed, 2 wrong usage, 130 interrupted
 """
@@ -186,7 +177,7 @@ def run_trace(bench: Bench, arguments: argparse.Namespace) -> tuple[str, dict[st
     sizes = Sizes(arguments.device_blocks, *shares)
     servers = [first, *(bench.start(side, sizes) for side in sides[1:])]
     outcomes = serve(bench, plan, servers)
-    text = described(plan, sizes) + "\n\n" + table(COLUMNS, rows(outcomes, plan, sizes))
+    text = described(plan, sizes) + "\n\n" + table(COLUMNS, rows(outcomes, plan))
     errors = [f"{one.side.name}: {error}" for one in outcomes for error in one.errors]
     return "\n".join([text, *errors[:5]]), as_json(outcomes, plan, sizes), len(errors)
 
@@ -197,62 +188,6 @@ def chosen_sides(arguments: argparse.Namespace) -> list[Side]:
     if arguments.lmcache is not None:
         others.append(lmcache(arguments.lmcache))
     return [NONE, *ours(arguments.policies, arguments.loading), *others]
-
-
-STORING_SIDES = (
-    Side("no connector, restore points at blocks", match_unit=BLOCK_TOKENS),
-    Side("no connector"),
-    Side("ours, CPU tier", cpu=True, policy="lru"),
-    Side("ours, both tiers", cpu=True, disk=True, policy="lru"),
-    OFFLOADING,
-    OFFLOADING_FS,
-)
-"""Of ``--storing-cost``. The first one shows what a match unit below the block costs without any tier."""
-
-
-def run_storing_cost(bench: Bench, arguments: argparse.Namespace) -> tuple[str, dict[str, Any], int]:
-    """As ``run_trace``."""
-    sizes = Sizes(arguments.device_blocks, STORING_CPU_BYTES, STORING_DISK_BYTES)
-    servers = [bench.start(side, sizes) for side in STORING_SIDES]
-
-    def make(number: int) -> list[ScaledRequest]:
-        return new_prompts(number, arguments.batch, arguments.prompt_tokens, OUTPUT_TOKENS, arguments.seed)
-
-    with bench.step("new prompts to all sides in turn", arguments.pairs + 1) as done:
-        costs = measure_cost(servers, arguments.pairs, make, done)
-    text = (
-        f"{arguments.batch} prompts of {arguments.prompt_tokens:,} tokens a round that nobody has seen, and "
-        f"{OUTPUT_TOKENS} tokens of answers each. Tiers fill up and evict.\n\n{table(COST_COLUMNS, cost_rows(costs))}"
-    )
-    found = [{**asdict(one), "throughput": asdict(one.throughput), "cpu": asdict(one.cpu)} for one in costs]
-    return text, {"sides": found}, 0
-
-
-def names_of_policies(text: str) -> list[str]:
-    """Of ``--policies``."""
-    if names := _names(text):
-        return names
-    raise argparse.ArgumentTypeError("give at least one value of eviction_policy, such as lru")
-
-
-def names_of_others(text: str) -> list[str]:
-    """Of ``--others``."""
-    return _known(text, THIRD_PARTIES)
-
-
-def names_of_loading(text: str) -> list[str]:
-    """Of ``--loading``."""
-    return _known(text, LOADING)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _known(text: str, known: Collection[str]) -> list[str]:
-    if unknown := sorted(set(_names(text)) - set(known)):
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: known are {', '.join(known)}")
-    return _names(text)
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -276,31 +211,24 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         epilog=EPILOG,
     )
-    made.add_argument("trace", type=Path, nargs="?", help="a file of the Mooncake format; not with --storing-cost")
-    made.add_argument(
-        "--storing-cost", action="store_true", help="measure instead what storing costs when nothing is ever hit"
-    )
+    made.add_argument("trace", type=Path, help="a file of the Mooncake format")
     made.add_argument(
         "--policies",
-        type=names_of_policies,
+        nargs="+",
         default=["lru", "learned"],
-        metavar="NAMES",
-        help="values of eviction_policy, with commas: a server with our two tiers for each (default: lru,learned)",
+        metavar="NAME",
+        help="values of eviction_policy: a server with our two tiers for each (default: lru learned)",
     )
     made.add_argument(
         "--loading",
-        type=names_of_loading,
-        default=["measured", "always"],
-        metavar="NAMES",
-        help="when our tiers load, with commas: measured (load_weight auto: when that is expected to be faster than "
-        "computing) and always; a server for each (default: both)",
+        nargs="+",
+        choices=LOADING,
+        default=list(LOADING),
+        help="when our tiers load: measured (load_weight auto: when that is expected to be faster than computing) and "
+        "always; a server for each (default: both)",
     )
     made.add_argument(
-        "--others",
-        type=names_of_others,
-        default=list(THIRD_PARTIES),
-        metavar="NAMES",
-        help=f"vLLM's own tiers, with commas: {', '.join(THIRD_PARTIES)} (default: both; '': none)",
+        "--others", nargs="*", choices=THIRD_PARTIES, default=list(THIRD_PARTIES), help="vLLM's own (default: both)"
     )
     made.add_argument(
         "--lmcache",
@@ -341,22 +269,9 @@ def parser() -> argparse.ArgumentParser:
         help="CPU tiers hold one part in so many of all that the run could store (default: 8)",
     )
     tiers.add_argument("--disk-share", type=positive(float), default=2.0, help="the same of our disk tier (default: 2)")
-    cost = made.add_argument_group("--storing-cost")
-    cost.add_argument("--pairs", type=positive(int), default=30, help="rounds that count (default: 30)")
-    cost.add_argument("--batch", type=positive(int), default=8, help="prompts a round, all at once (default: 8)")
-    cost.add_argument("--prompt-tokens", type=positive(int), default=2000, help="of each (default: 2000)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, each request's too")
     made.add_argument("--directory", type=Path, metavar="DIR", help="where disk tiers and logs go (default: TMPDIR)")
     return made
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with 2 when the arguments do not fit each other."""
-    made = parser()
-    arguments = made.parse_args(argv)
-    if arguments.storing_cost == (arguments.trace is not None):
-        made.error("give a trace, or --storing-cost" + (", not both" if arguments.trace else ""))
-    return arguments
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -367,7 +282,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         Progress(*columns, console=console) as progress,
         Bench(Path(directory), progress) as bench,
     ):
-        text, figures, num_failed = (run_storing_cost if arguments.storing_cost else run_trace)(bench, arguments)
+        text, figures, num_failed = run_trace(bench, arguments)
     print(text)
     if arguments.json is not None:
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
@@ -375,7 +290,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
+    arguments = parser().parse_args(argv)
     console = Console(stderr=True)
     try:
         return 1 if run(arguments, console) else 0

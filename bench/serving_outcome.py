@@ -8,7 +8,6 @@ from typing import Any
 from bench.http_load import Part
 from bench.measure import percentile
 from bench.scaled_trace import Reuse, ScaledRequest
-from bench.serving_forecast import forecast
 from bench.serving_sides import SNAPSHOT_BYTES, TOKEN_BYTES, Side, Sizes
 
 
@@ -63,23 +62,12 @@ class Outcome:
 
 
 COLUMNS = (
-    *(
-        "side",
-        "restored",
-        "device hits",
-        "of sharable",
-        "foretold",
-        "first token p50",
-        "p95",
-        "p50'",
-        "of parts",
-        "p95'",
-    ),
+    *("side", "restored", "device hits", "of sharable", "first token p50", "p95", "p50'", "of parts", "p95'"),
     *("tokens/s", "tokens/s'", "CPU s", "CPU s'", "failed"),
 )
 
 
-def rows(outcomes: Sequence[Outcome], plan: Plan, sizes: Sizes) -> Iterator[Sequence[object]]:
+def rows(outcomes: Sequence[Outcome], plan: Plan) -> Iterator[Sequence[object]]:
     """One row for each side. The others are compared with the first."""
     first = outcomes[0]
     base = [percentile(first.first_tokens, share) for share in (0.5, 0.95)]
@@ -90,9 +78,6 @@ def rows(outcomes: Sequence[Outcome], plan: Plan, sizes: Sizes) -> Iterator[Sequ
             f"{one.external:,}",
             f"{one.cached_tokens - one.external:,}",
             f"{one.cached_tokens / max(1, plan.reuse.shared):.0%}",
-            ""
-            if (tokens := forecast(plan.requests, one.side, sizes)) is None
-            else f"{tokens / max(1, plan.reuse.shared):.0%}",
             *(f"{time * 1000:.0f} ms" for time in times),
             f"{times[0] / base[0]:.2f}",
             "{:.2f} to {:.2f}".format(*spread(one, first)),
@@ -138,7 +123,6 @@ def as_json(outcomes: Sequence[Outcome], plan: Plan, sizes: Sizes) -> dict[str, 
                 "restored_tokens": one.external,
                 "restored_by_connector": one.by_connector,
                 "cached_tokens": one.cached_tokens,
-                "foretold_tokens": forecast(plan.requests, one.side, sizes),
                 "prompt_tokens": one.prompt_tokens,
                 "tokens_per_s": one.tokens_per_s,
                 "cpu_s": one.cpu_s,

@@ -13,7 +13,9 @@ thread's own, so that other programs do not count. Copies from the KV cache are 
 
 import argparse
 import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +28,6 @@ from typing import Any
 import msgspec
 
 from bench.measure import Clock, percentile, table
-from bench.own_process import measured_in_own_process
 from bench.serving_sides import BLOCK_TOKENS, MATCH_UNIT, NONE, OFFLOADING, OFFLOADING_FS, Side, Sizes
 
 PROMPT_TOKENS = 300
@@ -40,6 +41,14 @@ SIDES = (
     OFFLOADING,
     OFFLOADING_FS,
 )
+ENGINE = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""The environment of an engine that runs in the process that makes it."""
 
 
 @dataclass(slots=True)
@@ -209,6 +218,21 @@ def measure(side: Side, arguments: argparse.Namespace) -> dict[str, Any]:
     return measure_storing(engine, arguments.rounds, side.cpu + side.disk if side.is_ours else 0)
 
 
+def measured_in_own_process(arguments: Sequence[str]) -> dict[str, Any]:
+    """What this program prints as JSON on its last line: no side leaves anything to the next.
+
+    Its temporary files are removed when it is gone. Raises RuntimeError with the end of its log.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {**os.environ, **ENGINE, "TMPDIR": directory}
+        command = [sys.executable, "-m", "bench.step_cost", *arguments]
+        done = subprocess.run(command, capture_output=True, cwd=Path(__file__).parent.parent, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{arguments}: {done.stderr.decode(errors='replace')[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 COLUMNS = ("side", "scheduler, µs", "worker, µs", "together", "over OffloadingConnector's", "report, bytes a step")
 
 
@@ -250,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = []
     for number, side in enumerate(SIDES):
         print(f"{side.name} ...", file=sys.stderr)
-        found.append(measured_in_own_process("bench.step_cost", [*given, "--side", str(number)], OMP_NUM_THREADS="1"))
+        found.append(measured_in_own_process([*given, "--side", str(number)]))
     if arguments.storing:
         print(table(STORING_COLUMNS, storing_rows(found)))
         return

@@ -359,36 +359,16 @@ def bench_lookup(num_chunks: int, rounds: int) -> list[LookupRow]:
 
 def _bandwidth_table(rows: Sequence[Row], reference: str) -> str:
     columns = ("what", "store GB/s", f"of {reference}", "load GB/s", f"of {reference}")
-    return table(
-        columns,
-        (
-            (
-                row.what,
-                f"{row.store_gb_per_s:.2f}",
-                f"{row.store_share:.2f}",
-                f"{row.load_gb_per_s:.2f}",
-                f"{row.load_share:.2f}",
-            )
-            for row in rows
-        ),
-    )
+    figures = [(one.store_gb_per_s, one.store_share, one.load_gb_per_s, one.load_share) for one in rows]
+    cells = ((row.what, *(f"{value:.2f}" for value in own)) for row, own in zip(rows, figures, strict=True))
+    return table(columns, cells)
 
 
 def _lookup_table(rows: Sequence[LookupRow]) -> str:
     columns = ("chunks", "snapshot", "probes", "microseconds", "the first time")
-    return table(
-        columns,
-        (
-            (
-                f"{row.num_chunks:,}",
-                row.snapshot,
-                row.num_probes,
-                f"{row.microseconds:.0f}",
-                f"{row.first_microseconds:.0f}",
-            )
-            for row in rows
-        ),
-    )
+    times = [(f"{row.microseconds:.0f}", f"{row.first_microseconds:.0f}") for row in rows]
+    cells = ((one.num_chunks, one.snapshot, one.num_probes, *own) for one, own in zip(rows, times, strict=True))
+    return table(columns, cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

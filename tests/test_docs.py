@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages are readable, and what they name is there: commands, flags, settings, metrics, files, anchors."""
+"""What the pages name is there: commands, flags, settings, metrics, files, anchors."""
 
 import argparse
 import json
@@ -46,18 +46,18 @@ A sentence with a [link](other.md#is-it-here-now), [another](other.md#twice-1) a
 [a third](#a-page). This list has no fault:
 
 - `make test TESTS=tests/planner` and `vllm-overlay stats ROOT --verify --remove`
-- `python -m bench.turns --turns 3`, `python tools/demo.py --keep`
+- `python -m bench.serving TRACE --rounds 3`, `python tools/demo.py --keep`
 - `python -m vllm_overlay stats ROOT --json`
 - `tests/test_docs.py`, `planner/objects.py`, `tests/*.py`, `tests/test_docs.py::words_of`
 - `vllm_overlay.config.TierSettings`, `KVTransferConfig`, `max_num_seqs`, `_restore_unit_tokens`
 - `--max-num-seqs`, `vllm:hybrid_offload_*`, `vllm:hybrid_offload_lookups_total`
-- [a link that stands alone on its line and has no place where it could be broken](other.md#twice)
+- [a link](other.md#twice)
 
-| a cell that is long and stands in a row of a table, which may be as long as it has to be | another |
+| a cell | another |
 | --- | --- |
 
 ```bash
-python -m vllm_overlay.patching --status  # the comment of a line of code may be as long as it likes
+python -m vllm_overlay.patching --status
 vllm-overlay plan MODEL \\
   --cpu 8GiB
 ```
@@ -73,10 +73,6 @@ def test_a_page_without_a_fault_has_no_finding(clone: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "what"),
     [
-        ("# Title\n\n" + "word " * 21, 3, "the line has 105 columns"),
-        ("word " * 18 + "\n" + "word " * 17 + "word.", 1, "a sentence has 36 words"),
-        ("- short\n- " + "word " * 18 + "\n  " + "word " * 18, 2, "a sentence has 36 words"),
-        ("| a |\n| --- |\n| " + "word " * 36 + "|", 3, "a sentence has 36 words"),
         ("See [it](no.md).", 1, "link to no.md: no such file"),
         ("A\n[link over\na line](no.md).", 2, "link to no.md: no such file"),
         ("See ![a picture](no.png).", 1, "link to no.png: no such file"),
@@ -89,7 +85,7 @@ def test_a_page_without_a_fault_has_no_finding(clone: Path) -> None:
         ("`tests/no*.py`", 1, "no such file"),
         ("`tests/test_docs.py::test_other`", 1, "tests/test_docs.py has no test_other"),
         ("`vllm_overlay.nothing`", 1, "there is no nothing in vllm_overlay"),
-        ("`bench.turns.no_name`", 1, "there is no no_name in bench/turns"),
+        ("`bench.serving.no_name`", 1, "there is no no_name in bench/serving"),
         ("`make nothing`", 1, "the Makefile has no target nothing"),
         ("`make test NOTHING=1`", 1, "the Makefile does not use NOTHING"),
         ("`vllm-overlay nothing`", 1, "there is no sub-command nothing"),
@@ -97,7 +93,7 @@ def test_a_page_without_a_fault_has_no_finding(clone: Path) -> None:
         ("`python -m vllm_overlay plan MODEL --watch`", 1, "it has no --watch"),
         ("`python -m bench.nothing`", 1, "there is no module bench.nothing"),
         ("`python -m vllm_overlay.planner`", 1, "vllm_overlay.planner has no __main__.py"),
-        ("`python -m bench.turns --watch`", 1, "it has no --watch"),
+        ("`python -m bench.serving --watch`", 1, "it has no --watch"),
         ("`python tools/nothing.py`", 1, "there is no tools/nothing.py"),
         (
             "```\nX=1 python tools/demo.py \\\n  --keep && .venv/bin/python tools/demo.py --watch\n```",

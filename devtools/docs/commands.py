@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from devtools.docs.findings import Finding
-from devtools.docs.page import Page
-from devtools.docs.paths import PACKAGES
+from devtools.docs.names import PACKAGES
+from devtools.docs.page import Finding, Page
 
 _SHELL = ("", "bash", "sh", "shell", "console")
 _ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
@@ -134,13 +133,13 @@ def _problem_of_overlay(root: Path, command: Command, words: Sequence[str]) -> s
     folder = root / "vllm_overlay" / "cli"
     names = [word for word in words if not word.startswith("-")]
     if words and words[0].startswith("--"):
-        return _problem_of_flags(command, [folder / "command_line.py"], root)
+        return _problem_of_flags(command, folder / "command_line.py", root)
     if not names or not re.fullmatch(r"[a-z]+", names[0]):
         return None
     file = folder / f"{names[0]}.py"
     if not file.is_file() or f'name="{names[0]}"' not in file.read_text(encoding="utf-8"):
         return f"there is no sub-command {names[0]}"
-    return _problem_of_flags(command, [file], root)
+    return _problem_of_flags(command, file, root)
 
 
 def _problem_of_python(root: Path, command: Command) -> str | None:
@@ -158,22 +157,21 @@ def _problem_of_python(root: Path, command: Command) -> str | None:
             file = file.with_name("__main__.py")
             if not file.is_file():
                 return f"{module} has no __main__.py"
-        return _problem_of_flags(command, [file], root)
+        return _problem_of_flags(command, file, root)
     if words and words[0].endswith(".py") and words[0].split("/")[0] in PACKAGES:
         file = root / words[0]
-        return _problem_of_flags(command, [file], root) if file.is_file() else f"there is no {words[0]}"
+        return _problem_of_flags(command, file, root) if file.is_file() else f"there is no {words[0]}"
     return None
 
 
-def _problem_of_flags(command: Command, files: Sequence[Path], root: Path) -> str | None:
-    known = {flag for file in files for flag in _flags(root, file)} | {"--help"}
-    unknown = [flag for flag in command.flags if flag not in known]
+def _problem_of_flags(command: Command, file: Path, root: Path) -> str | None:
+    unknown = [flag for flag in command.flags if flag not in {*_flags(root, file), "--help"}]
     return f"it has no {unknown[0]}" if unknown else None
 
 
 @cache
 def _flags(root: Path, file: Path) -> frozenset[str]:
-    """The options of a program: those of its file, else those of the modules of ours that it imports."""
+    """The options of a program: those of its file and of the modules of ours that it imports."""
     found: set[str] = set()
     seen: set[Path] = set()
     waiting = [file]

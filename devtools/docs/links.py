@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relative links and the anchors that they name."""
+"""Relative links, and the anchors that they name."""
 
 from collections.abc import Iterator
 from urllib.parse import unquote
 
-from devtools.docs.findings import Finding
-from devtools.docs.page import Page
+from devtools.docs.page import Finding, Page
 
 
 def broken_links(page: Page) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One Markdown page: its headings, links, code, paragraphs and table cells, each with its line."""
+"""One Markdown page: its headings, links and code, each with its line."""
 
 import re
 from collections import Counter
@@ -16,6 +16,18 @@ _CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 _ANCHOR = re.compile(r"<a\s+(?:id|name)=\"([^\"]+)\"")
 _HTML_LINK = re.compile(r"<(?:a|img)\s[^>]*(?:href|src)=\"([^\"]+)\"")
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+
+
+@dataclass(slots=True, frozen=True, order=True)
+class Finding:
+    """What is wrong with a page. ``page`` is relative to the repository; ``line`` begins at 1."""
+
+    page: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.what}"
 
 
 @dataclass(slots=True, frozen=True)
@@ -116,20 +128,6 @@ class Page:
             for found in _CODE.finditer(block.text)
         ]
 
-    @cached_property
-    def paragraphs(self) -> list[Text]:
-        """What is read as prose: paragraphs, list items, quotes and table cells. Headings are not among them."""
-        found: list[Text] = []
-        for block in self._blocks():
-            if _HEADING.match(block.text):
-                continue
-            if block.text.lstrip().startswith("|"):
-                cells = re.split(r"(?<!\\)\|", block.text.strip().strip("|"))
-                found += [Text(block.line, cell.strip()) for cell in cells if cell.strip(" :-")]
-            else:
-                found.append(Text(block.line, _ITEM.sub("", block.text, count=1)))
-        return found
-
     def _blocks(self) -> Iterator[Text]:
         """Runs of lines that belong together; each row of a table and each heading is one of its own."""
         begin, lines, last = 0, list[str](), 0
@@ -155,11 +153,6 @@ def anchor_of(heading: str) -> str:
     shown = _LINK.sub(lambda found: found[1], heading)
     kept = re.sub(r"[^\w\- ]", "", shown.replace("`", "").lower())
     return kept.replace(" ", "-")
-
-
-def without_links(text: str) -> str:
-    """The text as a reader sees it: of a link only its words."""
-    return _LINK.sub(lambda found: found[1], text)
 
 
 def _without_code(text: str) -> str:

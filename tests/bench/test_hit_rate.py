@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import hit_rate, policy_cost, ranking_cost
-from bench.ablations import ABLATIONS
+from bench import eviction_cost, hit_rate
 from bench.baselines import BASELINES, Moment
 from bench.future import NEVER, Future
 from bench.geometries import MODELS
@@ -113,7 +112,7 @@ def test_every_baseline_keeps_the_index_whole_and_its_limit(name: str) -> None:
 
 def restored(policy: str, requests: list[TraceRequest], room: int) -> float:
     whole = hit_rate.distinct_bytes(requests, 512, GEOMETRY.token_bytes)
-    return replay(Case("", policy, str(whole / room)), requests, Future(requests, 512), lambda: None).restored
+    return replay(Case("", policy, str(whole / room)), requests, Future(requests, 512)).restored
 
 
 ONE = CHUNK + SNAPSHOT
@@ -157,7 +156,7 @@ def test_a_workload_is_the_same_for_a_seed_and_equal_ids_have_equal_prefixes(nam
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_bytes_and_is_replayed(name: str) -> None:
-    row = replay(Case("", "learned", "8", name), requests := generate("chat", 3)[:200], Future(requests, 512), int)
+    row = replay(Case("", "learned", "8", name), requests := generate("chat", 3)[:200], Future(requests, 512))
     assert 0 < row.restored < 1 and row.evicted_objects > 0
     assert row.restored + row.local + sum(row.lost.values()) == pytest.approx(1)
 
@@ -167,8 +166,7 @@ def test_learned_restores_more_than_lru_of_every_workload() -> None:
     for name in WORKLOADS:
         requests = generate(name, 11)[:800]
         shares = [
-            replay(Case("", policy, "16"), requests, Future(requests, 512), lambda: None).restored
-            for policy in ("lru", "learned")
+            replay(Case("", policy, "16"), requests, Future(requests, 512)).restored for policy in ("lru", "learned")
         ]
         assert shares[1] > 1.05 * shares[0], name
 
@@ -178,7 +176,7 @@ def test_on_disk_too_learned_restores_more_than_lru_of_every_workload() -> None:
     for name in WORKLOADS:
         requests = generate(name, 11)[:800]
         lru, on_disk, ranked = [
-            replay(Case("", policy, "16"), requests, Future(requests, 512), lambda: None).restored
+            replay(Case("", policy, "16"), requests, Future(requests, 512)).restored
             for policy in ("lru", "lru on disk", "learned on disk")
         ]
         assert on_disk == pytest.approx(lru, rel=0.1), name
@@ -189,18 +187,10 @@ def test_a_small_disk_tier_is_ranked_before_its_order_is_old() -> None:
     """Its agents pause for a second or two. When it was ranked once a second it restored 1.15 of what ``lru`` does."""
     requests = generate("agent", 11)[:2000]
     lru, ranked = [
-        replay(Case("", policy, "32"), requests, Future(requests, 512), lambda: None).restored
+        replay(Case("", policy, "32"), requests, Future(requests, 512)).restored
         for policy in ("lru", "learned on disk")
     ]
     assert ranked > 1.25 * lru
-
-
-def test_an_ablation_is_the_policy_without_that_part() -> None:
-    requests = generate("chat", 5)[:300]
-    future = Future(requests, 512)
-    victims = {name: replay(Case("", name, "16"), requests, future, lambda: None).restored for name in ABLATIONS}
-    learned = replay(Case("", "learned", "16"), requests, future, lambda: None).restored
-    assert sum(share != learned for share in victims.values()) > len(victims) / 2
 
 
 def test_the_command_prints_a_table_a_trace_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,10 +221,28 @@ def test_the_command_prints_a_table_a_trace_and_draws_it(tmp_path: Path, capsys:
 
 
 def test_the_command_prints_json_from_several_processes(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    arguments = ["scan:1", "--requests", "50", "--budgets", "8", "--ablations", "--json", "--jobs", "2"]
+    arguments = [
+        "scan:1",
+        "--requests",
+        "50",
+        "--budgets",
+        "8",
+        "16",
+        "--policies",
+        "lru",
+        "learned",
+        "--json",
+        "--jobs",
+        "2",
+    ]
     assert hit_rate.main(arguments) == 0
     rows = json.loads(capfdbinary.readouterr().out)
-    assert [row["policy"] for row in rows] == ["lru", "learned", *ABLATIONS]
+    assert [(row["budget"], row["policy"]) for row in rows] == [
+        ("8", "lru"),
+        ("8", "learned"),
+        ("16", "lru"),
+        ("16", "learned"),
+    ]
 
 
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,13 +252,7 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
     assert "nowhere.jsonl" in capsys.readouterr().err
 
 
-def test_the_cost_of_each_policy_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert policy_cost.main(["--objects", "400", "--rounds", "3", "--tokens", "2048"]) == 0
+def test_the_cost_of_each_policy_and_of_a_ranking_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert eviction_cost.main(["--objects", "400", "--rounds", "3", "--tokens", "2048", "--points", "200", "300"]) == 0
     out = capsys.readouterr().out
-    assert "| lru " in out and "| learned " in out
-
-
-def test_the_cost_of_a_ranking_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ranking_cost.main(["--points", "200", "300"]) == 0
-    out = capsys.readouterr().out
-    assert "| 200 " in out and "| 300 " in out
+    assert all(f"| {first} " in out for first in ("lru", "learned", "200", "300"))

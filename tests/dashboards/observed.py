@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from devtools.dashboards.prometheus_api import PrometheusApi
 from tests.dashboards.prometheus import Prometheus
+from tests.dashboards.prometheus_api import PrometheusApi
 from tests.dashboards.traffic import Traffic
 from tests.engine.client import cpu_child, disk_child, multi
 from tests.engine.states import FLOAT32

@@ -9,8 +9,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from devtools.dashboards.drawing import Period, draw
 from tests.dashboards.boards import NAMES, read
+from tests.dashboards.drawing import Period, draw
 from tests.dashboards.observed import observed
 from tests.dashboards.prometheus import REPOSITORY
 from tools.tiny_model import make_tiny_model

@@ -12,7 +12,7 @@ from types import TracebackType
 
 import yaml
 
-from devtools.dashboards.prometheus_api import PrometheusApi
+from tests.dashboards.prometheus_api import PrometheusApi
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.common.file_lock import lock
 from vllm_overlay.server.server_process import hold_port, port_of

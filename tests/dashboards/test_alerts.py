@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The alert rules under promtool: each fires where it should, and is silent where it should be."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 
 from tests.dashboards.boards import DIRECTORY
 from tests.dashboards.prometheus import NotToBeHadError, program
-from tests.dashboards.test_dashboards import known_series, series_in
+from tests.dashboards.test_dashboards import EVERYWHERE, known_series, labels_in
 
 RULES, CASES = "alerts.yml", "alerts_test.yml"
 NEVER, ALWAYS = "vector(0) > 1", "vllm:kv_connector_asked_tokens_total or vector(1)"
@@ -65,10 +66,13 @@ def test_the_cases_hold_each_alert_from_both_sides(promtool: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.get("alert") or rule["record"])
-def test_rules_are_of_metrics_that_exist(rule: dict[str, Any]) -> None:
-    recorded = {one["record"] for one in rules() if "record" in one}
-    used = {name for name in series_in(rule["expr"].replace(":rate15m", "")) if f"{name}:rate15m" not in recorded}
-    assert used <= known_series()
+def test_rules_are_of_metrics_and_labels_that_exist(rule: dict[str, Any]) -> None:
+    known = known_series() | {one["record"]: EVERYWHERE for one in rules() if "record" in one}
+    used = set(re.findall(r"vllm:[\w:]+", rule["expr"]))
+    assert used and used <= set(known)
+    assert labels_in(rule["expr"]) <= {label for name in used for label in known[name]}
     if "alert" in rule:
         assert rule["labels"]["severity"] in {"warning", "critical"}
         assert set(rule["annotations"]) == {"summary", "description"}
+        said = {label for text in rule["annotations"].values() for label in re.findall(r"\$labels\.(\w+)", text)}
+        assert said <= (labels_in(rule["expr"]) or EVERYWHERE)

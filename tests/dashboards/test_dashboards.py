@@ -1,48 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committed dashboards: as their code makes them, valid for the SDK, of metrics that exist."""
+"""The dashboards: valid for Grafana's SDK, of metrics and labels that exist."""
 
 import re
-from pathlib import Path
 
 import pytest
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from devtools.dashboards import __main__ as command
-from tests.dashboards.boards import DIRECTORY, NAMES, Target, panels, read, targets
+from tests.dashboards.boards import NAMES, Target, panels, read, targets
 from tests.metrics_page import documented_metrics
 
-OF_VLLM = {"vllm:prompt_tokens_by_source": "counter", "vllm:num_requests_running": "gauge"}
-"""vLLM's own metrics that panels use; a real server has them (test_panels.py)."""
-SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+OF_VLLM = {
+    "vllm:prompt_tokens_by_source": ("counter", {"source"}),
+    "vllm:num_requests_running": ("gauge", set[str]()),
+}
+"""vLLM's own metrics that panels use, with their labels; a real server has them (test_panels.py)."""
+EVERYWHERE = {"model_name", "engine", "instance", "job"}
+"""Labels of every series: vLLM's, and those that Prometheus adds."""
+SUFFIXES = {"counter": {"_total": ()}, "gauge": {"": ()}, "histogram": {"_bucket": ("le",), "_sum": (), "_count": ()}}
+"""Of the names of series as Prometheus has them, with the labels that it adds."""
 GRID_WIDTH = 24
 
 
-def known_series() -> set[str]:
-    """Names of series as Prometheus has them."""
-    ours = {row.name: row.kind for row in documented_metrics()}
-    return {name + suffix for name, kind in (ours | OF_VLLM).items() for suffix in SUFFIXES[kind]}
+def known_series() -> dict[str, set[str]]:
+    """Each series as Prometheus has it -> its labels."""
+    metrics = {row.name: (row.kind, {"connector", *row.labels}) for row in documented_metrics()} | OF_VLLM
+    return {
+        name + suffix: EVERYWHERE | labels | set(added)
+        for name, (kind, labels) in metrics.items()
+        for suffix, added in SUFFIXES[kind].items()
+    }
 
 
 def series_in(expression: str) -> set[str]:
     return set(re.findall(r"vllm:\w+", expression))
 
 
-def test_the_files_are_what_their_code_makes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--check"]) == 0, capsys.readouterr().err
+def labels_in(expression: str) -> set[str]:
+    """By which it sums or chooses."""
+    sums = {label.strip() for by in re.findall(r"by \(([^)]*)\)", expression) for label in by.split(",")}
+    chooses = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression))
+    return sums | chooses
 
 
-def test_a_stale_file_is_named_and_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--directory", str(tmp_path)]) == 0
-    (tmp_path / "overview.json").write_text("{}\n")
-    assert command.main(["--check", "--directory", str(tmp_path)]) == 1
-    assert "overview.json is not what its code makes: run make dashboards" in capsys.readouterr().err
-    assert command.main(["--directory", str(tmp_path)]) == 0
-    assert [line.rsplit(": ", 1)[1] for line in capsys.readouterr().out.splitlines()] == ["written", "unchanged"]
-    assert (tmp_path / "overview.json").read_text() == (DIRECTORY / "overview.json").read_text()
+def unknown_labels(expression: str) -> set[str]:
+    """Labels that none of its series has."""
+    known = known_series()
+    return labels_in(expression) - {label for name in series_in(expression) for label in known.get(name, ())}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_grafanas_sdk_reads_what_it_wrote(name: str) -> None:
+def test_grafanas_sdk_reads_it(name: str) -> None:
     board = read(name)
     parsed = Dashboard.from_json(board)
     assert parsed.schema_version >= 42
@@ -68,10 +75,18 @@ def test_panels_say_what_they_show_and_fill_the_grid(name: str) -> None:
 
 
 @pytest.mark.parametrize("target", targets(), ids=str)
-def test_queries_are_of_metrics_that_exist(target: Target) -> None:
+def test_queries_are_of_metrics_and_labels_that_exist(target: Target) -> None:
     series = series_in(target.expression)
     assert series
-    assert series <= known_series()
+    assert series <= set(known_series())
+    assert unknown_labels(target.expression) == set()
+
+
+def test_a_label_that_no_metric_of_a_query_has_is_found() -> None:
+    by = 'sum by (connector, {}) (rate(vllm:hybrid_offload_lost_tokens_total{{model_name=~"$model", {}=~".*"}}[1m]))'
+    assert unknown_labels(by.format("reason", "engine")) == set()
+    assert unknown_labels(by.format("reasons", "engine")) == {"reasons"}
+    assert unknown_labels(by.format("reason", "le")) == {"le"}
 
 
 @pytest.mark.parametrize("target", targets(), ids=str)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/dashboards.md and the files for a deployment name what is there."""
+"""docs/operations.md and the files for a deployment name what is there."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from tests.dashboards.test_alerts import rules
 from vllm_overlay.multi_connector.children import child_specs
 from vllm_overlay.plugin import register
 
-PAGE = DIRECTORY.parent / "docs" / "dashboards.md"
+PAGE = DIRECTORY.parent / "docs" / "operations.md"
 
 
 def parsed(name: str) -> Any:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from devtools.dashboards.prometheus_api import PrometheusApi
 from tests.dashboards.boards import Target, read, target, targets
 from tests.dashboards.observed import Observed, observed
 from tests.dashboards.prometheus import NotToBeHadError, program
+from tests.dashboards.prometheus_api import PrometheusApi
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.dashboards]

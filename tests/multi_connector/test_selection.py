@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.replay import best_child, best_junction
 from tests.multi_connector.fakes import FAULTS
 from vllm_overlay.multi_connector.selection import decide, merge_junctions, valid_tokens
 
@@ -133,10 +132,3 @@ def test_a_childs_junction_is_taken_only_when_it_helps(schedulers, childrens, re
     merged = merge_junctions(schedulers, childrens, resume, 1000)
     useful = sorted(value for value in childrens if resume < value < 1000)
     assert merged == (useful[-1] if useful else schedulers)
-
-
-@given(st.lists(st.integers(0, CEILING), min_size=1, max_size=4), st.integers(0, CEILING), st.integers(1, CEILING))
-def test_the_replay_of_traces_chooses_as_equal_weights_do(points, resumed, num_tokens):
-    verdict = verdict_of([(point, 1.0) for point in points], CEILING, may_wait=False)
-    assert (best_child(points) if any(points) else None) == verdict.chosen
-    assert best_junction(points, resumed, num_tokens) == merge_junctions(0, points, resumed, num_tokens)

@@ -42,7 +42,7 @@ class Tier:
         self.policy.serve(geometry)
         self.shelf = IndexShelf(capacity, self.policy)
         self.evicted: list[ObjectId] = []
-        self.shelf.evicted = lambda held: self.evicted.append(held.object_id)
+        self.shelf.evicted = lambda entry: self.evicted.append(entry.object_id)
         self._replay = HitReplay(geometry, self.shelf, self.clock, 128, speculative)
         self._num_served = 0
 
@@ -323,7 +323,7 @@ def test_chunks_whose_state_somebody_else_has_evicted_are_of_no_use() -> None:
     tier = Tier(STATES, None, learned)
     tier.serve(0, 1, 2)
     tier.serve(1, 3)
-    tier.shelf.drop(ObjectId("s", (2).to_bytes(8, "little")))
+    tier.shelf.index.drop(ObjectId("s", (2).to_bytes(8, "little")))
     useless = [names_of(item) for item in tier.policy.ranking() if item.used_at is None]
     assert useless == [[ObjectId("f0", (2).to_bytes(8, "little"))]]
 
@@ -334,7 +334,7 @@ def test_chunks_that_are_used_without_their_window_are_not_the_first_to_go() -> 
     tier.serve(0, 1, 2)
     tier.serve(1, 3, 4)
     last = ObjectId("f0", (2).to_bytes(8, "little"))
-    tier.shelf.drop(ObjectId("w1", last.key))
+    tier.shelf.index.drop(ObjectId("w1", last.key))
     tier.shelf.index.touch([last])
     useless = [object_id for item in tier.policy.ranking() if item.used_at is None for object_id in names_of(item)]
     assert last not in useless
@@ -346,5 +346,5 @@ def test_of_a_dense_model_what_goes_while_a_ranking_is_under_way_is_not_named() 
     tier.serve(5, 1, 2, 4)
     ranking = tier.policy.ranking()
     next(ranking)
-    tier.shelf.drop(ObjectId("f0", (1).to_bytes(8, "little")))
+    tier.shelf.index.drop(ObjectId("f0", (1).to_bytes(8, "little")))
     assert list(ranking) == []

@@ -37,7 +37,7 @@ class LearnedEviction(EvictionPolicy[Entry]):
     the prior of ``ReuseModel`` holds at first. Same calls, same times and same ``seed``: same victims.
 
     Memory beside the index's entries: one number an entry, a run and a point for each restore point, and what does not
-    grow: ``NUM_GHOSTS`` ghosts and what the model watches. ``bench/policy_cost.py`` measures it.
+    grow: ``NUM_GHOSTS`` ghosts and what the model watches. ``bench/eviction_cost.py`` measures it.
     """
 
     def __init__(

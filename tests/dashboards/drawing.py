@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from devtools.dashboards.prometheus_api import PrometheusApi, Series
+from tests.dashboards.prometheus_api import PrometheusApi, Series
 
 GRID_WIDTH = 24
 INCHES_WIDE, INCHES_A_ROW = 18.0, 0.34

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The Grafana dashboards as code. ``python -m devtools.dashboards`` writes their JSON to ``dashboards/``."""
