@@ -13,7 +13,7 @@ PACKAGES = ("bench", "devtools", "tests", "tools", "vllm_overlay")
 PROPOSED = ("tiers/composed/",)
 """What docs/composition.md proposes, and nobody has written."""
 HISTORY = ("CHANGELOG.md",)
-"""Pages that name what was there; tests/test_moves.py holds the new names."""
+"""Pages that name what was there."""
 _PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)+/?(?:::\w+)*|[\w-]+/")
 _DOTTED = re.compile(r"[a-z_]\w*(?:\.\w+)+")
 
