@@ -55,20 +55,15 @@ def load(directory: Path | None = None) -> Series:
     """A series, by default this installation's. A patch is read when it is applied."""
     directory = directory or _patches_directory()
     try:
-        names = patch_names(directory)
+        listed = (directory / "series").read_text(encoding="utf-8").splitlines()
         text = (directory / "checksums.json").read_text(encoding="utf-8")
         files = {str(path): Sums(**sums) for path, sums in json.loads(text)["files"].items()}
     except OSError as error:
         raise PatchError(f"{error.filename} cannot be read ({error.strerror}): reinstall this overlay") from error
     except (ValueError, TypeError, KeyError) as error:
         raise PatchError(f"{directory}/checksums.json is damaged: reinstall this overlay") from error
+    names = tuple(name for line in listed if (name := line.split("#")[0].strip()))
     return Series(directory, names, files, sha256(text.encode())[:12])
-
-
-def patch_names(directory: Path) -> tuple[str, ...]:
-    """The patches that the file ``series`` lists, without its comments."""
-    lines = (directory / "series").read_text(encoding="utf-8").splitlines()
-    return tuple(name for line in lines if (name := line.split("#")[0].strip()))
 
 
 def read_patch(path: Path) -> bytes:
