@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -62,6 +63,10 @@ class LabSettings:
     num_blocks: int = 4096
     num_state_groups: int = 1
     """0: a model of attention alone."""
+    has_window: bool = False
+    """One more group: attention in a window of two blocks."""
+    num_context_ranks: int = 1
+    """The size of decode context parallelism: so many ranks share out the tokens of ``block_size``."""
     max_requests: int = 64
     max_context: int = 65536
     is_asynchronous: bool = False
@@ -79,9 +84,9 @@ def _model_config(max_context: int) -> ModelConfig:
 
 
 def _kv_cache_config(settings: LabSettings) -> KVCacheConfig:
-    specs: list[KVCacheSpec] = [
-        FullAttentionSpec(block_size=settings.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    ]
+    of_a_rank = settings.block_size // settings.num_context_ranks
+    attention: dict[str, Any] = {"block_size": of_a_rank, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    specs: list[KVCacheSpec] = [FullAttentionSpec(**attention)]
     for _ in range(settings.num_state_groups):
         specs.append(
             MambaSpec(
@@ -92,6 +97,8 @@ def _kv_cache_config(settings: LabSettings) -> KVCacheConfig:
                 mamba_cache_mode="align",
             )
         )
+    if settings.has_window:
+        specs.append(SlidingWindowSpec(**attention, sliding_window=2 * of_a_rank))
     groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
     return KVCacheConfig(
         num_blocks=settings.num_blocks,
@@ -117,6 +124,7 @@ def make_scheduler(settings: LabSettings) -> Scheduler:
         ),
         kv_transfer_config=settings.kv_transfer_config,
     )
+    config.parallel_config.decode_context_parallel_size = settings.num_context_ranks
     # The platform of this machine may have changed these.
     config.scheduler_config.async_scheduling = settings.is_asynchronous
     cache_config.block_size = settings.block_size
@@ -134,10 +142,10 @@ def make_scheduler(settings: LabSettings) -> Scheduler:
     )
 
 
-def make_request(name: str, tokens: list[int], max_tokens: int, settings: LabSettings) -> Request:
-    """A greedy request that ends after ``max_tokens``."""
+def make_request(name: str, tokens: list[int], max_tokens: int, settings: LabSettings, **extra_args: Any) -> Request:
+    """A greedy request that ends after ``max_tokens``. ``extra_args``: ``kv_transfer_params``, say."""
     unit = settings.match_unit or settings.block_size
-    parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0)
+    parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0, extra_args=extra_args or None)
     return Request(
         request_id=name,
         prompt_token_ids=tokens,
@@ -151,6 +159,20 @@ def make_request(name: str, tokens: list[int], max_tokens: int, settings: LabSet
 def _block_hasher(unit: int) -> Any:
     init_none_hash(sha256)
     return get_request_block_hasher(unit, sha256)
+
+
+def fill(scheduler: Scheduler, name: str, tokens: list[int], settings: LabSettings) -> None:
+    """Caches a prompt in the device cache, block by block, so that there is a state at each boundary."""
+    manager, block = scheduler.kv_cache_manager, settings.block_size
+    request = make_request(name, tokens, 1, settings)
+    while request.num_computed_tokens < len(tokens):
+        done = request.num_computed_tokens
+        step = min(block - done % block, len(tokens) - done)
+        assert manager.allocate_slots(request, step) is not None
+        request.num_computed_tokens += step
+        for one in manager.coordinator.single_type_managers:
+            one.new_step_starts()
+    manager.free(request)
 
 
 def sampled_tokens(scheduler: Scheduler, output: SchedulerOutput) -> dict[str, list[int]]:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For maintainers: the patch series as commits of a git repository, and back; see --help."""
+"""For maintainers: the patch series as commits of a git repository, tried on another vLLM, and back; see --help."""
 
 import argparse
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,13 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from devtools.validate_patches import validate
 from vllm_overlay.patching import tree
-from vllm_overlay.patching.diff import PatchError
-from vllm_overlay.patching.series import load
+from vllm_overlay.patching.diff import PatchError, parse
+from vllm_overlay.patching.series import load, read_patch, sha256
+from vllm_overlay.versions import VLLM as VLLM_VERSION
 
-ORIGINAL_TAG = "original"
-_AUTHOR = ("-c", "user.name=series", "-c", "user.email=series@localhost")
+ORIGINAL_TAG, NEW_TAG, BRANCH = "original", "new", "series"
+_AUTHOR = ("-c", "user.name=series", "-c", "user.email=series@localhost", "-c", "core.autocrlf=false")
 
 
 def git(directory: Path, *arguments: str, text: str | None = None) -> str:
@@ -27,6 +29,18 @@ def git(directory: Path, *arguments: str, text: str | None = None) -> str:
     if done.returncode:
         raise PatchError(f"git {' '.join(arguments)} failed:\n{(done.stdout + done.stderr).strip()}")
     return done.stdout
+
+
+def fields_of(patch: bytes) -> dict[str, str]:
+    """The header's fields, as DEP-3 has them: ``Field: value``, and lines that begin with a blank go on."""
+    header = patch.partition(b"\ndiff --git ")[0].decode()
+    return dict(re.findall(r"^([A-Z][A-Za-z-]*):[ \t]*(.*(?:\n[ \t].*)*)", header, re.MULTILINE))
+
+
+def has_drop_sign(root: Path, sign: str) -> bool:
+    """Whether a vLLM has what a ``Drop-Sign`` of the form ``vllm/<file>: <text>`` names: it needs no such patch."""
+    path, _, text = sign.partition(": ")
+    return path.startswith("vllm/") and (root / path).is_file() and text in (root / path).read_text()
 
 
 def _copy(source: str, destination: str) -> None:
@@ -43,105 +57,150 @@ def _copy(source: str, destination: str) -> None:
 def open_series(source: Path, directory: Path, patches: Path | None = None) -> list[str]:
     """Makes ``directory`` a repository with vLLM's own files and one commit a patch. Returns the patches' names.
 
-    ``source`` may be patched: the copy is taken back to vLLM's own files first.
+    ``source`` may be patched: vLLM's own files are taken from what was kept.
     """
     if directory.exists():
         raise PatchError(f"{directory} exists: name a directory that does not")
-    root = tree.find_root(source)
+    root, series = tree.find_root(source), load(patches)
+    own = tree.originals(root, series)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(root / "vllm", directory / "vllm", copy_function=_copy, ignore=ignored)
-    if (kept := root / ".vllm-overlay").is_dir():
-        shutil.copytree(kept, directory / kept.name)
-    series = load(patches)
-    tree.reverse(directory, series)
-    git(directory, "init", "--quiet", "--initial-branch", "series")
+    for path, content in own.items():
+        (directory / path).write_bytes(content)
+    git(directory, "init", "--quiet", "--initial-branch", BRANCH)
     git(directory, "config", "commit.cleanup", "verbatim")
-    (directory / ".git/info/exclude").write_text("*.so\n__pycache__/\n/.vllm-overlay/\n")
+    (directory / ".git/info/exclude").write_text("*.so\n__pycache__/\n")
     git(directory, "add", "--all")
-    git(directory, "commit", "--quiet", "--message", f"vLLM {series.vllm_version}")
+    git(directory, "commit", "--quiet", "--message", f"vLLM {VLLM_VERSION}")
     git(directory, "tag", ORIGINAL_TAG)
-    for patch in series.patches:
-        for diff in patch.files:
+    for name in series.patches:
+        text = read_patch(series.directory / name)
+        for diff in parse(text, name):
             path = directory / diff.path
             path.write_bytes(diff.apply(path.read_bytes()))
-        header = (series.directory / patch.name).read_text(encoding="utf-8").partition("\ndiff --git ")[0]
-        git(directory, "commit", "--quiet", "--all", "--file", "-", text=f"{patch.name}\n\n{header.strip()}\n")
-    return [patch.name for patch in series.patches]
+        header = text.decode().partition("\ndiff --git ")[0].strip()
+        git(directory, "commit", "--quiet", "--all", "--file", "-", text=f"{name}\n\n{header}\n")
+    return list(series.patches)
+
+
+def check_series(directory: Path, source: Path) -> dict[str, str]:
+    """What each patch would do on another vLLM, each after those before it. The tag ``new`` is that vLLM's files."""
+    root = tree.find_root(source)
+    git(directory, "checkout", "--quiet", "--detach", ORIGINAL_TAG)
+    git(directory, "rm", "-r", "--quiet", "vllm")
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    shutil.copytree(root / "vllm", directory / "vllm", ignore=ignored, dirs_exist_ok=True)
+    git(directory, "add", "--all")
+    git(directory, "commit", "--quiet", "--allow-empty", "--message", f"vLLM {tree.version_of(root) or root}")
+    git(directory, "tag", "--force", NEW_TAG)
+    try:
+        commits = git(directory, "rev-list", "--reverse", f"{ORIGINAL_TAG}..{BRANCH}").split()
+        return {_message(directory, commit)[0]: _try(directory, commit) for commit in commits}
+    finally:
+        git(directory, "checkout", "--quiet", "--force", BRANCH)
+
+
+def _try(directory: Path, commit: str) -> str:
+    diff = git(directory, "diff", "--full-index", f"{commit}~", commit)
+    sign = fields_of(_message(directory, commit)[1].encode()).get("Drop-Sign", "")
+    if has_drop_sign(directory, sign):
+        return f"no longer needed: {sign}"
+    try:
+        git(directory, "apply", "--reverse", "--check", text=diff)
+        return "already there"
+    except PatchError:
+        pass
+    try:
+        git(directory, "apply", "--3way", "--index", text=diff)
+    except PatchError as error:
+        git(directory, "reset", "--quiet", "--hard")
+        files = re.findall(r"(?m)^U (.+)$|^error: (vllm/\S+): does not exist", str(error))
+        return "conflicts: " + ", ".join("".join(found) for found in files)
+    git(directory, "commit", "--quiet", "--message", commit)
+    return "applies"
 
 
 def write_series(directory: Path, patches: Path | None = None) -> list[str]:
-    """Writes patches/ from the commits of ``directory``; nothing when a commit is none of a patch.
+    """Writes patches/ from the commits of ``directory``, with the checksums. Returns the patches' names.
 
-    Returns what the validator finds wrong with the result.
+    Raises PatchError, and writes nothing, when a commit is none of a patch.
     """
-    commits = git(directory, "rev-list", "--reverse", f"{ORIGINAL_TAG}..HEAD").split()
     texts: dict[str, str] = {}
-    for commit in commits:
-        name, _, header = git(directory, "show", "--no-patch", "--format=%B", commit).partition("\n")
-        if not name.endswith(".patch") or " " in name or name in texts:
+    for commit in git(directory, "rev-list", "--reverse", f"{ORIGINAL_TAG}..{BRANCH}").split():
+        name, header = _message(directory, commit)
+        if not re.fullmatch(r"\d{4}(-[a-z0-9]+)+\.patch", name) or name in texts:
             raise PatchError(
                 f"commit {commit[:10]} {name!r}: its first line must be the name of one patch, such as "
-                "0017-do-this.patch; fold a `fixup!` in with `git rebase --interactive --autosquash original`"
+                f"0017-do-this.patch; fold a `fixup!` in with `git rebase --interactive --autosquash {ORIGINAL_TAG}`"
             )
-        texts[name] = f"{header.strip()}\n\n{_diff(directory, commit)}"
-    target = patches or load(checksums=False).directory
-    listed = (target / "series").read_text(encoding="utf-8").splitlines()
-    comments = [line for line in listed if line.startswith("#")]
+        diff = git(directory, "diff", "--no-color", "--no-ext-diff", "--abbrev=7", f"{commit}~", commit)
+        texts[name] = f"{header.strip()}\n\n{diff}"
+    target = patches or load().directory
+    comments = [line for line in (target / "series").read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     for path in target.glob("*.patch"):
         path.unlink()
     for name, text in texts.items():
         (target / name).write_text(text, encoding="utf-8")
     (target / "series").write_text("\n".join([*comments, *texts]) + "\n", encoding="utf-8")
-    return _validated(directory, target)
+    paths = git(directory, "diff", "--name-only", ORIGINAL_TAG, BRANCH).split()
+    own, patched = ({path: _content(directory, tag, path) for path in paths} for tag in (ORIGINAL_TAG, BRANCH))
+    files = {path: {"original": sha256(own[path]), "patched": sha256(patched[path])} for path in paths}
+    (target / "checksums.json").write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
+    series = load(target)
+    for path in paths:
+        series.patched(path, own[path])
+    return list(texts)
 
 
-def _diff(directory: Path, commit: str) -> str:
-    return git(directory, "diff", "--no-color", "--no-ext-diff", "--abbrev=7", f"{commit}~", commit)
+def _message(directory: Path, commit: str) -> tuple[str, str]:
+    """A patch's name and its header."""
+    name, _, header = git(directory, "show", "-s", "--format=%B", commit).partition("\n")
+    return name, header
 
 
-def _validated(directory: Path, patches: Path) -> list[str]:
-    """Validates on vLLM's own files, checked out beside the repository, and writes the checksums."""
-    original = directory.with_name(f"{directory.name}.original")
-    git(directory, "worktree", "add", "--quiet", "--force", "--detach", str(original), ORIGINAL_TAG)
-    try:
-        return validate(original, update=True, directory=patches)
-    finally:
-        git(directory, "worktree", "remove", "--force", str(original))
+def _content(directory: Path, tag: str, path: str) -> bytes:
+    return subprocess.run(["git", "-C", directory, "show", f"{tag}:{path}"], capture_output=True, check=True).stdout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="The patch series as commits. `open` makes a git repository: vLLM's own files (tag "
         f"`{ORIGINAL_TAG}`), then one commit a patch, with the header as its message. Change commits there with git; "
-        "`write` makes patches/ and its checksums from them.",
+        "`write` makes patches/ and its checksums from them. `check` says what each patch would do on another vLLM, "
+        f"whose files it leaves in the tag `{NEW_TAG}`.",
         epilog="examples:\n"
         "  devtools/series_commits.py open .venv/lib/python3.11/site-packages /tmp/series\n"
         "  cd /tmp/series; edit vllm/...; git commit -a --fixup :/0009-\n"
         f"  git rebase --interactive --autosquash {ORIGINAL_TAG}\n"
         "  devtools/series_commits.py write /tmp/series\n\n"
+        "  devtools/series_commits.py check /tmp/series ~/src/vllm-0.33.0\n"
+        f"  git rebase --onto {NEW_TAG} {ORIGINAL_TAG} {BRANCH}; git tag --force {ORIGINAL_TAG} {NEW_TAG}\n\n"
         "The repository holds the whole package: PYTHONPATH=/tmp/series runs it.\n"
-        "exit status: 0 all is well, 1 problems (one a line), 2 wrong usage",
+        "exit status: 0 done, 1 refused, 2 wrong usage",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     opening = commands.add_parser("open", help="make the repository")
     opening.add_argument("source", type=Path, help="a vLLM of the pinned version, patched or not")
     opening.add_argument("directory", type=Path, help="the repository to make")
+    checking = commands.add_parser("check", help="say what each patch would do on another vLLM")
+    checking.add_argument("directory", type=Path, help="the repository")
+    checking.add_argument("source", type=Path, help="a checkout or unpacked source of that vLLM")
     writing = commands.add_parser("write", help="make patches/ from the repository")
     writing.add_argument("directory", type=Path, help="the repository")
     arguments = parser.parse_args(argv)
     try:
-        if arguments.command == "open":
+        if arguments.command == "check":
+            for name, outcome in check_series(arguments.directory, arguments.source).items():
+                print(f"{name}  {outcome}")
+        elif arguments.command == "open":
             print(f"{len(open_series(arguments.source, arguments.directory))} patches in {arguments.directory}")
-            return 0
-        problems = write_series(arguments.directory)
+        else:
+            print(f"{len(write_series(arguments.directory))} patches written, series {load().id}")
     except PatchError as error:
-        problems = [str(error)]
-    for problem in problems:
-        print(problem)
-    if not problems:
-        print(f"{len(load().patches)} patches, series {load().id}: all is well")
-    return 1 if problems else 0
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from vllm_overlay import VLLM_VERSION
 from vllm_overlay.patching import tree
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.installed import installed_root
+from vllm_overlay.patching.replace import replace_files
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PLUGIN = "cheap_cleanup"
@@ -124,14 +125,14 @@ def link(source: str, destination: str) -> None:
 
 
 def make_unpatched(work: Path) -> Path:
-    """A copy of the installed vLLM, hard-linked, with the series taken back."""
+    """A copy of the installed vLLM, hard-linked, with vLLM's own files."""
     installed = installed_root()
     if installed is None or not tree.status(installed).is_applied:
         raise PatchError("the installed vLLM lacks the series: run `make setup`")
     root = work / "unpatched"
     shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(installed / "vllm", root / "vllm", copy_function=link)
-    tree.reverse(root)
+    replace_files(root, tree.originals(installed))
     return root
 
 

@@ -42,7 +42,6 @@ NEEDED_BYTES = 6 << 30
 PYTHON_FROM, PYTHON_BELOW = (3, 11), (3, 15)
 # vLLM wants them; only Qwen's model files import one (torchvision), and there is no CPU build of them on PyPI.
 NOT_FROM_METADATA = {"torch", "torchvision", "torchaudio", "torchcodec"}
-OLD_DISTRIBUTION = "vllm-hybrid-offload"  # what this overlay was called until 0.1.0
 STAMP = "vllm-overlay-setup.json"
 LOG = "vllm-overlay-setup.log"
 TAIL_LINES = 25
@@ -335,7 +334,6 @@ def make_torchvision_import(env: Environment) -> None:
 
 def install_overlay(env: Environment, progress: Progress, dev: bool, constrain: Sequence[str]) -> None:
     """The overlay, editable, with what it asks for; --dev adds the tools of `make lint` and `make test`."""
-    remove_old_distribution(env, progress)
     inputs = (REPO / "pyproject.toml").read_bytes(), (REPO / "vllm_overlay" / "versions.py").read_bytes()
     key = _key(*inputs, str(REPO))
     dev_key = _key(key, "dev")
@@ -350,18 +348,6 @@ def install_overlay(env: Environment, progress: Progress, dev: bool, constrain: 
         constraint.write_text("".join(f"{line}\n" for line in constrain), encoding="utf-8")
         env.pip_install(["-e", what, "-c", constraint], "The overlay did not install.")
     env.mark_done("overlay", dev_key if dev else key)
-
-
-def remove_old_distribution(env: Environment, progress: Progress) -> None:
-    """Both distributions own the script ``vllm-overlay``, so the new one has to be installed after the old one goes."""
-    if env.version_of(OLD_DISTRIBUTION) is None:
-        return
-    env.mark_done("overlay", "")
-    with progress.step(f"remove {OLD_DISTRIBUTION}, the overlay's former name"):
-        env.run(
-            [env.python, "-m", "pip", "--disable-pip-version-check", "uninstall", "--yes", OLD_DISTRIBUTION],
-            f"{OLD_DISTRIBUTION} could not be removed.",
-        )
 
 
 def apply_patches(env: Environment, progress: Progress) -> None:

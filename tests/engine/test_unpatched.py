@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from tests.engine.client import Engine, EngineError, cpu_child, multi
-from tests.patches.trees import installed_originals, linked_vllm
+from tests.patches.trees import linked_originals
 from tests.python_path import python_path
-from vllm_overlay.patching.replace import replace_files
-from vllm_overlay.patching.series import load
 
 pytestmark = pytest.mark.engine
 
@@ -21,7 +19,7 @@ pytestmark = pytest.mark.engine
 def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment of a process that imports a copy of vLLM with every touched file as it came."""
     directory = tmp_path_factory.mktemp("unpatched")
-    replace_files(linked_vllm(directory), installed_originals(load()))
+    linked_originals(directory)
     yield {"PYTHONPATH": python_path(directory)}
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -36,7 +34,7 @@ def test_an_unpatched_vllm_is_refused_with_the_command_that_helps(
 ) -> None:
     with (
         pytest.raises(
-            EngineError, match=r"UnpatchedError.*lacks 0001-.*run `python tools/apply_patches.py --installed`"
+            EngineError, match=r"UnpatchedError.*lacks the \d+ patches.*run `python tools/apply_patches.py --installed`"
         ),
         Engine(tiny_model, unpatched, launcher=("env",), kv_transfer_config=config),
     ):

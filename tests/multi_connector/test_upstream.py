@@ -25,7 +25,7 @@ KNOWN = {
     "test_multi_connector_overrides_all_base_methods": "patch 0012 gives the base class a method more",
     "test_build_kv_connector_stats_raises_error_for_unknown_connector": "patch 0011 lets names be unknown",
 }
-"""Of vLLM's own class with our series: what fails and why (docs/moving-the-pin.md)."""
+"""Of vLLM's own class with our series: what fails and why (docs/patches.md)."""
 
 
 def make_llama(directory: Path) -> Path:

@@ -11,4 +11,4 @@ def tree(tmp_path):
 
 @pytest.fixture
 def series(tmp_path):
-    return make_series(tmp_path / "patches", make_tree(tmp_path / "source"), THREE_STEPS)
+    return make_series(tmp_path / "patches", THREE_STEPS)

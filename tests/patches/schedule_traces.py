@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's scheduler does and tells its connector, step by step, in random runs: a line of JSON each.
 
-``python -m tests.patches.schedule_traces MODEL SEEDS``: the path of vLLM, then SEEDS runs with each of two match
+``python -m tests.patches.schedule_traces SEEDS``: the path of vLLM, then SEEDS runs with each of two match
 units, with and without decode context parallelism. The connector has ``supports_divergent_local_hybrid_hits``, as
 NIXL's have, and holds a random prefix of each prompt.
 """
@@ -15,10 +15,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import vllm
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
-from tests.patches.schedulers import BLOCK, UNIT, fill, make_request, make_scheduler
+from devtools.scheduler_lab import LabSettings, fill, make_request, make_scheduler, runner_output
+
+BLOCK, UNIT = 64, 16
 
 CONFIG = {
     "kv_connector": "TracedConnector",
@@ -93,20 +96,29 @@ def plain(value: Any) -> Any:
     return type(value).__name__
 
 
-def run(model: str, unit: int, ranks: int, seed: int) -> None:
+def run(unit: int, ranks: int, seed: int) -> None:
     """Six prompts with common prefixes, met in random order, while blocks are lost and loads take their time."""
     source = TracedConnector.source = random.Random(seed)
-    scheduler = make_scheduler(model, CONFIG, unit=unit, ranks_of_a_block=ranks)
-    connector: Any = scheduler.connector
     block = BLOCK * ranks
+    settings = LabSettings(
+        block_size=block,
+        match_unit=unit,
+        num_blocks=400,
+        max_requests=4,
+        max_context=8192,
+        num_context_ranks=ranks,
+        kv_transfer_config=KVTransferConfig(**CONFIG),
+    )
+    scheduler = make_scheduler(settings)
+    connector: Any = scheduler.connector
     shared = [source.randrange(256) for _ in range(4 * block)]
     prompts = [
         shared[: source.randrange(block, len(shared))] + [seed, n] * source.randrange(1, 2 * block) for n in range(3)
     ]
     prompts += [[*shared[: n * block], 0] for n in (1, 2, 4)]
     for n, tokens in enumerate(source.sample(prompts, 3)):
-        fill(scheduler, f"fill-{n}", tokens, unit=unit)
-    waiting = [make_request(f"request-{n}", tokens, unit=unit) for n, tokens in enumerate(prompts)]
+        fill(scheduler, f"fill-{n}", tokens, settings)
+    waiting = [make_request(f"request-{n}", tokens, 4, settings) for n, tokens in enumerate(prompts)]
     for _ in range(60):
         pool = scheduler.kv_cache_manager.block_pool
         lost = source.choice([0, 0, 0.3])
@@ -118,15 +130,9 @@ def run(model: str, unit: int, ranks: int, seed: int) -> None:
         names = list(output.num_scheduled_tokens)
         loaded = {name for name in sorted(connector.loading) if source.random() < 0.5}
         connector.loading -= loaded
-        result = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[
-                [7] if scheduler.requests[name].num_computed_tokens >= scheduler.requests[name].num_tokens else []
-                for name in names
-            ],
-            kv_connector_output=KVConnectorOutput(finished_recving=loaded),
-        )
+        requests = {name: scheduler.requests[name] for name in names}
+        sampled = {name: [7] * (one.num_computed_tokens >= one.num_tokens) for name, one in requests.items()}
+        result = runner_output(sampled, KVConnectorOutput(finished_recving=loaded))
         for outputs in scheduler.update_from_output(output, result).values():
             if stats := outputs.scheduler_stats:
                 for one in (stats.prefix_cache_stats, stats.connector_prefix_cache_stats):
@@ -135,11 +141,11 @@ def run(model: str, unit: int, ranks: int, seed: int) -> None:
 
 
 def main() -> None:
-    model, seeds = sys.argv[1:]
+    (seeds,) = sys.argv[1:]
     for unit, ranks in itertools.product((BLOCK, UNIT), (1, 2)):
         for seed in range(int(seeds)):
             trace.append(["run", unit, ranks, seed])
-            run(model, unit, ranks, seed)
+            run(unit, ranks, seed)
     print(json.dumps({"vllm": vllm.__file__}))
     for line in trace:
         print(json.dumps(line))

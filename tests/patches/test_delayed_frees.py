@@ -2,15 +2,16 @@
 """A finished request for which a load and another transfer are under way: vLLM's own scheduler, patch 0003."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from devtools.scheduler_lab import LabSettings, make_request, make_scheduler
 from tests.patches.lab import LabConnector, config
-from tests.patches.schedulers import BLOCK, NUM_BLOCKS, make_request, make_scheduler
 
+BLOCK, NUM_BLOCKS = 64, 400
 LOADED, SENT = KVConnectorOutput(finished_recving={"one"}), KVConnectorOutput(finished_sending={"one"})
 
 
@@ -22,12 +23,12 @@ def lab_connector() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("first, last", [(LOADED, SENT), (SENT, LOADED)], ids=["load-first", "load-last"])
-def test_blocks_are_freed_at_the_last_of_two_reports(
-    tiny_model: Path, first: KVConnectorOutput, last: KVConnectorOutput
-) -> None:
-    scheduler = make_scheduler(tiny_model, config())
+def test_blocks_are_freed_at_the_last_of_two_reports(first: KVConnectorOutput, last: KVConnectorOutput) -> None:
+    transfer = KVTransferConfig(**config())
+    settings = LabSettings(block_size=BLOCK, match_unit=16, num_blocks=NUM_BLOCKS, kv_transfer_config=transfer)
+    scheduler = make_scheduler(settings)
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks
-    scheduler.add_request(make_request("one", [0] * (3 * BLOCK)))
+    scheduler.add_request(make_request("one", [0] * (3 * BLOCK), 4, settings))
     scheduler.schedule()
     scheduler.finish_requests("one", RequestStatus.FINISHED_ABORTED)  # while it loads; the connector also sends
     held = free()

@@ -3,14 +3,16 @@
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from devtools.scheduler_lab import LabSettings, fill, make_request, make_scheduler
 from tests.patches.lab import LabConnector, config
-from tests.patches.schedulers import BLOCK, NUM_BLOCKS, UNIT, fill, make_request, make_scheduler
+
+BLOCK, UNIT, NUM_BLOCKS = 64, 16, 400
 
 
 @pytest.fixture
@@ -19,18 +21,25 @@ def lab_connector() -> Iterator[type[LabConnector]]:
     LabConnector.completes, LabConnector.answer = False, None
 
 
-@pytest.mark.parametrize("with_window", [False, True])
+@pytest.mark.parametrize("has_window", [False, True])
 def test_a_hit_ends_at_what_all_groups_have_whatever_they_lost_and_the_connector_answers(
-    tiny_model: Path, lab_connector: type[LabConnector], with_window: bool
+    lab_connector: type[LabConnector], has_window: bool
 ) -> None:
-    scheduler = make_scheduler(tiny_model, config(), with_window=with_window)
+    settings = LabSettings(
+        block_size=BLOCK,
+        match_unit=UNIT,
+        num_blocks=NUM_BLOCKS,
+        has_window=has_window,
+        kv_transfer_config=KVTransferConfig(**config()),
+    )
+    scheduler = make_scheduler(settings)
     manager = scheduler.kv_cache_manager
     disagreed = 0
     for seed in range(150):
         source = random.Random(seed)
         assert manager.reset_prefix_cache()
         tokens = [source.randrange(256) for _ in range(source.randrange(3 * BLOCK, 8 * BLOCK))]
-        fill(scheduler, f"fill-{seed}", tokens)
+        fill(scheduler, f"fill-{seed}", tokens, settings)
         lost = source.choice([0, 0.2, 0.5])
         manager.evict_blocks(
             {block.block_id for block in manager.block_pool.blocks if block.block_hash and source.random() < lost}
@@ -38,7 +47,7 @@ def test_a_hit_ends_at_what_all_groups_have_whatever_they_lost_and_the_connector
         answer, asynchronous = source.choice([0, 0, -1, UNIT, BLOCK, 3 * BLOCK + UNIT, 9999]), source.random() < 0.5
         lab_connector.completes = source.random() < 0.7
         lab_connector.answer = lambda *_, found=(answer, asynchronous): found  # type: ignore[assignment]
-        request = make_request(f"ask-{seed}", tokens + [0] * source.randrange(1, 200))
+        request = make_request(f"ask-{seed}", tokens + [0] * source.randrange(1, 200), 4, settings)
         _, agreed, _ = manager.get_computed_blocks(request)
         _, hits = manager.coordinator.find_longest_cache_hit_per_group(request.block_hashes, request.num_tokens - 1)
         disagreed += len(set(hits)) > 1

@@ -5,7 +5,6 @@ An exception leaves the tree as it was. A kill leaves whole files, old or new, a
 all of them to one end and leaves nothing over.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -14,16 +13,16 @@ from random import Random
 
 import pytest
 
-from tests.patches.trees import ORIGINALS, THREE_STEPS, A, B, C, contents, make_series, make_tree
+from tests.patches.trees import ORIGINALS, THREE_STEPS, A, B, C, contents, make_series
+from vllm_overlay.patching import installed
 from vllm_overlay.patching.diff import PatchError
-from vllm_overlay.patching.installed import verify_installed
 from vllm_overlay.patching.originals import STATE_DIRECTORY
 from vllm_overlay.patching.series import sha256
 from vllm_overlay.patching.states import FileState
 from vllm_overlay.patching.tree import apply, reverse, status
 
 REPO = Path(__file__).resolve().parents[2]
-STEPS = ("replace", "link", "unlink", "fsync", "fchmod", "mkdir")
+STEPS = ("replace", "unlink", "fsync", "fchmod", "mkdir")
 SOME_PATCHED = [A, C]
 """What the tests call half: the first and the last file are patched."""
 
@@ -31,7 +30,7 @@ SOME_PATCHED = [A, C]
 def ends(series):
     """The contents of the package without and with the series, nothing else beside them."""
     originals = {path: text.encode() for path, text in ORIGINALS.items()}
-    patched = {p: series.patched_from(p, o) if p in series.chains else o for p, o in originals.items()}
+    patched = {p: series.patched(p, o) if p in series.files else o for p, o in originals.items()}
     return {"vllm/__init__.py": b"", **originals}, {"vllm/__init__.py": b"", **patched}
 
 
@@ -47,7 +46,7 @@ def assert_nothing_is_left_over(tree, series, action, also=()):
     if action is reverse:
         assert not (tree / STATE_DIRECTORY).exists()
         return
-    kept = {sha256(original[path]) for path in {*series.chains, *also}}
+    kept = {sha256(original[path]) for path in {*series.files, *also}}
     assert left_in_state_directory(tree) == sorted([*(f"originals/{digest}" for digest in kept), "originals.json"])
     for digest in kept:
         assert sha256((tree / STATE_DIRECTORY / "originals" / digest).read_bytes()) == digest
@@ -59,7 +58,7 @@ def make_half(tree, series):
     for path in ORIGINALS:
         if path not in SOME_PATCHED:
             (tree / path).write_text(ORIGINALS[path])
-    assert status(tree, series).is_half_applied
+    assert status(tree, series).is_partial
 
 
 def start_from(tree, series, state):
@@ -75,7 +74,7 @@ def start_from(tree, series, state):
 
 def visible(files):
     """Without what tidying up would have removed."""
-    return {path: content for path, content in files.items() if not path.endswith(("-new", "-old"))}
+    return {path: content for path, content in files.items() if not path.endswith("-new")}
 
 
 def run_with_an_error_at(step, error, action, tree, series, monkeypatch):
@@ -112,7 +111,6 @@ def test_an_exception_at_any_step_leaves_the_tree_as_it_was(tree, series, monkey
     interrupted = 0
     for step in range(1, 200):
         before, state = contents(tree), status(tree, series)
-        inodes = {path: (tree / path).stat().st_ino for path in before}
         was_taken, raised = run_with_an_error_at(step, error, action, tree, series, monkeypatch)
         if not was_taken:
             break
@@ -125,26 +123,26 @@ def test_an_exception_at_any_step_leaves_the_tree_as_it_was(tree, series, monkey
             assert raised
             assert contents(tree) == before
             assert status(tree, series) == state
-            assert {path: (tree / path).stat().st_ino for path in before} == inodes
-    assert interrupted > (3 if start == "half" else 10)
+    assert interrupted >= (3 if start == "half" else 9)
     assert_nothing_is_left_over(tree, series, action)
 
 
 def test_a_file_that_cannot_be_put_back_is_named_and_the_next_run_repairs_it(tree, series, monkeypatch):
-    real = os.replace
+    real, renamed = os.replace, []
 
     def broken(source, target, **keywords):
         if (tree / C).name in str(target):
             raise OSError(5, "Input/output error")
-        if str(source).endswith("-old"):
+        if A in renamed and A in str(target):
             raise OSError(30, "Read-only file system")
+        renamed.extend(path for path in (A, B) if path in str(target))
         real(source, target, **keywords)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", broken)
         with pytest.raises(PatchError, match=r"a\.py could not be put back \(Read-only file system\).*only in part"):
             apply(tree, series)
-    assert status(tree, series).is_half_applied
+    assert status(tree, series).is_partial
     reverse(tree, series)
     assert_nothing_is_left_over(tree, series, reverse)
 
@@ -186,13 +184,12 @@ def killed_at(step, action, tree, series):
 def assert_it_is_told(tree, series, known=(FileState.ORIGINAL, FileState.PATCHED)):
     """Every file is whole and known, and the check at start says so of a tree that is neither one nor the other."""
     found = status(tree, series)
-    assert set(found.files.values()) <= set(known), found.files
-    report = verify_installed(series, tree)
-    assert bool(report.problem) is not found.is_applied
-    assert found.is_applied or "apply_patches.py --installed`" in report.problem
-    is_mixed = len(set(found.files.values())) > 1
-    if is_mixed and FileState.OUTDATED not in found.files.values():
-        assert found.is_half_applied and report.is_broken and "only in part" in report.problem
+    assert set(found.states.values()) <= set(known), found.states
+    problem = installed._problem(found, found.vllm_version)
+    assert bool(problem) is not found.is_applied
+    assert found.is_applied or "apply_patches.py --installed`" in problem
+    is_mixed = len(set(found.states.values())) > 1
+    assert is_mixed is found.is_partial is ("only in part" in problem)
     return is_mixed
 
 
@@ -207,7 +204,7 @@ def test_a_run_killed_at_any_step_is_repaired_by_the_next(tree, series, start, a
         half_seen += assert_it_is_told(tree, series)
         then(tree, series)
         assert_nothing_is_left_over(tree, series, then)
-    assert step > 20
+    assert step > 15
     assert half_seen >= 2
 
 
@@ -215,28 +212,27 @@ def test_runs_killed_one_after_the_other_lose_nothing(tree, series):
     kills = half_seen = 0
     random = Random(10)
     for _ in range(60):
-        kills += killed_at(random.randrange(1, 60), random.choice([apply, reverse]), tree, series)
+        kills += killed_at(random.randrange(8, 38), random.choice([apply, reverse]), tree, series)
         half_seen += assert_it_is_told(tree, series)
-    assert kills > 20 and half_seen > 2
+    assert kills > 20 and half_seen >= 2
     apply(tree, series)
     assert_nothing_is_left_over(tree, series, apply)
 
 
 @pytest.mark.parametrize("then", [apply, reverse])
 def test_a_change_of_series_killed_at_any_step_is_repaired_by_the_next_run(tree, tmp_path, then):
-    source = make_tree(tmp_path / "source")
-    old = make_series(tmp_path / "old", source, THREE_STEPS)
+    old = make_series(tmp_path / "old", THREE_STEPS)
     steps = {"0001-other.patch": {B: ("b = 1\n", "b = 'one'\n")}, "0002-more.patch": {A: ("a = 1\n", "a = 'one'\n")}}
-    new = make_series(tmp_path / "new", source, steps)
+    new = make_series(tmp_path / "new", steps)
     mixed_seen = 0
     for step in range(1, 200):
         apply(tree, old)
         if not killed_at(step, apply, tree, new):
             break
-        mixed_seen += assert_it_is_told(tree, new, (FileState.OUTDATED, FileState.PATCHED))
+        mixed_seen += assert_it_is_told(tree, new, (FileState.EARLIER, FileState.PATCHED))
         then(tree, new)
-        assert_nothing_is_left_over(tree, new, then, also=old.chains)
-    assert step > 20
+        assert_nothing_is_left_over(tree, new, then, also=old.files)
+    assert step > 15
     assert mixed_seen >= 1
 
 
@@ -244,7 +240,7 @@ def killed_when(path, tree, series):
     """A tree on which ``apply`` was killed right after it replaced ``path``."""
     for step in range(1, 200):
         assert killed_at(step, apply, tree, series)
-        if status(tree, series).files[path] is FileState.PATCHED:
+        if status(tree, series).states[path] is FileState.PATCHED:
             return
         reverse(tree, series)
 
@@ -259,48 +255,3 @@ def test_a_file_that_was_written_since_a_kill_is_refused_and_kept(tree, series):
     (tree / A).write_text(ORIGINALS[A])
     reverse(tree, series)
     assert_nothing_is_left_over(tree, series, reverse)
-
-
-# Trees that version 0.1 left: it kept a journal, and staged files under the same names
-
-
-def leave_as_0_1(tree, series, renamed):
-    """What an ``apply`` of version 0.1 leaves that was killed when it had renamed some files."""
-    original, patched = ends(series)
-    apply(tree, series)
-    for path in ORIGINALS:
-        (tree / path).write_bytes(patched[path] if path in renamed else original[path])
-        beside = (tree / path).parent
-        (beside / f".{Path(path).name}.vllm-overlay-old").write_bytes(original[path])
-        if path not in renamed:
-            (beside / f".{Path(path).name}.vllm-overlay-new").write_bytes(patched[path])
-    files = [{"path": p, "before": sha256(original[p]), "after": sha256(patched[p])} for p in ORIGINALS]
-    (tree / STATE_DIRECTORY / "journal.json").write_text(json.dumps({"phase": "staged", "files": files}))
-
-
-@pytest.mark.parametrize("then", [apply, reverse])
-@pytest.mark.parametrize("renamed", [[], [A], [A, B], [A, B, C]])
-def test_an_interrupted_run_of_version_0_1_is_repaired(tree, series, renamed, then):
-    leave_as_0_1(tree, series, renamed)
-    assert_it_is_told(tree, series)
-    then(tree, series)
-    assert_nothing_is_left_over(tree, series, then)
-
-
-def test_an_interrupted_run_of_version_0_1_with_another_series_is_repaired(tree, series, tmp_path):
-    leave_as_0_1(tree, series, [A, C])
-    new = make_series(
-        tmp_path / "new", make_tree(tmp_path / "source"), {"0001-b.patch": {B: ("b = 1\n", "b = 'one'\n")}}
-    )
-    apply(tree, new)
-    assert_nothing_is_left_over(tree, new, apply, also=series.chains)
-
-
-def test_a_journal_that_names_a_file_outside_is_not_followed(tree, series, tmp_path):
-    (tmp_path / "victim").write_text("mine")
-    (tree / STATE_DIRECTORY).mkdir()
-    entry = {"path": "vllm/../../victim", "before": "0", "after": "0"}
-    (tree / STATE_DIRECTORY / "journal.json").write_text(json.dumps({"phase": "staged", "files": [entry]}))
-    apply(tree, series)
-    assert (tmp_path / "victim").read_text() == "mine"
-    assert_nothing_is_left_over(tree, series, apply)

@@ -23,7 +23,7 @@ from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import load
 
 REPRODUCTIONS = Path(__file__).parent / "reproductions"
-NAMES = [patch.name for patch in load().patches]
+NAMES = load().patches
 ABOUT_BLOCKS = ("0002-", "0007-", "0008-", "0009-", "0010-", "0012-", "0021-")
 """Their reproductions count in blocks: they failed on lesser processors until ``Lab`` said which states it means."""
 CASES = [pytest.param(name, marks=pytest.mark.processor) if name.startswith(ABOUT_BLOCKS) else name for name in NAMES]

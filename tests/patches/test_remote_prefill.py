@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's NIXL connector as a decode worker: vLLM's scheduler, its lookup, its pairing of blocks; nothing is sent."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from tests.patches.schedulers import BLOCK, fill, make_request, make_scheduler
+from devtools.scheduler_lab import LabSettings, fill, make_request, make_scheduler
 
+BLOCK = 64
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "engine_id": "decoder"}
 PREFILLER = {"remote_engine_id": "prefiller", "remote_request_id": "r", "remote_host": "localhost", "remote_port": 1}
 
@@ -32,16 +33,16 @@ def pair(local: Any, remote: Any) -> Any:
 
 @pytest.mark.parametrize("num_blocks", range(1, 6))
 @pytest.mark.parametrize("tail", [1, 2, BLOCK])
-def test_a_decoder_that_has_lost_its_states_pairs_its_blocks_with_the_prefillers(
-    tiny_model: Path, num_blocks: int, tail: int
-) -> None:
-    scheduler = make_scheduler(tiny_model, NIXL)
+def test_a_decoder_that_has_lost_its_states_pairs_its_blocks_with_the_prefillers(num_blocks: int, tail: int) -> None:
+    config = KVTransferConfig(**NIXL)
+    settings = LabSettings(block_size=BLOCK, match_unit=16, num_blocks=400, kv_transfer_config=config)
+    scheduler = make_scheduler(settings)
     tokens = list(range(num_blocks * BLOCK + tail))
-    fill(scheduler, "before", tokens)
+    fill(scheduler, "before", tokens, settings)
     forget_states(scheduler)
     remote = [list(range(100, 101 + (len(tokens) - 2) // BLOCK)), [200]]  # of all tokens but the last
     parameters = {**PREFILLER, "do_remote_prefill": True, "remote_block_ids": remote}
-    scheduler.add_request(make_request("now", tokens, kv_transfer_params=parameters))
+    scheduler.add_request(make_request("now", tokens, 4, settings, kv_transfer_params=parameters))
 
     metadata: Any = scheduler.schedule().kv_connector_metadata
 

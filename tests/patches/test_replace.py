@@ -5,15 +5,14 @@ import os
 
 import pytest
 
-from tests.patches.trees import A, B, contents, installed_originals, make_tree
+from tests.patches.trees import A, B, installed_originals, make_tree
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.replace import replace_files
-from vllm_overlay.patching.series import load
 from vllm_overlay.patching.tree import apply, reverse
 
 
 def test_a_hard_link_of_a_patched_file_keeps_its_bytes(tmp_path):
-    originals = installed_originals(load())
+    originals = installed_originals()
     other = make_tree(tmp_path / "other", files={path: content.decode() for path, content in originals.items()})
     tree = make_tree(tmp_path / "tree", files={})
     for path in originals:
@@ -45,54 +44,13 @@ def test_bytecode_of_a_changed_file_is_removed_and_of_its_neighbours_kept(tree, 
     assert [path.name for path in cache.iterdir()] == ["ab.cpython-311.pyc"]
 
 
-def test_a_file_system_without_hard_links_is_put_back_from_copies(tree, series, monkeypatch):
-    before = contents(tree)
-    real = os.replace
-
-    def refuse(*names):
-        raise OSError(95, "Operation not supported")
-
-    def broken(source, target):
-        if str(target).endswith("c.py"):
-            raise OSError(28, "No space left on device")
-        real(source, target)
-
-    monkeypatch.setattr(os, "link", refuse)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", broken)
-        with pytest.raises(PatchError, match="No space left on device; the tree is as it was"):
-            apply(tree, series)
-    assert contents(tree) == before
-    assert apply(tree, series).is_applied
-    assert reverse(tree, series).is_original
-    assert contents(tree) == before
-
-
-def test_a_copy_that_is_cut_short_does_not_replace_its_file(tree, series, monkeypatch):
-    """Where there are no hard links, the second name of the old file takes space, too."""
-    before = contents(tree)
-
-    def refuse(*names):
-        raise OSError(95, "Operation not supported")
-
-    def cut_short(source, target):
-        target.write_bytes(source.read_bytes()[:10])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr("shutil.copy2", cut_short)
-    with pytest.raises(PatchError, match="the tree is as it was"):
-        apply(tree, series)
-    assert contents(tree) == before
-
-
 def test_a_patched_tree_that_is_read_only_is_left_alone_without_an_error(tree, series, monkeypatch):
     apply(tree, series)
 
     def refuse(*names, **keywords):
         raise OSError(30, "Read-only file system")
 
-    for name in ("unlink", "replace", "link", "mkdir", "fchmod"):
+    for name in ("unlink", "replace", "mkdir", "fchmod"):
         monkeypatch.setattr(os, name, refuse)
     assert apply(tree, series).is_applied
 

@@ -2,17 +2,18 @@
 """Small trees and series to patch, and copies of the installed vLLM."""
 
 import difflib
+import json
 import os
 import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from devtools.validate_patches import validate
 from vllm_overlay import VLLM_VERSION
-from vllm_overlay.patching.diff import PatchError
+from vllm_overlay.patching import tree
 from vllm_overlay.patching.installed import installed_root
 from vllm_overlay.patching.replace import replace_files
-from vllm_overlay.patching.series import Series, load
+from vllm_overlay.patching.series import Series, load, sha256
 
 HEADER = """\
 Description: a change for the tests
@@ -30,7 +31,7 @@ A, B, C = "vllm/a.py", "vllm/sub/b.py", "vllm/sub/c.py"
 ORIGINALS = {
     A: "".join(f"a = {n}\n" for n in range(40)),
     B: "".join(f"b = {n}\n" for n in range(40)),
-    C: "c = 1\nc = 2\nc = 3",  # no line end at its end
+    C: "c = 1\nc = 2\nc = 3\n",
 }
 
 
@@ -46,10 +47,8 @@ def make_tree(root: Path, version: str | None = VLLM_VERSION, files: Mapping[str
 
 def diff_of(path: str, old: str, new: str) -> str:
     """A git-style diff of one file."""
-    lines = [f"diff --git a/{path} b/{path}\n"]
-    for line in difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{path}", f"b/{path}"):
-        lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
-    return "".join(lines)
+    lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{path}", f"b/{path}")
+    return "".join([f"diff --git a/{path} b/{path}\n", *lines])
 
 
 def write_series(directory: Path, patches: Mapping[str, str]) -> Path:
@@ -62,8 +61,8 @@ def write_series(directory: Path, patches: Mapping[str, str]) -> Path:
     return directory
 
 
-def make_series(directory: Path, source: Path, steps: Mapping[str, Mapping[str, tuple[str, str]]]) -> Series:
-    """A series whose patches each replace (old, new) in files of ``source``, with its checksums."""
+def make_series(directory: Path, steps: Mapping[str, Mapping[str, tuple[str, str]]]) -> Series:
+    """A series whose patches each replace (old, new) in files of a tree as ``make_tree`` makes it."""
     now = dict(ORIGINALS)
     patches = {}
     for name, changes in steps.items():
@@ -75,7 +74,9 @@ def make_series(directory: Path, source: Path, steps: Mapping[str, Mapping[str, 
             now[path] = fresh
         patches[name] = text
     write_series(directory, patches)
-    assert validate(source, update=True, directory=directory) == []
+    touched = {path for changes in steps.values() for path in changes}
+    sums = {p: {"original": sha256(ORIGINALS[p].encode()), "patched": sha256(now[p].encode())} for p in sorted(touched)}
+    (directory / "checksums.json").write_text(json.dumps({"files": sums}))
     return load(directory)
 
 
@@ -95,16 +96,16 @@ def contents(root: Path) -> dict[str, bytes]:
     }
 
 
-def installed_originals(series: Series) -> dict[str, bytes]:
+def installed_originals() -> dict[str, bytes]:
     """vLLM's own contents of the touched files, from the installed vLLM, patched or not."""
     root = installed_root()
     assert root is not None
-    originals = {}
-    for path in series.chains:
-        original = series.original_of(path, (root / path).read_bytes())
-        assert original is not None, f"{path} of the installed vLLM is not known"
-        originals[path] = original
-    return originals
+    return tree.originals(root)
+
+
+def make_unpatched(root: Path) -> Path:
+    """A tree with vLLM's own touched files and no others."""
+    return make_tree(root, files={path: content.decode() for path, content in installed_originals().items()})
 
 
 def _link(source: str, destination: str) -> str:
@@ -129,7 +130,7 @@ def linked_vllm(destination: Path) -> Path:
 def linked_originals(destination: Path) -> Path:
     """A copy of the installed vLLM without any of this series."""
     root = linked_vllm(destination)
-    replace_files(root, installed_originals(load()))
+    replace_files(root, installed_originals())
     return root
 
 
@@ -143,16 +144,13 @@ BUILDS_ON = {
 
 
 def linked_vllm_without(left_out: str, destination: Path) -> Path:
-    """A copy of the installed vLLM with the series of this repository, but for one patch and what builds on it."""
+    """A copy of the installed vLLM with the series of this repository, but for one patch and what builds on it.
+
+    git applies the others, because their hunks are not at their lines then.
+    """
     series = load()
-    now = installed_originals(series)
-    for patch in series.patches:
-        if patch.name == left_out or left_out[:5] in BUILDS_ON.get(patch.name, "").split():
-            continue
-        try:
-            now.update({diff.path: diff.apply(now[diff.path]) for diff in patch.files})
-        except PatchError:
-            continue
-    root = linked_vllm(destination)
-    replace_files(root, now)
+    root = linked_originals(destination)
+    for name in series.patches:
+        if name != left_out and left_out[:5] not in BUILDS_ON.get(name, "").split():
+            subprocess.run(["git", "apply", series.directory / name], cwd=root, stderr=subprocess.DEVNULL)
     return root

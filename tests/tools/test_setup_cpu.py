@@ -3,7 +3,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -131,39 +130,6 @@ def test_a_second_run_only_looks_at_the_patches(env, commands, monkeypatch):
     set_up(env, "--dev")
     set_up(env)
     assert [Path(command[1]).name for command in commands] == ["apply_patches.py"] * 2
-
-
-@pytest.mark.parametrize("has_new_one", [False, True])
-def test_the_former_distribution_goes_before_the_overlay_is_installed(env, commands, has_new_one):
-    add_distribution(env, "vllm", "0.32.0")
-    if has_new_one:  # whose script goes with the old distribution's
-        set_up(env)
-        add_distribution(env, "vllm-overlay", "0.2.0")
-        commands.clear()
-    add_distribution(env, "vllm-hybrid-offload", "0.1.0")
-    set_up(env)
-    assert commands[0][-3:] == ["uninstall", "--yes", "vllm-hybrid-offload"]
-    assert commands[1][1:4] == ["-m", "pip", "install"] and str(REPO) in commands[1]
-    assert Path(commands[2][1]).name == "apply_patches.py"
-
-
-def test_a_set_up_interrupted_after_the_former_one_went_installs_the_overlay_when_it_runs_again(
-    env, commands, monkeypatch
-):
-    def interrupted(env, arguments, failure):
-        raise KeyboardInterrupt
-
-    add_distribution(env, "vllm", "0.32.0")
-    set_up(env)
-    add_distribution(env, "vllm-overlay", "0.2.0")
-    add_distribution(env, "vllm-hybrid-offload", "0.1.0")
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Environment, "pip_install", interrupted)
-        set_up(env)
-    shutil.rmtree(env.site_packages / "vllm_hybrid_offload-0.1.0.dist-info")
-    commands.clear()
-    set_up(env)
-    assert "install" in commands[0] and str(REPO) in commands[0]
 
 
 def test_a_vllm_for_an_accelerator_is_left_alone(env, commands):

@@ -5,30 +5,30 @@
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from vllm_overlay.patching.states import FileState
 from vllm_overlay.versions import VLLM as VLLM_VERSION
 
-BRANCH = "my-edits"
-ARCHIVE = "vllm-edits.tar"
 
-
-def of_files(root: Path, hindering: Mapping[str, FileState], reasons: Mapping[str, str], total: int) -> str:
-    """The refusal of a tree with ``hindering`` files, of ``total`` that the series touches.
-
-    ``reasons``: why a file cannot be read, where that is so.
-    """
-    states = set(hindering.values())
-    paragraphs = [_headline(root, hindering, total) + "\n" + _listed(hindering, reasons), "Nothing was changed."]
-    if FileState.OTHER_VERSION in states:
-        paragraphs[-1] += f" Use vLLM {VLLM_VERSION}, or move the series as docs/moving-the-pin.md says."
-        if _is_checkout(root):
-            paragraphs.append(f"The series can be applied to a checkout beside this one:\n{_worktree(root)}")
-    if edited := [path for path, state in hindering.items() if state is FileState.EDITED]:
+def of_files(root: Path, foreign: Mapping[str, tuple[FileState, str]], is_probably_other: bool) -> str:
+    """The refusal of a tree for these files: what each is, and why it cannot be read where that is so."""
+    width = max(len(state) for state, _ in foreign.values())
+    rows = [f"  {state.ljust(width)}  {path}{reason and ': ' + reason}" for path, (state, reason) in foreign.items()]
+    files = "1 file is" if len(foreign) == 1 else f"{len(foreign)} files are"
+    headline = f"{files} not vLLM {VLLM_VERSION}'s own, patched or not, in {root}:"
+    paragraphs = ["\n".join([headline, *rows]), "Nothing was changed."]
+    if is_probably_other:
+        paragraphs[-1] += f" This is probably another version of vLLM: use {VLLM_VERSION}."
+    if edited := _in_state(foreign, FileState.EDITED):
         paragraphs.append(_keep(root, edited))
-    if {FileState.MISSING, FileState.LOST} & states:
+    if converted := _in_state(foreign, FileState.LINE_ENDS):
+        paragraphs.append(
+            "Something has changed line ends; git does where core.autocrlf is set. This mends it:\n"
+            f"    cd {shlex.quote(str(root))} && sed -i 's/\\r$//' {converted}"
+        )
+    if _in_state(foreign, FileState.MISSING) or _in_state(foreign, FileState.LOST):
         paragraphs.append(
             f"Put vLLM {VLLM_VERSION}'s own file, from its wheel or source distribution, where one is missing or its "
             "original lost."
@@ -36,48 +36,25 @@ def of_files(root: Path, hindering: Mapping[str, FileState], reasons: Mapping[st
     return "\n\n".join(paragraphs)
 
 
-def _headline(root: Path, hindering: Mapping[str, FileState], total: int) -> str:
-    if FileState.OTHER_VERSION in hindering.values():
-        return (
-            f"{len(hindering)} of the {total} files that the series touches in {root} are not vLLM {VLLM_VERSION}'s: "
-            "it does not say its version, and this is probably another version"
-        )
-    files = "1 file" if len(hindering) == 1 else f"{len(hindering)} files"
-    return f"{files} of {root} {'is' if len(hindering) == 1 else 'are'} not vLLM {VLLM_VERSION}'s own, patched or not:"
+def _in_state(foreign: Mapping[str, tuple[FileState, str]], wanted: FileState) -> str:
+    """These files as the arguments of a command."""
+    return shlex.join(path for path, (state, _) in foreign.items() if state is wanted)
 
 
-def _listed(hindering: Mapping[str, FileState], reasons: Mapping[str, str]) -> str:
-    width = max(len(state) for state in hindering.values())
-    return "\n".join(
-        f"  {state.ljust(width)}  {path}{': ' + reasons[path] if path in reasons else ''}"
-        for path, state in hindering.items()
-    )
-
-
-def _keep(root: Path, edited: Sequence[str]) -> str:
+def _keep(root: Path, edited: str) -> str:
     """How to keep the edits of these files, and have the series."""
-    files = shlex.join(edited)
-    if not _is_checkout(root):
+    there = shlex.quote(str(root))
+    if not (root / ".git").exists():
         return (
             f"The edits are yours to keep. Leave this vLLM as it is and apply the series to another {VLLM_VERSION}:\n"
             "a fresh environment or an unpacked source, with --target DIR. Or copy the edited files aside, put\n"
             "vLLM's own, from its wheel or source distribution, in their place, and run this again:\n"
-            f"    tar -C {shlex.quote(str(root))} -cf {ARCHIVE} {files}"
+            f"    tar -C {there} -cf vllm-edits.tar {edited}"
         )
-    git = f"git -C {shlex.quote(str(root))}"
-    return (
-        "The edits are yours to keep. Put them into the stash, or into a branch, and run this again:\n"
-        f"    {git} stash push -- {files}\n"
-        f"    {git} switch -c {BRANCH} && {git} commit -m '{BRANCH}' -- {files} && {git} switch --detach HEAD~1\n"
-        f"Or leave this checkout as it is and apply the series to another one:\n{_worktree(root)}"
-    )
-
-
-def _worktree(root: Path) -> str:
     other = shlex.quote(str(root.parent / f"vllm-{VLLM_VERSION}"))
-    git = f"git -C {shlex.quote(str(root))}"
-    return f"    {git} worktree add {other} v{VLLM_VERSION}\nthen with --target {other}"
-
-
-def _is_checkout(root: Path) -> bool:
-    return (root / ".git").exists()
+    return (
+        "The edits are yours to keep. Put them into the stash, or commit them and leave this checkout as it is: the\n"
+        "series can be applied to another one, with --target.\n"
+        f"    git -C {there} stash push -- {edited}\n"
+        f"    git -C {there} worktree add {other} v{VLLM_VERSION}"
+    )

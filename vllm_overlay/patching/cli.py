@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_overlay.patching import tree
-from vllm_overlay.patching.check import CheckReport, PatchOutcome, check
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.installed import apply_command, installed_root
+from vllm_overlay.patching.replace import unwritable_directory
 from vllm_overlay.patching.series import load
 from vllm_overlay.versions import VLLM as VLLM_VERSION
 
@@ -25,10 +25,10 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "is replaced by a rename. After a run that was killed, run it again: every run starts from what it finds.",
         epilog=f"""examples:
   {program} --installed                     patch the vLLM of this environment
-  {program} --installed --status            which patches are in it
+  {program} --installed --status            what is in it
   {program} --installed --reverse           back to vLLM's own files
   {program} --target ~/src/vllm             patch a checkout or an unpacked source
-  {program} --target ~/src/vllm --check     say whether it would apply, also to another version
+  {program} --target ~/src/vllm --check     say whether it would apply
 
 exit status:
   0    done; with --check: the series fits what is in the tree, or is applied; with --status: it is applied
@@ -45,8 +45,8 @@ is still that of the contents. A refusal names every file that hinders, and how 
     where.add_argument("--installed", action="store_true", help="the vLLM that this Python would import")
     where.add_argument("--target", type=Path, metavar="DIR", help="the directory that holds vllm/, or vllm/ itself")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="say what each patch would do; touch nothing")
-    what.add_argument("--status", action="store_true", help="say which patches are in; touch nothing")
+    what.add_argument("--check", action="store_true", help="say whether the series would apply; touch nothing")
+    what.add_argument("--status", action="store_true", help="say what each touched file is; touch nothing")
     what.add_argument("--reverse", action="store_true", help="take the patches out again")
     return parser
 
@@ -103,47 +103,35 @@ def _root(arguments: argparse.Namespace) -> Path:
 
 def _status(root: Path, command: str) -> int:
     found = tree.status(root)
-    print(f"{root / 'vllm'}: vLLM {found.vllm_version or '(does not say its version)'}, series {found.series}\n")
-    print(_table([("patch", "state"), *((name, str(state)) for name, state in found.patches.items())]))
-    print()
-    print(_table([("file", "state"), *((path, str(state)) for path, state in found.files.items())]))
+    patches = f"{len(found.series.patches)} patches, series {found.series.id}"
+    print(f"{root / 'vllm'}: vLLM {found.vllm_version or '(does not say its version)'}; {patches}\n")
+    width = max(map(len, found.files))
+    print("\n".join(f"{path.ljust(width)}  {state}" for path, state in found.states.items()))
     if found.is_partial:
         print(f"\nThe series is applied only in part: run {command} to complete it, with --reverse to take it out.")
-    if any(state.hinders for state in found.files.values()):
+    elif found.foreign:
         print("\nNot every file is vLLM's own or ours: --check says how to go on and to keep what was edited.")
+    elif found.is_applied:
+        print("\nThe series is applied.")
+    else:
+        print("\nThe series is not applied.")
     return DONE if found.is_applied else REFUSED
 
 
 def _check(root: Path) -> int:
-    report = check(root)
-    print(f"{root / 'vllm'}: vLLM {report.vllm_version or '(does not say its version)'}\n")
-    rows = [(name, str(outcome), report.reasons[name]) for name, outcome in report.outcomes.items()]
-    print(_table([("patch", "outcome", "why"), *rows]))
-    print(f"\n{_summary(report)}")
-    return DONE if report.would_apply else REFUSED
-
-
-def _summary(report: CheckReport) -> str:
-    """The last paragraphs of --check."""
-    if not report.would_apply:
-        refused = sum(outcome is PatchOutcome.REFUSED for outcome in report.outcomes.values())
-        touching = (
-            f"{refused} of its {len(report.outcomes)} patches touch a file that is not vLLM's own, and it is applied "
-            "whole or not at all.\n\n"
+    series = load()
+    found = tree.status(root, series)
+    if refusal := tree.refusal(root, series):
+        print(f"The series would be refused: {refusal}")
+        return REFUSED
+    unwritable = unwritable_directory(root, found.files)
+    if found.is_applied:
+        print("The series is applied.")
+    elif unwritable:
+        print(
+            f"The series fits, but this user cannot write {unwritable}: apply it as the owner of {root}, or to a copy, "
+            "with --target."
         )
-        return f"The series would be refused: {touching if refused else ''}{report.refusal}"
-    if report.is_applied:
-        return "The series is applied."
-    if report.unwritable:
-        return (
-            f"The series fits, but this user cannot write {report.unwritable}: apply it as the owner of {report.root}, "
-            "or to a copy, with --target."
-        )
-    return "The series would apply."
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    else:
+        print("The series would apply.")
+    return DONE

