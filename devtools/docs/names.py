@@ -14,8 +14,6 @@ from devtools.docs.page import Finding, Page
 
 PACKAGES = ("bench", "devtools", "tests", "tools", "vllm_overlay")
 FOLDERS = (*PACKAGES, "dashboards", "docker", "docs", "examples", "patches")
-HISTORY = ("CHANGELOG.md",)
-"""Pages that name what was there."""
 ELSEWHERE = (
     *("--separate-object-groups", "--supported-transfer-mode", "_MambaUnifiedViewEdit", "_lib_fn_wrapper"),
     *("engine_driven", "kv_cache_group_edits", "l2_adapters", "lmcache_driven", "max_capacity_gb"),
@@ -42,7 +40,7 @@ def unknown_names(page: Page) -> Iterator[Finding]:
         for name in _METRIC.findall(line):
             if not _is_metric(page.root, name):
                 yield Finding(page.name, number, f"{name}: vllm_overlay/metrics.py has no such metric")
-    for span in page.code_spans if page.name not in HISTORY else ():
+    for span in page.code_spans:
         what = _problem_of_path(page.root, span.text) or _problem_of_module(page.root, span.text)
         if what:
             yield Finding(page.name, span.line, f"`{span.text}`: {what}")
