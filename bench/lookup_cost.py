@@ -13,11 +13,11 @@ from typing import Any
 
 from bench.measure import table
 from vllm_overlay.multi_connector.child import Child
-from vllm_overlay.multi_connector.load_weight import LoadWeight
+from vllm_overlay.multi_connector.choice import decide
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
-from vllm_overlay.multi_connector.selection import decide
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.multi_connector.watchdog import Watchdog
+from vllm_overlay.multi_connector.weights import LoadWeight
 
 ROUNDS, CALLS = 7, 2000
 
@@ -52,9 +52,9 @@ def scheduler_side(num_children: int, weight: LoadWeight, watchdog: Watchdog) ->
     settings = {child.name: ChildSettings() for child in children}
     side = SchedulerSide(children, MultiSettings(connectors=[{}]), settings, True, [weight] * num_children)
     for tokens in range(1000, 9000, 1000):
-        side.rule.step_ended(tokens, 0.001 * tokens)
+        side.choice.step_ended(tokens, 0.001 * tokens)
         for child in children:
-            side.rule.load_ended(child.index, tokens, 0.01 + 0.0001 * tokens, failed=False)
+            side.choice.load_ended(child.index, tokens, 0.01 + 0.0001 * tokens, failed=False)
     return side
 
 

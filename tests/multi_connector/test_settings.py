@@ -7,8 +7,8 @@ from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, child, multi
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector import children
 from vllm_overlay.multi_connector.children import child_specs
-from vllm_overlay.multi_connector.load_weight import LoadWeight
-from vllm_overlay.multi_connector.settings import RENAMED, multi_settings
+from vllm_overlay.multi_connector.settings import multi_settings
+from vllm_overlay.multi_connector.weights import LoadWeight
 
 
 def specs(*children, **settings):
@@ -153,7 +153,7 @@ def test_extra_config_that_is_no_mapping_is_refused():
 
 def test_an_unknown_setting_is_refused():
     assert refusal(child(), lookup_timeout=1) == (
-        "unknown setting 'lookup_timeout' of the MultiConnector: it takes connectors, selection, "
+        "unknown setting 'lookup_timeout' of the MultiConnector: it takes connectors, "
         "lookup_timeout_ms, isolate_after_s, retry_first_s, retry_longest_s, hang_after_s, "
         "control_file, load_failure_policy; did you mean lookup_timeout_ms?"
     )
@@ -171,10 +171,6 @@ def test_a_setting_of_a_child_beside_the_children_is_refused_with_the_place():
         ({"lookup_timeout_ms": -1}, "lookup_timeout_ms=-1 of the MultiConnector must be a number of at least 0"),
         ({"lookup_timeout_ms": "5"}, "lookup_timeout_ms='5' of the MultiConnector must be a number"),
         ({"isolate_after_s": -1}, "isolate_after_s=-1 of the MultiConnector must be a number of at least 0"),
-        ({"selection": 5}, 'selection=5 of the MultiConnector must be a string, such as "weighted"'),
-        ({"selection": "weigthed"}, 'set it to "weighted", or to "module:Class"; did you mean weighted?'),
-        ({"selection": "cost"}, "is no rule any more: leave selection out, and load_weight of each child at its"),
-        ({"selection": "no:X"}, "No module named 'no'; set it to \"weighted\", or to a class that can be"),
         ({"load_failure_policy": "ignore"}, 'must be "fail" or "recompute", such as "recompute"'),
         (
             {"retry_first_s": 5, "retry_longest_s": 1},
@@ -221,15 +217,14 @@ def test_weights_of_zero_throughout_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("children", "settings"),
+    "children",
     [
-        ([child("a", weight=0), child("b", weight=0.5)], {}),
-        ([child("a", weight=0, load=False), child("b", weight=0, load=False)], {}),
-        ([child("a", weight=0)], {"selection": "tests.multi_connector.fake_rules:Fewest"}),
+        [child("a", weight=0), child("b", weight=0.5)],
+        [child("a", weight=0, load=False), child("b", weight=0, load=False)],
     ],
 )
-def test_weights_of_zero_are_taken_where_something_may_load_or_nothing_should(children, settings):
-    assert specs(*children, **settings)
+def test_weights_of_zero_are_taken_where_something_may_load_or_nothing_should(children):
+    assert specs(*children)
 
 
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
@@ -322,25 +317,6 @@ def test_attempts_beside_the_childs_own_settings_are_refused_with_the_place():
     assert refusal({**child("cpu"), "max_load_attempts": 2}) == (
         "unknown key 'max_load_attempts' of connector 'cpu': it belongs in this connector's kv_connector_extra_config"
     )
-
-
-INSTEAD = {
-    "max_load_attempts": (
-        "max_load_attempts is no setting of the MultiConnector any more: it is now max_load_attempts in the "
-        "kv_connector_extra_config of each child"
-    ),
-    "load_timeout_s": "load_timeout_s is no setting of the MultiConnector any more: it is now isolate_after_s",
-}
-"""The sentence for each setting that is gone."""
-
-
-@pytest.mark.parametrize("old", sorted(INSTEAD.keys() | RENAMED.keys()))
-def test_a_setting_that_is_gone_is_refused_with_what_to_write_now(old):
-    assert refusal(child("cpu"), **{old: 3}) == INSTEAD[old]
-
-
-def test_what_to_write_now_is_taken():
-    assert multi_settings({"connectors": [child("cpu", max_load_attempts=3)], "isolate_after_s": 3})
 
 
 def test_a_child_whose_module_panics_while_it_is_imported_is_refused_by_child(monkeypatch):

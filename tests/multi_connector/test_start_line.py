@@ -28,7 +28,7 @@ def test_it_names_children_classes_weights_and_what_is_not_by_default(lines, tmp
         control_file=str(switches),
     )
     assert about_the_multi_connector(lines) == [
-        "MultiConnector: selection weighted; cpu (FakeChild, weight auto, 0.8 until measured), "
+        "MultiConnector: cpu (FakeChild, weight auto, 0.8 until measured), "
         "disk (NamedChild, weight 0.8, store off, min_tokens 512), "
         f"far (FakeChild, weight 2, load off, promote off); control file {switches}"
     ]
@@ -36,7 +36,7 @@ def test_it_names_children_classes_weights_and_what_is_not_by_default(lines, tmp
 
 def test_what_is_by_default_is_not_named(lines):
     multi(child("a", weight=1.0))
-    assert about_the_multi_connector(lines) == ["MultiConnector: selection weighted; a (FakeChild, weight 1)"]
+    assert about_the_multi_connector(lines) == ["MultiConnector: a (FakeChild, weight 1)"]
 
 
 def test_workers_do_not_say_it_again(lines):

@@ -16,13 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 
 from vllm_overlay.multi_connector import MultiConnector
 from vllm_overlay.multi_connector.child import Child
-from vllm_overlay.multi_connector.load_weight import LoadWeight
 from vllm_overlay.multi_connector.lookup import Lookup
 from vllm_overlay.multi_connector.metadata import MultiMetadata, MultiWorkerMetadata
 from vllm_overlay.multi_connector.prom_metrics import MultiPromMetrics
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.multi_connector.stats import MultiStats
+from vllm_overlay.multi_connector.weights import LoadWeight
 
 
 class _Chosen(MutableMapping[str, int]):

@@ -16,17 +16,15 @@ from vllm.logger import init_logger
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.load_failure import LoadFailurePolicy, load_failure_policy
-from vllm_overlay.multi_connector.load_weight import UNKNOWN, LoadWeight
-from vllm_overlay.multi_connector.selection_rules.factory import RULES
 from vllm_overlay.multi_connector.settings import (
     OURS_ALONE,
     SHARED,
     ChildSettings,
-    MultiSettings,
     child_settings,
     multi_settings,
 )
 from vllm_overlay.multi_connector.stats import OWN
+from vllm_overlay.multi_connector.weights import UNKNOWN, LoadWeight
 from vllm_overlay.named_child import NamedChild
 from vllm_overlay.setting_check import did_you_mean
 
@@ -98,7 +96,7 @@ def child_specs(
     policy = _policy(extra_config, kv_load_failure_policy, named)
     specs = [_child_spec(entry, name, policy) for name, entry in named.items()]
     _check_roles(kv_role, specs)
-    _check_weights(settings, specs)
+    _check_weights(specs)
     return specs
 
 
@@ -219,11 +217,11 @@ def _load_weight(entry: _Entry, settings: ChildSettings) -> LoadWeight:
     return LoadWeight(prior, is_measured=True)
 
 
-def warn_of_mixed_weights(specs: Sequence[ChildSpec], selection: str) -> None:
-    """Called at start in the scheduler's process. A rule of somebody else may make what it likes of the weights."""
+def warn_of_mixed_weights(specs: Sequence[ChildSpec]) -> None:
+    """Called at start in the scheduler's process."""
     numbers = [spec.name for spec in specs if spec.settings.load and not spec.load_weight.is_measured]
     measured = [spec.name for spec in specs if spec.settings.load and spec.load_weight.is_measured]
-    if numbers and measured and selection in RULES.names:
+    if numbers and measured:
         logger.warning(
             'load_weight of %s is a number, and of %s "auto", which is measured. A number that was not measured here '
             'makes these lose or win wrongly. Set load_weight of all to "auto", or of all to numbers.',
@@ -242,14 +240,9 @@ def _check_roles(kv_role: str | None, specs: list[ChildSpec]) -> None:
             )
 
 
-def _check_weights(settings: MultiSettings, specs: list[ChildSpec]) -> None:
-    """A rule of somebody else may make what it likes of the weights."""
+def _check_weights(specs: list[ChildSpec]) -> None:
     children = [spec.settings for spec in specs]
-    if (
-        settings.selection in RULES.names
-        and any(one.load for one in children)
-        and not any(one.load_weight for one in children)
-    ):
+    if any(one.load for one in children) and not any(one.load_weight for one in children):
         raise ConfigError(
             f"load_weight=0 of every connector of the MultiConnector ({', '.join(spec.name for spec in specs)}), so "
             'that none would ever load: set load_weight of one to "auto" or above 0, or load of each to false'

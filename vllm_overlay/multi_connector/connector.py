@@ -5,11 +5,11 @@ How the children's answers become one (``tests/multi_connector/test_interface.py
 
 | hook | children asked | merged by |
 | --- | --- | --- |
-| get_num_new_matched_tokens | all, in the same call | worth most, first of equals (selection_rules/) |
+| get_num_new_matched_tokens | all, in the same call | worth most, first of equals (choice.py) |
 | update_state_after_alloc | all | the chosen one gets the tokens, the others the real blocks and 0 |
 | get_loaded_kv_cache_group_ids, get_external_cache_hit_sources, completes_local_attention | the chosen one \
 | its answer |
-| request.shared_prefix_boundary | all, each from the scheduler's value | selection.merge_junctions |
+| request.shared_prefix_boundary | all, each from the scheduler's value | lookup.merge_junctions |
 | build_connector_meta, build_connector_worker_meta | all | one part each; flags that a child sets are kept |
 | get_handshake_metadata, set_xfer_handshake_metadata(_pp_aware) | all | one part each; each gets back its own |
 | bind/clear_connector_metadata, start_load_kv, wait_for_layer_load, save_kv_layer, wait_for_save, \
@@ -115,7 +115,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         self._children = _build_children(specs, vllm_config, role, kv_cache_config, self._watchdog)
         if role == KVConnectorRole.SCHEDULER:
             logger.info("MultiConnector: %s", start_line(settings, specs))
-            warn_of_mixed_weights(specs, settings.selection)
+            warn_of_mixed_weights(specs)
             self._adopt_load_failure_policy(specs[0].load_failure_policy)
         groups = kv_cache_config.kv_cache_groups
         # vLLM rewinds a hit of the whole prompt by one token, which a recurrent state cannot follow.

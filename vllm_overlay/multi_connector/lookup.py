@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's lookup: every child is asked, the best offer is chosen, and the decision is kept until it is counted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child
+from vllm_overlay.multi_connector.choice import Choice
 from vllm_overlay.multi_connector.control_file import ControlFile
 from vllm_overlay.multi_connector.request_filter import RequestFilter
-from vllm_overlay.multi_connector.selection import merge_junctions, valid_tokens
-from vllm_overlay.multi_connector.selection_rules.guarded import GuardedRule
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -54,12 +53,12 @@ class Lookups:
         children: Sequence[Child],
         control: ControlFile,
         filters: Sequence[RequestFilter],
-        rule: GuardedRule,
+        choice: Choice,
         timeout_s: float,
         has_recurrent_groups: bool,
     ) -> None:
         """``timeout_s``: how long a request waits for children that are still looking."""
-        self._children, self._control, self._filters, self._rule = children, control, filters, rule
+        self._children, self._control, self._filters, self._choice = children, control, filters, choice
         self._timeout_s = timeout_s
         self._has_recurrent_groups = has_recurrent_groups
         self.by_request: dict[str, Lookup] = {}
@@ -81,7 +80,7 @@ class Lookups:
         request.shared_prefix_boundary = junction
 
         offers = [reply.tokens for reply in replies]
-        verdict = self._rule.decide(offers, ceiling, may_wait=self._may_wait(request.request_id, offers, now))
+        verdict = self._choice.decide(offers, ceiling, may_wait=self._may_wait(request.request_id, offers, now))
         if verdict.wait:
             return None, False
         chosen = replies[verdict.chosen] if verdict.chosen is not None else Reply()
@@ -103,7 +102,7 @@ class Lookups:
             return nothing
         junction = request.shared_prefix_boundary
         answer, asynchronous = found
-        tokens = None if answer is None else valid_tokens(answer, ceiling)
+        tokens = None if answer is None else validation.valid_tokens(answer, ceiling)
         if answer is not None and tokens is None:
             child.counters.invalid_answers += 1
             child.log_once("answer", "offered %r tokens where 0 to %d are possible. That counts as 0.", answer, ceiling)
@@ -147,7 +146,7 @@ class Lookups:
             return
         lookup.counted = True
         loader = lookup.chosen if num_external_tokens > 0 else None
-        self._rule.decided(lookup.offers, lookup.asked_tokens, loader)
+        self._choice.decided(lookup.offers, lookup.asked_tokens, loader)
         for child, reply in zip(self._children, lookup.replies, strict=True):
             counters = child.counters
             offered = reply.tokens or 0
@@ -164,7 +163,7 @@ class Lookups:
                 counters.too_slow += 1
                 counters.too_slow_tokens += offered
             if offered:
-                counters.gauges["load_weight"] = max(self._rule.worth(child.index, offered) / offered, 0.0)
+                counters.gauges["load_weight"] = max(self._choice.worth(child.index, offered) / offered, 0.0)
             if reply.ignored is not None and reply.ignored_tokens:
                 counters.count_ignored_offer(reply.ignored, reply.ignored_tokens)
             if waited_since is not None and reply.tokens is None:
@@ -185,3 +184,20 @@ class Lookups:
     def tracked(self) -> int:
         """Entries in its tables."""
         return len(self.by_request) + len(self._waiting_since) + len(self._failed_attempts)
+
+
+def merge_junctions(schedulers: int, childrens: Iterable[object], resume_tokens: int, num_tokens: int) -> int:
+    """The one junction the scheduler stops at, of the values the children left in ``shared_prefix_boundary``.
+
+    A junction is where a prefill should stop so that the state there is kept for siblings. It can only help ahead of
+    ``resume_tokens`` (local hit plus the chosen child's tokens) and inside the request. The largest such value of the
+    children's holds. Each child starts from the scheduler's value, so one that sets nothing votes for that. If there is
+    none, the scheduler's own value holds. It is the largest, because the prefix up to it is what most tiers can serve
+    to the next sibling. A stop that turns out useless costs one split of a prefill, never a wrong byte.
+    """
+    useful = [
+        value
+        for value in childrens
+        if isinstance(value, int) and not isinstance(value, bool) and resume_tokens < value < num_tokens
+    ]
+    return max(useful, default=schedulers)

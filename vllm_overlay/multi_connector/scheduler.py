@@ -17,20 +17,19 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child
+from vllm_overlay.multi_connector.choice import Choice
 from vllm_overlay.multi_connector.completion import Load
 from vllm_overlay.multi_connector.control_file import ControlFile
 from vllm_overlay.multi_connector.lifecycle import Phase
-from vllm_overlay.multi_connector.load_weight import LoadWeight
 from vllm_overlay.multi_connector.lookup import Lookups
 from vllm_overlay.multi_connector.metadata import MultiKVEvents, MultiMetadata, MultiWorkerMetadata
 from vllm_overlay.multi_connector.outstanding import Accepted, OutstandingReports, children_of
 from vllm_overlay.multi_connector.report_view import Changes, Reports, ReportView
 from vllm_overlay.multi_connector.request_filter import RequestFilter
-from vllm_overlay.multi_connector.selection_rules.factory import make_rule
-from vllm_overlay.multi_connector.selection_rules.guarded import GuardedRule
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.multi_connector.step_times import StepTimes
 from vllm_overlay.multi_connector.supervisor import Supervisor
+from vllm_overlay.multi_connector.weights import LoadWeight
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -70,13 +69,12 @@ class SchedulerSide:
         self._clock = clock
         self._control = ControlFile(settings.control_file, child_settings)
         self._filters = [RequestFilter() for _ in children]
-        rule = make_rule(settings.selection, load_weights)
-        self.rule = GuardedRule(settings.selection, rule, load_weights)
+        self.choice = Choice(load_weights)
         self.lookups = Lookups(
             children,
             self._control,
             self._filters,
-            self.rule,
+            self.choice,
             timeout_s=settings.lookup_timeout_ms / 1000,
             has_recurrent_groups=has_recurrent_groups,
         )
@@ -132,7 +130,7 @@ class SchedulerSide:
         num_waiting = len(self._living) - len(self._admitted | {request.request_id})
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             num_waiting = PAID_ELSEWHERE
-        self.rule.about_to_decide(num_waiting, self._outstanding.loads_under_way(now))
+        self.choice.about_to_decide(num_waiting, self._outstanding.loads_under_way(now))
         return self.lookups.find(request, num_computed_tokens, now)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request", by_default: tuple[int, ...]) -> tuple[int, ...]:
@@ -331,7 +329,7 @@ class SchedulerSide:
         """Gives each child its own view, takes its changes back, and keeps from vLLM the reports it would assert on."""
         now = self._clock()
         if (measured := self._step_times.ended(now)) is not None:
-            self.rule.step_ended(*measured)
+            self.choice.step_ended(*measured)
         worker_metadata = connector_output.kv_connector_worker_meta
         ranks = worker_metadata if isinstance(worker_metadata, MultiWorkerMetadata) else None
         reports = Reports.of(connector_output)
@@ -383,7 +381,7 @@ class SchedulerSide:
             else:
                 counters.loaded_tokens += load.tokens
                 counters.load_seconds.observe(load.seconds)
-            self.rule.load_ended(load.child, load.tokens, load.seconds, load.failed)
+            self.choice.load_ended(load.child, load.tokens, load.seconds, load.failed)
 
     def _load_failed(self, request_id: str, index: int) -> None:
         self._children[index].counters.failed_loads += 1

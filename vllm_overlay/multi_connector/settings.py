@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Meta
 
 from vllm_overlay.config import ConfigError, MaxLoadAttempts, load_weight_of
-from vllm_overlay.multi_connector.selection_rules.factory import RULES
 from vllm_overlay.setting_check import checked, refuse_unknown
 
 
@@ -24,13 +23,6 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             examples=[[{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]],
         ),
     ]
-    selection: Annotated[
-        str,
-        Meta(
-            description="Who loads a request. `weighted`: the child with the most `matched_tokens x load_weight`. "
-            "`module:Class`: a rule of your own."
-        ),
-    ] = "weighted"
     lookup_timeout_ms: Annotated[
         float,
         Meta(
@@ -88,13 +80,6 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = "recompute"
 
 
-RENAMED = {
-    "max_load_attempts": "it is now max_load_attempts in the kv_connector_extra_config of each child",
-    "load_timeout_s": "it is now isolate_after_s",
-}
-"""Settings that the MultiConnector had, and what to write now."""
-
-
 class ChildSettings(msgspec.Struct, kw_only=True, frozen=True):
     """What any connector may carry in its ``kv_connector_extra_config`` as a child of the MultiConnector."""
 
@@ -125,13 +110,6 @@ _OF_A_CHILD = dict.fromkeys((*SHARED, *OURS_ALONE, "name"), "the kv_connector_ex
 
 def multi_settings(extra_config: Mapping[str, Any]) -> MultiSettings:
     """The checked settings; raises ConfigError."""
-    if extra_config.get("selection") == "cost":
-        raise ConfigError(
-            "selection='cost' of the MultiConnector is no rule any more: leave selection out, and load_weight of each "
-            'child at its default, "auto", which measures what loads save'
-        )
-    if renamed := sorted(set(extra_config) & set(RENAMED)):
-        raise ConfigError(f"{renamed[0]} is no setting of the MultiConnector any more: {RENAMED[renamed[0]]}")
     refuse_unknown(extra_config, MultiSettings.__struct_fields__, THE_MULTI_CONNECTOR, _OF_A_CHILD)
     if not extra_config.get("connectors"):
         raise ConfigError(
@@ -139,7 +117,6 @@ def multi_settings(extra_config: Mapping[str, Any]) -> MultiSettings:
             '[{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]'
         )
     settings = checked(extra_config, MultiSettings, THE_MULTI_CONNECTOR)
-    RULES.find(settings.selection)
     if "retry_longest_s" not in extra_config:
         settings.retry_longest_s = max(settings.retry_longest_s, settings.retry_first_s)
     _check_pauses(settings)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line that says at start which children there are and how one is chosen."""
+"""The line that says at start which children there are."""
 
 from collections.abc import Sequence
 
 from vllm_overlay.multi_connector.children import ChildSpec
-from vllm_overlay.multi_connector.load_weight import LoadWeight
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
+from vllm_overlay.multi_connector.weights import LoadWeight
 
 _DEFAULT = ChildSettings()
 
 
 def start_line(settings: MultiSettings, specs: Sequence[ChildSpec]) -> str:
-    """``selection weighted; cpu (HybridOffloadConnector, weight 1), disk (..., store off); control file ...``."""
+    """``cpu (HybridOffloadConnector, weight 1), disk (..., store off); control file ...``."""
     children = ", ".join(f"{spec.name} ({', '.join(_words(spec))})" for spec in specs)
     control_file = f"; control file {settings.control_file}" if settings.control_file else ""
-    return f"selection {settings.selection}; {children}{control_file}"
+    return f"{children}{control_file}"
 
 
 def _words(spec: ChildSpec) -> list[str]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_overlay.multi_connector.load_times import LEVEL_LOADS, LoadTimes
+from vllm_overlay.multi_connector.weights import LEVEL_LOADS, LoadTimes, PrefillRate
 
 COMPUTE_S = 0.001
 SIZES = [500, 1000, 2000, 4000, 8000, 16000, 32000, 64000]
@@ -116,3 +116,36 @@ def test_loads_may_end_before_anybody_knows_what_computing_takes():
     for _ in range(LEVEL_LOADS):
         times.ended(1000, 0.25, None)
     assert times.seconds(1000, COMPUTE_S) == pytest.approx(0.25)
+
+
+# What computing takes.
+
+
+def rate_after(*steps):
+    rate = PrefillRate()
+    for step in steps:
+        rate.step_ended(*step)
+    return rate.seconds_per_token
+
+
+def test_nothing_is_known_before_three_steps():
+    assert rate_after((1000, 1.0), (1000, 1.0)) is None
+    assert rate_after((1000, 1.0), (1000, 1.0), (1000, 1.0)) == pytest.approx(0.001)
+
+
+def test_one_slow_step_in_three_does_not_count():
+    assert rate_after((1000, 60.0), (1000, 1.0), (1000, 1.0)) == pytest.approx(0.001)
+
+
+def test_small_steps_do_not_count_however_many():
+    large, small = [(8192, 8.192)] * 3, [(50, 0.5)] * 100
+    assert rate_after(*large, *small) == pytest.approx(0.001)
+    assert rate_after(*small, *large, *large, *large) == pytest.approx(0.001)
+
+
+def test_the_last_sixteen_steps_decide():
+    assert rate_after(*[(1000, 1.0)] * 50, *[(1000, 2.0)] * 9) == pytest.approx(0.002)
+
+
+def test_a_step_that_took_no_time_says_nothing():
+    assert rate_after((1000, 0.0), (1000, 1.0), (1000, 1.0)) is None

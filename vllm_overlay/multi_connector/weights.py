@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long one child's loads take, by their tokens. Pure: no clock, no vLLM.
+"""What a child's ``load_weight`` is: the operator's number, or measured from loads and steps. Pure: no clock, no vLLM.
 
     load_seconds(tokens) = level x (fixed + tokens)
 
@@ -11,9 +11,14 @@ that becomes slow: the median of the last five loads. So two slow loads in a row
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+AUTO = "auto"
+"""The setting's value for a weight that is measured."""
+UNKNOWN = 0.8
+"""What an "auto" weight is until it is measured, for a connector of which nothing is known."""
 Load = tuple[int, float]
 """Tokens and seconds."""
 
@@ -28,6 +33,18 @@ _ALL_FIXED = 1e6
 """Times the largest load's tokens: the fixed part where seconds do not grow with the tokens."""
 _STALE_AFTER = 16
 """Lost offers in a row after which a trial tells something, and a load that is faster than expected all there is."""
+_STEPS = 16
+_ENOUGH_STEPS = 3
+_LARGE_STEP = 4
+"""A step counts if it computes at least the largest's tokens divided by this: small ones cost more a token."""
+
+
+@dataclass(slots=True, frozen=True)
+class LoadWeight:
+    """``number``: the weight. A measured weight is taken to be this until it is measured."""
+
+    number: float
+    is_measured: bool = False
 
 
 class LoadTimes:
@@ -112,3 +129,25 @@ class LoadTimes:
         if slope <= 0:
             return all_fixed
         return min(max(float(np.median(seconds - slope * tokens)) / slope, 0.0), all_fixed)
+
+
+class PrefillRate:
+    """What computing a prompt's token takes: the median over the last large steps of the engine.
+
+    So neither a first step's compilation nor a pause counts.
+    """
+
+    def __init__(self) -> None:
+        self._largest = 0
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self.seconds_per_token: float | None = None
+        """None until three steps have been seen."""
+
+    def step_ended(self, tokens: int, seconds: float) -> None:
+        """A step that mostly computed prompts took ``seconds`` for ``tokens``."""
+        self._largest = max(self._largest, tokens)
+        if tokens * _LARGE_STEP < self._largest or seconds <= 0:
+            return
+        self._steps.append(seconds / tokens)
+        if len(self._steps) >= _ENOUGH_STEPS:
+            self.seconds_per_token = statistics.median(self._steps)

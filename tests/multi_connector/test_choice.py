@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.multi_connector.fakes import FAULTS
-from vllm_overlay.multi_connector.selection import decide, merge_junctions, valid_tokens
+from vllm_overlay.multi_connector.choice import decide
+from vllm_overlay.multi_connector.lookup import merge_junctions
+from vllm_overlay.multi_connector.validation import valid_tokens
 
 CEILING = 100
 tokens = st.none() | st.integers(0, CEILING)
