@@ -17,9 +17,7 @@ import torch
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.geometry import GeometryError, Group, check_groups
-from vllm_overlay.planning.ask_vllm import Answer
-from vllm_overlay.planning.engine_layout import EngineLayout
-from vllm_overlay.planning.question import Question
+from vllm_overlay.planning.question import Answer, EngineLayout, Question
 
 _STATIC_GIB = "1"
 """Of KV cache on a CPU; nothing is allocated, but vLLM would look for free memory."""
@@ -54,9 +52,6 @@ def _layout(question: Question) -> EngineLayout:
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
-    if current_platform.device_type != question.platform:
-        here = current_platform.device_type
-        raise ConfigError(f"this vLLM runs on {here!r}, not on {question.platform!r}: give --platform cuda")
     arguments: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": True}
     engine_arguments = EngineArgs(model=question.model, **arguments, **question.engine_arguments)
     vllm_config = engine_arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -67,7 +62,8 @@ def _layout(question: Question) -> EngineLayout:
         groups = _groups(vllm_config)
     states = any(not group.is_attention for group in groups)
     return EngineLayout(
-        origin=f"asked vLLM {__version__} on this machine ({current_platform.device_type})",
+        vllm=__version__,
+        platform=current_platform.device_type,
         groups=tuple(groups),
         block_size=max(group.block_size for group in groups),
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
