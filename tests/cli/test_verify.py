@@ -18,7 +18,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def test_no_server_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"no server answers at {NOBODY}: start it first" in refused(capsys, NOBODY)
+    assert f"{NOBODY}/v1/models was not answered: " in refused(capsys, NOBODY)
     assert "is no URL of a server: give one such as http://127.0.0.1:8000" in refused(capsys, "ftp://there")
 
 
@@ -29,7 +29,7 @@ def test_a_place_that_cannot_be_written_is_said_before_a_server_is_asked(
     assert f"--save {absent} cannot be written: give a name in a directory" in refused(capsys, NOBODY, "--save", absent)
     for place in (tmp_path, Path("/dev/null")):
         assert f"--save {place} is there and is no file" in refused(capsys, NOBODY, "--save", place)
-    assert "no server answers" in refused(capsys, NOBODY, "--save", tmp_path / "answers.json")
+    assert "was not answered" in refused(capsys, NOBODY, "--save", tmp_path / "answers.json")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -122,5 +122,5 @@ def test_a_proxy_of_the_environment_is_not_asked_and_a_key_is_sent(
 
 @pytest.mark.parametrize("url", ["ftp://there", "http://", "http://[::1", "http://x:y"])
 def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="is no URL of a server: give one such as"):
+    with pytest.raises(ApiError, match="is no URL of a server: give one such as"):
         ApiClient(url)

@@ -12,8 +12,8 @@ from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
 from vllm_overlay.cli.console import shown, size
 from vllm_overlay.cli.table import show_table
 from vllm_overlay.config import ConfigError
-from vllm_overlay.server.api_client import ApiClient, ApiError
-from vllm_overlay.verification.answers import Computed, NothingToVerify
+from vllm_overlay.server.api_client import ApiClient
+from vllm_overlay.verification.answers import Computed
 from vllm_overlay.verification.comparison import PASSED, Verdict
 from vllm_overlay.verification.verification import Result, compute, require_restart, restore
 
@@ -65,10 +65,7 @@ def _tolerance(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        computed, results = _verify(arguments)
-    except (NothingToVerify, ApiError) as error:
-        raise ConfigError(str(error)) from error
+    computed, results = _verify(arguments)
     if arguments.json:
         print(json.dumps([_plain(result) for result in results], indent=2))
     else:
@@ -81,12 +78,12 @@ def _verify(arguments: argparse.Namespace) -> tuple[Computed, list[Result]]:
         if arguments.longest is not None or arguments.seed is not None:
             raise ConfigError("--longest and --seed are as in the run that saved: leave them out with --against")
         computed = Computed.read(arguments.against)
-        api = _client(arguments)
+        api = ApiClient(arguments.url, arguments.model)
         require_restart(api, computed)
     else:
         if arguments.save:
             _require_place(arguments.save)
-        api = _client(arguments)
+        api = ApiClient(arguments.url, arguments.model)
         longest = _LONGEST if arguments.longest is None else arguments.longest
         computed = compute(api, longest, arguments.seed or _SEED, _say)
         if arguments.save:
@@ -100,16 +97,6 @@ def _require_place(path: Path) -> None:
         raise ConfigError(f"--save {path} is there and is no file: give another name")
     if not os.access(path.absolute().parent, os.W_OK):
         raise ConfigError(f"--save {path} cannot be written: give a name in a directory that is there and is yours")
-
-
-def _client(arguments: argparse.Namespace) -> ApiClient:
-    try:
-        api = ApiClient(arguments.url, arguments.model)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if not api.is_healthy():
-        raise ConfigError(f"no server answers at {arguments.url}: start it first")
-    return api
 
 
 def _say(text: str) -> None:

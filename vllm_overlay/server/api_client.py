@@ -93,8 +93,8 @@ class Metrics:
 class ApiClient:
     """One server's client. Methods may be called from several threads, and raise ApiError.
 
-    ``url`` is the server's, such as ``http://127.0.0.1:8000``; ValueError if it is no such thing. ``model`` is the name
-    in requests; "" asks the server for the one it serves. As vLLM does, it takes a key from VLLM_API_KEY.
+    ``url`` is the server's, such as ``http://127.0.0.1:8000``. ``model`` is the name in requests; "" asks the server
+    for the one it serves. As vLLM does, it takes a key from VLLM_API_KEY.
     """
 
     def __init__(self, url: str, model: str = "") -> None:
@@ -103,7 +103,7 @@ class ApiClient:
         except httpx.InvalidURL:
             base = httpx.URL("")
         if base.scheme not in ("http", "https") or not base.host:
-            raise ValueError(f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000")
+            raise ApiError(f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000")
         key = os.environ.get("VLLM_API_KEY")
         self._http = httpx.Client(
             base_url=base.copy_with(path=base.path.rstrip("/").removesuffix("/v1")),
@@ -237,7 +237,7 @@ def _asking(path: str) -> Iterator[None]:
     try:
         yield
     except httpx.HTTPError as error:
-        raise ApiError(f"{path} was not answered: {error or type(error).__name__}") from error
+        raise ApiError(f"{error.request.url} was not answered: {error or type(error).__name__}") from error
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ApiError(f"{path} answered what vLLM's server does not: {error!r}") from error
 
