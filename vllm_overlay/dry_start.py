@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from pydantic import ValidationError
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.geometry import GeometryError, Group, check_groups
@@ -34,15 +35,16 @@ def main(question_path: str, answer_path: str) -> None:
     except (ConfigError, GeometryError) as error:
         answer = Answer(refusal=str(error))
     except (ValueError, AssertionError, NotImplementedError, OSError, KeyError) as error:
-        answer = Answer(refusal=f"vLLM cannot start {question.model}: {_first_line(error)}")
+        answer = Answer(refusal=f"vLLM cannot start {question.model}: {_sentence(error)}")
     Path(answer_path).write_bytes(msgspec.json.encode(answer))
 
 
-def _first_line(error: Exception) -> str:
-    """The sentence in a validation error of pydantic is on its third line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    values = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
-    return (values or lines or [type(error).__name__])[0].split(" [type=")[0]
+def _sentence(error: Exception) -> str:
+    """One that says which setting it is about, where pydantic knows."""
+    if not isinstance(error, ValidationError):
+        return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
 
 
 def _layout(question: Question) -> EngineLayout:

@@ -83,7 +83,6 @@ def test_a_terminal_gets_tables_with_the_same_numbers(answer, capsys, monkeypatc
     ("layout", "arguments", "sentence"),
     [
         (QWEN_35B, ("--prefix-match-unit", "64"), "must divide every attention block size, here 1056: 48 does"),
-        (QWEN_35B, ("--prefix-match-unit", "0"), "--prefix-match-unit 0 must be a whole number of at least 1"),
         (QWEN_35B, ("--prefix-cache-retention-interval", "1000"), "must be a multiple of the block size 1056: 1056 is"),
         (QWEN_35B, ("--cpu", "60MiB"), "of the CPU tier is smaller than one snapshot and its attention"),
         (QWEN_35B, ("--disk", "/mnt/kv:100MiB"), "of the disk tier cannot hold two of the largest objects"),

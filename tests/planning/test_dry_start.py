@@ -3,6 +3,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,14 @@ def test_what_the_connector_refuses_is_refused_in_its_words(without_weights: Pat
 
 
 @pytest.mark.engines
-def test_what_vllm_refuses_is_refused_in_its_words(without_weights: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vLLM cannot start .*max_model_len"):
-        ask_vllm(Question(model=str(without_weights), max_model_len=1 << 20))
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_model_len": 1 << 20}, "max_model_len"),
+        ({"block_size": 0}, "block_size: Input should be greater than 0"),
+        ({"kv_cache_dtype": "float7"}, "cache_dtype: Input should be 'auto', "),
+    ],
+)
+def test_what_vllm_refuses_is_refused_in_its_words(without_weights: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"vLLM cannot start .*{words}"):
+        ask_vllm(Question(model=str(without_weights), **given))

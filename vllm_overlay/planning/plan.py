@@ -10,7 +10,7 @@ from vllm_overlay.planner.geometry import check_groups, finer_match_unit
 from vllm_overlay.planning.advice import Advice, Severity, advice
 from vllm_overlay.planning.ask_vllm import ask_vllm
 from vllm_overlay.planning.capacity import Conversation, TierCapacity, geometry_of, tier_capacity
-from vllm_overlay.planning.question import EngineLayout, Question, check_question
+from vllm_overlay.planning.question import EngineLayout, Question
 from vllm_overlay.planning.server_command import server_command, transfer_config
 from vllm_overlay.tiers.factory import tier_spec
 from vllm_overlay.tiers.memory import available_memory
@@ -44,7 +44,6 @@ def make_plan(question: Question, children: Sequence[Mapping[str, Any]], convers
         ConfigError: no engine can have these settings; the sentence is the connector's where it would say one.
         GeometryError: the same, of the sizes of blocks and chunks.
     """
-    check_question(question)
     if not children:
         raise ConfigError("there is no tier to plan: give --cpu 32GiB, --disk /mnt/kv:1TiB or both")
     specs = [tier_spec(child) for child in children]

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.geometry import Group, common_block_size
 
 FLAGS = (
@@ -54,14 +53,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
             for name, value in self.engine_arguments.items()
             for word in (f"--{name.replace('_', '-')}", str(value))
         ]
-
-
-def check_question(question: Question) -> None:
-    """Raises ConfigError for a number that cannot be one of tokens or ranks."""
-    for name, value in question.engine_arguments.items():
-        least = 0 if name == "prefix_cache_retention_interval" else 1
-        if isinstance(value, int) and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be a whole number of at least {least}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,14 +183,14 @@ class ApiClient:
             self._num_answered += 1
         return completion
 
-    def reset_prefix_cache(self, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the device cache; tiers keep what they have. The server refuses while blocks are still held."""
 
         def is_reset() -> bool:
             with _asking(_RESET):
                 return bool(self._json("POST", _RESET)["success"])
 
-        _wait_for(is_reset, timeout_s, lambda: "the device cache could not be reset: blocks are still held")
+        _wait_for(is_reset, lambda: "the device cache could not be reset: blocks are still held")
 
     def metrics(self) -> Metrics:
         """As they are; see ``settled_metrics``."""
@@ -198,7 +198,7 @@ class ApiClient:
         with _asking(path):
             return Metrics(_accepted(path, self._http.get(path)).text)
 
-    def settled_metrics(self, timeout_s: float = SETTLE_TIMEOUT_S) -> Metrics:
+    def settled_metrics(self) -> Metrics:
         """Metrics that count every request that this client has had answered.
 
         The server hands out a request's last token before it counts the step that made it. What the connectors report
@@ -209,9 +209,9 @@ class ApiClient:
             metrics = self.metrics()
             return metrics if metrics.value(_FINISHED) >= self._num_answered else None
 
-        return _wait_for(settled, timeout_s, lambda: "the server has not counted its requests")
+        return _wait_for(settled, lambda: "the server has not counted its requests")
 
-    def wait_for_stores(self, timeout_s: float = SETTLE_TIMEOUT_S) -> Metrics:
+    def wait_for_stores(self) -> Metrics:
         """Returns once no store of an answered request is pending.
 
         Stores are planned in the steps of a request, so the gauges of its last step know of all of them; and while
@@ -221,11 +221,11 @@ class ApiClient:
 
         def stored() -> Metrics | None:
             nonlocal pending
-            metrics = self.settled_metrics(timeout_s)
+            metrics = self.settled_metrics()
             pending = metrics.values(_PENDING_STORES, CONNECTOR)
             return metrics if pending and not any(pending.values()) else None
 
-        return _wait_for(stored, timeout_s, lambda: f"stores are still pending: {pending or 'none was reported'}")
+        return _wait_for(stored, lambda: f"stores are still pending: {pending or 'none was reported'}")
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
         return _accepted(path, self._http.request(method, path, json=body)).json()
@@ -249,12 +249,12 @@ def _accepted(path: str, response: httpx.Response) -> httpx.Response:
     return response
 
 
-def _wait_for(look: Callable[[], _T | None], timeout_s: float, failure: Callable[[], str]) -> _T:
+def _wait_for(look: Callable[[], _T | None], failure: Callable[[], str]) -> _T:
     """What ``look`` returns once that is true."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while not (found := look()):
         if time.monotonic() > deadline:
-            raise ApiError(f"after {timeout_s:.0f} s {failure()}")
+            raise ApiError(f"after {SETTLE_TIMEOUT_S:.0f} s {failure()}")
         time.sleep(_POLL_S)
     return found
 
