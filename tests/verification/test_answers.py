@@ -2,8 +2,10 @@
 """The file of a verification: what is read is what was written, and nothing else is taken for it."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -29,6 +31,15 @@ def test_what_is_read_is_what_was_written_to_the_last_bit(tmp_path: Path) -> Non
     computed().write(path)
     assert Computed.read(path) == computed()
     assert [entry.name for entry in tmp_path.iterdir()] == ["answers.json"]
+
+
+def test_what_cannot_be_written_whole_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "answers.json"
+    path.write_text("an older one")
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError("no space left")))
+    with pytest.raises(OSError, match="no space left"):
+        computed().write(path)
+    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["an older one"]
 
 
 def changed(**places: Any) -> bytes:

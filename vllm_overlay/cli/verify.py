@@ -100,9 +100,8 @@ def _require_place(path: Path) -> None:
 
 
 def _say(text: str) -> None:
-    """A line of progress on standard error: over the last one on a terminal, else after it."""
-    begin, end = ("\r\x1b[K", "") if sys.stderr.isatty() else ("", "\n")
-    print(f"{begin}{shown(text)} ...", end=end, file=sys.stderr, flush=True)
+    """A line of progress."""
+    print(f"{shown(text)} ...", file=sys.stderr, flush=True)
 
 
 def _plain(result: Result) -> dict[str, object]:
@@ -118,8 +117,6 @@ def _plain(result: Result) -> dict[str, object]:
 
 
 def _print(computed: Computed, results: Sequence[Result], arguments: argparse.Namespace) -> None:
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
     rows = [("prompt", "tokens", "loaded", "answer")]
     for result in results:
         loaded = ", ".join(f"{shown(name)} {size(num_bytes)}" for name, num_bytes in result.sources.items())

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server has answered to the prompts of a verification, and the file that keeps it over a restart."""
 
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -55,10 +57,14 @@ class Computed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return sum(answers.computed.same_as(answers.computed_again) for answers in self.answers)
 
     def write(self, path: Path) -> None:
-        """Whole or not at all. Raises OSError."""
-        part = path.with_name(f"{path.name}.part")
-        part.write_bytes(msgspec.json.encode(self))
-        part.replace(path)
+        """Whole or not at all, for its owner alone. Raises OSError."""
+        descriptor, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.absolute().parent)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(self))
+            os.replace(part, path)
+        finally:
+            Path(part).unlink(missing_ok=True)
 
     @classmethod
     def read(cls, path: Path) -> "Computed":
