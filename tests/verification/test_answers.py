@@ -63,31 +63,31 @@ def test_a_file_with_nothing_changed_is_read() -> None:
     assert changed() == json.dumps(_plain()).encode()
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{",
-        b"[" * 100_000,
-        b"null",
-        b"\x80\x04}q\x00.",
-        changed()[:-20],
-        changed(format="vllm-overlay verification 2"),
-        changed(salt="../../x"),
-        changed(answers=[]),
-        changed(unknown=1),
-        changed(answers__0__computed__logprobs__0=None),
-        changed(answers__0__computed__logprobs=[-1.0]),
-        changed(answers__0__computed__candidates=[]),
-        changed(answers__0__prompt__tokens=[1, 2]),
-        changed(answers__0__prompt__tokens=["a"] * 69),
-        changed(answers__0__prompt__boundary=0),
-        changed(answers__0__prompt__boundary=69),
-    ],
-)
-def test_anything_else_is_refused_with_a_sentence(tmp_path: Path, data: bytes) -> None:
+WRONG = {
+    "empty": b"",
+    "cut at once": b"{",
+    "deep": b"[" * 100_000,
+    "null": b"null",
+    "a pickle": b"\x80\x04}q\x00.",
+    "cut at the end": changed()[:-20],
+    "a later format": changed(format="vllm-overlay verification 2"),
+    "a salt of another kind": changed(salt="../../x"),
+    "no answers": changed(answers=[]),
+    "an unknown field": changed(unknown=1),
+    "a logprob that is none": changed(answers__0__computed__logprobs__0=None),
+    "too few logprobs": changed(answers__0__computed__logprobs=[-1.0]),
+    "no candidates": changed(answers__0__computed__candidates=[]),
+    "too few tokens": changed(answers__0__prompt__tokens=[1, 2]),
+    "words for tokens": changed(answers__0__prompt__tokens=["a"] * 69),
+    "no restore point": changed(answers__0__prompt__boundary=0),
+    "a restore point at the end": changed(answers__0__prompt__boundary=69),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_anything_else_is_refused_with_a_sentence(tmp_path: Path, wrong: str) -> None:
     path = tmp_path / "answers.json"
-    path.write_bytes(data)
+    path.write_bytes(WRONG[wrong])
     with pytest.raises(NothingToVerify, match=r"answers\.json was not written by verify --save, or not whole: "):
         Computed.read(path)
 
