@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.measure import table
+from tools.process_group import ENDING_SIGNALS
 from tools.server import Server
+from tools.server_process import ServerError
 from vllm_overlay.metrics import CONNECTOR
 from vllm_overlay.multi_connector.control_file import LOOK_EVERY_S
 from vllm_overlay.server.api_client import ApiError, Completion, Metrics
-from vllm_overlay.server.process_group import ENDING_SIGNALS
-from vllm_overlay.server.server_process import ServerError
 
 MATCH_UNIT = 64
 VOCABULARY = 256

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests over HTTP that come when they come, whether or not the server keeps up, and what each of them saw."""
 
-import http.client
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -76,7 +75,7 @@ def _send(api: Api, request: ScaledRequest, begin: float, answered: Callable[[],
     late_s = time.monotonic() - begin - request.arrival_s
     try:
         answer = api.complete(request.prompt, request.max_tokens)
-    except (ApiError, OSError, http.client.HTTPException) as error:
+    except ApiError as error:
         return f"{type(error).__name__}: {error}"
     answered()
     return Served(

@@ -38,11 +38,11 @@ from bench.serving_sides import (
     server,
 )
 from bench.trace import TraceError, TraceRequest, read_trace
+from tools.process_group import ENDING_SIGNALS
+from tools.server_process import ServerError
 from vllm_overlay.metrics import CONNECTOR
 from vllm_overlay.server.api_client import ApiClient, ApiError
 from vllm_overlay.server.interval import Interval
-from vllm_overlay.server.process_group import ENDING_SIGNALS
-from vllm_overlay.server.server_process import ServerError
 
 CALIBRATION_REQUESTS = 24
 FEWEST_REQUESTS = 8

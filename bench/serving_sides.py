@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from tools.process_group import ProcessGroup
 from tools.server import Server
+from tools.server_process import free_port
 from vllm_overlay.server.api_client import ApiClient
-from vllm_overlay.server.process_group import ProcessGroup
-from vllm_overlay.server.server_process import free_port
 
 BLOCK_TOKENS = 640
 """N of the tiny model with bfloat16 states."""

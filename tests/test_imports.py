@@ -124,7 +124,7 @@ def test_a_planted_circle_is_found() -> None:
         ("patching.diff", "from vllm_overlay import plugin", "vllm_overlay.plugin"),
         ("server.api_client", "from vllm_overlay.verification import prompts", "vllm_overlay.verification.prompts"),
         ("verification.prompts", "import vllm", "vllm"),
-        ("planning.formula", "import vllm.config", "vllm.config"),
+        ("planning.ask_vllm", "import vllm.config", "vllm.config"),
         ("planning.capacity", "from vllm_overlay.connector import metadata", "vllm_overlay.connector.metadata"),
         ("cli.stats", "from vllm_overlay.transfer import base", "vllm_overlay.transfer.base"),
         ("config", "from tests.strategies import layouts", "tests.strategies"),

@@ -24,13 +24,13 @@ if not __package__:
 from rich.console import Console
 from rich.table import Table
 
+from tools.process_group import ENDING_SIGNALS
 from tools.server import Server
+from tools.server_process import ServerError
 from tools.setup_cpu import Progress
 from tools.tiny_model import DEFAULT_CONTEXT_TOKENS, make_tiny_model
 from vllm_overlay.metrics import CONNECTOR
 from vllm_overlay.server.api_client import ApiClient, ApiError, Completion, Metrics
-from vllm_overlay.server.process_group import ENDING_SIGNALS
-from vllm_overlay.server.server_process import ServerError
 
 MATCH_UNIT = 64
 NUM_OUTPUT_TOKENS = 16

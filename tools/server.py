@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_overlay.server.server_process import TEARDOWN_TIMEOUT_S, ServerProcess
+from tools.server_process import TEARDOWN_TIMEOUT_S, ServerProcess
 
 SHUTDOWN_TIMEOUT_S = 10
 """vLLM's own: what it gives to requests and pending stores after SIGTERM."""

@@ -14,12 +14,11 @@ from typing import Any
 
 import msgspec
 import torch
+from pydantic import ValidationError
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.geometry import GeometryError, Group, check_groups
-from vllm_overlay.planning.ask_vllm import Answer
-from vllm_overlay.planning.engine_layout import EngineLayout
-from vllm_overlay.planning.question import Question
+from vllm_overlay.planning.question import Answer, EngineLayout, Question
 
 _STATIC_GIB = "1"
 """Of KV cache on a CPU; nothing is allocated, but vLLM would look for free memory."""
@@ -36,15 +35,16 @@ def main(question_path: str, answer_path: str) -> None:
     except (ConfigError, GeometryError) as error:
         answer = Answer(refusal=str(error))
     except (ValueError, AssertionError, NotImplementedError, OSError, KeyError) as error:
-        answer = Answer(refusal=f"vLLM cannot start {question.model}: {_first_line(error)}")
+        answer = Answer(refusal=f"vLLM cannot start {question.model}: {_sentence(error)}")
     Path(answer_path).write_bytes(msgspec.json.encode(answer))
 
 
-def _first_line(error: Exception) -> str:
-    """The sentence in a validation error of pydantic is on its third line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    values = [line.removeprefix("Value error, ") for line in lines if line.startswith("Value error, ")]
-    return (values or lines or [type(error).__name__])[0].split(" [type=")[0]
+def _sentence(error: Exception) -> str:
+    """One that says which setting it is about, where pydantic knows."""
+    if not isinstance(error, ValidationError):
+        return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
 
 
 def _layout(question: Question) -> EngineLayout:
@@ -54,9 +54,6 @@ def _layout(question: Question) -> EngineLayout:
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
-    if current_platform.device_type != question.platform:
-        here = current_platform.device_type
-        raise ConfigError(f"this vLLM runs on {here!r}, not on {question.platform!r}: give --platform cuda")
     arguments: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": True}
     engine_arguments = EngineArgs(model=question.model, **arguments, **question.engine_arguments)
     vllm_config = engine_arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -67,7 +64,8 @@ def _layout(question: Question) -> EngineLayout:
         groups = _groups(vllm_config)
     states = any(not group.is_attention for group in groups)
     return EngineLayout(
-        origin=f"asked vLLM {__version__} on this machine ({current_platform.device_type})",
+        vllm=__version__,
+        platform=current_platform.device_type,
         groups=tuple(groups),
         block_size=max(group.block_size for group in groups),
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),

@@ -146,7 +146,7 @@ def _problem_of_python(root: Path, command: Command) -> str | None:
     words = list(command.words[1:])
     if words[:1] == ["-m"] and len(words) > 1:
         module = words[1]
-        if module == "vllm_overlay" or module == "vllm_overlay.cli":
+        if module == "vllm_overlay":
             return _problem_of_overlay(root, command, words[2:])
         if module.split(".")[0] not in PACKAGES:
             return None

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_overlay import cli
 from vllm_overlay.cli import probe
-from vllm_overlay.cli.probe_view import is_sound, names, tables
+from vllm_overlay.cli.probe import is_sound, names, tables
 from vllm_overlay.server.api_client import Metrics
 from vllm_overlay.server.interval import Interval
 
@@ -172,7 +172,7 @@ def test_a_server_without_our_connectors_is_told_what_to_change(server, capsys):
 
 def test_nobody_answers(server, capsys):
     assert cli.main(["probe", "http://127.0.0.1:1"]) == 2
-    assert "no server answers at http://127.0.0.1:1 with metrics" in capsys.readouterr().err
+    assert "http://127.0.0.1:1/metrics was not answered" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["ftp://x"], ["http://x", "--watch", "0"]])

@@ -14,8 +14,8 @@ import yaml
 
 from tests.dashboards.prometheus_api import PrometheusApi
 from tests.waiting import PATIENCE_S, until
+from tools.server_process import hold_port, port_of
 from vllm_overlay.common.file_lock import lock
-from vllm_overlay.server.server_process import hold_port, port_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALERTS = REPOSITORY / "dashboards" / "alerts.yml"

@@ -18,8 +18,8 @@ import psutil
 
 from tests.python_path import REPOSITORY
 from tests.waiting import until
-from vllm_overlay.server.process_group import members, segments
-from vllm_overlay.server.server_process import hold_port, port_of
+from tools.process_group import members, segments
+from tools.server_process import hold_port, port_of
 
 
 class DemoProcess:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.client import cpu_child, disk_child, multi
 from tools.server import Server
-from vllm_overlay.server.server_process import ServerError
+from tools.server_process import ServerError
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ import pytest
 from devtools.docs.page import Page
 from tests.http.walk import SERVER, Step, Walk, WalkError, compare, steps
 from tests.python_path import REPOSITORY, python_path
-from vllm_overlay.server.server_process import hold_port, port_of
+from tools.server_process import hold_port, port_of
 
 PAGE = Page.read(REPOSITORY, REPOSITORY / "docs" / "quickstart.md")
 INSTALLS = (

@@ -14,7 +14,7 @@ import pytest
 from bench.serving import main
 from tests.python_path import REPOSITORY
 from tests.waiting import until
-from vllm_overlay.server.process_group import members
+from tools.process_group import members
 
 pytestmark = [pytest.mark.engine, pytest.mark.benchmarks]
 

@@ -3,8 +3,7 @@
 
 import pytest
 
-from tests.planning.models import QWEN_0_8B
-from tests.planning.test_formula import layout
+from tests.planning.layouts import QWEN_0_8B, halved
 from vllm_overlay.config import MIB, ConfigError
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import PlannedObject
@@ -21,7 +20,7 @@ DISK = {"tier": "disk", "root": "/nowhere", "capacity_bytes": "1 GiB"}
 
 def capacity_of(child: dict[str, str], conversation: Conversation, ranks: int = 1) -> tuple[TierCapacity, Geometry]:
     spec = tier_spec(child)
-    geometry = geometry_of(layout(QWEN_0_8B, tensor_parallel_size=ranks), UNIT, spec)
+    geometry = geometry_of(QWEN_0_8B if ranks == 1 else halved(QWEN_0_8B), UNIT, spec)
     found = tier_capacity(spec, geometry, ranks, conversation)
     assert found is not None
     return found, geometry

@@ -3,6 +3,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,6 @@ from tests.engine.client import Engine, cpu_child, multi, prompt
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planning.ask_vllm import ask_vllm
 from vllm_overlay.planning.capacity import geometry_of
-from vllm_overlay.planning.formula import layout_by_formula
-from vllm_overlay.planning.model_facts import facts_of, read_config
 from vllm_overlay.planning.question import Question
 from vllm_overlay.tiers.factory import tier_spec
 
@@ -48,17 +47,19 @@ def test_vllm_answers_without_weights_what_its_engine_has(tiny_model: Path, with
         "state_bytes": geometry.state_bytes,
     }
     assert layout.max_model_len == 8192
-    assert "asked vLLM 0.32.0" in layout.origin
+    assert (layout.vllm, layout.platform) == ("0.32.0", "cpu")
 
 
 @pytest.mark.engines
-def test_one_process_answers_for_two_ranks_what_the_formula_gives(without_weights: Path) -> None:
-    question = Question(model=str(without_weights), tensor_parallel_size=2, mamba_ssm_cache_dtype="float32")
-    asked, computed = ask_vllm(question), layout_by_formula(facts_of(read_config(question.model)), question)
-    assert asked.block_size == computed.block_size
-    for attention in (True, False):
-        own = [sum(g.page_bytes for g in one.groups if g.is_attention is attention) for one in (asked, computed)]
-        assert own[0] == own[1] > 0
+def test_one_process_answers_for_two_ranks(without_weights: Path) -> None:
+    """Each has one of the two KV heads, and half of the states."""
+    one, two = (
+        ask_vllm(Question(model=str(without_weights), tensor_parallel_size=ranks, mamba_ssm_cache_dtype="float32"))
+        for ranks in (1, 2)
+    )
+    assert one.block_size == two.block_size
+    assert [2 * group.page_bytes for group in two.groups] == [group.page_bytes for group in one.groups]
+    assert [2 * group.token_bytes for group in two.groups] == [group.token_bytes for group in one.groups]
 
 
 def test_what_the_connector_refuses_is_refused_in_its_words(without_weights: Path) -> None:
@@ -68,6 +69,14 @@ def test_what_the_connector_refuses_is_refused_in_its_words(without_weights: Pat
 
 
 @pytest.mark.engines
-def test_what_vllm_refuses_is_refused_in_its_words(without_weights: Path) -> None:
-    with pytest.raises(ConfigError, match=r"vLLM cannot start .*max_model_len"):
-        ask_vllm(Question(model=str(without_weights), max_model_len=1 << 20))
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_model_len": 1 << 20}, "max_model_len"),
+        ({"block_size": 0}, "block_size: Input should be greater than 0"),
+        ({"kv_cache_dtype": "float7"}, "cache_dtype: Input should be 'auto', "),
+    ],
+)
+def test_what_vllm_refuses_is_refused_in_its_words(without_weights: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"vLLM cannot start .*{words}"):
+        ask_vllm(Question(model=str(without_weights), **given))

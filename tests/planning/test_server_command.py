@@ -3,9 +3,10 @@
 
 import json
 import shlex
-from pathlib import Path
 
-from tests.planning.models import QWEN_0_8B, write_config
+import pytest
+
+from tests.planning.layouts import QWEN_0_8B
 from vllm_overlay.multi_connector.children import child_specs
 from vllm_overlay.planning.capacity import Conversation
 from vllm_overlay.planning.plan import make_plan
@@ -20,12 +21,17 @@ CHILDREN = [
 ]
 
 
-def test_a_shell_reads_back_the_same_arguments_and_json(tmp_path: Path) -> None:
-    model = write_config(tmp_path / "a model; $(rm)", QWEN_0_8B)
-    plan = make_plan(Question(model=str(model), platform="cuda", max_model_len=4096), CHILDREN, Conversation(8000))
+@pytest.fixture(autouse=True)
+def answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: QWEN_0_8B)
+
+
+def test_a_shell_reads_back_the_same_arguments_and_json() -> None:
+    model = "/models/a model; $(rm)"
+    plan = make_plan(Question(model=model, max_model_len=4096), CHILDREN, Conversation(8000))
     words = shlex.split(shell_line(plan.command))
     assert words == list(plan.command)
-    assert words[words.index("--model") + 1] == str(model)
+    assert words[words.index("--model") + 1] == model
     assert words[words.index("--max-model-len") + 1] == "4096"
     assert words[words.index("--prefix-match-unit") + 1] == "32"
     config = json.loads(words[words.index("--kv-transfer-config") + 1])
@@ -35,10 +41,9 @@ def test_a_shell_reads_back_the_same_arguments_and_json(tmp_path: Path) -> None:
     ] == CHILDREN
 
 
-def test_our_connector_takes_the_configuration(tmp_path: Path) -> None:
+def test_our_connector_takes_the_configuration() -> None:
     register()
-    model = write_config(tmp_path / "m", QWEN_0_8B)
-    config = make_plan(Question(model=str(model), platform="cuda"), CHILDREN, Conversation(8000)).kv_transfer_config
+    config = make_plan(Question(model="m"), CHILDREN, Conversation(8000)).kv_transfer_config
     specs = child_specs(config["kv_connector_extra_config"], config["kv_role"], "engine")
     assert [spec.name for spec in specs] == ["cpu", "disk"]
     assert all(spec.load_weight.is_measured for spec in specs)
@@ -46,26 +51,24 @@ def test_our_connector_takes_the_configuration(tmp_path: Path) -> None:
     assert [tier.settings.capacity_bytes for tier in tiers] == [32 << 30, 1 << 40]
 
 
-def test_vllm_takes_every_flag_of_the_command(tmp_path: Path) -> None:
+def test_vllm_takes_every_flag_of_the_command() -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    model = write_config(tmp_path / "m", QWEN_0_8B)
     flags = {
-        "block_size": 576,
+        "block_size": 544,
         "max_model_len": 4096,
         "tensor_parallel_size": 2,
         "kv_cache_dtype": "fp8",
         "mamba_ssm_cache_dtype": "float32",
-        "prefix_match_unit": 64,
+        "prefix_match_unit": 32,
         "max_num_batched_tokens": 8192,
         "prefix_caching_hash_algo": "sha256_cbor",
         "prefix_cache_retention_interval": 0,
     }
-    flags["block_size"] = 1152
-    plan = make_plan(Question(model=str(model), platform="cuda", **flags), CHILDREN, Conversation(8000))
+    plan = make_plan(Question(model="m", **flags), CHILDREN, Conversation(8000))
     parser = make_arg_parser(FlexibleArgumentParser())
     parsed = parser.parse_args(list(plan.command[3:]))
     assert {name: getattr(parsed, name) for name in flags} == flags
-    assert parsed.model == str(model)
+    assert parsed.model == "m"
     assert parsed.enable_prefix_caching is True

@@ -12,8 +12,8 @@ SOUND, PROBLEMS, USAGE, INTERRUPTED = 0, 1, 2, 130
 class Command:
     """One command. Its file makes one of these; command_line.py lists it.
 
-    ``run`` returns the exit status: SOUND or PROBLEMS. It raises ConfigError or OSError for wrong usage, and
-    command_line.py turns either into a sentence and USAGE.
+    ``run`` returns the exit status: SOUND or PROBLEMS. For wrong usage it raises one of command_line.py's FAILURES,
+    which become a sentence and USAGE.
     """
 
     name: str

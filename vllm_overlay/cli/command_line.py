@@ -15,7 +15,12 @@ from vllm_overlay.cli.probe import PROBE
 from vllm_overlay.cli.stats import STATS
 from vllm_overlay.cli.verify import VERIFY
 from vllm_overlay.config import ConfigError
+from vllm_overlay.planner.geometry import GeometryError
+from vllm_overlay.server.api_client import ApiError
+from vllm_overlay.verification.answers import NothingToVerify
 
+FAILURES = (OSError, ConfigError, GeometryError, ApiError, NothingToVerify)
+"""What a command raises for wrong usage, in a sentence."""
 COMMANDS: tuple[Command, ...] = (VERIFY, PLAN, PROBE, STATS)
 
 
@@ -26,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
-    except (OSError, ConfigError) as error:
+    except FAILURES as error:
         if isinstance(error, BrokenPipeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE

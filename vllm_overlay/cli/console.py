@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands print with: text without control characters, sizes, ages, and a line of progress."""
+"""What several commands print with: text without control characters, sizes, ages, and a bar of progress."""
 
 import contextlib
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 
-from vllm_overlay.config import GIB, KIB, MIB, TIB
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-_TICK_S = 0.2
+from vllm_overlay.config import GIB, KIB, MIB, TIB
 
 
 def shown(text: str) -> str:
@@ -34,39 +34,13 @@ def age(then: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-def progress(verb: str) -> Callable[[int, int], None]:
+@contextlib.contextmanager
+def progress(verb: str) -> Iterator[Callable[[int, int], None]]:
     """What to call with the bytes done and in total, as often as one likes.
 
-    It writes over one line of standard error. Where that is no terminal it prints nothing.
+    It shows a bar on standard error. Where that is no terminal it prints nothing.
     """
-    if not sys.stderr.isatty():
-        return lambda done, total: None
-    started = last = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last < _TICK_S and done < total:
-            return
-        last = now
-        part = min(1.0, done / total) if total else 1.0
-        bar = "#" * round(part * 20)
-        speed = size(int(done / max(now - started, 1e-3)))
-        end = "\n" if done >= total else ""
-        print(f"\r{verb} [{bar:<20}] {part:4.0%} of {size(total)}, {speed}/s\x1b[K", end=end, file=sys.stderr)
-
-    return show
-
-
-@contextlib.contextmanager
-def log_shown() -> Iterator[None]:
-    """Meanwhile what the package logs, say the progress of a rebuild, goes to standard error."""
-    log = logging.getLogger("vllm_overlay")
-    handler, level = logging.StreamHandler(sys.stderr), log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        log.removeHandler(handler)
+    columns = (TextColumn(verb), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(verb)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -4,25 +4,25 @@
 import argparse
 import dataclasses
 import json
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
-from vllm_overlay.cli.plan_view import show_plan
+from vllm_overlay.cli.console import shown, size
+from vllm_overlay.cli.table import Rows, show_table
 from vllm_overlay.config import ConfigError
-from vllm_overlay.planner.geometry import GeometryError
 from vllm_overlay.planning.capacity import Conversation
 from vllm_overlay.planning.plan import Plan, make_plan
-from vllm_overlay.planning.question import FLAGS, Platform, Question
+from vllm_overlay.planning.question import FLAGS, Question
 from vllm_overlay.planning.server_command import shell_line
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = """\
-Reads the model's config.json. It needs no weights, no network and no device. On a machine with vLLM it asks vLLM
-itself, in a quarter to half a minute. For --platform cuda, or without vLLM, it uses vLLM's rule, and says so.
+Asks the vLLM that is installed here, in a quarter to half a minute. It needs the model's config.json, no weights, no
+network and no memory of a device. vLLM chooses by the processor and the device: ask on the machine that will serve.
 
 example:
   vllm-overlay plan /models/Qwen3.5-35B-A3B --cpu 32GiB --disk /mnt/kv:1TiB --conversation-tokens 8000
@@ -30,7 +30,6 @@ example:
     parser.add_argument("model", metavar="MODEL", help="a directory, or a name in transformers' local cache")
     parser.add_argument("--cpu", metavar="SIZE", help='capacity of a CPU tier, such as "32 GiB" (all ranks together)')
     parser.add_argument("--disk", metavar="ROOT:SIZE", help="root and capacity of a disk tier, such as /mnt/kv:1TiB")
-    parser.add_argument("--platform", choices=get_args(Platform), default="cpu", help="default: %(default)s")
     server = parser.add_argument_group("flags of vLLM's server, which the command will have too")
     for name in ("block_size", "max_model_len", "tensor_parallel_size", "prefix_match_unit", "max_num_batched_tokens"):
         server.add_argument(_flag(name), type=int, metavar="N")
@@ -58,19 +57,14 @@ def _flag(name: str) -> str:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.conversation_tokens < 1 or arguments.turns < 1:
         raise ConfigError("--conversation-tokens and --turns must be at least 1, such as 8000 and 1")
-    question = Question(
-        model=arguments.model, platform=arguments.platform, **{name: getattr(arguments, name) for name in FLAGS}
-    )
+    question = Question(model=arguments.model, **{name: getattr(arguments, name) for name in FLAGS})
     interval = question.prefix_cache_retention_interval or 0
     conversation = Conversation(arguments.conversation_tokens, arguments.turns, interval)
-    try:
-        plan = make_plan(question, _children(arguments), conversation)
-    except GeometryError as error:
-        raise ConfigError(str(error)) from error
+    plan = make_plan(question, _children(arguments), conversation)
     if arguments.json:
         print(json.dumps(_plain(plan), indent=2))
     else:
-        show_plan(plan)
+        _show(plan)
     return PROBLEMS if plan.has_warnings else SOUND
 
 
@@ -93,6 +87,58 @@ def _plain(plan: Plan) -> dict[str, Any]:
         {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     )
     return plain | {"shell_line": shell_line(plan.command)}
+
+
+def _show(plan: Plan) -> None:
+    show_table("", _engine_rows(plan))
+    print()
+    show_table("what each tier holds, all ranks together", _tier_rows(plan), has_header=True)
+    print()
+    for tier in plan.tiers:
+        print(f"{shown(tier.name)}: {tier.geometry}")
+    print()
+    for item in plan.advice:
+        print(f"{item.severity.value}: {item.setting}: {shown(item.sentence)}")
+    if plan.advice:
+        print()
+    print(shell_line(plan.command))
+
+
+def _engine_rows(plan: Plan) -> Rows:
+    layout = plan.layout
+    states = sum(group.page_bytes for group in layout.groups if not group.is_attention)
+    rows = [
+        ("model", shown(plan.question.model)),
+        ("asked", f"vLLM {layout.vllm} on this machine ({layout.platform})"),
+        ("block size N", f"{layout.block_size} tokens"),
+        ("match unit", f"{plan.match_unit} tokens"),
+        ("KV cache groups", f"{len(layout.groups)}, of {layout.dtype}"),
+    ]
+    if layout.has_states:
+        rows.append(("states", f"{size(states)} a rank, {layout.state_dtype}"))
+    rows.append(("tokens a step", str(layout.max_num_batched_tokens)))
+    rows.append(("longest request", f"{layout.max_model_len} tokens"))
+    return rows
+
+
+def _tier_rows(plan: Plan) -> Rows:
+    conversations = f"conversations of {plan.conversation.num_tokens}"
+    header = ("tier", "room", "chunk", "restores at", "a token", "a snapshot", "tokens", "or snapshots", conversations)
+    rows = [
+        (
+            shown(tier.name),
+            size(tier.capacity_bytes),
+            f"{tier.chunk_tokens}",
+            f"{tier.restore_unit_tokens}",
+            size(round(tier.token_bytes)),
+            size(tier.snapshot_bytes) if tier.snapshot_bytes else "none",
+            f"{tier.num_tokens:,}",
+            f"{tier.num_snapshots:,}",
+            f"{tier.num_conversations:,}",
+        )
+        for tier in plan.tiers
+    ]
+    return [header, *rows]
 
 
 PLAN = Command(

@@ -5,15 +5,20 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
-from vllm_overlay.cli.console import shown
-from vllm_overlay.cli.probe_view import is_sound, names, tables
-from vllm_overlay.cli.table import show_table
+from vllm_overlay.cli.console import shown, size
+from vllm_overlay.cli.table import Rows, show_table
 from vllm_overlay.config import ConfigError
-from vllm_overlay.server.api_client import ApiClient, ApiError, Metrics
+from vllm_overlay.metrics import CONNECTOR, GROUP_KIND, HOOK, REASON, SOURCE
+from vllm_overlay.server.api_client import ApiClient, ApiError
 from vllm_overlay.server.interval import Interval
 
+MULTI, TIER = "vllm:kv_connector", "vllm:hybrid_offload"
+_PHASES = ("serving", "stopping", "out of service", "coming back")
+"""By the value of the gauge ``state``."""
+_SERVING = 0
 _CLEARED = "\x1b[2J\x1b[H"
 
 
@@ -48,11 +53,8 @@ def _interval(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        api = ApiClient(arguments.url)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    interval = Interval(None, _look(api, arguments.url))
+    api = ApiClient(arguments.url)
+    interval = Interval(None, api.metrics())
     if not names(interval):
         raise ConfigError(
             f"the server at {arguments.url} has no connector of ours: start it with a --kv-transfer-config that names "
@@ -70,20 +72,13 @@ def _watch(api: ApiClient, interval: Interval, arguments: argparse.Namespace) ->
         while True:
             time.sleep(arguments.watch)
             try:
-                interval = Interval(interval.after, _look(api, arguments.url))
-            except ConfigError as error:
+                interval = Interval(interval.after, api.metrics())
+            except ApiError as error:
                 print(f"vllm-overlay: {shown(str(error))}; waiting", file=sys.stderr)
                 continue
             _show(interval, arguments)
     except KeyboardInterrupt:
         return SOUND if is_sound(interval) else PROBLEMS
-
-
-def _look(api: ApiClient, url: str) -> Metrics:
-    try:
-        return api.metrics()
-    except (ApiError, OSError, ValueError) as error:
-        raise ConfigError(f"no server answers at {url} with metrics: {error}") from error
 
 
 def _show(interval: Interval, arguments: argparse.Namespace) -> None:
@@ -99,6 +94,139 @@ def _show(interval: Interval, arguments: argparse.Namespace) -> None:
         print()
         show_table(title, rows, has_header=True)
     sys.stdout.flush()
+
+
+def tables(interval: Interval) -> dict[str, Rows]:
+    """Title -> rows, of which the first names the columns. Tables without rows are left out."""
+    found = {
+        "connectors": _connectors(interval),
+        "tiers": _tiers(interval),
+        "tokens that were not restored, by reason": _lost(interval),
+        "time to first token, by where most of the prompt came from": _first_tokens(interval),
+        "faults": _faults(interval),
+    }
+    return {title: rows for title, rows in found.items() if len(rows) > 1}
+
+
+def is_sound(interval: Interval) -> bool:
+    """Whether every connector is in service and no tier has paused its loads."""
+    return interval.worst(f"{MULTI}_state") == _SERVING and not interval.worst(f"{TIER}_loads_paused")
+
+
+def names(interval: Interval) -> list[str]:
+    """Every connector that the server has, ours and others'."""
+    return list(dict.fromkeys([*interval.connectors(f"{MULTI}_state"), *interval.connectors(f"{TIER}_objects")]))
+
+
+def _connectors(interval: Interval) -> Rows:
+    columns = ("connector", "state", "weight", "hit", "loaded", "chosen", "outbid", "too slow", "a load", "a lookup")
+    rows = [columns]
+    for name in interval.connectors(f"{MULTI}_state"):
+        amount = _amount_of(interval, MULTI, name)
+        of = {CONNECTOR: name}
+        rows.append(
+            (
+                shown(name),
+                _PHASES[int(interval.worst(f"{MULTI}_state", **of))],
+                _weight(interval.worst_known(f"{MULTI}_load_weight", **of)),
+                _share(amount("offered_tokens"), amount("asked_tokens")),
+                f"{amount('loaded_tokens'):,.0f} tokens",
+                f"{amount('chosen'):,.0f}",
+                f"{amount('outbid'):,.0f}",
+                f"{amount('too_slow'):,.0f}",
+                _seconds(interval.mean(f"{MULTI}_load_seconds", **of)),
+                _seconds(interval.mean(f"{MULTI}_lookup_seconds", **of)),
+            )
+        )
+    return rows
+
+
+def _tiers(interval: Interval) -> Rows:
+    rows = [("tier", "used", "capacity", "full", "objects", "restored", "stored", "evicted", "pending")]
+    for name in interval.connectors(f"{TIER}_objects"):
+        amount = _amount_of(interval, TIER, name)
+        of = {CONNECTOR: name}
+        used, capacity = (interval.now(f"{TIER}_{gauge}", **of) for gauge in ("used_bytes", "capacity_bytes"))
+        pending = sum(interval.now(f"{TIER}_pending_{what}", **of) for what in ("stores", "loads"))
+        rows.append(
+            (
+                shown(name),
+                size(int(used)),
+                size(int(capacity)),
+                _share(used, capacity),
+                f"{interval.now(f'{TIER}_objects', **of):,.0f}",
+                _share(amount("restored_tokens"), amount("queried_tokens")),
+                size(int(amount("stored_bytes"))),
+                f"{amount('evicted_objects'):,.0f}",
+                f"{pending:,.0f}",
+            )
+        )
+    return rows
+
+
+def _lost(interval: Interval) -> Rows:
+    tiers = interval.connectors(f"{TIER}_objects")
+    name = f"{TIER}_lost_tokens_total"
+    reasons = list(interval.by_label(name, REASON))
+    rows = [("reason", *map(shown, tiers))]
+    for reason in reasons:
+        for kind in interval.by_label(name, GROUP_KIND, **{REASON: reason}):
+            lost = [interval.amount(name, **{REASON: reason, GROUP_KIND: kind, CONNECTOR: tier}) for tier in tiers]
+            rows.append((f"{reason} ({kind})" if kind else reason, *(f"{tokens:,.0f}" for tokens in lost)))
+    return rows
+
+
+def _first_tokens(interval: Interval) -> Rows:
+    tiers = interval.connectors(f"{TIER}_objects")
+    name = f"{TIER}_first_token_seconds"
+    rows = [("source", *(shown(tier) for tier in tiers))]
+    for source, _ in interval.by_label(f"{name}_count", SOURCE).items():
+        cells = []
+        for tier in tiers:
+            of = {SOURCE: source, CONNECTOR: tier}
+            mean = _seconds(interval.mean(name, **of))
+            cells.append(f"{mean} of {interval.amount(f'{name}_count', **of):,.0f}" if mean != "-" else "-")
+        rows.append((source, *cells))
+    return rows
+
+
+def _faults(interval: Interval) -> Rows:
+    rows = [("connector", "what", "why", "times")]
+    for metric, what, why in (
+        (f"{TIER}_failed_loads_total", "load failed", REASON),
+        (f"{TIER}_dropped_stores_total", "store dropped", REASON),
+        (f"{TIER}_hook_errors_total", "unexpected error", REASON),
+        (f"{MULTI}_errors_total", "exception", HOOK),
+        (f"{MULTI}_failed_loads_total", "load failed", ""),
+        (f"{MULTI}_isolations_total", "taken out of service", ""),
+        (f"{MULTI}_hangs_total", "hook hung", ""),
+    ):
+        for name in interval.connectors(metric):
+            causes = interval.by_label(metric, why, **{CONNECTOR: name}) if why else {}
+            if not why and (times := interval.amount(metric, **{CONNECTOR: name})):
+                causes = {"": times}
+            rows += [(shown(name), what, shown(cause), f"{times:,.0f}") for cause, times in causes.items()]
+    return rows
+
+
+def _amount_of(interval: Interval, prefix: str, name: str) -> Callable[[str], float]:
+    """Counters of one connector, by their field."""
+    return lambda field: interval.amount(f"{prefix}_{field}_total", **{CONNECTOR: name})
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _weight(weight: float | None) -> str:
+    """None: the connector has offered nothing yet."""
+    return "-" if weight is None else f"{weight:.2f}"
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
 PROBE = Command(

@@ -39,7 +39,8 @@ def _run(arguments: argparse.Namespace) -> int:
     usages = measure_usage(arguments.root)
     found = None
     if arguments.verify:
-        found = Inspector(arguments.root, integrity, arguments.remove, progress("reading")).run()
+        with progress("reading") as show:
+            found = Inspector(arguments.root, integrity, arguments.remove, show).run()
     num_bytes = sum(usage.num_bytes for usage in usages)
     if arguments.json:
         report: dict[str, Any] = {"num_bytes": num_bytes, "namespaces": [asdict(usage) for usage in usages]}

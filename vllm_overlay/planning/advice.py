@@ -7,8 +7,7 @@ from enum import StrEnum
 
 from vllm_overlay.planner.geometry import EXACT_TOKENS, finer_match_unit
 from vllm_overlay.planning.capacity import Conversation, TierCapacity
-from vllm_overlay.planning.engine_layout import EngineLayout
-from vllm_overlay.planning.question import Question
+from vllm_overlay.planning.question import EngineLayout, Question
 
 
 class Severity(StrEnum):
@@ -40,16 +39,16 @@ def advice(
     tiers: Sequence[TierCapacity],
     conversation: Conversation,
     outlives_engine: bool,
-    host_bytes: int = 0,
-    free_bytes: int | None = None,
+    host_bytes: int,
+    free_bytes: int,
 ) -> list[Advice]:
     """All that applies, in the order of the flags.
 
     ``outlives_engine``: whether a restart is to find a tier's objects. ``host_bytes``: what tiers take of the host's
-    memory; ``free_bytes``: what is free there, None when the server will run elsewhere.
+    memory; ``free_bytes``: what is free there.
     """
     return [
-        *_of_platform(question),
+        *_of_platform(layout),
         *_of_match_unit(question, layout, match_unit),
         *_of_step_budget(question, layout),
         *_of_hash(question, outlives_engine),
@@ -59,11 +58,11 @@ def advice(
     ]
 
 
-def _of_platform(question: Question) -> Iterator[Advice]:
-    if question.platform != "cpu":
+def _of_platform(layout: EngineLayout) -> Iterator[Advice]:
+    if layout.platform != "cpu":
         yield _warning(
-            "--platform",
-            f"this version was never run on {question.platform!r}: before you serve with it, run what docs/gpu.md says",
+            "vLLM's platform",
+            f"this version was never run on {layout.platform!r}: before you serve with it, run what docs/gpu.md says",
         )
 
 
@@ -95,11 +94,7 @@ def _of_step_budget(question: Question, layout: EngineLayout) -> Iterator[Advice
     budget, block = layout.max_num_batched_tokens, layout.block_size
     if not layout.has_states:
         return
-    if budget is None:
-        yield _note(
-            "--max-num-batched-tokens", f"vLLM chooses it by the device: at least {2 * block}, two blocks, is good"
-        )
-    elif budget < 2 * block:
+    if budget < 2 * block:
         given = "" if question.max_num_batched_tokens else ", vLLM's choice here,"
         where = "below one block" if budget < block else "less than two blocks"
         yield _warning(
@@ -130,8 +125,8 @@ def _of_retention(question: Question, layout: EngineLayout, tiers: Sequence[Tier
         )
 
 
-def _of_memory(host_bytes: int, free_bytes: int | None) -> Iterator[Advice]:
-    if free_bytes is not None and host_bytes > free_bytes:
+def _of_memory(host_bytes: int, free_bytes: int) -> Iterator[Advice]:
+    if host_bytes > free_bytes:
         yield _warning(
             "capacity_bytes",
             f"{host_bytes} of the CPU tier is more than the {free_bytes} bytes of memory that are free on this machine "

@@ -1,42 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """The asking side of a dry start: a process that has vLLM, and what it answers."""
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.planning.engine_layout import EngineLayout
-from vllm_overlay.planning.question import Question
+from vllm_overlay.planning.question import Answer, EngineLayout, Question
 
 _MODULE = "vllm_overlay.dry_start"
 _TIMEOUT_S = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Either a layout, or the sentence with which the connector or vLLM refuses to start."""
-
-    layout: EngineLayout | None = None
-    refusal: str = ""
-
-
-def has_vllm() -> bool:
-    """Whether this Python has vLLM; does not import it."""
-    return importlib.util.find_spec("vllm") is not None
-
-
 def ask_vllm(question: Question, timeout_s: float = _TIMEOUT_S) -> EngineLayout:
-    """The layout that vLLM itself works out, in a process of its own. Takes as long as an import of vLLM.
+    """The layout that the vLLM of this Python works out, in a process of its own. Takes as long as an import of it.
 
     Raises:
-        ConfigError: vLLM or the connector refuses the question, or the process did not answer.
+        ConfigError: there is no vLLM, it or the connector refuses the question, or the process did not answer.
     """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f"{sys.executable} has no vLLM to ask: run this in the environment that will serve the model")
+    _require_configuration(question.model)
     with tempfile.TemporaryDirectory(prefix="vllm-overlay-plan-") as directory:
         asked, answered, log = (Path(directory) / name for name in ("question", "answer", "log"))
         asked.write_bytes(msgspec.json.encode(question))
@@ -58,6 +47,21 @@ def ask_vllm(question: Question, timeout_s: float = _TIMEOUT_S) -> EngineLayout:
     if answer.layout is None:
         raise ConfigError(answer.refusal)
     return answer.layout
+
+
+def _require_configuration(model: str) -> None:
+    """vLLM would speak of repositories and revisions. Raises ConfigError."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    is_there = (Path(model) / "config.json").is_file()
+    with contextlib.suppress(HFValidationError):
+        is_there = is_there or isinstance(try_to_load_from_cache(model, "config.json"), str)
+    if not is_there:
+        raise ConfigError(
+            f"{model} is neither a directory with a config.json nor in the local cache of transformers: give such a "
+            f"directory, or load it once with `hf download {model} config.json`"
+        )
 
 
 def _end_of(log: Path) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_overlay.planner.geometry import Geometry, Group
-from vllm_overlay.planning.engine_layout import EngineLayout
+from vllm_overlay.planning.question import EngineLayout
 from vllm_overlay.tiers.base import TierRoom, TierSpec
 
 

@@ -8,12 +8,9 @@ from typing import Any
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.geometry import check_groups, finer_match_unit
 from vllm_overlay.planning.advice import Advice, Severity, advice
-from vllm_overlay.planning.ask_vllm import ask_vllm, has_vllm
+from vllm_overlay.planning.ask_vllm import ask_vllm
 from vllm_overlay.planning.capacity import Conversation, TierCapacity, geometry_of, tier_capacity
-from vllm_overlay.planning.engine_layout import EngineLayout
-from vllm_overlay.planning.formula import layout_by_formula
-from vllm_overlay.planning.model_facts import facts_of, read_config
-from vllm_overlay.planning.question import Question, check_question
+from vllm_overlay.planning.question import EngineLayout, Question
 from vllm_overlay.planning.server_command import server_command, transfer_config
 from vllm_overlay.tiers.factory import tier_spec
 from vllm_overlay.tiers.memory import available_memory
@@ -41,17 +38,16 @@ class Plan:
 
 
 def make_plan(question: Question, children: Sequence[Mapping[str, Any]], conversation: Conversation) -> Plan:
-    """``children``: the ``kv_connector_extra_config`` of each tier, in order. May take as long as a start of vLLM.
+    """``children``: the ``kv_connector_extra_config`` of each tier, in order. Takes as long as an import of vLLM.
 
     Raises:
         ConfigError: no engine can have these settings; the sentence is the connector's where it would say one.
         GeometryError: the same, of the sizes of blocks and chunks.
     """
-    check_question(question)
     if not children:
         raise ConfigError("there is no tier to plan: give --cpu 32GiB, --disk /mnt/kv:1TiB or both")
     specs = [tier_spec(child) for child in children]
-    layout = find_layout(question)
+    layout = ask_vllm(question)
     match_unit = choose_match_unit(question, layout)
     check_retention(question, layout)
     tiers = [
@@ -75,20 +71,12 @@ def make_plan(question: Question, children: Sequence[Mapping[str, Any]], convers
                 conversation,
                 outlives_engine=any(spec.outlives_engine for spec in specs),
                 host_bytes=sum(spec.settings.capacity_bytes for spec in specs if spec.hit_source == HOST),
-                free_bytes=available_memory() if question.platform == "cpu" else None,
+                free_bytes=available_memory(),
             )
         ),
         kv_transfer_config=config,
         command=tuple(server_command(question.model, _flags(question, layout, match_unit), config)),
     )
-
-
-def find_layout(question: Question) -> EngineLayout:
-    """Asks vLLM if it runs on the platform of the question. Else uses the formula."""
-    if question.platform == "cpu" and has_vllm():
-        read_config(question.model)
-        return ask_vllm(question)
-    return layout_by_formula(facts_of(read_config(question.model)), question)
 
 
 def choose_match_unit(question: Question, layout: EngineLayout) -> int:

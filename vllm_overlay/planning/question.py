@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator asks: a model, a platform, and the flags of vLLM's server that decide its blocks."""
+"""What an operator asks, a model and the flags of vLLM's server that decide its blocks, and what vLLM answers."""
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from vllm_overlay.config import ConfigError
+from vllm_overlay.planner.geometry import Group, common_block_size
 
-Platform = Literal["cpu", "cuda"]
 FLAGS = (
     "block_size",
     "max_model_len",
@@ -26,7 +26,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """``model`` is a directory or a name in transformers' local cache. Lengths and sizes are in tokens."""
 
     model: str
-    platform: Platform = "cpu"
     block_size: int | None = None
     max_model_len: int | None = None
     tensor_parallel_size: int | None = None
@@ -56,9 +55,42 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def check_question(question: Question) -> None:
-    """Raises ConfigError for a number that cannot be one of tokens or ranks."""
-    for name, value in question.engine_arguments.items():
-        least = 0 if name == "prefix_cache_retention_interval" else 1
-        if isinstance(value, int) and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be a whole number of at least {least}")
+@dataclass(frozen=True, slots=True)
+class EngineLayout:
+    """How vLLM will cut its KV cache: one rank's groups and what decides them. All lengths are in tokens.
+
+    ``block_size`` is vLLM's (unified) N. ``state_dtype`` is empty for a model without recurrent states.
+    """
+
+    vllm: str
+    """Its version."""
+    platform: str
+    """Of this vLLM: ``cpu``, ``cuda``."""
+    groups: tuple[Group, ...]
+    block_size: int
+    dtype: str
+    state_dtype: str
+    max_model_len: int
+    max_num_batched_tokens: int
+
+    @property
+    def has_states(self) -> bool:
+        return any(not group.is_attention for group in self.groups)
+
+    @property
+    def default_match_unit(self) -> int:
+        """The match unit that vLLM takes when none is given."""
+        return common_block_size(self.groups)
+
+    @property
+    def takes_match_unit(self) -> bool:
+        """vLLM refuses a match unit below the block size when there is a single group."""
+        return len(self.groups) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Either a layout, or the sentence with which the connector or vLLM refuses to start."""
+
+    layout: EngineLayout | None = None
+    refusal: str = ""

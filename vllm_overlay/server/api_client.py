@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we say to vLLM's OpenAI-compatible server, over HTTP with the standard library."""
+"""What we say to vLLM's OpenAI-compatible server over HTTP, and what it answers."""
 
-import http.client
+import contextlib
 import json
 import math
 import os
+import ssl
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -25,12 +25,16 @@ HEALTH_TIMEOUT_S = 60.0
 SETTLE_TIMEOUT_S = 240.0
 """For what takes moments, unless the machine is busy with other things."""
 _POLL_S = 0.05
+_SHOWN = 500
+"""Characters of an answer that is not the one asked for."""
+_RESET = "/reset_prefix_cache"
 _FINISHED = "vllm:request_success_total"
 _PENDING_STORES = "vllm:hybrid_offload_pending_stores"
+_T = TypeVar("_T")
 
 
 class ApiError(RuntimeError):
-    """The server did not do what it was asked."""
+    """No server answers, or it did not do what it was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +91,30 @@ class Metrics:
 
 
 class ApiClient:
-    """One server's client. Methods may be called from several threads.
+    """One server's client. Methods may be called from several threads, and raise ApiError.
 
-    ``url`` is the server's, such as ``http://127.0.0.1:8000``; ValueError if it is no such thing. ``model`` is the name
-    in requests; "" asks the server for the one it serves. As vLLM does, it takes a key from VLLM_API_KEY.
+    ``url`` is the server's, such as ``http://127.0.0.1:8000``. ``model`` is the name in requests; "" asks the server
+    for the one it serves. As vLLM does, it takes a key from VLLM_API_KEY.
     """
 
     def __init__(self, url: str, model: str = "") -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000")
-        self._connection_type = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = parts.hostname, parts.port
-        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        try:
+            base = httpx.URL(url if "//" in url else f"http://{url}")
+        except httpx.InvalidURL:
+            base = httpx.URL("")
+        if base.scheme not in ("http", "https") or not base.host:
+            raise ApiError(f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000")
         key = os.environ.get("VLLM_API_KEY")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(
+            base_url=base.copy_with(path=base.path.rstrip("/").removesuffix("/v1")),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=REQUEST_TIMEOUT_S,
+            # A connection of its own for each request: the server closes idle ones when it likes.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            # The machine's certificates. No proxy: it would be asked for this machine's own servers too.
+            verify=ssl.create_default_context(),
+            trust_env=False,
+        )
         self._model = model
         self._lock = threading.Lock()
         self._num_answered = 0
@@ -109,35 +122,41 @@ class ApiClient:
     def is_healthy(self) -> bool:
         """Whether the server answers."""
         try:
-            return self._request("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)[0] == 200
-        except (OSError, http.client.HTTPException):
+            return self._http.get("/health", timeout=HEALTH_TIMEOUT_S).is_success
+        except httpx.HTTPError:
             return False
 
     @property
     def model(self) -> str:
-        """The name in requests. Raises ApiError."""
+        """The name in requests."""
         if not self._model:
-            served = self._json("GET", "/v1/models")["data"]
-            self._model = served[0]["id"]
+            with _asking("/v1/models"):
+                self._model, *_ = self._models()
         return self._model
 
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer. Raises ApiError."""
-        served = {model["id"]: model for model in self._json("GET", "/v1/models")["data"]}
-        if self.model not in served:
-            raise ApiError(f"the server does not serve {self.model!r}; it serves {', '.join(served)}")
-        return int(served[self.model]["max_model_len"])
+        """Tokens of a prompt and its answer."""
+        models = self._models()
+        if self.model not in models:
+            raise ApiError(f"the server does not serve {self.model!r}; it serves {', '.join(models)}")
+        return models[self.model]
+
+    def _models(self) -> dict[str, int]:
+        path = "/v1/models"
+        with _asking(path):
+            return {model["id"]: int(model["max_model_len"]) for model in self._json("GET", path)["data"]}
 
     def tokenize(self, text: str) -> list[int]:
-        """The server's own tokens of ``text``, without special ones. Raises ApiError."""
+        """The server's own tokens of ``text``, without special ones."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        tokens: list[int] = self._json("POST", "/tokenize", body)["tokens"]
-        return tokens
+        path = "/tokenize"
+        with _asking(path):
+            return [int(token) for token in self._json("POST", path, body)["tokens"]]
 
     def complete(
         self, prompt: str | Sequence[int], max_tokens: int = 8, *, engine: int | None = None, **options: Any
     ) -> Completion:
-        """Greedy completion with logprobs. ``options`` go into the request. Raises ApiError.
+        """Greedy completion with logprobs. ``options`` go into the request.
 
         ``engine`` is the data-parallel rank that is to answer; without one the server chooses.
         """
@@ -153,112 +172,108 @@ class ApiClient:
             "stream_options": {"include_usage": True},
             **options,
         }
-        connection = self._connect(REQUEST_TIMEOUT_S)
+        path = "/v1/completions"
         headers = {} if engine is None else {"X-data-parallel-rank": str(engine)}
-        try:
-            started = time.monotonic()
-            self._send(connection, "POST", "/v1/completions", body, headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise ApiError(f"/v1/completions answered {response.status}: {response.read().decode()}")
-            completion = _read_stream(response, started)
-        finally:
-            connection.close()
+        started = time.monotonic()
+        with _asking(path), self._http.stream("POST", path, json=body, headers=headers) as response:
+            if not response.is_success:
+                response.read()
+            completion = _read_stream(_lines(_accepted(path, response)), started)
         with self._lock:
             self._num_answered += 1
         return completion
 
-    def reset_prefix_cache(self, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the device cache; tiers keep what they have. The server refuses while blocks are still held."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            status, text = self._request("POST", "/reset_prefix_cache")
-            if status != 200:
-                raise ApiError(f"/reset_prefix_cache answered {status} (VLLM_SERVER_DEV_MODE=1 offers it): {text}")
-            if json.loads(text)["success"]:
-                return
-            if time.monotonic() > deadline:
-                raise ApiError(f"the device cache could not be reset in {timeout_s:.0f} s: blocks are still held")
-            time.sleep(_POLL_S)
+
+        def is_reset() -> bool:
+            with _asking(_RESET):
+                return bool(self._json("POST", _RESET)["success"])
+
+        _wait_for(is_reset, lambda: "the device cache could not be reset: blocks are still held")
 
     def metrics(self) -> Metrics:
         """As they are; see ``settled_metrics``."""
-        status, text = self._request("GET", "/metrics")
-        if status != 200:
-            raise ApiError(f"/metrics answered {status}: {text}")
-        return Metrics(text)
+        path = "/metrics"
+        with _asking(path):
+            return Metrics(_accepted(path, self._http.get(path)).text)
 
-    def settled_metrics(self, timeout_s: float = SETTLE_TIMEOUT_S) -> Metrics:
+    def settled_metrics(self) -> Metrics:
         """Metrics that count every request that this client has had answered.
 
         The server hands out a request's last token before it counts the step that made it. What the connectors report
         of a step is counted together with the requests that finished in it.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            metrics = self.metrics()
-            if metrics.value(_FINISHED) >= self._num_answered:
-                return metrics
-            if time.monotonic() > deadline:
-                raise ApiError(f"the server has not counted its requests in {timeout_s:.0f} s")
-            time.sleep(_POLL_S)
 
-    def wait_for_stores(self, timeout_s: float = SETTLE_TIMEOUT_S) -> Metrics:
+        def settled() -> Metrics | None:
+            metrics = self.metrics()
+            return metrics if metrics.value(_FINISHED) >= self._num_answered else None
+
+        return _wait_for(settled, lambda: "the server has not counted its requests")
+
+    def wait_for_stores(self) -> Metrics:
         """Returns once no store of an answered request is pending.
 
         Stores are planned in the steps of a request, so the gauges of its last step know of all of them; and while
         one is pending the engine goes on stepping and reporting.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            metrics = self.settled_metrics(timeout_s)
+        pending: dict[str, float] = {}
+
+        def stored() -> Metrics | None:
+            nonlocal pending
+            metrics = self.settled_metrics()
             pending = metrics.values(_PENDING_STORES, CONNECTOR)
-            if pending and not any(pending.values()):
-                return metrics
-            if time.monotonic() > deadline:
-                raise ApiError(f"stores are still pending after {timeout_s:.0f} s: {pending or 'none was reported'}")
-            time.sleep(_POLL_S)
+            return metrics if pending and not any(pending.values()) else None
+
+        return _wait_for(stored, lambda: f"stores are still pending: {pending or 'none was reported'}")
 
     def _json(self, method: str, path: str, body: Any = None) -> Any:
-        status, text = self._request(method, path, body=body)
-        if status != 200:
-            raise ApiError(f"{path} answered {status}: {text}")
-        return json.loads(text)
-
-    def _request(
-        self, method: str, path: str, timeout_s: float = REQUEST_TIMEOUT_S, body: Any = None
-    ) -> tuple[int, str]:
-        connection = self._connect(timeout_s)
-        try:
-            self._send(connection, method, path, body)
-            response = connection.getresponse()
-            return response.status, response.read().decode()
-        finally:
-            connection.close()
-
-    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
-        return self._connection_type(self._host, self._port, timeout=timeout_s)
-
-    def _send(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        body: Any,
-        headers: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        content = {} if body is None else {"Content-Type": "application/json"}
-        text = None if body is None else json.dumps(body)
-        connection.request(method, self._path + path, text, {**self._headers, **content, **headers})
+        return _accepted(path, self._http.request(method, path, json=body)).json()
 
 
-def _read_stream(response: http.client.HTTPResponse, started: float) -> Completion:
+@contextlib.contextmanager
+def _asking(path: str) -> Iterator[None]:
+    """Raises ApiError where no server answers, or something else than vLLM's."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise ApiError(f"{error.request.url} was not answered: {error or type(error).__name__}") from error
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ApiError(f"{path} answered what vLLM's server does not: {error!r}") from error
+
+
+def _accepted(path: str, response: httpx.Response) -> httpx.Response:
+    if not response.is_success:
+        hint = " (VLLM_SERVER_DEV_MODE=1 offers it)" if path == _RESET else ""
+        raise ApiError(f"{path} answered {response.status_code}{hint}: {response.text[:_SHOWN]}")
+    return response
+
+
+def _wait_for(look: Callable[[], _T | None], failure: Callable[[], str]) -> _T:
+    """What ``look`` returns once that is true."""
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise ApiError(f"after {SETTLE_TIMEOUT_S:.0f} s {failure()}")
+        time.sleep(_POLL_S)
+    return found
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """httpx's own lines end at Unicode's separators too, which a token may have."""
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+
+
+def _read_stream(lines: Iterable[bytes], started: float) -> Completion:
     token_ids: list[int] = []
     logprobs: list[float] = []
     candidates: list[dict[int, float]] = []
     first_token_s = 0.0
     usage: dict[str, Any] | None = None
-    for line in response:
+    for line in lines:
         data = line.removeprefix(b"data: ").strip()
         if not data or data == b"[DONE]":
             continue
@@ -268,8 +283,8 @@ def _read_stream(response: http.client.HTTPResponse, started: float) -> Completi
         for choice in chunk["choices"]:
             first_token_s = first_token_s or time.monotonic() - started
             token_ids += choice["token_ids"]
-            logprobs += choice["logprobs"]["token_logprobs"]
-            candidates += [_by_id(likely) for likely in choice["logprobs"].get("top_logprobs") or []]
+            logprobs += map(_number, choice["logprobs"]["token_logprobs"])
+            candidates += map(_by_id, choice["logprobs"].get("top_logprobs") or [])
         usage = chunk.get("usage") or usage
     if usage is None:
         raise ApiError("/v1/completions broke off: the answer ended without its usage")
@@ -277,7 +292,12 @@ def _read_stream(response: http.client.HTTPResponse, started: float) -> Completi
     return Completion(token_ids, logprobs, usage["prompt_tokens"], cached, first_token_s, candidates)
 
 
-def _by_id(likely: dict[str, float] | None) -> dict[int, float]:
+def _number(logprob: float | None) -> float:
+    """JSON has no NaN: the server writes null."""
+    return math.nan if logprob is None else logprob
+
+
+def _by_id(likely: dict[str, float | None] | None) -> dict[int, float]:
     """Tokens that the server wrote as ``token_id:17``; others are left out."""
-    named = {token.removeprefix("token_id:"): logprob for token, logprob in (likely or {}).items()}
+    named = {token.removeprefix("token_id:"): _number(logprob) for token, logprob in (likely or {}).items()}
     return {int(token): logprob for token, logprob in named.items() if token.isdigit()}

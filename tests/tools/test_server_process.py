@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_overlay.server.server_process import ServerProcess, hold_port, port_of
+from tools.server_process import ServerProcess, hold_port, port_of
 
 
 def test_a_held_port_is_for_the_server_that_is_told_of_it() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import PATIENCE_S, until
-from vllm_overlay.server.process_group import SHARED_MEMORY, ProcessGroup, members, uninterrupted
+from tools.process_group import SHARED_MEMORY, ProcessGroup, members, uninterrupted
 
 STUBBORN = """
     import multiprocessing.shared_memory, signal, subprocess, sys, tempfile, time

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from tools.process_group import ProcessGroup, uninterrupted
 from vllm_overlay.server.api_client import ApiClient
-from vllm_overlay.server.process_group import ProcessGroup, uninterrupted
 
 TEARDOWN_TIMEOUT_S = 20.0
 """Beyond what vLLM gives to requests and pending stores, for its processes to end by themselves."""
