@@ -101,6 +101,14 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "there are dropped (`transfer_full`). No effect on a CPU."
         ),
     ] = "512 MiB"
+    log_lost_tokens: Annotated[
+        int,
+        Meta(
+            description="A request that computes at least so many tokens which the tier had once is named in the log, "
+            "with the reason. 0: none is.",
+            ge=0,
+        ),
+    ] = 8192
     eviction_policy: Annotated[
         str,
         Meta(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.naive_twin import block_hashes
+from vllm_overlay.connector.explanations import Explanations
 from vllm_overlay.connector.lora.metadata import AdapterWeights
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.metrics import OffloadStats
@@ -34,6 +35,7 @@ class Harness:
         num_concurrent_steps: int = 1,
         store_decoded_tokens: bool | Literal["auto"] = "auto",
         speculative_snapshot_tokens: int = 0,
+        log_lost_tokens: int = 0,
     ) -> None:
         self.stats = OffloadStats.make("test")
         self.tier = tier or CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
@@ -48,6 +50,7 @@ class Harness:
             speculative_snapshot_tokens=speculative_snapshot_tokens,
             num_concurrent_steps=num_concurrent_steps,
             stats=self.stats,
+            explanations=Explanations("test", log_lost_tokens),
         )
 
     def request(self, name: str, num_tokens: int = 200, adapter_id: int = 0) -> Any:

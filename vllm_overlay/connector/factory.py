@@ -11,6 +11,7 @@ import torch
 
 from vllm_overlay.config import ConfigError, TierSettings, parse_bytes
 from vllm_overlay.connector.amx import ask_for_amx
+from vllm_overlay.connector.explanations import Explanations
 from vllm_overlay.connector.fingerprint import compute_fingerprints
 from vllm_overlay.connector.kv_cache_groups import cell_facts, group_tensors, page_facts, planner_groups
 from vllm_overlay.connector.lora.digests import loaded_adapters
@@ -119,6 +120,7 @@ def build_scheduler(
         speculative_snapshot_tokens=speculative_snapshot_tokens(spec, first.geometry, world_size),
         num_concurrent_steps=vllm_config.max_concurrent_batches,
         stats=stats,
+        explanations=Explanations(settings.name, settings.log_lost_tokens),
     )
 
 

@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.reasons import Reason
+from vllm_overlay.connector.explanations import Explanations
 from vllm_overlay.connector.first_tokens import FirstTokens
 from vllm_overlay.connector.gauges import Gauges
 from vllm_overlay.connector.lora.keys import LoraNames
@@ -49,6 +50,7 @@ class OffloadScheduler:
         speculative_snapshot_tokens: int = 0,
         num_concurrent_steps: int = 1,
         stats: OffloadStats,
+        explanations: Explanations,
     ) -> None:
         """``num_concurrent_steps``: see ``LoraNames``."""
         self._geometry = geometry
@@ -59,6 +61,7 @@ class OffloadScheduler:
         self._stats = stats
         self._account = TokenAccount(stats)
         self._first_tokens = FirstTokens(stats)
+        self._explanations = explanations
         self._gauges = Gauges(stats, geometry, tier, world_size)
         self._lora = LoraNames(world_size, num_concurrent_steps)
         self._pending = PendingReports(world_size, report_timeout_s)
@@ -127,6 +130,7 @@ class OffloadScheduler:
         self._stats.count("lookups")
         self._stats.count("lookup_limits", reason=lookup.limited_by)
         self._account.looked_up(request.request_id, request.num_tokens - num_local, lookup.lost)
+        self._explanations.looked_up(request, num_local, lookup)
         self._tracked[request.request_id].restore_point = lookup.restore_point
         if lookup.junction > request.shared_prefix_boundary:
             request.shared_prefix_boundary = lookup.junction
@@ -176,6 +180,7 @@ class OffloadScheduler:
         now that their requests are ``scheduled``."""
         self._step += 1
         self._first_tokens.step(scheduled)
+        self._explanations.step(scheduled)
         checks = self._lora.begin_step(self._step, scheduled)
         loads, self._new_loads = tuple(self._new_loads), []
         unplanned, self._unplanned_loads = tuple(self._unplanned_loads), []
@@ -290,6 +295,7 @@ class OffloadScheduler:
             # Admitted, though a MultiConnector did not say so: it hides what this connector must not store.
             self._account.admitted(request_id, 0)
         self._account.forget(request_id)
+        self._explanations.finished(request_id)
         self._first_tokens.finished(request_id)
 
     def has_pending_work(self) -> bool:
