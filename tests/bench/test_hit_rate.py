@@ -15,6 +15,7 @@ from bench.hit_replay import Clock, HitReplay, Served
 from bench.replay_tiers import IndexShelf
 from bench.trace import TraceRequest
 from bench.workloads import DURATION_S, WORKLOADS, generate
+from tests.tiers.integrity import check_integrity
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId
 
@@ -106,7 +107,7 @@ def test_every_baseline_keeps_the_index_whole_and_its_limit(name: str) -> None:
     for place, prompt in enumerate(requests):
         moment.place = place
         one.serve(place, prompt)
-    shelf.index.check_integrity()
+    check_integrity(shelf.index)
     assert shelf.index.fits(0) and len(shelf.index) > 40
 
 

@@ -10,6 +10,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from tests.connector.harness import NOTHING, Harness
+from tests.tiers.integrity import check_integrity
 from tests.tiers.store_tier import Address, StoreManager
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
@@ -158,7 +159,7 @@ def test_requests_that_are_too_large_for_the_tier_together_do_not_evict_each_oth
         jobs = made.plan(requests[0], 192 if step < 10 else 1, *requests[1:])
         num_stores.append(len(jobs))
         made.report(jobs)
-        made.tier.index.check_integrity()
+        check_integrity(made.tier.index)
     assert sum(num_stores) > 40
     assert sum(num_stores[20:]) <= 2 * 40
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.naive_twin import SetView
 from tests.strategies import all_blocks, everything, families_of_prompts, geometries, naive_of
 from tests.tiers.entries import entries_of
+from tests.tiers.integrity import check_integrity
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.coverage import count_covered
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
@@ -52,7 +53,7 @@ def index_view(held, luck=random):
     shuffled = list(held.values())
     luck.shuffle(shuffled)
     assert index.restore(shuffled) == []
-    index.check_integrity()
+    check_integrity(index)
     return index
 
 
@@ -72,7 +73,7 @@ def test_a_lookup_is_what_looking_at_every_boundary_says(tier, data):
     assert found.restore_point <= max(0, num_tokens - 1)
     index = index_view(held)
     assert HybridOffloadPlanner(geometry).lookup(keys, num_tokens, num_local, index) == found
-    index.check_integrity()
+    check_integrity(index)
 
 
 @settings(max_examples=200, deadline=None)

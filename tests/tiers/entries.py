@@ -9,5 +9,5 @@ from vllm_overlay.tiers.index import PrefixIndex
 
 
 def entries_of(index: PrefixIndex) -> Mapping[ObjectId, Entry]:
-    """The only place where tests read what ``PrefixIndex`` keeps to itself."""
+    """Only here and in integrity.py do tests read what ``PrefixIndex`` keeps to itself."""
     return index._entries

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.strategies import everything, families_of_prompts, geometries
 from tests.tiers.entries import entries_of
+from tests.tiers.integrity import check_integrity
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager
 from vllm_overlay.tiers.cpu import CpuTierManager
@@ -111,7 +112,7 @@ class CpuManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def index_agrees_with_itself_and_keeps_the_capacity(self):
-        self.tier.index.check_integrity()
+        check_integrity(self.tier.index)
         assert self.tier.index.fits(0)
 
     @invariant()

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.naive_twin import NaiveIndex, nearest_snapshot_chunk
 from tests.strategies import everything, families_of_prompts, geometries, naive_of
 from tests.tiers.entries import entries_of
+from tests.tiers.integrity import check_integrity
 from tests.tiers.policies.structure import check_runs
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
@@ -230,7 +231,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def index_agrees_with_itself(self):
-        self.index.check_integrity()
+        check_integrity(self.index)
 
     @invariant()
     def pinned_bytes_are_still_there(self):

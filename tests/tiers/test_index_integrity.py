@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.tiers.entries import entries_of
+from tests.tiers.integrity import check_integrity
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.entry import Entry, EntryState
 from vllm_overlay.tiers.index import PrefixIndex
@@ -28,7 +29,7 @@ class Sample:
         self.index.restore([*chunks[:3], PlannedObject(SNAPSHOT, (CHUNKS[1],), 128, 128, 10)])
         self.index.reserve(chunks[3], 7)
         self.index.restore(chunks[4:])
-        self.index.check_integrity()
+        check_integrity(self.index)
 
     def __getitem__(self, object_id: ObjectId) -> Entry:
         return entries_of(self.index)[object_id]
@@ -77,11 +78,11 @@ def test_an_index_that_contradicts_itself_is_seen(plant: Callable[[Sample], obje
     made = Sample()
     plant(made)
     with pytest.raises(AssertionError, match=sentence):
-        made.index.check_integrity()
+        check_integrity(made.index)
 
 
 def test_a_jump_may_lead_to_a_chunk_that_has_no_snapshots_any_more() -> None:
     made = Sample()
     made.index.drop(SNAPSHOT)
     assert made[CHUNKS[2]].jump is made[CHUNKS[1]]
-    made.index.check_integrity()
+    check_integrity(made.index)

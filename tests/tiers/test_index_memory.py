@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.tiers.integrity import check_integrity
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.learned import LearnedEviction
@@ -68,4 +69,4 @@ def test_dropped_prompts_are_freed_while_others_stay(policy: type) -> None:
     for root in roots[: len(roots) // 2]:
         index.drop(root)
     assert full - sys.getallocatedblocks() > len(index)
-    index.check_integrity()
+    check_integrity(index)

@@ -22,7 +22,6 @@ from typing import NamedTuple
 from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, PlannedObject
 from vllm_overlay.tiers.entry import COMMITTED, DROPPED, RESERVED, STORED, Entry, EntryState
 from vllm_overlay.tiers.evicted_names import EvictedNames
-from vllm_overlay.tiers.index_integrity import inconsistencies
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
@@ -120,16 +119,6 @@ class PrefixIndex:
     def was_evicted(self, object_id: ObjectId) -> bool:
         """See ``HitSource``."""
         return object_id in self._evicted
-
-    def check_integrity(self) -> None:
-        """A debug hook: raises AssertionError with the first thing in the index that contradicts another.
-
-        Takes time up to the number of entries times the length of their chains. The capacity is not looked at,
-        because ``restore`` may exceed it: ask ``fits(0)``.
-        """
-        found = inconsistencies(self._entries, self._in_flight, self._used_bytes, self._policy)
-        if (sentence := next(found, None)) is not None:
-            raise AssertionError(sentence)
 
     # Stores.
 

@@ -19,6 +19,7 @@ from tests.tiers.disk.objects import OBJECT, chain, content, fill
 from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.tier_pair import TierPair
 from tests.tiers.entries import entries_of
+from tests.tiers.integrity import check_integrity
 from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
@@ -201,7 +202,7 @@ class Storer:
             if self._random.random() < 0.002:
                 self._diary.cleared()
                 tier.clear()
-            tier.index.check_integrity()
+            check_integrity(tier.index)
             time.sleep(0.001)
 
     def _submit(self, ticket: StoreTicket, planned: PlannedObject) -> None:
@@ -259,7 +260,7 @@ def examine(root: Path, answer: Connection, diary: Path) -> None:
         tally.unreadable_starts = 1
         answer.send(tally)
         raise
-    made.tier.index.check_integrity()
+    check_integrity(made.tier.index)
     objects = [PlannedObject(object_id, (), 0, 64, OBJECT) for object_id in entries_of(made.tier.index)]
     expected = last_committed(diary, int(_EXPECTED * CAPACITY / (RANKS * on_disk())))
     tally.expected_objects = len(expected)

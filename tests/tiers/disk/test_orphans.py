@@ -12,6 +12,7 @@ from tests.tiers.disk.inside import catalogue_of, room_bytes
 from tests.tiers.disk.objects import UNIT, chain
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
+from tests.tiers.integrity import check_integrity
 from tests.waiting import until
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Name
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
@@ -38,7 +39,7 @@ def assert_found(made, objects):
     made.recovered()
     until(lambda: made.tier.advance() or all(made.coverage(objects)), "all that is on disk")
     until(lambda: counted(made.root)[0] == bytes_under(made.root), "what the catalogue counts")
-    made.tier.index.check_integrity()
+    check_integrity(made.tier.index)
 
 
 def test_whole_objects_are_adopted_whichever_was_written_first(tmp_path):

@@ -15,6 +15,7 @@ from tests.tiers.disk.files import on_disk
 from tests.tiers.disk.inside import catalogue_of
 from tests.tiers.disk.objects import GEOMETRY, OBJECT, chain, key
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, store_many, tier_pair
+from tests.tiers.integrity import check_integrity
 from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk import ranking
@@ -193,5 +194,5 @@ def test_an_engine_without_the_policy_evicts_by_the_scores_of_one_with_it(tmp_pa
         while one.has(first[-1]):
             two.store(chain(f"many-{next(turns)}", 1))
             one.tier.advance()
-        one.tier.index.check_integrity()
+        check_integrity(one.tier.index)
         assert check(catalogue_of(two.tier)) == []

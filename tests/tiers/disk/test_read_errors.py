@@ -12,6 +12,7 @@ from tests.tiers.disk.files import bytes_under, counted, let_age, lose_catalogue
 from tests.tiers.disk.objects import OBJECT, chain, key
 from tests.tiers.disk.prompts import GEOMETRY, KEYS, NUM_TOKENS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
+from tests.tiers.integrity import check_integrity
 from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk import recent
@@ -43,7 +44,7 @@ def load(made: TierPair, objects: list[PlannedObject]) -> list[str]:
         elif result.is_unreadable:
             made.tier.suspend(result.object_id)
     made.tier.release([planned.object_id for planned in objects])
-    made.tier.index.check_integrity()
+    check_integrity(made.tier.index)
     return [result.reason or "" for result in results]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from tests.tiers.disk.inside import has_news, is_running, num_turns, wake
 from tests.tiers.disk.objects import GEOMETRY, OBJECT, UNIT, bytes_of, chain, content, fill
+from tests.tiers.integrity import check_integrity
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import PlannedObject
@@ -72,7 +73,7 @@ class TierPair:
 
     def recovered(self) -> "TierPair":
         until(lambda: self.tier.advance() or not self.tier.is_recovering, "recovery")
-        self.tier.index.check_integrity()
+        check_integrity(self.tier.index)
         return self
 
     def settled(self) -> "TierPair":
@@ -154,7 +155,7 @@ class TierPair:
         for planned in objects:
             outcome = self.outcome(planned)
             assert outcome == "", outcome
-        self.tier.index.check_integrity()
+        check_integrity(self.tier.index)
 
     def store_bytes(self, planned: PlannedObject, data: bytes) -> None:
         """Store an object of these bytes in every rank."""
@@ -201,7 +202,7 @@ class TierPair:
     def close(self, timeout_s: float = PATIENCE_S) -> int:
         given_up = sum(worker.close(timeout_s) for worker in self.workers)
         close_tier(self.tier)
-        self.tier.index.check_integrity()
+        check_integrity(self.tier.index)
         return given_up
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bench.hit_replay import Clock, HitReplay
 from bench.replay_tiers import IndexShelf
 from bench.trace import TraceRequest
+from tests.tiers.integrity import check_integrity
 from tests.tiers.policies.naive_learned import NaiveLearned
 from tests.tiers.policies.structure import check_runs, visible_entries
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
@@ -177,7 +178,7 @@ def test_without_states_it_agrees_with_its_index(requests, capacity, geometry) -
     tier = Tier(geometry, capacity, learned)
     for at, prompt in requests:
         tier.serve(at, *prompt)
-        tier.shelf.index.check_integrity()
+        check_integrity(tier.shelf.index)
         check_runs(tier.shelf.index, tier.policy)
 
 

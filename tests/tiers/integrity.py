@@ -5,19 +5,25 @@ from collections.abc import Iterator, Mapping
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.entry import Entry, EntryState
+from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 
 _UNPINNED = (EntryState.RESERVED, EntryState.STORED)
 
 
-def inconsistencies(
-    entries: Mapping[ObjectId, Entry], in_flight: Mapping[int, Entry], used_bytes: int, policy: EvictionPolicy[Entry]
-) -> Iterator[str]:
-    """Sentences about the parts of a ``PrefixIndex``, which calls this. There are none when all is well.
+def check_integrity(index: PrefixIndex) -> None:
+    """Raises AssertionError with the first thing in the index that contradicts another.
 
-    The parts may change only once the iterator is done with.
+    Takes time up to the number of entries times the length of their chains. The capacity is not looked at, because
+    ``restore`` may exceed it: ask ``fits(0)``.
     """
-    yield from _of_bytes(entries, used_bytes)
+    if (sentence := next(_inconsistencies(index), None)) is not None:
+        raise AssertionError(sentence)
+
+
+def _inconsistencies(index: PrefixIndex) -> Iterator[str]:
+    entries, in_flight, policy = index._entries, index._in_flight, index._policy
+    yield from _of_bytes(entries, index.used_bytes)
     yield from _of_tickets(entries, in_flight)
     for object_id, entry in entries.items():
         if entry.object_id != object_id:
