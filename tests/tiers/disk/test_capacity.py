@@ -48,6 +48,16 @@ def test_a_rebuild_that_cannot_list_now_grants_nothing_until_it_can(tmp_path, mo
         again.store(chain("q", 1))
 
 
+def test_what_is_held_above_its_part_goes_back_when_others_join_though_nothing_is_stored(tmp_path):
+    part = 16 * on_disk()
+    capacity = 32 * 2 * part  # all together may hold a 32nd
+    with tier_pair(tmp_path / "root", capacity_bytes=capacity) as idle:
+        until(lambda: room_bytes(idle.tier) == 2 * part, "room for one alone")
+        with tier_pair(tmp_path / "root", capacity_bytes=capacity) as other:
+            until(lambda: room_bytes(other.tier) == part, "room for one of two")
+            until(lambda: room_bytes(idle.tier) == part, "room that goes back")
+
+
 HOLDER = """
 import sys
 from pathlib import Path

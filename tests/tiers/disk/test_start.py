@@ -37,6 +37,12 @@ def test_the_root_is_created_private_and_says_whose_it_is(tmp_path):
     assert temporaries(root) == []
 
 
+def test_a_root_whose_path_is_not_utf_8_is_a_root(tmp_path):
+    with tier_pair(tmp_path / os.fsdecode(b"caf\xe9")) as made:
+        made.recovered().store(chain("p", 1))
+        assert made.reasons(chain("p", 1)) == ["", ""]
+
+
 def test_a_root_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "root").write_text("")
     with pytest.raises(ConfigError, match=r"root=.* is not a directory"):

@@ -58,6 +58,7 @@ class Evictor:
         largest = self._room.largest_bytes or self._quota.largest_bytes
         at_least = max(largest, min(_LARGEST_AHEAD * largest, capacity // 2), self._room.wanted_bytes)
         target = limit_bytes(totals, capacity, at_least)
+        self._give_back(self._room.available - target)  # members that have joined since make the parts smaller
         if self._room.available * 2 >= target and self._room.available >= at_least:
             return 0, False
         grant = self._catalogue.grant(max(0, target - self._room.available), at_least, capacity)

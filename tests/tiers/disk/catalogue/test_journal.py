@@ -17,6 +17,8 @@ MOUNTS = r"""22 1 8:1 / / rw - ext4 /dev/sda1 rw
 30 22 0:30 / /mnt/share rw shared:1 - nfs4 server:/x rw
 31 30 0:31 / /mnt/share/local rw - tmpfs tmpfs rw
 32 22 0:32 / /mnt/with\040space rw - fuse.sshfs a:/ rw
+33 22 0:33 / /mnt/grün rw - nfs4 server:/y rw
+34 22 0:34 / /mnt/\134xff rw - nfs4 server:/z rw
 """
 
 
@@ -29,6 +31,8 @@ MOUNTS = r"""22 1 8:1 / / rw - ext4 /dev/sda1 rw
         ("/mnt/shared", "ext4", "wal"),
         ("/mnt/share/local/root", "tmpfs", "wal"),
         ("/mnt/with space/root", "fuse.sshfs", "delete"),
+        ("/mnt/grün/root", "nfs4", "delete"),
+        (r"/mnt/\xff/root", "nfs4", "delete"),
     ],
 )
 def test_the_journal_goes_by_what_is_mounted(tmp_path, monkeypatch, path: str, kind: str, mode: str) -> None:

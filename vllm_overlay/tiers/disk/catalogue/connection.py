@@ -56,7 +56,7 @@ class Connection:
             self._users_fd = lock(generations.users_path(root, self.generation), shared=True)
 
     def _connect(self) -> sqlite3.Connection:
-        uri = f"file:{urllib.parse.quote(os.path.abspath(self.path))}?mode=rw"
+        uri = f"file:{urllib.parse.quote(os.fsencode(os.path.abspath(self.path)))}?mode=rw"
         with translated(self.generation):
             db = sqlite3.connect(uri, timeout=0, isolation_level=None, check_same_thread=False, uri=True)
             try:

@@ -2,6 +2,7 @@
 """Which of SQLite's journals a catalogue has: the write-ahead log needs memory that all its processes share."""
 
 import os
+import re
 from pathlib import Path
 
 WRITE_AHEAD = "wal"
@@ -26,7 +27,7 @@ def file_system_type(path: str) -> str:
     wanted = os.path.realpath(path)
     found, longest = "", -1
     try:
-        lines = _MOUNTS.read_text().splitlines()
+        lines = os.fsdecode(_MOUNTS.read_bytes()).split("\n")
     except OSError:
         return ""
     for line in lines:  # 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw
@@ -34,7 +35,7 @@ def file_system_type(path: str) -> str:
         fields, kinds = before.split(), after.split()
         if len(fields) < 5 or not kinds:
             continue
-        mount = fields[4].encode().decode("unicode_escape").rstrip("/")
+        mount = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4]).rstrip("/")
         if (wanted == mount or wanted.startswith(f"{mount}/")) and len(mount) >= longest:
             found, longest = kinds[0], len(mount)
     return found
