@@ -45,7 +45,7 @@ def test_adapters_are_restored_by_both_tiers_and_never_mix(
             engine.reset_device_cache()
             assert_restored(expected, engine.generate(tokens, adapter=of), LENGTH)
 
-        if is_asynchronous:  # or each one's first request is not stored (docs/lora.md)
+        if is_asynchronous:  # or each one's first request is not stored (docs/models.md)
             for of in (one, two):
                 engine.call("load_adapter", adapter=of)
         for name, of in {"base": None, "one": one, "two": two}.items():
