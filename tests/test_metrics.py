@@ -4,7 +4,7 @@
 import ast
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
@@ -23,8 +23,7 @@ from vllm_overlay.common.reasons import (
     LOST_TOKENS,
     Reason,
 )
-from vllm_overlay.connector import metrics as connector_metrics
-from vllm_overlay.connector.metrics import Source
+from vllm_overlay.metrics import HYBRID_OFFLOAD, MULTI_CONNECTOR, Source
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "vllm_overlay"
@@ -38,6 +37,7 @@ SETS = {
 }
 """A counter -> the reasons it is labelled with."""
 OF_HOOKS = "vllm:hybrid_offload_hook_errors"
+METRICS = (*HYBRID_OFFLOAD.values(), *MULTI_CONNECTOR.values())
 
 
 # The page.
@@ -83,8 +83,13 @@ def test_the_page_lists_the_reasons_of_each_counter(name: str) -> None:
 
 
 def test_every_counter_with_this_label_has_its_set_but_the_one_of_hooks() -> None:
-    counters = (*metrics.HYBRID_OFFLOAD_COUNTERS, *metrics.MULTI_CONNECTOR_BY_REASON)
-    assert {name.name for name in counters if metrics.REASON in name.labels} == {*SETS, OF_HOOKS}
+    assert {metric.name for metric in METRICS if metrics.REASON in metric.labels} == {*SETS, OF_HOOKS}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_counters_series_begin_with_all_that_it_can_say(name: str) -> None:
+    (metric,) = (metric for metric in METRICS if metric.name == name)
+    assert set(metric.zeros) == SETS[name]
 
 
 def test_every_reason_is_said_by_some_counter() -> None:
@@ -101,18 +106,8 @@ def test_what_loses_tokens_is_what_limits_lookups_or_comes_after_them() -> None:
 
 def metrics_in_the_code() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     """Name, kind, labels beside ``connector``, and what Prometheus says of it."""
-    kinds = (
-        ("counter", metrics.HYBRID_OFFLOAD_COUNTERS),
-        ("histogram", metrics.HYBRID_OFFLOAD_HISTOGRAMS),
-        ("gauge", metrics.HYBRID_OFFLOAD_GAUGES),
-        ("counter", (*metrics.MULTI_CONNECTOR, *metrics.MULTI_CONNECTOR_BY_HOOK, *metrics.MULTI_CONNECTOR_BY_REASON)),
-        ("histogram", metrics.MULTI_CONNECTOR_HISTOGRAMS),
-        ("gauge", metrics.MULTI_CONNECTOR_GAUGES),
-    )
-    for kind, names in kinds:
-        for name in names:
-            labels = tuple(label for label in name.labels if label != metrics.CONNECTOR)
-            yield name.name, kind, labels, name.documentation
+    for metric in METRICS:
+        yield metric.name, metric.kind, metric.labels[1:], metric.documentation
 
 
 def test_the_page_has_a_row_for_every_metric() -> None:
@@ -129,16 +124,53 @@ def test_the_unit_on_the_page_is_that_of_the_name() -> None:
 
 
 def test_the_page_lists_the_sources_of_a_prompt() -> None:
-    means = meanings_of(Path(connector_metrics.__file__), Source)
+    means = meanings_of(Path(metrics.__file__), Source)
     rows = [f"| `{source.value}` | {means[source]} |" for source in Source]
     assert "\n".join(["| source | meaning |", "| --- | --- |", *rows, "\n"]) in PAGE.read_text()
+
+
+# The rows.
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_every_metric_says_what_it_is(metric: metrics.Metric) -> None:
+    assert metric.labels[0] == metrics.CONNECTOR
+    assert metric.documentation.endswith(".")
+    assert not metric.name.endswith("_total")
+    assert bool(metric.buckets) == (metric.kind is metrics.Kind.HISTOGRAM)
+
+
+def test_what_both_families_measure_has_the_same_buckets() -> None:
+    """A tally knows a histogram by its name below the family's prefix."""
+    for family in (HYBRID_OFFLOAD, MULTI_CONNECTOR):
+        for field, metric in family.items():
+            assert metric.buckets == metrics.BUCKETS.get(field, ())
+
+
+@pytest.mark.parametrize(("room", "family"), [("connector", HYBRID_OFFLOAD), ("multi_connector", MULTI_CONNECTOR)])
+def test_a_room_counts_all_that_has_a_row_and_nothing_else(room: str, family: Mapping[str, metrics.Metric]) -> None:
+    nodes = [node for path in (PACKAGE / room).rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    written = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    assert set(family) - written == set()
+    counted = {
+        node.args[0].value
+        for node in nodes
+        if isinstance(node, ast.Call) and called(node) in ("count", "observe", "gauge", "total")
+        if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
+    }
+    assert len(counted) > 15
+    assert counted - set(family) == set()
 
 
 # The code.
 
 
+NAMES = ("reason", "label")
+"""What a reason is called; a tally takes it as a label."""
+
+
 def parameters_called_reason(trees: list[ast.Module]) -> dict[str, set[int]]:
-    """Name of a function or class -> where ``reason`` stands among the arguments of its calls."""
+    """Name of a function or class -> where a reason stands among the arguments of its calls."""
     places: defaultdict[str, set[int]] = defaultdict(set)
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.ClassDef):
@@ -147,15 +179,15 @@ def parameters_called_reason(trees: list[ast.Module]) -> dict[str, set[int]]:
                     name = node.name if method.name == "__init__" else method.name
                     names = [argument.arg for argument in method.args.args]
                     names = names[1:] if names[:1] == ["self"] else names
-                    places[name] |= {place for place, argument in enumerate(names) if argument == "reason"}
+                    places[name] |= {place for place, argument in enumerate(names) if argument in NAMES}
             fields = [field.target for field in node.body if isinstance(field, ast.AnnAssign)]
             places[node.name] |= {
-                place for place, field in enumerate(fields) if isinstance(field, ast.Name) and field.id == "reason"
+                place for place, field in enumerate(fields) if isinstance(field, ast.Name) and field.id in NAMES
             }
         elif isinstance(node, ast.FunctionDef):
             names = [argument.arg for argument in node.args.args]
             if "self" not in names:
-                places[node.name] |= {place for place, argument in enumerate(names) if argument == "reason"}
+                places[node.name] |= {place for place, argument in enumerate(names) if argument in NAMES}
     return places
 
 
@@ -175,7 +207,7 @@ def called(node: ast.Call) -> str:
 
 
 def is_reason(node: ast.expr) -> bool:
-    return (isinstance(node, ast.Name) and node.id == "reason") or (
+    return (isinstance(node, ast.Name) and node.id in NAMES) or (
         isinstance(node, ast.Attribute) and node.attr == "reason"
     )
 
@@ -185,7 +217,7 @@ def bare_reasons(tree: ast.Module, places: dict[str, set[int]]) -> Iterator[int]
     for node in ast.walk(tree):
         found: list[ast.expr] = []
         if isinstance(node, ast.Call):
-            found = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+            found = [keyword.value for keyword in node.keywords if keyword.arg in NAMES]
             found += [value for place, value in enumerate(node.args) if place in places.get(called(node), ())]
         elif isinstance(node, ast.Assign) and any(is_reason(target) for target in node.targets):
             found = [node.value]
@@ -214,8 +246,8 @@ def test_no_reason_in_the_code_is_a_bare_string() -> None:
     "line",
     [
         'count("dropped_stores", 1, "no_room")',
-        'count("dropped_stores", reason="no_room")',
-        'count("dropped_stores", reason=known or "unknown")',
+        'count("dropped_stores", label="no_room")',
+        'count("dropped_stores", label=known or "unknown")',
         'self.fail("r1", "timeout" if late else Reason.ERROR)',
         'raise Bad("checksum")',
         'Result(7, f"{cause}")',
@@ -226,7 +258,7 @@ def test_no_reason_in_the_code_is_a_bare_string() -> None:
 def test_a_bare_reason_is_found(tmp_path: Path, line: str) -> None:
     (tmp_path / "connector").mkdir()
     (tmp_path / "common.py").write_text(
-        'def count(metric, amount=1, reason=""): ...\n'
+        'def count(metric, amount=1, label=""): ...\n'
         "class Bad(Exception):\n    def __init__(self, reason): ...\n    def fail(self, request_id, reason): ...\n"
         "class Result:\n    ticket: int\n    reason: str\n"
     )

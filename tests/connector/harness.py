@@ -11,9 +11,9 @@ from tests.naive_twin import block_hashes
 from vllm_overlay.connector.explanations import Explanations
 from vllm_overlay.connector.lora.metadata import AdapterWeights
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
-from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
+from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.cpu import CpuTierManager
 
 GEOMETRY = Geometry.build([Group(0, GroupKind.FULL, 64, 8, 512, True)], 16, 64)
@@ -37,7 +37,7 @@ class Harness:
         speculative_snapshot_tokens: int = 0,
         log_lost_tokens: int = 0,
     ) -> None:
-        self.stats = OffloadStats.make("test")
+        self.tally = Tally()
         self.tier = tier or CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
         self.step_number = 0
         self.scheduler = OffloadScheduler(
@@ -49,7 +49,7 @@ class Harness:
             report_timeout_s=report_timeout_s,
             speculative_snapshot_tokens=speculative_snapshot_tokens,
             num_concurrent_steps=num_concurrent_steps,
-            stats=self.stats,
+            tally=self.tally,
             explanations=Explanations("test", log_lost_tokens),
         )
 

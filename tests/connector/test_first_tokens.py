@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_overlay.connector.first_tokens import FirstTokens
-from vllm_overlay.connector.metrics import OffloadStats
+from vllm_overlay.tally import Tally
 
 
 class Clock:
@@ -15,8 +15,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.stats = OffloadStats.make("cpu")
-        self.first_tokens = FirstTokens(self.stats, lambda: self.now)
+        self.tally = Tally()
+        self.first_tokens = FirstTokens(self.tally, lambda: self.now)
 
     def request(self, name: str = "r", num_prompt_tokens: int = 100) -> Any:
         return SimpleNamespace(
@@ -32,7 +32,7 @@ class Clock:
 
     def seen(self) -> dict[str, tuple[int, float]]:
         """Source -> number and sum."""
-        found = self.stats.data["histograms"].items()
+        found = self.tally.histograms.items()
         return {key.partition(":")[2]: (part.count, part.sum) for key, part in found}
 
 

@@ -15,9 +15,9 @@ from vllm_overlay.connector.lora.digests import LoadedAdapters
 from vllm_overlay.connector.lora.keys import AdapterKeys, LoraNames
 from vllm_overlay.connector.lora.metadata import AdapterCheck, AdapterWeights
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
-from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.transfer.base import Placement, Span
 
@@ -71,7 +71,7 @@ def test_an_unknown_adapter_is_waited_for_during_one_step_only(made: Harness) ->
     assert [made.scheduler.lookup(request, 0) for request in (first, second, first)] == [None] * 3
     made.idle_step()
     assert [made.scheduler.lookup(request, 0) for request in (first, second)] == [0, 0]
-    assert made.stats.data["counters"]["lookup_limits:adapter"] == 2
+    assert made.tally.counters["lookup_limits:adapter"] == 2
     made.idle_step()
     assert made.scheduler.lookup(made.request("r", adapter_id=1), 0) == 0
 
@@ -127,7 +127,7 @@ def test_a_local_hit_of_unknown_weights_is_neither_completed_nor_stored(made: Ha
     with_hit.num_computed_tokens = 64
     assert made.step(with_hit, 70) == 0
     assert made.step(with_hit, 10, OTHER) == 0
-    assert made.stats.data["counters"]["lookup_limits:adapter"] == 1
+    assert made.tally.counters["lookup_limits:adapter"] == 1
     assert made.scheduler.lookup(made.request("p", adapter_id=1), 0) == 128
 
 
@@ -230,8 +230,8 @@ def request_like(name: str, made: Harness) -> Any:
 def worker_with(adapters: LoadedAdapters) -> tuple[OffloadWorker, FakeTier, FakeStream]:
     tier, stream = FakeTier(), FakeStream()
     stream.blocks[1] = bytes(UNIT)
-    stats = OffloadStats.make("test")
-    return OffloadWorker(stream, tier, adapters, load_timeout_s=1000.0, stats=stats), tier, stream
+    tally = Tally()
+    return OffloadWorker(stream, tier, adapters, load_timeout_s=1000.0, tally=tally), tier, stream
 
 
 def end_all(worker: OffloadWorker, stream: FakeStream) -> None:

@@ -15,10 +15,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from tests.connector.harness import Harness
 from vllm_overlay.common.reasons import FAILED_LOADS, GROUP_KINDS, LOST_TOKENS, Reason
 from vllm_overlay.connector.connector import HybridOffloadConnector
-from vllm_overlay.connector.metrics import OffloadStats, Source
-from vllm_overlay.metrics import HYBRID_OFFLOAD_COUNTERS, HYBRID_OFFLOAD_GAUGES, HYBRID_OFFLOAD_HISTOGRAMS
+from vllm_overlay.connector.metrics import OffloadStats
+from vllm_overlay.metrics import HYBRID_OFFLOAD, Kind, Source
+from vllm_overlay.tally import Tally
 
 ENGINES = {0: ["m", "0"], 1: ["m", "1"]}
+COUNTERS, HISTOGRAMS, GAUGES = (
+    {field: metric for field, metric in HYBRID_OFFLOAD.items() if metric.kind is kind}
+    for kind in (Kind.COUNTER, Kind.HISTOGRAM, Kind.GAUGE)
+)
+
+
+def made() -> OffloadStats:
+    return OffloadStats.of("cpu", Tally())
 
 
 def exported(*payloads: dict[str, Any], **settings: Any) -> CollectorRegistry:
@@ -40,7 +49,7 @@ def test_of_several_api_servers_the_last_one_that_was_told_a_level_shows_it() ->
     """Each step's report goes to one of them."""
     registry = exported(tier="cpu", name="near")
     gauges = [one for one in registry._collector_to_names if isinstance(one, Gauge)]
-    assert len(gauges) == len(HYBRID_OFFLOAD_GAUGES)
+    assert len(gauges) == len(GAUGES)
     assert {one._multiprocess_mode for one in gauges} == {"mostrecent"}
 
 
@@ -48,7 +57,7 @@ def test_counters_begin_with_0_under_the_connectors_name_in_every_engine() -> No
     registry = exported(tier="cpu", name="near")
     for model, engine in ENGINES.values():
         labels = {"model_name": model, "engine": engine, "connector": "near"}
-        for counter in HYBRID_OFFLOAD_COUNTERS:
+        for counter in COUNTERS.values():
             if counter.labels == ("connector",):
                 assert registry.get_sample_value(f"{counter.name}_total", labels) == 0
         for reason in FAILED_LOADS:
@@ -57,15 +66,15 @@ def test_counters_begin_with_0_under_the_connectors_name_in_every_engine() -> No
         for reason in LOST_TOKENS:
             why = {"reason": reason.value, "group_kind": GROUP_KINDS.get(reason, "")}
             assert registry.get_sample_value("vllm:hybrid_offload_lost_tokens_total", {**labels, **why}) == 0
-        for histogram in HYBRID_OFFLOAD_HISTOGRAMS:
+        for histogram in HISTOGRAMS.values():
             for source in [{"source": one.value} for one in Source] if "source" in histogram.labels else [{}]:
                 assert registry.get_sample_value(f"{histogram.name}_count", {**labels, **source}) == 0
 
 
 def test_lost_tokens_name_the_kind_of_group_that_lost_them() -> None:
-    stats = OffloadStats.make("cpu")
+    stats = made()
     for amount, reason in enumerate(LOST_TOKENS, start=1):
-        stats.count("lost_tokens", amount, reason)
+        stats.tally.count("lost_tokens", amount, reason)
     registry = exported(stats.to_dict(), tier="cpu")
     found = {
         (sample.labels["reason"], sample.labels["group_kind"])
@@ -79,12 +88,12 @@ def test_lost_tokens_name_the_kind_of_group_that_lost_them() -> None:
 
 
 def test_observations_of_ranks_and_steps_arrive_in_their_buckets() -> None:
-    rank, other, scheduler = (OffloadStats.make("cpu") for _ in range(3))
-    rank.observe("store_seconds", 0.0003)
+    rank, other, scheduler = (made() for _ in range(3))
+    rank.tally.observe("store_seconds", 0.0003)
     for seconds in (0.0003, 0.015, 500.0):
-        other.observe("store_seconds", seconds)
-    scheduler.observe("first_token_seconds", 1.5, Source.TIER)
-    both = OffloadStats(data=pickle.loads(pickle.dumps(rank)).data).aggregate(pickle.loads(pickle.dumps(other)))
+        other.tally.observe("store_seconds", seconds)
+    scheduler.tally.observe("first_token_seconds", 1.5, Source.TIER)
+    both = pickle.loads(pickle.dumps(rank)).aggregate(pickle.loads(pickle.dumps(other)))
     on_the_wire = json.loads(json.dumps(both.aggregate(scheduler).to_dict()))
     registry = exported(on_the_wire, on_the_wire, tier="cpu")
     labels = {"model_name": "m", "engine": "0", "connector": "cpu"}
@@ -102,12 +111,12 @@ def test_observations_of_ranks_and_steps_arrive_in_their_buckets() -> None:
 def test_two_payloads_from_the_wire_add_up() -> None:
     payloads = []
     for _ in range(2):
-        stats = OffloadStats.make("cpu")
-        stats.observe("lookup_seconds", 0.25)
+        stats = made()
+        stats.tally.observe("lookup_seconds", 0.25)
         payloads.append(HybridOffloadConnector.build_kv_connector_stats(data=json.loads(json.dumps(stats.to_dict()))))
     first, second = payloads
     assert first is not None and second is not None
-    assert first.aggregate(second).to_dict()["histograms"]["lookup_seconds"] == [(7, 2, 0.5)]
+    assert first.aggregate(second).to_dict()["tally"]["histograms"]["lookup_seconds"] == [(7, 2, 0.5)]
 
 
 def test_without_a_name_it_is_the_tiers() -> None:
@@ -131,21 +140,21 @@ def logged(*reports: OffloadStats) -> list[str]:
 
 
 def with_gauges() -> OffloadStats:
-    stats = OffloadStats.make("cpu")
-    for gauge in HYBRID_OFFLOAD_GAUGES:
-        stats.gauge(gauge.field, 1 << 20)
-    stats.gauge("capacity_bytes", 8 << 20)
+    stats = made()
+    for gauge in GAUGES:
+        stats.tally.gauge(gauge, 1 << 20)
+    stats.tally.gauge("capacity_bytes", 8 << 20)
     return stats
 
 
 def test_the_log_line_is_a_few_words() -> None:
     stats = with_gauges()
     for name, amount in {"queried_tokens": 4000, "restored_tokens": 1000, "loaded_bytes": 3 << 29}.items():
-        stats.count(name, amount)
-    stats.count("stored_bytes", 1000)
+        stats.tally.count(name, amount)
+    stats.tally.count("stored_bytes", 1000)
     for reason in (Reason.NO_ROOM, Reason.NO_ROOM, Reason.BREAKER):
-        stats.count("dropped_stores", reason=reason)
-    stats.count("failed_loads", reason=Reason.CHECKSUM)
+        stats.tally.count("dropped_stores", label=reason)
+    stats.tally.count("failed_loads", label=Reason.CHECKSUM)
     assert logged(stats, with_gauges()) == [
         "KV Transfer metrics: hit=25.0% of 4000 tokens, loaded=1.5 GiB, stored=1000.0 B, dropped stores=3, "
         "failed loads=1, full=12.5%"
@@ -154,7 +163,7 @@ def test_the_log_line_is_a_few_words() -> None:
 
 def test_a_tier_with_nothing_to_do_has_no_line() -> None:
     assert logged(with_gauges()) == []
-    assert logged(OffloadStats.make("cpu")) == []
+    assert logged(made()) == []
 
 
 def test_what_has_no_line_is_sent_all_the_same() -> None:
@@ -168,9 +177,9 @@ def test_evictions_are_counted_and_not_a_level() -> None:
     for total in (0, 3, 3, 5):
         harness.tier.usage = lambda total=total: replace(usage, evicted_objects=total)  # type: ignore[method-assign]
         harness.scheduler.record_gauges()
-        taken = harness.stats.take()
-        assert taken is None or "evicted_objects" not in taken.data["gauges"]
-        evicted.append(taken.data["counters"].get("evicted_objects", 0) if taken else 0)
+        taken = harness.tally.take()
+        assert "evicted_objects" not in taken.gauges
+        evicted.append(taken.total("evicted_objects"))
     assert evicted == [0, 3, 0, 2]
 
 
@@ -178,28 +187,27 @@ def test_a_step_that_changes_no_level_reports_none() -> None:
     """A report goes through every process of the engine, so most steps have none."""
     harness = Harness()
     harness.scheduler.record_gauges()
-    first = harness.stats.take()
-    assert first is not None and {"objects", "token_bytes", "pending_loads"} <= first.data["gauges"].keys()
+    first = harness.tally.take()
+    assert {"objects", "token_bytes", "pending_loads"} <= first.gauges.keys()
     harness.scheduler.record_gauges()
-    assert harness.stats.take() is None
+    assert harness.tally.is_empty()
     usage = harness.tier.usage()
     harness.tier.usage = lambda: replace(usage, used_bytes=usage.used_bytes + 1)  # type: ignore[method-assign]
     harness.scheduler.record_gauges()
-    changed = harness.stats.take()
-    assert changed is not None and changed.data["gauges"] == first.data["gauges"] | {"used_bytes": usage.used_bytes + 1}
+    changed = harness.tally.take()
+    assert changed.gauges == first.gauges | {"used_bytes": usage.used_bytes + 1}
 
 
 def test_levels_go_with_everything_that_is_counted() -> None:
     """vLLM's log line says how full a tier is beside what it did, and knows what came since the line before."""
     harness = Harness()
     harness.scheduler.record_gauges()
-    harness.stats.take()
-    harness.stats.count("restored_tokens", 64)
+    harness.tally.take()
+    harness.tally.count("restored_tokens", 64)
     harness.scheduler.record_gauges()
-    taken = harness.stats.take()
-    assert taken is not None and "capacity_bytes" in taken.data["gauges"]
+    assert "capacity_bytes" in harness.tally.gauges
 
 
 def test_no_gauge_is_named_as_a_total_is() -> None:
     """A counter's help tells of things that happen, a gauge's of what there is."""
-    assert not [gauge.name for gauge in HYBRID_OFFLOAD_GAUGES if "since start" in gauge.documentation]
+    assert not [gauge.name for gauge in GAUGES.values() if "since start" in gauge.documentation]

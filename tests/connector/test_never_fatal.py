@@ -13,7 +13,7 @@ from vllm_overlay.connector.connector import HybridOffloadConnector
 from vllm_overlay.connector.guard import never_fatal
 from vllm_overlay.connector.lora.metadata import AdapterCheck, AdapterWeights
 from vllm_overlay.connector.metadata import OffloadMetadata, StoreJob
-from vllm_overlay.connector.metrics import OffloadStats
+from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.factory import tier_spec
 
 AT_START = {
@@ -67,7 +67,7 @@ def connector_with(error: BaseException, side: str) -> HybridOffloadConnector:
     made = object.__new__(HybridOffloadConnector)
     made._spec = tier_spec({"tier": "cpu"})
     made.settings = made._spec.settings
-    made._stats = OffloadStats.make("test")
+    made._tally = Tally()
     made._role = KVConnectorRole.SCHEDULER if side == "scheduler" else KVConnectorRole.WORKER
     made._failures_logged = set()
     half: Any = Broken(error)
@@ -123,7 +123,7 @@ def test_a_shutdown_is_let_out(name: str, side: str, error: BaseException) -> No
 def test_what_a_hook_answers_then_does_no_harm(name: str, side: str, answer: object) -> None:
     made = connector_with(KeyError("x"), side)
     assert call(made, name, KeyError("x")) == answer
-    assert made._stats.data["counters"][f"hook_errors:{name}"] == 1
+    assert made._tally.counters[f"hook_errors:{name}"] == 1
 
 
 class Recorder:

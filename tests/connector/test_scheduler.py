@@ -73,7 +73,7 @@ def test_while_a_rank_rests_nothing_is_offered_and_afterwards_again(
     made.scheduler.update(NOTHING, resting)
     now[0] += 3.9
     assert made.scheduler.lookup(made.request("p"), 0) == 0
-    assert made.stats.data["counters"]["lookup_limits:breaker"] == 1
+    assert made.tally.counters["lookup_limits:breaker"] == 1
     made.scheduler.update(NOTHING, OffloadWorkerMetadata().aggregate(OffloadWorkerMetadata()))
     assert made.scheduler.lookup(made.request("p"), 0) == 0
     now[0] += 0.2
@@ -227,7 +227,7 @@ def test_what_was_copied_out_of_a_pass_with_bad_blocks_is_not_kept(made: Harness
     jobs = made.plan(request, 140)
     made.scheduler.update(output, OffloadWorkerMetadata(Counter({job.ticket.ticket: 2 for job in jobs})))
     assert made.found("p") == 0
-    assert made.stats.data["counters"]["dropped_stores:bad_blocks"] == 2
+    assert made.tally.counters["dropped_stores:bad_blocks"] == 2
     request.num_computed_tokens = 0  # the scheduler starts it anew
     made.scheduler.lookup(request, 0)
     made.idle_step()
@@ -259,7 +259,7 @@ def test_an_overdue_store_is_waited_for_no_longer_and_its_memory_stays_taken(
     assert made.scheduler.has_pending_work()
     now[0] += 101
     assert not made.scheduler.has_pending_work()
-    assert made.stats.data["counters"]["dropped_stores:not_reported"] == 1
+    assert made.tally.counters["dropped_stores:not_reported"] == 1
     assert made.tier.usage().used_bytes == used > 0  # a copy into it may still be under way
     made.report(jobs)  # at last
     assert made.tier.usage().used_bytes == 0
@@ -319,7 +319,7 @@ def test_what_another_connector_has_received_changes_nothing(failed: set[str]) -
     output = KVConnectorOutput(finished_recving={"another connector's"}, failed_recving=failed)
     made.scheduler.update(output, None)
     assert (made.tier.usage(), made.scheduler._pending.num_loads) == before
-    assert made.stats.data["counters"].get("failed_loads:error", 0) == 0
+    assert made.tally.counters.get("failed_loads:error", 0) == 0
     made.scheduler.update(KVConnectorOutput(finished_recving={"p"}), None)
     assert made.scheduler._pending.num_loads == 0
 
@@ -334,7 +334,7 @@ def test_an_overdue_load_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) ->
     made.scheduler.allocated(reader, [[1, 2, 3, 4]], 128)
     now[0] += 101
     assert not made.scheduler.has_pending_work()
-    assert made.stats.data["counters"]["failed_loads:not_reported"] == 1
+    assert made.tally.counters["failed_loads:not_reported"] == 1
     used = made.tier.usage().used_bytes
     made.scheduler.clear()
     assert made.tier.usage().used_bytes == used > 0
@@ -475,4 +475,4 @@ def test_while_a_tier_is_full_a_step_asks_for_the_first_chunk_alone(monkeypatch:
     monkeypatch.setattr(made.tier, "reserve_all", counted)
     assert made.step(request, 512) == 0
     assert asked == [1]
-    assert made.stats.data["counters"]["dropped_stores:no_room"] == 1
+    assert made.tally.counters["dropped_stores:no_room"] == 1

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.connector.harness import HYBRID, NOTHING, Harness
-from vllm_overlay.common.buckets import Buckets
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata
+from vllm_overlay.tally import Buckets
 
 BLOCKS: Any = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
 
@@ -22,12 +22,12 @@ def with_prompt() -> Harness:
     """A tier that holds 128 tokens of the prompt "p"; what that counted is forgotten."""
     made = Harness()
     made.store("p")
-    made.stats.reset()
+    made.tally.take()
     return made
 
 
 def counters(made: Harness) -> dict[str, float]:
-    return dict(made.stats.data["counters"])
+    return dict(made.tally.counters)
 
 
 def lost(made: Harness) -> dict[str, float]:
@@ -78,7 +78,7 @@ def test_a_load_counts_when_it_has_ended_and_its_seconds_with_it() -> None:
     assert totals(made) == (200, 128, 72)
     assert lost(made) == {"attention": 64, "prompt_end": 8}
     assert counters(made)["restored_requests"] == 1
-    assert made.stats.data["histograms"]["load_seconds"].count == 1
+    assert made.tally.histograms["load_seconds"].count == 1
 
 
 def test_a_failed_load_loses_what_it_was_to_bring() -> None:
@@ -86,7 +86,7 @@ def test_a_failed_load_loses_what_it_was_to_bring() -> None:
     made.scheduler.allocated(request := reader(made), BLOCKS, 128)
     ended(made, request.request_id, failed=True)
     assert lost(made) == {"load_failed": 128, "attention": 64, "prompt_end": 8}
-    assert "restored_requests" not in counters(made) and "load_seconds" not in made.stats.data["histograms"]
+    assert "restored_requests" not in counters(made) and "load_seconds" not in made.tally.histograms
 
 
 def test_a_rank_that_fails_in_an_earlier_step_than_the_last_one_reports() -> None:
@@ -109,10 +109,10 @@ def test_what_is_refused_before_the_lookup_is_lost_for_that() -> None:
     made.scheduler.allocated(reader(made), BLOCKS, 0)
     made.scheduler.record_gauges()
     assert lost(made) == {"breaker": 200}
-    assert made.stats.data["gauges"]["loads_paused"] == 1
+    assert made.tally.gauges["loads_paused"] == 1
     made.scheduler.update(NOTHING, OffloadWorkerMetadata(load_pause_s=0.0))
     made.scheduler.record_gauges()
-    assert made.stats.data["gauges"]["loads_paused"] == 0
+    assert made.tally.gauges["loads_paused"] == 0
 
 
 def test_a_request_whose_loads_fail_too_often_loses_all_to_its_attempts() -> None:
@@ -153,7 +153,7 @@ class Requests(RuleBasedStateMachine):
         self.made.scheduler.lookup(writer, 0)
         self.made.report(self.made.plan(writer, 256, states_at=192))
         self.made.scheduler.finished("p")
-        self.made.stats.reset()
+        self.made.tally.take()
         self.waiting: dict[str, tuple[Any, int]] = {}
         self.running: dict[str, Any] = {}
         self.loading: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def test_seconds_of_a_lookup_are_one_observation_each() -> None:
     made = Harness()
     for _ in range(3):
         reader(made)
-    found = made.stats.data["histograms"]["lookup_seconds"]
+    found = made.tally.histograms["lookup_seconds"]
     assert isinstance(found, Buckets) and found.count == 3
 
 
@@ -248,7 +248,7 @@ def test_a_load_that_is_overdue_counts_when_it_has_ended_after_all(
     else:
         ended(made, request.request_id)
         assert totals(made) == (200, 128, 72)
-        assert made.stats.data["histograms"]["load_seconds"].sum == 101.0
+        assert made.tally.histograms["load_seconds"].sum == 101.0
 
 
 def test_a_failure_that_vllm_reports_alone_is_one() -> None:

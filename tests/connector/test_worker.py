@@ -14,9 +14,9 @@ from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector import worker
 from vllm_overlay.connector.lora.digests import LoadedAdapters
 from vllm_overlay.connector.metadata import LoadJob, StoreJob
-from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
 from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import Handle, Placement, Span
@@ -35,14 +35,14 @@ class Made:
     def __init__(self, num_units: int = 64, ring_buffers: int = 1 << 30) -> None:
         self.stream = FakeStream(ring_buffers)
         self.num_units = num_units
-        self.stats = OffloadStats.make("test")
+        self.tally = Tally()
         self.reported: dict[int, bool] = {}
         self.use(FakeTier(num_units))
 
     def use(self, tier: FakeTier) -> None:
         self.tier = tier
         self.worker = OffloadWorker(
-            self.stream, tier, LoadedAdapters(), load_timeout_s=LOAD_TIMEOUT_S, stats=self.stats
+            self.stream, tier, LoadedAdapters(), load_timeout_s=LOAD_TIMEOUT_S, tally=self.tally
         )
 
     def store(self, *tickets: int) -> None:
@@ -67,7 +67,7 @@ class Made:
         return self.reported
 
     def counted(self, name: str) -> float:
-        return float(self.stats.data["counters"][name])
+        return self.tally.counters.get(name, 0)
 
 
 def store_ticket(ticket: int) -> StoreTicket:

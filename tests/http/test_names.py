@@ -4,6 +4,7 @@
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,18 +16,7 @@ from tests.test_readme import example
 from tests.waiting import until
 from tools.server import Server
 from vllm_overlay import cli
-from vllm_overlay.metrics import (
-    CONNECTOR,
-    HOOK,
-    HYBRID_OFFLOAD_COUNTERS,
-    HYBRID_OFFLOAD_GAUGES,
-    HYBRID_OFFLOAD_HISTOGRAMS,
-    MULTI_CONNECTOR,
-    MULTI_CONNECTOR_BY_HOOK,
-    MULTI_CONNECTOR_BY_REASON,
-    MULTI_CONNECTOR_GAUGES,
-    MULTI_CONNECTOR_HISTOGRAMS,
-)
+from vllm_overlay.metrics import CONNECTOR, HOOK, HYBRID_OFFLOAD, MULTI_CONNECTOR, Kind, Metric
 from vllm_overlay.multi_connector.hooks import HOOKS
 from vllm_overlay.server.api_client import ApiClient, Metrics
 
@@ -35,20 +25,17 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("rank_in_the_core")]
 PAGE = Path(__file__).parents[2] / "docs" / "multi-connector.md"
 SMALLER = {"cpu": "256 MiB", "disk": "1 GiB"}
 """``capacity_bytes`` for each tier, which the README leaves at its default."""
-COUNTERS = [f"{one.name}_total" for one in HYBRID_OFFLOAD_COUNTERS]
-OURS = [
-    *COUNTERS,
-    *(one.name for one in HYBRID_OFFLOAD_GAUGES),
-    *(f"{one.name}_count" for one in HYBRID_OFFLOAD_HISTOGRAMS),
-]
+
+
+def series(family: Mapping[str, Metric]) -> list[str]:
+    """A name of every metric under which a server exports it."""
+    suffixes = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_count"}
+    return [f"{metric.name}{suffixes[metric.kind]}" for metric in family.values()]
+
+
+OURS, MULTIS = series(HYBRID_OFFLOAD), series(MULTI_CONNECTOR)
 NOT_OURS = {"model_name", "engine", "le", CONNECTOR}
 """Labels of vLLM, of Prometheus, and the one that all have."""
-MULTI_COUNTERS = (*MULTI_CONNECTOR, *MULTI_CONNECTOR_BY_HOOK, *MULTI_CONNECTOR_BY_REASON)
-MULTIS = [
-    *(f"{one.name}_total" for one in MULTI_COUNTERS),
-    *(one.name for one in MULTI_CONNECTOR_GAUGES),
-    *(f"{one.name}_count" for one in MULTI_CONNECTOR_HISTOGRAMS),
-]
 TIMED = [
     {CONNECTOR: child, HOOK: hook}
     for child in ("cpu", "disk")

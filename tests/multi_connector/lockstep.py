@@ -44,8 +44,13 @@ def allocated(fake):
     return [tokens for (_, _, tokens) in fake.called("update_state_after_alloc")]
 
 
-def counters(connector, name="a"):
-    return connector._children["abcdefgh".index(name)].counters
+def tally_of(connector, name="a"):
+    return connector._children["abcdefgh".index(name)].tally
+
+
+def by_label(tally, metric):
+    """One counter of a tally: label -> amount."""
+    return {key.partition(":")[2]: amount for key, amount in tally.counters.items() if key.startswith(f"{metric}:")}
 
 
 class Lockstep:

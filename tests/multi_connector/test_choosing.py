@@ -45,7 +45,7 @@ def test_by_weight_a_child_of_weight_zero_is_not_counted_as_too_slow():
     connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (100, True)
     assert connector.get_num_new_matched_tokens(request(), 0)[0] == 0
     connector.update_state_after_alloc(request(), blocks(1), 0)
-    assert connector._children[0].counters.too_slow == 0
+    assert connector._children[0].tally.total("too_slow") == 0
 
 
 def test_by_weight_zero_measured_a_child_is_counted_as_too_slow_and_tried_now_and_then():
@@ -56,12 +56,12 @@ def test_by_weight_zero_measured_a_child_is_counted_as_too_slow_and_tried_now_an
     assert loaded[:3] == [500] * 3  # until its loads are believed
     tried = loaded[3:].count(500)
     assert 0 < tried < 10
-    counters = connector._children[0].counters
-    assert counters.trials == tried
-    assert counters.too_slow == loaded.count(0)
-    assert counters.chosen == 3 + tried
-    assert counters.gauges["load_weight"] == 0
-    assert "load_weight" not in connector._children[1].counters.gauges
+    tally = connector._children[0].tally
+    assert tally.total("trials") == tried
+    assert tally.total("too_slow") == loaded.count(0)
+    assert tally.total("chosen") == 3 + tried
+    assert tally.gauges["load_weight"] == 0
+    assert "load_weight" not in connector._children[1].tally.gauges
 
 
 def test_the_gauge_of_a_number_is_that_number():
@@ -70,7 +70,7 @@ def test_the_gauge_of_a_number_is_that_number():
         fake.answers["get_num_new_matched_tokens"] = (100, True)
     connector.get_num_new_matched_tokens(request(), 0)
     connector.update_state_after_alloc(request(), blocks(1), 100)
-    assert [one.counters.gauges["load_weight"] for one in connector._children] == [0.25, 0.0]
+    assert [one.tally.gauges["load_weight"] for one in connector._children] == [0.25, 0.0]
 
 
 def test_requests_that_wait_for_a_stalled_child_keep_others_from_it():

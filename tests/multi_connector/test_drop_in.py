@@ -7,7 +7,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from tests.multi_connector.fakes import Boom, FakeMetadata, blocks, child, multi, request, scheduler_output
-from tests.multi_connector.lockstep import Lockstep, counters
+from tests.multi_connector.lockstep import Lockstep, by_label, tally_of
 from tests.multi_connector.vllms_own import MODULE, to_be_decoded_elsewhere
 
 
@@ -172,7 +172,7 @@ def test_a_notice_that_overtakes_nixls_own_metadata_is_not_lost():
     assert engine.step().finished_sending == {"r"}
     engine.step()
     assert is_over(engine)
-    assert counters(engine.workers[0]).ignored_reports == 0
+    assert tally_of(engine.workers[0]).total("ignored_reports") == 0
 
 
 # ---- What a child changes in the reports.
@@ -343,7 +343,7 @@ def test_moriios_blocks_that_need_no_zeroing_are_taken_back():
         patch.setattr(module.MoRIIOConnectorMetadata, "add_new_req", lambda *args, **kwargs: None)
         connector.build_connector_meta(output)
     assert output.new_block_ids_to_zero == [2]
-    assert counters(connector).errors == {}
+    assert by_label(tally_of(connector), "errors") == {}
 
 
 def test_a_child_that_raises_in_the_reports_changes_nothing():

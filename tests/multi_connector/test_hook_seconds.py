@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.multi_connector.fakes import request
-from tests.multi_connector.lockstep import Clock, Returning, answering, counters
+from tests.multi_connector.lockstep import Clock, Returning, answering, by_label, tally_of
 from vllm_overlay.multi_connector.hook_times import HookTimes
 from vllm_overlay.multi_connector.hooks import HOOKS
 from vllm_overlay.multi_connector.watchdog import Watchdog
@@ -34,7 +34,7 @@ def taking(clock, seconds, answer=None):
 def reported(connector, clock):
     """What the next report says of the children, a second later."""
     clock.now += 1.0
-    return connector.get_kv_connector_stats().data["*"].counters
+    return connector.get_kv_connector_stats().data["*"].tallies
 
 
 def test_a_slow_lookup_is_seen_of_the_child_that_is_slow():
@@ -42,7 +42,10 @@ def test_a_slow_lookup_is_seen_of_the_child_that_is_slow():
     clock = timed(connector)
     connector.sub_connectors[1].answers["get_num_new_matched_tokens"] = taking(clock, 0.2, (90, True))
     connector.get_num_new_matched_tokens(request(), 0)
-    slow, fast = counters(connector, "b").lookup_seconds, counters(connector, "a").lookup_seconds
+    slow, fast = (
+        tally_of(connector, "b").histograms["lookup_seconds"],
+        tally_of(connector, "a").histograms["lookup_seconds"],
+    )
     assert (slow.count, slow.sum) == (1, pytest.approx(0.2))
     assert (fast.count, fast.sum) == (1, 0.0)
 
@@ -57,7 +60,7 @@ def test_a_lookup_that_raises_is_timed_too():
 
     connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = slow
     connector.get_num_new_matched_tokens(request(), 0)
-    assert counters(connector).lookup_seconds.sum == pytest.approx(0.2)
+    assert tally_of(connector).histograms["lookup_seconds"].sum == pytest.approx(0.2)
 
 
 def test_seconds_are_counted_by_hook():
@@ -70,9 +73,9 @@ def test_seconds_are_counted_by_hook():
         connector.on_new_request(request())
     connector.take_events()
     found = reported(connector, clock)
-    assert found["a"].hook_seconds["on_new_request"] == pytest.approx(0.5)
-    assert found["a"].hook_seconds["take_events"] == pytest.approx(0.5)
-    assert found["b"].hook_seconds["on_new_request"] == 0
+    assert found["a"].counters["hook_seconds:on_new_request"] == pytest.approx(0.5)
+    assert found["a"].counters["hook_seconds:take_events"] == pytest.approx(0.5)
+    assert "b" not in found
 
 
 def test_reports_of_hook_seconds_come_once_a_second_and_lose_nothing():
@@ -96,13 +99,21 @@ def test_what_an_instance_that_comes_back_takes_to_start_is_counted(where):
     engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
     engine.step()
     build = side._children[0]._build
-    side._children[0]._build = lambda: [taking(clock, 2.0)(), build()][1]
+    started = "bind_kv_cache_manager" if where == "scheduler" else "register_kv_caches"
+
+    def slow_build():
+        clock.now += 2.0
+        instance = build()
+        instance.answers[started] = taking(clock, 1.0)
+        return instance
+
+    side._children[0]._build = slow_build
     side.sub_connectors[0].answers["shutdown"] = taking(clock, 3.0)
     totals = {}
 
     def collect(stats):
-        own = stats.data["*"].counters.get("a") if stats else None
-        for hook, seconds in own.hook_seconds.items() if own else ():
+        own = stats.data["*"].tallies.get("a") if stats else None
+        for hook, seconds in by_label(own, "hook_seconds").items() if own else ():
             totals[hook] = totals.get(hook, 0) + seconds
 
     original = side.get_kv_connector_stats
@@ -116,9 +127,8 @@ def test_what_an_instance_that_comes_back_takes_to_start_is_counted(where):
     assert engine.recover()
     clock.now += 1.0
     side.get_kv_connector_stats()
-    started = "bind_kv_cache_manager" if where == "scheduler" else "register_kv_caches"
     assert totals["__init__"] == pytest.approx(2.0)
-    assert started in totals
+    assert totals[started] == pytest.approx(1.0)
     assert where == "worker" or totals["shutdown"] == pytest.approx(3.0)
 
 

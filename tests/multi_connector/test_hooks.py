@@ -76,6 +76,6 @@ def test_a_step_without_news_has_no_report() -> None:
     connector = multi(child("a"), child("b"))
     connector.get_kv_connector_stats()
     assert connector.get_kv_connector_stats() is None
-    connector._children[1].counters.chosen += 1
+    connector._children[1].tally.count("chosen")
     found = connector.get_kv_connector_stats()
-    assert found is not None and list(found.data["*"].counters) == ["b"]
+    assert found is not None and list(found.data["*"].tallies) == ["b"]

@@ -5,7 +5,7 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector.fakes import blocks, child, multi, request
-from tests.multi_connector.lockstep import allocated, counters
+from tests.multi_connector.lockstep import allocated, by_label, tally_of
 
 
 def two(answer, **settings):
@@ -23,8 +23,8 @@ def admit(connector, name="r"):
 
 
 def ignored(connector, name="a"):
-    found = counters(connector, name)
-    return found.ignored_offers, found.ignored_offer_tokens
+    found = tally_of(connector, name)
+    return by_label(found, "ignored_offers"), by_label(found, "ignored_offer_tokens")
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def test_what_a_switch_leaves_out_is_counted_in_requests_and_tokens(settings, re
     assert admit(connector, "first") == admit(connector, "second") == 0
     assert ignored(connector) == ({reason: 2}, {reason: 128})
     assert ignored(connector, "b") == ({}, {})
-    found = counters(connector)
-    assert (found.queries, found.offered_tokens, found.outbid, found.too_slow) == (2, 0, 0, 0)
+    found = tally_of(connector)
+    assert [found.total(one) for one in ("queries", "offered_tokens", "outbid", "too_slow")] == [2, 0, 0, 0]
 
 
 def test_an_offer_of_min_tokens_is_none_that_is_ignored():

@@ -16,9 +16,9 @@ class Incidents(Returning):
     def step(self):
         output = super().step()
         for stats in (output.kv_connector_stats, self.scheduler.get_kv_connector_stats()):
-            if stats is not None and (found := stats.data["*"].counters.get("a")):
-                self.isolations += found.isolations
-                self.returns += found.returns
+            if stats is not None and (found := stats.data["*"].tallies.get("a")):
+                self.isolations += found.total("isolations")
+                self.returns += found.total("returns")
         return output
 
     def break_on(self, *fakes, hook="start_load_kv"):
@@ -27,7 +27,7 @@ class Incidents(Returning):
 
     @property
     def missing(self):
-        """How many children are out, as the counters say it."""
+        """How many children are out, as the tallies say it."""
         return self.isolations - self.returns
 
 
@@ -97,7 +97,7 @@ def test_a_child_out_of_service_is_in_every_report_and_its_return_in_one():
 
     def collecting():
         stats = original()
-        found = stats.data["*"].counters.get("a") if stats else None
+        found = stats.data["*"].tallies.get("a") if stats else None
         states.append(found.gauges.get("state") if found else None)
         return stats
 

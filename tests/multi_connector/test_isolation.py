@@ -13,7 +13,7 @@ from tests.multi_connector.fakes import (
     scheduler_output,
     worker,
 )
-from tests.multi_connector.lockstep import Lockstep, counters
+from tests.multi_connector.lockstep import Lockstep, by_label, tally_of
 
 
 @pytest.mark.parametrize("hook", ["update_state_after_alloc", "build_connector_meta"])
@@ -127,7 +127,7 @@ def test_a_worker_tells_of_an_isolation_until_the_scheduler_has_heard():
     assert engine.step().kv_connector_worker_meta.broken == {0}
     output = engine.step().kv_connector_worker_meta
     assert (output.broken, output.unstopped) == (frozenset(), frozenset())
-    assert counters(engine.scheduler).isolations == 1
+    assert tally_of(engine.scheduler).total("isolations") == 1
 
 
 def test_a_load_that_fails_after_its_request_is_gone_leaves_nothing():
@@ -175,7 +175,7 @@ def test_a_preempted_request_is_not_blamed_for_another_childs_bad_blocks():
     engine.admit("s", 1)
     engine.workers[0].sub_connectors[1].answers["get_block_ids_with_load_errors"] = {4}
     engine.step()
-    assert counters(engine.scheduler, "a").failed_loads == 0
+    assert tally_of(engine.scheduler, "a").total("failed_loads") == 0
 
 
 def test_a_good_synchronous_load_needs_no_report():
@@ -183,7 +183,7 @@ def test_a_good_synchronous_load_needs_no_report():
     engine.admit("r", 0, asynchronous=False)
     output = engine.step()
     assert (output.invalid_block_ids, output.finished_recving) == (set(), None)
-    assert counters(engine.scheduler).loaded_tokens == 64
+    assert tally_of(engine.scheduler).total("loaded_tokens") == 64
 
 
 def test_a_failed_synchronous_load_invalidates_its_blocks_of_every_group_but_the_null_block():
@@ -254,7 +254,7 @@ def test_an_exception_is_logged_once_with_child_hook_and_traceback(monkeypatch):
     assert len(lines) == 1
     assert (message % tuple(args)).startswith("Connector 'a' failed in take_events")
     assert isinstance(error, Boom)
-    assert counters(connector).errors == {"take_events": 3}
+    assert by_label(tally_of(connector), "errors") == {"take_events": 3}
 
 
 def test_shutdown_reaches_every_child_and_never_raises():

@@ -13,7 +13,7 @@ from tests.multi_connector.fakes import (
     request,
     scheduler_output,
 )
-from tests.multi_connector.lockstep import allocated, answering, counters
+from tests.multi_connector.lockstep import allocated, answering, by_label, tally_of
 
 # ---- Lookup and selection.
 
@@ -127,7 +127,7 @@ def test_an_answer_after_waiting_counts():
 def test_an_impossible_answer_is_taken_as_nothing_and_counted(answer):
     connector = answering(answer, 16)
     assert connector.get_num_new_matched_tokens(request(num_tokens=1000), 0) == (16, True)
-    assert counters(connector).invalid_answers == 1
+    assert tally_of(connector).total("invalid_answers") == 1
 
 
 @pytest.mark.parametrize("answer", [None, 5, (1, 2, 3)])
@@ -135,7 +135,7 @@ def test_an_answer_that_is_no_pair_is_taken_as_nothing(answer):
     connector = answering(0, 16)
     connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = lambda *args: answer
     assert connector.get_num_new_matched_tokens(request(), 0) == (16, True)
-    assert counters(connector).errors == {"get_num_new_matched_tokens": 1}
+    assert by_label(tally_of(connector), "errors") == {"get_num_new_matched_tokens": 1}
 
 
 @pytest.mark.parametrize("recurrent, taken", [(False, 900), (True, 0)])
@@ -231,8 +231,8 @@ def test_a_lookup_is_counted_once_at_admission_however_often_it_is_made():
         connector.get_num_new_matched_tokens(request(num_tokens=1000), 200)
     connector.update_state_after_alloc(request(), blocks(1), 100)
     connector.update_state_after_alloc(request(), blocks(1), 0)  # vLLM calls again when the load is done
-    a, b, c = (counters(connector, name) for name in "abc")
-    assert [(x.queries, x.asked_tokens, x.offered_tokens, x.chosen, x.outbid, x.outbid_tokens) for x in (a, b, c)] == [
+    counted = ("queries", "asked_tokens", "offered_tokens", "chosen", "outbid", "outbid_tokens")
+    assert [tuple(tally_of(connector, name).total(one) for one in counted) for name in "abc"] == [
         (1, 800, 100, 1, 0, 0),
         (1, 800, 90, 0, 1, 90),
         (1, 800, 0, 0, 0, 0),
@@ -243,7 +243,7 @@ def test_a_hit_the_scheduler_does_not_use_was_not_chosen():
     connector = answering(100)
     connector.get_num_new_matched_tokens(request(), 0)
     connector.update_state_after_alloc(request(), blocks(1), 0)
-    assert (counters(connector).offered_tokens, counters(connector).chosen) == (100, 0)
+    assert (tally_of(connector).total("offered_tokens"), tally_of(connector).total("chosen")) == (100, 0)
 
 
 def test_the_wait_is_counted_for_the_child_that_was_still_looking():
@@ -252,7 +252,7 @@ def test_the_wait_is_counted_for_the_child_that_was_still_looking():
     connector._scheduler._clock.now += 0.25
     connector.get_num_new_matched_tokens(request(), 0)
     connector.update_state_after_alloc(request(), blocks(1), 16)
-    assert (counters(connector, "a").lookup_wait_seconds, counters(connector, "b").lookup_wait_seconds) == (0, 0.25)
+    assert [tally_of(connector, name).total("lookup_wait_seconds") for name in "ab"] == [0, 0.25]
 
 
 def test_load_seconds_run_from_allocation_to_completion():
@@ -261,8 +261,9 @@ def test_load_seconds_run_from_allocation_to_completion():
     connector.update_state_after_alloc(request(), blocks(1), 16)
     connector._scheduler._clock.now += 0.5
     connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
-    found = counters(connector)
-    assert (found.load_seconds.count, found.load_seconds.sum, found.loaded_tokens) == (1, 0.5, 16)
+    found = tally_of(connector)
+    seconds = found.histograms["load_seconds"]
+    assert (seconds.count, seconds.sum, found.total("loaded_tokens")) == (1, 0.5, 16)
 
 
 def test_a_load_that_fails_is_not_among_the_load_seconds():
@@ -270,4 +271,5 @@ def test_a_load_that_fails_is_not_among_the_load_seconds():
     connector.get_num_new_matched_tokens(request(), 0)
     connector.update_state_after_alloc(request(), blocks(1), 16)
     connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
-    assert (counters(connector).load_seconds.count, counters(connector).failed_loads) == (0, 1)
+    assert tally_of(connector).total("failed_loads") == 1
+    assert "load_seconds" not in tally_of(connector).histograms

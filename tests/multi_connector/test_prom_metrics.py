@@ -5,19 +5,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tests.multi_connector.fakes import FAULTS, FakeStats, child, vllm_config
 from vllm_overlay.common.reasons import IGNORED_OFFERS
-from vllm_overlay.metrics import (
-    MULTI_CONNECTOR,
-    MULTI_CONNECTOR_BY_HOOK,
-    MULTI_CONNECTOR_BY_REASON,
-    MULTI_CONNECTOR_GAUGES,
-    MULTI_CONNECTOR_HISTOGRAMS,
-)
+from vllm_overlay.metrics import HOOK, MULTI_CONNECTOR, REASON, Kind
 from vllm_overlay.multi_connector import MultiConnector, harmless, prom_metrics
-from vllm_overlay.multi_connector.counters import Counters
 from vllm_overlay.multi_connector.hooks import HOOKS
+from vllm_overlay.tally import Tally
 
-ALL = (*MULTI_CONNECTOR, *MULTI_CONNECTOR_BY_HOOK, *MULTI_CONNECTOR_BY_REASON, *MULTI_CONNECTOR_HISTOGRAMS)
 ENGINE = {"model_name": "m", "engine": "0"}
+SUFFIXES = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_count"}
 
 
 @pytest.fixture(autouse=True)
@@ -60,18 +54,18 @@ def test_of_several_api_servers_the_last_one_that_was_told_a_level_shows_it():
     }
     config = vllm_config(child("a"))
     MultiConnector.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
-    assert set(modes) == {"mostrecent"} and len(modes) >= len(MULTI_CONNECTOR_GAUGES)
+    assert set(modes) == {"mostrecent"} and len(modes) >= 3
 
 
 def own(**children):
-    """A payload of our own counters."""
-    return {"*": {"counters": children, "classes": {}}}
+    """A payload of our own tallies."""
+    return {"*": {"tallies": {name: tally.to_dict() for name, tally in children.items()}, "classes": {}}}
 
 
-def test_each_childs_counters_are_exported_under_its_name():
+def test_each_childs_tally_is_exported_under_its_name():
     front = Front(child("a"), child("b"))
-    front.metrics.observe(own(a={"queries": 2, "lookup_wait_seconds": 0.5, "errors": {"take_events": 3}}))
-    front.metrics.observe(own(a={"queries": 1}, b={"queries": 7}), 0)
+    front.metrics.observe(own(a=Tally({"queries": 2, "lookup_wait_seconds": 0.5, "errors:take_events": 3})))
+    front.metrics.observe(own(a=Tally({"queries": 1}), b=Tally({"queries": 7})), 0)
     assert front.value("vllm:kv_connector_queries_total", connector="a") == 3
     assert front.value("vllm:kv_connector_queries_total", connector="b") == 7
     assert front.value("vllm:kv_connector_lookup_wait_seconds_total", connector="a") == 0.5
@@ -82,19 +76,13 @@ def test_every_series_is_there_from_the_start_but_for_weights_that_no_offer_had_
     front = Front(child("a"), child("b"))
     for name in "ab":
         for engine in "01":
-            for counter in MULTI_CONNECTOR:
-                assert front.value(f"{counter.name}_total", connector=name, engine=engine) == 0
-            for gauge in MULTI_CONNECTOR_GAUGES:
-                known = None if gauge.field == "load_weight" else 0
-                assert front.value(gauge.name, connector=name, engine=engine) == known
-            for histogram in MULTI_CONNECTOR_HISTOGRAMS:
-                assert front.value(f"{histogram.name}_count", connector=name, engine=engine) == 0
-            for counter in MULTI_CONNECTOR_BY_HOOK:
-                for hook in HOOKS:
-                    assert front.value(f"{counter.name}_total", connector=name, engine=engine, hook=hook) == 0
-            for counter in MULTI_CONNECTOR_BY_REASON:
-                for reason in IGNORED_OFFERS:
-                    assert front.value(f"{counter.name}_total", connector=name, engine=engine, reason=reason) == 0
+            for field, metric in MULTI_CONNECTOR.items():
+                known = None if field == "load_weight" else 0
+                hooks = [{"hook": hook} for hook in HOOKS if HOOK in metric.labels]
+                reasons = [{"reason": reason} for reason in IGNORED_OFFERS if REASON in metric.labels]
+                for labels in hooks or reasons or [{}]:
+                    name_there = f"{metric.name}{SUFFIXES[metric.kind]}"
+                    assert front.value(name_there, connector=name, engine=engine, **labels) == known
 
 
 def test_errors_have_a_bounded_number_of_series():
@@ -102,11 +90,11 @@ def test_errors_have_a_bounded_number_of_series():
 
 
 def test_a_histogram_counts_every_observation_in_its_bucket_and_keeps_their_sum():
-    front, counters = Front(child("a"), child("b")), Counters()
+    front, tally = Front(child("a"), child("b")), Tally()
     for seconds in (0.0004, 0.05, 0.05, 0.07, 130.0):
-        counters.load_seconds.observe(seconds)
-    front.metrics.observe(own(a=counters.to_dict()))
-    front.metrics.observe(own(a=counters.to_dict()))
+        tally.observe("load_seconds", seconds)
+    front.metrics.observe(own(a=tally))
+    front.metrics.observe(own(a=tally))
     name = "vllm:kv_connector_load_seconds"
 
     def up_to(bound):
@@ -121,15 +109,10 @@ def test_a_histogram_counts_every_observation_in_its_bucket_and_keeps_their_sum(
 
 def test_reasons_and_hooks_are_labels():
     front = Front(child("a"))
-    front.metrics.observe(
-        own(
-            a={
-                "hook_seconds": {"wait_for_save": 0.25},
-                "ignored_offers": {"load_off": 2},
-                "ignored_offer_tokens": {"load_off": 128},
-            }
-        )
+    tally = Tally(
+        {"hook_seconds:wait_for_save": 0.25, "ignored_offers:load_off": 2, "ignored_offer_tokens:load_off": 128}
     )
+    front.metrics.observe(own(a=tally))
     assert front.value("vllm:kv_connector_hook_seconds_total", connector="a", hook="wait_for_save") == 0.25
     assert front.value("vllm:kv_connector_ignored_offers_total", connector="a", reason="load_off") == 2
     assert front.value("vllm:kv_connector_ignored_offer_tokens_total", connector="a", reason="load_off") == 128
@@ -137,28 +120,17 @@ def test_reasons_and_hooks_are_labels():
 
 def test_gauges_hold_their_latest_value():
     front = Front(child("a"))
-    front.metrics.observe(own(a={"gauges": {"state": 1, "quarantined_requests": 3}}))
-    front.metrics.observe(own(a={"gauges": {"state": 0}}))
+    front.metrics.observe(own(a=Tally(gauges={"state": 1, "quarantined_requests": 3})))
+    front.metrics.observe(own(a=Tally(gauges={"state": 0})))
     assert front.value("vllm:kv_connector_state", connector="a") == 0
     assert front.value("vllm:kv_connector_quarantined_requests", connector="a") == 3
 
 
-def test_another_engines_counters_are_its_own():
+def test_another_engines_tally_is_its_own():
     front = Front(child("a"))
-    front.metrics.observe(own(a={"queries": 2}), engine_idx=1)
+    front.metrics.observe(own(a=Tally({"queries": 2})), engine_idx=1)
     assert front.value("vllm:kv_connector_queries_total", connector="a", engine="1") == 2
     assert front.value("vllm:kv_connector_queries_total", connector="a") == 0
-
-
-def test_every_counter_has_a_metric_and_every_metric_a_counter():
-    assert {counter.field for counter in ALL} == set(Counters.__dataclass_fields__) - {"gauges"}
-
-
-@pytest.mark.parametrize("metric", [*ALL, *MULTI_CONNECTOR_GAUGES], ids=lambda metric: metric.name)
-def test_every_metric_is_named_after_its_field_and_says_what_it_is(metric):
-    assert metric.name == f"vllm:kv_connector_{metric.field}"
-    assert metric.documentation.endswith(".")
-    assert not metric.name.endswith("_total")
 
 
 def test_two_children_of_one_class_export_their_own_metrics_apart():
@@ -176,10 +148,10 @@ def test_a_class_with_a_connector_label_of_its_own_keeps_it():
 
 
 @pytest.mark.parametrize("error", FAULTS)
-def test_a_child_whose_metrics_cannot_be_built_keeps_our_counters(error, monkeypatch):
+def test_a_child_whose_metrics_cannot_be_built_keeps_our_tally(error, monkeypatch):
     monkeypatch.setattr(FakeStats, "error", error)
     front = Front(child("a", "UnfitPromChild"), child("b"))
-    front.metrics.observe({**own(a={"queries": 1}), "a": {"loads": 1}, "b": {"loads": 2}})
+    front.metrics.observe({**own(a=Tally({"queries": 1})), "a": {"loads": 1}, "b": {"loads": 2}})
     assert front.value("vllm:kv_connector_queries_total", connector="a") == 1
     assert front.value("vllm:fake_loads_total", kind="k", connector="b") == 2
 
@@ -190,13 +162,12 @@ def test_a_child_whose_metrics_cannot_be_built_keeps_our_counters(error, monkeyp
         None,
         {"a": None},
         {"*": None},
-        {"*": {"counters": {"a": {"queries": -5, "errors": {"x": -1}}}}},
-        {"*": {"counters": {"a": {"queries": float("nan")}}}},
-        {"*": {"counters": {"unknown": {"queries": 1}}}},
-        {"*": {"counters": {"a": {"gauges": {"unknown": 1}}}}},
-        {"*": {"counters": {"a": {"load_seconds": 0.5}}}},
-        {"*": {"counters": {"a": {"load_seconds": [[99, 1, 0.5], [0, -1, 0.5], [0, 1, "x"], [0], 5, None]}}}},
-        {"*": {"counters": {"a": {"hook_seconds": {"x": -1.0}, "ignored_offers": []}}}},
+        {"*": {"tallies": {"a": None}, "classes": {}}},
+        own(a=Tally({"queries": -5})),
+        own(a=Tally({"queries": float("nan")})),
+        own(a=Tally({"unknown": 1, "errors:x": 1})),
+        own(a=Tally(gauges={"unknown": 1})),
+        own(unknown=Tally({"queries": 1})),
         {"a": {"loads": -1}},
         {"a": {}},
         {"unknown": {"loads": 1}},
@@ -205,13 +176,13 @@ def test_a_child_whose_metrics_cannot_be_built_keeps_our_counters(error, monkeyp
 def test_no_payload_can_raise_into_the_metrics_loop(payload):
     front = Front(child("a"))
     front.metrics.observe(payload)
-    front.metrics.observe(own(a={"queries": 1}), engine_idx=99)
+    front.metrics.observe(own(a=Tally({"queries": 1})), engine_idx=99)
 
 
-def test_an_amount_that_cannot_be_counted_does_not_hide_the_others():
+def test_a_tally_that_cannot_be_exported_does_not_hide_a_childs_own_metrics():
     front = Front(child("a"))
-    front.metrics.observe(own(a={"queries": -5, "asked_tokens": "x", "chosen": 1, "errors": {"x": -1}}))
-    assert front.value("vllm:kv_connector_chosen_total", connector="a") == 1
+    front.metrics.observe({**own(a=Tally({"queries": -5})), "a": {"loads": 1}})
+    assert front.value("vllm:fake_loads_total", kind="k", connector="a") == 1
 
 
 @pytest.mark.parametrize("error", FAULTS)

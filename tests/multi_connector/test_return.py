@@ -15,7 +15,7 @@ from tests.multi_connector.fakes import (
     request,
     scheduler_output,
 )
-from tests.multi_connector.lockstep import Returning, counters
+from tests.multi_connector.lockstep import Returning, tally_of
 from vllm_overlay.multi_connector.lifecycle import Phase
 from vllm_overlay.multi_connector.metadata import MultiWorkerMetadata
 
@@ -43,7 +43,7 @@ def test_a_child_comes_back_as_a_new_instance_everywhere(ranks):
         assert fake.called("register_kv_caches") == [[{"layer": rank}]]
         assert fake.called("set_host_xfer_buffer_ops") == [["copy"]]
         assert fake.called("bind_connector_metadata") == [[FakeMetadata("a")]]
-    assert counters(engine.scheduler).returns == 1
+    assert tally_of(engine.scheduler).total("returns") == 1
     engine.admit("r", 0)
     engine.step()
     for rank in range(ranks):
@@ -194,7 +194,7 @@ def test_a_child_that_cannot_be_stopped_keeps_its_blocks_until_it_has_reported_t
         assert (output.finished_recving, output.finished_sending) == (None, None)
     assert not engine.recover()
     engine.scheduler._scheduler.record_gauges()
-    assert counters(engine.scheduler).gauges.items() >= {"state": 1.0, "quarantined_requests": 2.0}.items()
+    assert tally_of(engine.scheduler).gauges.items() >= {"state": 1.0, "quarantined_requests": 2.0}.items()
     engine.report(0, recving={"r"}, failed={"r"}, sending={"s"})
     output = engine.step()
     assert (output.failed_recving, output.finished_sending) == ({"r"}, {"s"})

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -10,8 +9,8 @@ from tests.multi_connector.fakes import ENDINGS, FAULTS, FakeChild, FakeStats, c
 from tests.multi_connector.lockstep import Clock
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.multi_connector import MultiConnector, harmless
-from vllm_overlay.multi_connector.counters import Counters
 from vllm_overlay.multi_connector.stats import MultiStats
+from vllm_overlay.tally import Tally
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +32,8 @@ def wire(found):
 
 
 def counted(found, name):
-    """Our own counters of one child."""
-    return found.data["*"].counters[name]
+    """Our own tally of one child."""
+    return found.data["*"].tallies[name]
 
 
 def test_two_children_of_one_class_stay_apart():
@@ -45,14 +44,13 @@ def test_two_children_of_one_class_stay_apart():
 
 def test_stats_survive_the_way_to_the_front_end():
     connector = connector_with_stats(1, 2)
-    counted_here = Counters(chosen=3, lookup_wait_seconds=0.5, errors={"take_events": 2})
-    counted_here.hook_seconds = {"take_events": 0.25}
-    counted_here.count_ignored_offer(Reason.MIN_TOKENS, 64)
-    counted_here.load_seconds.observe(0.125)
-    connector._children[0].counters.add(counted_here)
+    counted_here = Tally({"chosen": 3, "lookup_wait_seconds": 0.5, "errors:take_events": 2}, gauges={"state": 0})
+    counted_here.count("ignored_offers", label=Reason.MIN_TOKENS)
+    counted_here.observe("load_seconds", 0.125)
+    connector._children[0].tally.add(counted_here)
     sent = connector.get_kv_connector_stats()
     received = MultiConnector.build_kv_connector_stats(wire(sent))
-    assert counted(received, "a") == replace(counted_here, hook_seconds={})  # these are added to once a second
+    assert counted(received, "a") == counted_here
     assert isinstance(received.data["a"], FakeStats)
     assert wire(received) == wire(sent)
 
@@ -60,40 +58,24 @@ def test_stats_survive_the_way_to_the_front_end():
 def test_counters_are_increments():
     connector = connector_with_stats(0)
     connector._clock = Clock()
-    connector._children[0].counters.chosen = 1
-    assert counted(connector.get_kv_connector_stats(), "a").chosen == 1
+    connector._children[0].tally.count("chosen")
+    assert counted(connector.get_kv_connector_stats(), "a") == Tally({"chosen": 1})
     assert connector.get_kv_connector_stats() is None
-
-
-def test_every_number_of_a_child_adds_up():
-    one = Counters(chosen=1, hook_seconds={"x": 0.5}, gauges={"state": 1})
-    one.load_seconds.observe(0.125)
-    one.count_ignored_offer(Reason.LOAD_OFF, 64)
-    two = Counters(chosen=2, hook_seconds={"x": 0.25, "y": 1.0}, gauges={"state": 2})
-    for seconds in (0.125, 200.0):
-        two.load_seconds.observe(seconds)
-    two.count_ignored_offer(Reason.LOAD_OFF, 16)
-    two.count_ignored_offer(Reason.ATTEMPTS, 8)
-    one.add(two)
-    assert (one.chosen, one.hook_seconds, one.gauges) == (3, {"x": 0.75, "y": 1.0}, {"state": 2})
-    assert (one.load_seconds.count, one.load_seconds.sum) == (3, 200.25)
-    assert one.ignored_offers == {"load_off": 2, "attempts": 1}
-    assert one.ignored_offer_tokens == {"load_off": 80, "attempts": 8}
 
 
 def test_workers_and_schedulers_stats_add_up():
     total = connector_with_stats(1).get_kv_connector_stats()
     other = connector_with_stats(10, 5)
-    other._children[0].counters.add(Counters(chosen=2, errors={"x": 1}))
+    other._children[0].tally.add(Tally({"chosen": 2, "errors:x": 1}))
     total = total.aggregate(other.get_kv_connector_stats()).aggregate(
-        MultiStats.of("a", Counters(chosen=1, errors={"x": 1, "y": 1}), None, object())
+        MultiStats.of("a", Tally({"chosen": 1, "errors:x": 1, "errors:y": 1}), None, object())
     )
     assert (total.data["a"].data, total.data["b"].data) == ({"loads": 11}, {"loads": 5})
-    assert counted(total, "a") == Counters(chosen=3, errors={"x": 2, "y": 1})
+    assert counted(total, "a") == Tally({"chosen": 3, "errors:x": 2, "errors:y": 1})
 
 
 def test_a_child_without_stats_takes_the_first_that_come():
-    total = MultiStats.of("a", Counters(), None, object()).aggregate(connector_with_stats(1).get_kv_connector_stats())
+    total = MultiStats.of("a", Tally(), None, object()).aggregate(connector_with_stats(1).get_kv_connector_stats())
     assert wire(total)["a"] == {"loads": 1}
     assert wire(total)["*"]["classes"] == {"a": "tests.multi_connector.fakes:FakeChild"}
 
@@ -132,15 +114,15 @@ def test_a_childs_stats_that_raise_harm_nobody(what, error, monkeypatch):
         None,
     ],
 )
-def test_stats_of_a_child_that_cannot_be_rebuilt_keep_our_counters(classes):
-    own = {"counters": {"a": {"chosen": 1}}, "classes": classes}
+def test_stats_of_a_child_that_cannot_be_rebuilt_keep_our_tally(classes):
+    own = {"tallies": {"a": Tally({"chosen": 1}).to_dict()}, "classes": classes}
     received = MultiConnector.build_kv_connector_stats({"*": own, "a": {"loads": 1}})
-    assert counted(received, "a").chosen == 1
+    assert counted(received, "a") == Tally({"chosen": 1})
     assert set(received.data) == {"*"}
 
 
 @pytest.mark.parametrize("error", FAULTS)
-@pytest.mark.parametrize("own", [{"*": {"classes": {"a": "tests.multi_connector.fakes:FakeChild"}}}, {}])
+@pytest.mark.parametrize("own", [{"*": {"tallies": {}, "classes": {"a": "tests.multi_connector.fakes:FakeChild"}}}, {}])
 def test_a_class_that_raises_while_its_stats_are_rebuilt_harms_nobody(own, error, monkeypatch):
     def raises(cls, data=None):
         raise error
@@ -150,7 +132,7 @@ def test_a_class_that_raises_while_its_stats_are_rebuilt_harms_nobody(own, error
     assert MultiConnector.build_kv_connector_stats({**own, "a": {"loads": 1}}).is_empty()
 
 
-@pytest.mark.parametrize("own", [None, 5, [], {"counters": None}, {"counters": {"a": {"chosen": "x", "errors": 5}}}])
+@pytest.mark.parametrize("own", [None, 5, [], {"tallies": None}, {"tallies": {"a": {"counters": 5}}}])
 def test_what_is_no_payload_is_nothing(own):
     assert MultiConnector.build_kv_connector_stats({"*": own}).is_empty()
 

@@ -21,7 +21,7 @@ from tests.multi_connector.fakes import (
     scheduler_output,
     worker,
 )
-from tests.multi_connector.lockstep import Lockstep, answering, counters
+from tests.multi_connector.lockstep import Lockstep, answering, tally_of
 from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiKVEvents, MultiWorkerMetadata
 
 
@@ -41,7 +41,7 @@ def test_a_load_is_done_when_its_child_says_so():
     engine.report(1, recving={"r"})
     output = engine.step()
     assert (output.finished_recving, output.failed_recving) == ({"r"}, set())
-    assert counters(engine.scheduler, "b").loaded_tokens == 64
+    assert tally_of(engine.scheduler, "b").total("loaded_tokens") == 64
     engine.finish("r")
     assert engine.tables_are_empty()
 
@@ -64,7 +64,7 @@ def test_ignored_reports_are_counted_by_child():
     connector = worker()
     connector.sub_connectors[1].answers["get_transfer_results"] = KVConnectorTransferResults({"x"}, {"y"}, {"y"})
     connector.get_transfer_results(set())
-    assert (counters(connector, "a").ignored_reports, counters(connector, "b").ignored_reports) == (0, 2)
+    assert [tally_of(connector, name).total("ignored_reports") for name in "ab"] == [0, 2]
 
 
 def test_a_failed_load_is_told_and_counted():
@@ -73,8 +73,8 @@ def test_a_failed_load_is_told_and_counted():
     engine.report(1, recving={"r"}, failed={"r"})
     output = engine.step()
     assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"})
-    assert counters(engine.scheduler, "b").failed_loads == 1
-    assert counters(engine.scheduler, "b").loaded_tokens == 0
+    assert tally_of(engine.scheduler, "b").total("failed_loads") == 1
+    assert tally_of(engine.scheduler, "b").total("loaded_tokens") == 0
 
 
 def test_with_two_ranks_a_load_is_done_when_both_ranks_childs_say_so():

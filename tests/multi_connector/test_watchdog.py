@@ -115,5 +115,5 @@ def test_a_child_that_comes_back_from_a_hang_is_isolated_and_counted():
     connector.sub_connectors[0].answers["build_connector_meta"] = hang
     connector.build_connector_meta(scheduler_output())
     first, second = connector._children
-    assert (first.isolated, first.counters.hangs) == (True, 1)
-    assert (second.isolated, second.counters.hangs) == (False, 0)
+    assert (first.isolated, first.tally.total("hangs")) == (True, 1)
+    assert (second.isolated, second.tally.total("hangs")) == (False, 0)

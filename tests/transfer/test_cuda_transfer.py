@@ -12,9 +12,9 @@ from tests.transfer import naive
 from tests.transfer.fake_device import DeviceError, FakeDevice, FakeStream
 from vllm_overlay.connector.lora.digests import LoadedAdapters
 from vllm_overlay.connector.metadata import LoadJob, StoreJob
-from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
 from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import FinishedCopy, Placement, Span
@@ -252,8 +252,8 @@ def test_closing_hears_of_what_ends_meanwhile(made: Made, monkeypatch: pytest.Mo
 
 def a_worker(made: Made) -> tuple[OffloadWorker, FakeTier]:
     tier = FakeTier()
-    stats = OffloadStats.make("test")
-    return OffloadWorker(made.transfer, tier, LoadedAdapters(), load_timeout_s=60.0, stats=stats), tier
+    tally = Tally()
+    return OffloadWorker(made.transfer, tier, LoadedAdapters(), load_timeout_s=60.0, tally=tally), tier
 
 
 def store_job(ticket: int, block: int) -> StoreJob:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM's log line says of a connector for one interval: few words, and none when there is nothing to say."""
 
-from collections.abc import Mapping
 from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -28,8 +27,3 @@ def in_bytes(num_bytes: float) -> str:
         return ""
     power = min((int(num_bytes).bit_length() - 1) // 10, len(_UNITS) - 1)
     return f"{num_bytes / 1024**power:.1f} {_UNITS[power]}"
-
-
-def sum_of(counters: Mapping[str, float], name: str) -> float:
-    """One counter over all its reasons, which are written behind a colon."""
-    return sum(amount for key, amount in counters.items() if key.partition(":")[0] == name)

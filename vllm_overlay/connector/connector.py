@@ -29,6 +29,7 @@ from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.named_child import NamedChild, empty_hook
 from vllm_overlay.startup import prepare_process
+from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.factory import tier_spec
 
@@ -97,7 +98,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         check_supported(vllm_config, kv_cache_config, self._spec)
         self._cache_hit_source = _hit_source(self._spec)
         self._set_failure_policy()
-        self._stats = OffloadStats.make(self.settings.name)
+        self._tally = Tally()
         self._scheduler: OffloadScheduler | None = None
         self._worker: OffloadWorker | None = None
         self._handshake: OffloadHandshake | None = None
@@ -127,7 +128,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
 
     def hook_failed(self, hook: str, error: BaseException) -> None:
         """Counts an unexpected error of a hook, and logs the first one of each hook with its trace."""
-        self._stats.count("hook_errors", reason=hook)
+        self._tally.count("hook_errors", label=hook)
         if hook not in self._failures_logged:
             self._failures_logged.add(hook)
             logger.error("%s: %s failed; the engine goes on without it", self.settings.name, hook, exc_info=error)
@@ -156,7 +157,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         from vllm_overlay.connector.factory import build_worker
 
         self._worker, self._handshake = build_worker(
-            self._vllm_config, self._kv_cache_config, self._spec, self._stats, kv_caches
+            self._vllm_config, self._kv_cache_config, self._spec, self._tally, kv_caches
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -171,7 +172,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
             raise ConfigError(f"{self.settings.name}: the workers' handshake is another connector's")
         from vllm_overlay.connector.factory import build_scheduler
 
-        self._scheduler = build_scheduler(self._vllm_config, self._spec, self._stats, known)
+        self._scheduler = build_scheduler(self._vllm_config, self._spec, self._tally, known)
 
     # Scheduler side.
 
@@ -293,11 +294,12 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._scheduler is not None:
             self._scheduler.record_gauges()
-        return self._stats.take()
+        taken = self._tally.take()
+        return None if taken.is_empty() else OffloadStats.of(self.settings.name, taken)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return LoggedOffloadStats(data=data) if data is not None else LoggedOffloadStats.make("")
+        return LoggedOffloadStats.of("", Tally()) if data is None else LoggedOffloadStats.from_dict(data)
 
     @classmethod
     def build_prom_metrics(

@@ -16,11 +16,11 @@ from vllm_overlay.connector.fingerprint import compute_fingerprints
 from vllm_overlay.connector.kv_cache_groups import cell_facts, group_tensors, page_facts, planner_groups
 from vllm_overlay.connector.lora.digests import loaded_adapters
 from vllm_overlay.connector.metadata import OffloadHandshake
-from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.start_line import start_line
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.planner.geometry import Geometry
+from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import TierSpec, WorkerContext
 from vllm_overlay.tiers.memory import Bytes
 from vllm_overlay.transfer.base import KVTransfer
@@ -51,7 +51,7 @@ def build_worker(
     vllm_config: "VllmConfig",
     kv_cache_config: "KVCacheConfig",
     spec: TierSpec[Any],
-    stats: OffloadStats,
+    tally: Tally,
     kv_caches: dict[str, torch.Tensor],
 ) -> tuple[OffloadWorker, OffloadHandshake]:
     """Makes the worker's half, and what it tells the scheduler's. Raises ConfigError or GeometryError."""
@@ -75,7 +75,7 @@ def build_worker(
         tier,
         loaded_adapters(vllm_config),
         load_timeout_s=settings.load_timeout_s,
-        stats=stats,
+        tally=tally,
     )
     return worker, OffloadHandshake(rank, geometry, part)
 
@@ -98,7 +98,7 @@ def _transfer(
 
 
 def build_scheduler(
-    vllm_config: "VllmConfig", spec: TierSpec[Any], stats: OffloadStats, handshakes: Sequence[OffloadHandshake]
+    vllm_config: "VllmConfig", spec: TierSpec[Any], tally: Tally, handshakes: Sequence[OffloadHandshake]
 ) -> OffloadScheduler:
     """Makes the scheduler's half. Raises ConfigError when the ranks do not agree on what an object is."""
     settings = spec.settings
@@ -119,7 +119,7 @@ def build_scheduler(
         report_timeout_s=settings.report_timeout_s,
         speculative_snapshot_tokens=speculative_snapshot_tokens(spec, first.geometry, world_size),
         num_concurrent_steps=vllm_config.max_concurrent_batches,
-        stats=stats,
+        tally=tally,
         explanations=Explanations(settings.name, settings.log_lost_tokens),
     )
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_overlay.connector.metrics import OffloadStats, Source
+from vllm_overlay.metrics import Source
+from vllm_overlay.tally import Tally
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -36,9 +37,9 @@ class _Prompt:
 class FirstTokens:
     """Called by the scheduler's half alone. A first token is seen at the next step, or when its request ends."""
 
-    def __init__(self, stats: OffloadStats, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, tally: Tally, clock: Callable[[], float] = time.time) -> None:
         """``clock`` is that of ``Request.arrival_time``: wall-clock time."""
-        self._stats = stats
+        self._tally = tally
         self._clock = clock
         self._new: dict[str, _Prompt] = {}
         """Requests that were in no step yet. A preempted request is new again."""
@@ -84,4 +85,4 @@ class FirstTokens:
     def _observe(self, prompt: _Prompt) -> None:
         assert prompt.source is not None
         seconds = max(0.0, self._clock() - prompt.request.arrival_time)
-        self._stats.observe("first_token_seconds", seconds, prompt.source)
+        self._tally.observe("first_token_seconds", seconds, prompt.source)

@@ -17,7 +17,6 @@ from vllm_overlay.connector.first_tokens import FirstTokens
 from vllm_overlay.connector.gauges import Gauges
 from vllm_overlay.connector.lora.keys import LoraNames
 from vllm_overlay.connector.metadata import LoadJob, OffloadMetadata, OffloadWorkerMetadata, StoreJob
-from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.pending import PendingReports, PendingStore
 from vllm_overlay.connector.placement import BlockIds, Placer
 from vllm_overlay.connector.requests import TrackedRequest
@@ -25,6 +24,7 @@ from vllm_overlay.connector.store_planner import StorePlanner
 from vllm_overlay.connector.token_account import TokenAccount
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.planner import HybridOffloadPlanner
+from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import TierManager
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class OffloadScheduler:
         report_timeout_s: float,
         speculative_snapshot_tokens: int = 0,
         num_concurrent_steps: int = 1,
-        stats: OffloadStats,
+        tally: Tally,
         explanations: Explanations,
     ) -> None:
         """``num_concurrent_steps``: see ``LoraNames``."""
@@ -58,11 +58,11 @@ class OffloadScheduler:
         self._placer = Placer(geometry)
         self._tier = tier
         self._max_load_attempts = max_load_attempts
-        self._stats = stats
-        self._account = TokenAccount(stats)
-        self._first_tokens = FirstTokens(stats)
+        self._tally = tally
+        self._account = TokenAccount(tally)
+        self._first_tokens = FirstTokens(tally)
         self._explanations = explanations
-        self._gauges = Gauges(stats, geometry, tier, world_size)
+        self._gauges = Gauges(tally, geometry, tier, world_size)
         self._lora = LoraNames(world_size, num_concurrent_steps)
         self._pending = PendingReports(world_size, report_timeout_s)
         self._store_planner = StorePlanner(
@@ -70,7 +70,7 @@ class OffloadScheduler:
             self._placer,
             tier,
             self._pending,
-            stats,
+            tally,
             stores_decoded_tokens=not geometry.recurrent if store_decoded_tokens == "auto" else store_decoded_tokens,
             speculative_snapshot_tokens=speculative_snapshot_tokens,
         )
@@ -94,7 +94,7 @@ class OffloadScheduler:
         try:
             return self._answer(request, num_local)
         finally:
-            self._stats.observe("lookup_seconds", time.perf_counter() - started)
+            self._tally.observe("lookup_seconds", time.perf_counter() - started)
 
     def _answer(self, request: "Request", num_local: int) -> int | None:
         tracked = self._track(request, num_local)
@@ -109,7 +109,7 @@ class OffloadScheduler:
         return self._look_up(request, tracked.names.keys, num_local)
 
     def _no_offer(self, tracked: TrackedRequest, reason: Reason) -> int:
-        self._stats.count("lookup_limits", reason=reason)
+        self._tally.count("lookup_limits", label=reason)
         num_tokens = tracked.request.num_tokens - tracked.num_local
         self._account.looked_up(tracked.request.request_id, num_tokens, {reason: num_tokens})
         return 0
@@ -127,8 +127,8 @@ class OffloadScheduler:
         self._tier.advance()
         hits = self._tier.hits(self._geometry, keys, request.num_tokens)
         lookup = self._planner.lookup(keys, request.num_tokens, num_local, hits)
-        self._stats.count("lookups")
-        self._stats.count("lookup_limits", reason=lookup.limited_by)
+        self._tally.count("lookups")
+        self._tally.count("lookup_limits", label=lookup.limited_by)
         self._account.looked_up(request.request_id, request.num_tokens - num_local, lookup.lost)
         self._explanations.looked_up(request, num_local, lookup)
         self._tracked[request.request_id].restore_point = lookup.restore_point
@@ -209,7 +209,7 @@ class OffloadScheduler:
         """Take in what the workers reported after a step. Stores come last: what a tier raises over one keeps no load
         from ending."""
         if self._has_computed_with_bad_blocks(output):
-            self._stats.count("dropped_stores", self._pending.fail_all_stores(), reason=Reason.BAD_BLOCKS)
+            self._tally.count("dropped_stores", self._pending.fail_all_stores(), label=Reason.BAD_BLOCKS)
         if metadata is not None:
             self._ended_stores.extend(self._pending.report_stores(metadata.reported, metadata.failed_stores))
             lost_stores, lost_loads = self._pending.take_lost(metadata.idle_stores, metadata.idle_loads)
@@ -285,7 +285,7 @@ class OffloadScheduler:
         if tracked is not None:
             tracked.failed_loads += 1
         self._account.load_ended(request_id, failed=True)
-        self._stats.count("failed_loads", reason=reason)
+        self._tally.count("failed_loads", label=reason)
         logger.warning("Request %s could not be restored (%s) and is computed instead", request_id, reason)
 
     def finished(self, request_id: str) -> None:
@@ -308,9 +308,9 @@ class OffloadScheduler:
         stores, loads = self._pending.take_overdue()
         for store in stores:
             self._tier.drop(store.planned.object_id)
-            self._stats.count("dropped_stores", reason=Reason.NOT_REPORTED)
+            self._tally.count("dropped_stores", label=Reason.NOT_REPORTED)
         for _ in loads:
-            self._stats.count("failed_loads", reason=Reason.NOT_REPORTED)
+            self._tally.count("failed_loads", label=Reason.NOT_REPORTED)
 
     def clear(self) -> None:
         """Nothing that was stored before is loaded any more, and nothing that was computed before is stored.
@@ -325,7 +325,7 @@ class OffloadScheduler:
         self._tier.close()
 
     def record_gauges(self) -> None:
-        """Puts the tier's usage into the stats."""
+        """Puts the tier's usage into the tally."""
         self._gauges.record(self._pending, are_loads_paused=time.monotonic() < self._loads_resume_at)
 
     @property

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector.metadata import StoreJob
-from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.connector.pending import PendingReports
 from vllm_overlay.connector.placement import BlockIds, Placer
 from vllm_overlay.connector.requests import TrackedRequest
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
+from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import TierManager
 from vllm_overlay.transfer.base import Placement
 
@@ -28,7 +28,7 @@ class StorePlanner:
         placer: Placer,
         tier: TierManager,
         pending: PendingReports,
-        stats: OffloadStats,
+        tally: Tally,
         *,
         stores_decoded_tokens: bool,
         speculative_snapshot_tokens: int,
@@ -39,7 +39,7 @@ class StorePlanner:
         self._placer = placer
         self._tier = tier
         self._pending = pending
-        self._stats = stats
+        self._tally = tally
         self._stores_decoded_tokens = stores_decoded_tokens
         self._speculative_snapshot_tokens = speculative_snapshot_tokens if self._geometry.recurrent else 0
         self._step = 0
@@ -217,4 +217,4 @@ class StorePlanner:
         """Once for an object that is tried again and again."""
         if tracked.stalled_at != planned.object_id:
             tracked.stalled_at = planned.object_id
-            self._stats.count("dropped_stores", reason=Reason.NO_ROOM)
+            self._tally.count("dropped_stores", label=Reason.NO_ROOM)

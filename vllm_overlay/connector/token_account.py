@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.connector.metrics import OffloadStats
+from vllm_overlay.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class TokenAccount:
         queried_tokens == restored_tokens + the sum of lost_tokens over all reasons
     """
 
-    def __init__(self, stats: OffloadStats) -> None:
-        self._stats = stats
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
         self._asked: dict[str, _Asked] = {}
         self._loads: dict[str, _Load] = {}
 
@@ -70,8 +70,8 @@ class TokenAccount:
         if failed:
             self._count(load.asked, num_failed=load.num_tokens)
             return 0
-        self._stats.count("restored_requests")
-        self._stats.observe("load_seconds", time.monotonic() - load.started)
+        self._tally.count("restored_requests")
+        self._tally.observe("load_seconds", time.monotonic() - load.started)
         self._count(load.asked, num_restored=load.num_tokens)
         return load.num_tokens
 
@@ -82,8 +82,8 @@ class TokenAccount:
             Reason.NOT_TAKEN: asked.num_tokens - sum(asked.lost.values()) - used,
             Reason.LOAD_FAILED: num_failed,
         }
-        self._stats.count("queried_tokens", asked.num_tokens)
-        self._stats.count("restored_tokens", num_restored)
+        self._tally.count("queried_tokens", asked.num_tokens)
+        self._tally.count("restored_tokens", num_restored)
         for reason, tokens in lost.items():
             if tokens:
-                self._stats.count("lost_tokens", tokens, reason)
+                self._tally.count("lost_tokens", tokens, reason)

@@ -19,8 +19,8 @@ from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector.lora.digests import AdapterReports, LoadedAdapters
 from vllm_overlay.connector.lora.metadata import AdapterCheck
 from vllm_overlay.connector.metadata import LoadJob, OffloadWorkerMetadata, StoreJob
-from vllm_overlay.connector.metrics import OffloadStats
 from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import FetchResult, StoreResult, TierWorker
 from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer
@@ -59,14 +59,14 @@ class OffloadWorker:
         adapters: LoadedAdapters,
         *,
         load_timeout_s: float,
-        stats: OffloadStats,
+        tally: Tally,
     ) -> None:
         self._transfer = transfer
         self._tier = tier
         self._adapters = adapters
         self._adapter_reports = AdapterReports(adapters)
         self._load_timeout_s = load_timeout_s
-        self._stats = stats
+        self._tally = tally
         self._loads: dict[str, _Load] = {}
         self._load_copies: dict[Handle, _Load] = {}
         self._store_copies: dict[Handle, list[_Accepted]] = {}
@@ -105,7 +105,7 @@ class OffloadWorker:
         except SHUTDOWN:
             raise
         except BaseException as error:
-            self._stats.count("hook_errors", reason=_ADVANCE)
+            self._tally.count("hook_errors", label=_ADVANCE)
             _log.warning("advance", "a transfer or a tier failed in a worker: %r", error)
             return False
         return True
@@ -119,9 +119,10 @@ class OffloadWorker:
 
     def _count_stored(self, results: Sequence[StoreResult]) -> None:
         if results:
-            self._stats.count("stored_bytes", sum(result.num_bytes for result in results))
-            self._stats.count("stored_objects", len(results))
-            self._stats.observe_all("store_seconds", [result.seconds for result in results])
+            self._tally.count("stored_bytes", sum(result.num_bytes for result in results))
+            self._tally.count("stored_objects", len(results))
+            for result in results:
+                self._tally.observe("store_seconds", result.seconds)
 
     def _take_copies(self) -> None:
         for copy in self._transfer.poll():
@@ -193,8 +194,8 @@ class OffloadWorker:
     def _end_load(self, load: _Load) -> None:
         del self._loads[load.job.load_id]
         self._finished.add(load.job.request_id)
-        self._stats.count("loaded_bytes", load.num_bytes)
-        self._stats.count("loaded_objects", len(load.job.tickets))
+        self._tally.count("loaded_bytes", load.num_bytes)
+        self._tally.count("loaded_objects", len(load.job.tickets))
 
     def _fail_load(self, load: _Load, reason: Reason) -> None:
         """Give a load up, once nothing copies into its blocks any more."""
@@ -304,7 +305,7 @@ class OffloadWorker:
         self._reported[ticket] = 1
         if reason is not None:
             self._failed_stores.add(ticket)
-            self._stats.count("dropped_stores", reason=reason)
+            self._tally.count("dropped_stores", label=reason)
 
     # Reports.
 

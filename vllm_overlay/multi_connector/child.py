@@ -17,10 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 
 from vllm_overlay.common.fence import SHUTDOWN
-from vllm_overlay.multi_connector.counters import Counters
 from vllm_overlay.multi_connector.hook_times import HookTimes
 from vllm_overlay.multi_connector.hooks import LOOKUP, empty_hooks
 from vllm_overlay.multi_connector.watchdog import Watchdog
+from vllm_overlay.tally import Tally
 
 # Below vLLM's own logger, whose handlers and level it shares.
 logger = init_logger(f"vllm.{__name__}")
@@ -36,7 +36,6 @@ class Child:
         "_logged",
         "_watchdog",
         "connector",
-        "counters",
         "empty_hooks",
         "generation",
         "hook_times",
@@ -46,6 +45,7 @@ class Child:
         "name",
         "standing_by",
         "stopped",
+        "tally",
         "wants_preempted_ids",
     )
 
@@ -55,7 +55,7 @@ class Child:
         """``build`` makes another instance like ``connector``."""
         self.index, self.name, self._build = index, name, build
         self._watchdog = watchdog or Watchdog(0.0)
-        self.counters = Counters()
+        self.tally = Tally()
         self.hook_times = HookTimes()
         self.generation = 0
         self.isolated = False
@@ -140,7 +140,7 @@ class Child:
         finally:
             seconds = self._ended(hook)
             if self._watchdog.is_hang(seconds):
-                self.counters.hangs += 1
+                self.tally.count("hangs")
                 self.isolate(f"it took {seconds:.1f} s in {hook} (hang_after_s)")
 
     def _ended(self, hook: str) -> float:
@@ -148,7 +148,7 @@ class Child:
         seconds = self._watchdog.ended()
         self.hook_times.add(hook, seconds)
         if hook == LOOKUP:
-            self.counters.lookup_seconds.observe(seconds)
+            self.tally.observe("lookup_seconds", seconds)
         return seconds
 
     def start(self, hook: str, *args: Any) -> Any:
@@ -157,7 +157,7 @@ class Child:
 
     def failed(self, hook: str, error: BaseException) -> None:
         """Counts and logs one exception, and isolates the child."""
-        self.counters.count_error(hook)
+        self.tally.count("errors", label=hook)
         self.log_once(hook, "failed in %s; it is logged once and counted from here on.", hook, exc_info=error)
         self.isolate(f"it failed in {hook}")
 
@@ -178,7 +178,7 @@ class Child:
         except SHUTDOWN:
             raise
         except BaseException as error:
-            self.counters.count_error("shutdown")
+            self.tally.count("errors", label="shutdown")
             self.log_once("shutdown", "could not be shut down. What it still holds stays held.", exc_info=error)
         finally:
             self._ended("shutdown")

@@ -62,7 +62,6 @@ from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child, at_start
 from vllm_overlay.multi_connector.children import ChildSpec, child_specs, warn_of_mixed_weights
 from vllm_overlay.multi_connector.control_file import warn_of_missing_directory
-from vllm_overlay.multi_connector.counters import Counters
 from vllm_overlay.multi_connector.load_failure import RECOMPUTE, LoadFailurePolicy
 from vllm_overlay.multi_connector.metadata import (
     MultiHandshakeMetadata,
@@ -208,12 +207,12 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         self._scheduler.record_gauges()
         stats, now = MultiStats(), self._clock()
         for child in self._children:
-            child.counters.hook_seconds = child.hook_times.take(now)
+            for hook, seconds in child.hook_times.take(now).items():
+                child.tally.count("hook_seconds", seconds, hook)
             own = child.call("get_kv_connector_stats", None, parse=_STATS)
-            if own is None and child.counters.is_empty():
-                continue
-            counters, child.counters = child.counters, Counters()
-            stats.aggregate(MultiStats.of(child.name, counters, own, child.connector))
+            tally = child.tally.take()
+            if own is not None or not tally.is_empty():
+                stats.aggregate(MultiStats.of(child.name, tally, own, child.connector))
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:

@@ -104,7 +104,7 @@ class Lookups:
         answer, asynchronous = found
         tokens = None if answer is None else validation.valid_tokens(answer, ceiling)
         if answer is not None and tokens is None:
-            child.counters.invalid_answers += 1
+            child.tally.count("invalid_answers")
             child.log_once("answer", "offered %r tokens where 0 to %d are possible. That counts as 0.", answer, ceiling)
             return nothing
         ignored, ignored_tokens = self._why_ignored(child, request.request_id, tokens), 0
@@ -148,26 +148,27 @@ class Lookups:
         loader = lookup.chosen if num_external_tokens > 0 else None
         self._choice.decided(lookup.offers, lookup.asked_tokens, loader)
         for child, reply in zip(self._children, lookup.replies, strict=True):
-            counters = child.counters
+            tally = child.tally
             offered = reply.tokens or 0
-            counters.queries += 1
-            counters.asked_tokens += lookup.asked_tokens
-            counters.offered_tokens += offered
+            tally.count("queries")
+            tally.count("asked_tokens", lookup.asked_tokens)
+            tally.count("offered_tokens", offered)
             if child.index == lookup.chosen:
-                counters.chosen += num_external_tokens > 0
-                counters.trials += lookup.is_trial and num_external_tokens > 0
+                tally.count("chosen", num_external_tokens > 0)
+                tally.count("trials", lookup.is_trial and num_external_tokens > 0)
             elif offered and lookup.chosen is not None:
-                counters.outbid += 1
-                counters.outbid_tokens += offered
+                tally.count("outbid")
+                tally.count("outbid_tokens", offered)
             elif offered and self._control.settings[child.name].load_weight:
-                counters.too_slow += 1
-                counters.too_slow_tokens += offered
+                tally.count("too_slow")
+                tally.count("too_slow_tokens", offered)
             if offered:
-                counters.gauges["load_weight"] = max(self._choice.worth(child.index, offered) / offered, 0.0)
+                tally.gauge("load_weight", max(self._choice.worth(child.index, offered) / offered, 0.0))
             if reply.ignored is not None and reply.ignored_tokens:
-                counters.count_ignored_offer(reply.ignored, reply.ignored_tokens)
+                tally.count("ignored_offers", label=reply.ignored)
+                tally.count("ignored_offer_tokens", reply.ignored_tokens, reply.ignored)
             if waited_since is not None and reply.tokens is None:
-                counters.lookup_wait_seconds += now - waited_since
+                tally.count("lookup_wait_seconds", now - waited_since)
 
     def load_failed(self, request_id: str, child: int) -> None:
         """A load of ``child`` has failed. One of a request that is gone leaves nothing."""

@@ -167,7 +167,7 @@ class SchedulerSide:
             loaded = self._loaded_blocks(request_id, blocks)
             self._new_loads[request_id] = Load(loader.index, loaded)
             self._outstanding.synchronous_load_started(request_id, loader.index, loaded)
-            loader.counters.loaded_tokens += num_external_tokens
+            loader.tally.count("loaded_tokens", num_external_tokens)
 
     def _loaded_blocks(self, request_id: str, blocks: "KVCacheBlocks") -> tuple[int, ...]:
         """The request's blocks of all groups that hold what follows its local hit: no other request reads them.
@@ -373,18 +373,18 @@ class SchedulerSide:
         for request_id, children in accepted.releases.items():
             self._release(request_id, children)
         for index, number in accepted.ignored.items():
-            self._children[index].counters.ignored_reports += number
+            self._children[index].tally.count("ignored_reports", number)
         for load in accepted.ended:
-            counters = self._children[load.child].counters
+            tally = self._children[load.child].tally
             if load.failed:
                 self._load_failed(load.request_id, load.child)
             else:
-                counters.loaded_tokens += load.tokens
-                counters.load_seconds.observe(load.seconds)
+                tally.count("loaded_tokens", load.tokens)
+                tally.observe("load_seconds", load.seconds)
             self.choice.load_ended(load.child, load.tokens, load.seconds, load.failed)
 
     def _load_failed(self, request_id: str, index: int) -> None:
-        self._children[index].counters.failed_loads += 1
+        self._children[index].tally.count("failed_loads")
         self.lookups.load_failed(request_id, index)
 
     def _release(self, request_id: str, children: Collection[int]) -> None:
@@ -416,7 +416,7 @@ class SchedulerSide:
         return all(answer is not False for answer in found)
 
     def record_gauges(self) -> None:
-        """Puts what has changed since the last report into the children's counters."""
+        """Puts what has changed since the last report into the children's tallies."""
         self.supervisor.record_gauges(self._outstanding)
 
 

@@ -8,74 +8,94 @@ into the loop that serves metrics. What cannot be added up or exported is droppe
 import functools
 import importlib
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, Self
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from vllm_overlay.multi_connector.counters import Counters
+from vllm_overlay.common.log_summary import hit_rate, present
 from vllm_overlay.multi_connector.harmless import harmless
-from vllm_overlay.multi_connector.log_words import joined, words_of
+from vllm_overlay.multi_connector.lifecycle import Phase
+from vllm_overlay.tally import Tally
 
 OWN = "*"
 """The key of our own part among the children's names; no child may have this name."""
+MOST_WORDS = 20
+"""How many words of its own a child may add to vLLM's log line. Somebody else's connector may have much to say."""
+_PHASES = {phase.value: phase.name.lower().replace("_", " ") for phase in Phase if phase is not Phase.SERVING}
 
 
 class OwnStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
-    """The MultiConnector's own part: ``data`` is {"counters": {child name: Counters}, "classes": {child name: class}}.
+    """The MultiConnector's own part: ``data`` is {"tallies": {child name: Tally}, "classes": {child name: class}}.
 
     The class of a child, as "module:qualname", is there when the child has stats, so that another process can rebuild
-    them without a registered name. On the wire counters are dictionaries.
+    them without a registered name. On the wire tallies are dictionaries.
     """
 
-    def __init__(self, data: Mapping[str, Any] | None = None) -> None:
-        data = data or {}
-        counters, classes = data.get("counters"), data.get("classes")
-        super().__init__(
-            data={
-                "counters": {name: _counters(part) for name, part in counters.items()}
-                if isinstance(counters, Mapping)
-                else {},
-                "classes": dict(classes) if isinstance(classes, Mapping) else {},
-            }
-        )
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """From what ``to_dict`` wrote in another process; what is none of it is left out."""
+        stats = cls(data={"tallies": {}, "classes": {}})
+        with harmless("Statistics of the MultiConnector could not be read. Some are lost."):
+            stats.tallies.update((name, Tally.from_dict(tally)) for name, tally in data["tallies"].items())
+            stats.classes.update(data["classes"])
+        return stats
 
     @property
-    def counters(self) -> dict[str, Counters]:
-        counters: dict[str, Counters] = self.data["counters"]
-        return counters
+    def tallies(self) -> dict[str, Tally]:
+        tallies: dict[str, Tally] = self.data["tallies"]
+        return tallies
 
     @property
-    def classes(self) -> dict[str, Any]:
-        classes: dict[str, Any] = self.data["classes"]
+    def classes(self) -> dict[str, str]:
+        classes: dict[str, str] = self.data["classes"]
         return classes
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "counters": {name: part.to_dict() for name, part in self.counters.items() if not part.is_empty()},
-            "classes": dict(self.classes),
-        }
+        tallies = {name: tally.to_dict() for name, tally in self.tallies.items() if not tally.is_empty()}
+        return {"tallies": tallies, "classes": self.classes}
 
     def aggregate(self, other: KVConnectorStats) -> "OwnStats":
         assert isinstance(other, OwnStats)
-        for name, part in other.counters.items():
-            self.counters.setdefault(name, Counters()).add(part)
+        for name, tally in other.tallies.items():
+            self.tallies.setdefault(name, Tally()).add(tally)
         self.classes.update(other.classes)
         return self
 
     def reset(self) -> None:
-        self.counters.clear()
+        self.tallies.clear()
 
     def reduce(self) -> dict[str, Any]:
-        return {name: words for name, part in self.counters.items() if (words := words_of(part))}
+        return {name: words for name, tally in self.tallies.items() if (words := _words(tally))}
 
     def is_empty(self) -> bool:
-        return all(part.is_empty() for part in self.counters.values())
+        return all(tally.is_empty() for tally in self.tallies.values())
 
 
-def _counters(part: object) -> Counters:
-    return part if isinstance(part, Counters) else Counters.from_dict(part)
+def _words(tally: Tally) -> dict[str, Any]:
+    """What vLLM's log line says of a child: nothing when it was not asked and nothing is wrong with it."""
+    return present(
+        hit=hit_rate(tally.total("offered_tokens"), tally.total("asked_tokens")),
+        loaded=_loaded(tally),
+        ignored_tokens=tally.total("ignored_offer_tokens"),
+        failed_loads=tally.total("failed_loads"),
+        exceptions=tally.total("errors"),
+        hangs=tally.total("hangs"),
+        state=_PHASES.get(tally.gauges.get("state"), ""),
+    )
+
+
+def _loaded(tally: Tally) -> str:
+    tokens, seconds = tally.total("loaded_tokens"), tally.histograms.get("load_seconds")
+    return f"{tokens} tokens{f' in {seconds.sum:.3f} s' if seconds else ''}" if tokens else ""
+
+
+def _joined(ours: Mapping[str, Any], childs: Mapping[str, Any]) -> dict[str, Any]:
+    """Our words, then the child's own. Where both have a word, ours holds."""
+    own = ((word, value) for word, value in childs.items() if word not in ours)
+    return {**ours, **dict(islice(own, MOST_WORDS))}
 
 
 class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
@@ -84,9 +104,9 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
     data: dict[str, KVConnectorStats]
 
     @classmethod
-    def of(cls, name: str, counters: Counters, stats: KVConnectorStats | None, connector: object) -> "MultiStats":
+    def of(cls, name: str, tally: Tally, stats: KVConnectorStats | None, connector: object) -> "MultiStats":
         """One child's part, as its process sees it."""
-        own = OwnStats({"counters": {name: counters}})
+        own = OwnStats(data={"tallies": {name: tally}, "classes": {}})
         if stats is None:
             return cls(data={OWN: own})
         connector_cls = type(connector)
@@ -95,7 +115,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> Self:
-        """From what ``to_dict`` wrote in another process. A child that cannot be rebuilt keeps our counters.
+        """From what ``to_dict`` wrote in another process. A child that cannot be rebuilt keeps our tally.
 
         A payload without our own part is none of ours: as with the shipped MultiConnector its names are those of
         registered connectors, and one that is not registered raises ValueError.
@@ -103,7 +123,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
         found: dict[str, KVConnectorStats] = {}
         own = data.get(OWN)
         if own is not None and not isinstance(own, OwnStats):
-            own = OwnStats(own if isinstance(own, Mapping) else None)
+            own = OwnStats.from_dict(own)
         if own is not None:
             found[OWN] = own
         for name, part in data.items():
@@ -142,7 +162,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
             if name == OWN:
                 continue
             with harmless(f"Stats of connector {name!r} could not be reduced. They are not logged."):
-                if not part.is_empty() and (words := joined(reduced.get(name, {}), part.reduce())):
+                if not part.is_empty() and (words := _joined(reduced.get(name, {}), part.reduce())):
                     reduced[name] = words
         return reduced
 

@@ -39,7 +39,7 @@ class Supervisor:
         """
         for child, lifecycle in zip(self._children, self.lifecycles, strict=True):
             if child.isolated and lifecycle.isolate(now):
-                child.counters.isolations += 1
+                child.tally.count("isolations")
 
     def phase(self, child: int) -> Phase:
         return self.lifecycles[child].phase
@@ -68,7 +68,7 @@ class Supervisor:
                 lifecycle.stopped()
             elif order.duty is Duty.STAND_BY and self._admit(child, reports.handshakes.get(child.index, {})):
                 lifecycle.serve(now)
-                child.counters.returns += 1
+                child.tally.count("returns")
                 logger.info("Connector %r is back in service, as instance %d.", child.name, lifecycle.generation)
                 returned.append(child)
         self.notice_isolations(now)
@@ -97,7 +97,7 @@ class Supervisor:
                 lifecycle.attempt_failed(now)
 
     def record_gauges(self, outstanding: OutstandingReports) -> None:
-        """Puts what has changed since the last report into the children's counters, and who is out of service."""
+        """Puts what has changed since the last report into the children's tallies, and who is out of service."""
         for child, lifecycle, sent in zip(self._children, self.lifecycles, self._sent_gauges, strict=True):
             if lifecycle.phase is Phase.SERVING and not any(sent.values()):
                 continue  # nothing has changed
@@ -108,4 +108,5 @@ class Supervisor:
             if lifecycle.phase is not Phase.SERVING:
                 # In every report: vLLM's log line shows what came since the line before.
                 changed["state"] = gauges["state"]
-            child.counters.gauges.update(changed)
+            for name, value in changed.items():
+                child.tally.gauge(name, value)

@@ -180,7 +180,7 @@ class WorkerSide:
         ignored = self._completions.received(child.index, received, failed)
         self._completions.load_errors(blocks or ())
         ignored += self._completions.sent(child.index, results.finished_sending)
-        child.counters.ignored_reports += ignored
+        child.tally.count("ignored_reports", ignored)
 
     def _stop(self, child: Child, finished_req_ids: set[str]) -> None:
         """One step of ending an isolated instance: see the top of this file."""

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One family of metrics in the front end's Prometheus registry."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import prometheus_client
+
+from vllm_overlay.common.reasons import GROUP_KINDS, Reason
+from vllm_overlay.metrics import GROUP_KIND, HOOK, Kind, Metric
+from vllm_overlay.tally import Tally
+
+_TYPES = {
+    Kind.COUNTER: prometheus_client.Counter,
+    Kind.GAUGE: prometheus_client.Gauge,
+    Kind.HISTOGRAM: prometheus_client.Histogram,
+}
+
+
+class Exporter:
+    """Makes each metric once. Several connectors share it and differ in the label ``connector``."""
+
+    def __init__(
+        self,
+        family: Mapping[str, Metric],
+        metric_types: Mapping[Any, Any],
+        labelnames: Sequence[str],
+        engines: Mapping[int, Sequence[object]],
+        connectors: Iterable[str],
+        hooks: Iterable[str] = (),
+    ) -> None:
+        """``metric_types``, ``labelnames`` and ``engines`` are vLLM's: see ``KVConnectorPromMetrics``. The series of
+        these connectors and ``hooks`` are there with 0 before anything is counted."""
+        self._family = family
+        self._engines = engines
+        self._made = {field: _make(metric, metric_types, labelnames) for field, metric in family.items()}
+        for engine in engines:
+            for connector in connectors:
+                for field, metric in family.items():
+                    for label in hooks if HOOK in metric.labels else sorted(metric.zeros):
+                        self._series(engine, connector, field, label)
+
+    def observe(self, engine: int, connector: str, tally: Tally) -> None:
+        """Adds one report."""
+        for key, amount in tally.counters.items():
+            self._series(engine, connector, *_parts(key)).inc(amount)
+        for key, buckets in tally.histograms.items():
+            histogram = self._series(engine, connector, *_parts(key))
+            for observation in buckets.observations():
+                histogram.observe(observation)
+        for key, level in tally.gauges.items():
+            self._series(engine, connector, *_parts(key)).set(level)
+
+    def _series(self, engine: int, connector: str, field: str, label: str) -> Any:
+        labels = [*self._engines[engine], connector, *([label] if label else [])]
+        if GROUP_KIND in self._family[field].labels:
+            labels.append(GROUP_KINDS.get(Reason(label), ""))
+        return self._made[field].labels(*labels)
+
+
+def _make(metric: Metric, metric_types: Mapping[Any, Any], labelnames: Sequence[str]) -> Any:
+    options: dict[str, Any] = {}
+    if metric.kind is Kind.HISTOGRAM:
+        options["buckets"] = metric.buckets
+    elif metric.kind is Kind.GAUGE:
+        # Of several API servers each step's report goes to one.
+        options["multiprocess_mode"] = "mostrecent"
+    return metric_types[_TYPES[metric.kind]](
+        name=metric.name, documentation=metric.documentation, labelnames=[*labelnames, *metric.labels], **options
+    )
+
+
+def _parts(key: str) -> tuple[str, str]:
+    metric, _, label = key.partition(":")
+    return metric, label
