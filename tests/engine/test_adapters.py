@@ -94,6 +94,7 @@ def test_adapters_are_restored_by_both_tiers_and_never_mix(
         nudged = engine.generate(tokens, adapter=two)
         assert nudged.num_cached_tokens == 0
         assert not nudged.same_as(cold["two"])
+        engine.wait_for_stores()  # the blocks are free before the files are written
         engine.reset_device_cache()
         assert_restored(nudged, engine.generate(tokens, adapter=two), LENGTH)
 
