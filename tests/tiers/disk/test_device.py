@@ -1,7 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of temporaries."""
+"""Temporaries: their names, and that a failed write leaves none."""
 
-from vllm_overlay.tiers.disk.files.device import temporary_name, writer_is_alive
+import pytest
+
+from vllm_overlay.tiers.disk.files.device import Device, replace_file, temporary_name, writer_is_alive
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_a_small_file_that_cannot_be_written_stays_as_it_was_and_leaves_no_temporary(tmp_path, error):
+    class Failing(Device):
+        def pwritev(self, fd, segments, offset):
+            raise error("a defect")
+
+    path = tmp_path / "words"
+    path.write_bytes(b"before")
+    with pytest.raises(error):
+        replace_file(Failing(), str(path), b"after")
+    assert [(each, each.read_bytes()) for each in tmp_path.iterdir()] == [(path, b"before")]
 
 
 def test_a_name_tells_whether_its_writer_lives():

@@ -88,7 +88,7 @@ def write_all(device: Device, fd: int, segments: Sequence[memoryview]) -> None:
 
 
 def replace_file(device: Device, path: str, content: bytes) -> None:
-    """Give a small file this content as a whole. Raises OSError; then it has the one of before. Nothing is synced."""
+    """Give a small file this content as a whole. Nothing is synced. Whatever is raised: it has the one of before then."""
     temporary = os.path.join(os.path.dirname(path), temporary_name())
     try:
         fd = device.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -97,7 +97,7 @@ def replace_file(device: Device, path: str, content: bytes) -> None:
         finally:
             device.close(fd)
         device.rename(temporary, path)
-    except OSError:
+    except BaseException:
         remove_quietly(device, temporary)
         raise
 
