@@ -88,7 +88,7 @@ def write_all(device: Device, fd: int, segments: Sequence[memoryview]) -> None:
 
 
 def replace_file(device: Device, path: str, content: bytes) -> None:
-    """Give a small file this content as a whole. Nothing is synced. Whatever is raised: it has the one of before then."""
+    """Give a small file this content as a whole. Nothing is synced. After any error it has the one of before."""
     temporary = os.path.join(os.path.dirname(path), temporary_name())
     try:
         fd = device.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
