@@ -118,6 +118,13 @@ def test_a_namespace_of_which_nobody_says_what_it_needs_is_left_alone(root, caps
     assert len(object_files(root)) == 8
 
 
+def test_a_bad_file_that_goes_before_it_is_removed_ends_no_run(root):
+    path = object_files(root)[0]
+    path.write_bytes(b"\0" * on_disk())
+    found = Inspector(str(root), XXH3, remove=True, device=Meanwhile(path, "close", path.unlink)).run()
+    assert (found.num_files, [problem.is_removed for problem in found.problems]) == (7, [False])
+
+
 def test_remove_alone_is_wrong_usage(root, capsys):
     assert cli.main(["stats", str(root), "--remove"]) == 2
     assert "give both" in capsys.readouterr().err

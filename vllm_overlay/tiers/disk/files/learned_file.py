@@ -24,7 +24,7 @@ class _Words(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_learned(root: str, directory: str) -> Learned | None:
-    """What the file of a namespace's directory says; None without a file. Called by ``fsck`` too.
+    """What the file of a namespace's directory says; None without a file.
 
     Raises OSError, and ValueError for anything but numbers that this version can use, written by who may serve.
     """

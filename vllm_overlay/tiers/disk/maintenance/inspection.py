@@ -112,10 +112,11 @@ class Inspector:
 
     def _add_problem(self, file: FoundFile, bad: BadObject) -> None:
         problem = Problem(os.path.relpath(file.path, self._root), bad.reason.value, bad.is_bad)
-        if self._remove and bad.is_bad and self._is_as_found(file):
+        if self._remove and bad.is_bad:
             with contextlib.suppress(OSError):
-                self._device.unlink(file.path)
-                problem.is_removed = True
+                if self._is_as_found(file):
+                    self._device.unlink(file.path)
+                    problem.is_removed = True
         self._found.problems.append(problem)
 
     def _is_as_found(self, file: FoundFile) -> bool:
