@@ -21,6 +21,14 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
             min_length=1,
         ),
     ]
+    host_name: Annotated[
+        str,
+        Meta(
+            description="Names this host's directory in a `root` that is not on a local disk, where each host has its "
+            "own. A new container must have the name of the one that it follows. Default: the machine's id.",
+            examples=["node-7"],
+        ),
+    ] = ""
     capacity_bytes: Annotated[
         int | str, Meta(description="Limit of all objects under `root`, of all processes together.")
     ] = "20 GiB"

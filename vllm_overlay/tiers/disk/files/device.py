@@ -3,29 +3,13 @@
 
 import contextlib
 import errno
-import functools
-import itertools
-import logging
-import mmap
 import os
-import re
-import socket
 from collections.abc import Sequence
-from pathlib import Path
-
-from blake3 import blake3
-
-from vllm_overlay.tiers.memory import PAGE_BYTES
-
-logger = logging.getLogger(__name__)
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_SEGMENTS = 512
-_TEMPORARY = ".tmp."
-_TEMPORARY_NAME = re.compile(r"\.tmp\.([0-9a-f]{8})\.([0-9]{1,10})\.([0-9]{1,20})\.[0-9]{1,20}")
-_count = itertools.count()
 
 
 class Device:
@@ -48,9 +32,6 @@ class Device:
 
     def lstat(self, path: str) -> os.stat_result:
         return os.lstat(path)
-
-    def rename(self, source: str, target: str) -> None:
-        os.rename(source, target)
 
     def unlink(self, path: str) -> None:
         os.unlink(path)
@@ -87,21 +68,6 @@ def write_all(device: Device, fd: int, segments: Sequence[memoryview]) -> None:
         left = _advance(left, done)
 
 
-def replace_file(device: Device, path: str, content: bytes) -> None:
-    """Give a small file this content as a whole. Nothing is synced. After any error it has the one of before."""
-    temporary = os.path.join(os.path.dirname(path), temporary_name())
-    try:
-        fd = device.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            write_all(device, fd, [memoryview(content)])
-        finally:
-            device.close(fd)
-        device.rename(temporary, path)
-    except BaseException:
-        remove_quietly(device, temporary)
-        raise
-
-
 def read_all(device: Device, fd: int, segments: Sequence[memoryview]) -> bool:
     """Fill the segments, from the file's start. Returns False when the file ends before they are full. Raises
     OSError."""
@@ -114,53 +80,6 @@ def read_all(device: Device, fd: int, segments: Sequence[memoryview]) -> bool:
         offset += done
         left = _advance(left, done)
     return True
-
-
-def _start_time(pid: int) -> str:
-    """When the process started, in clock ticks since boot. Empty when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
-@functools.cache
-def _pid_space() -> str:
-    """Names the boot and the pid namespace in which this process's id means something."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        space = socket.gethostname()
-    return blake3(space.encode()).hexdigest(4)
-
-
-def temporary_name() -> str:
-    """A file name that no other writer uses: pid space, process, its start, a count."""
-    return f"{_TEMPORARY}{_writer(os.getpid())}.{next(_count)}"
-
-
-@functools.cache
-def _writer(pid: int) -> str:
-    """This process, for as long as it has that id: not what it was forked from."""
-    return f"{_pid_space()}.{pid}.{_start_time(pid)}"
-
-
-def is_temporary(name: str) -> bool:
-    """Whether the name is one that ``temporary_name`` makes. What else begins alike is a stranger's."""
-    return _TEMPORARY_NAME.fullmatch(name) is not None
-
-
-def writer_is_alive(name: str) -> bool | None:
-    """Whether the process that named this temporary still runs.
-
-    None where nobody here can say: it is of another host, container or boot.
-    """
-    match = _TEMPORARY_NAME.fullmatch(name)
-    if match is None:
-        return False
-    return None if match[1] != _pid_space() else _start_time(int(match[2])) == match[3]
 
 
 def make_directory(device: Device, path: str) -> None:
@@ -189,21 +108,3 @@ def is_missing(device: Device, path: str) -> bool:
     except OSError:
         return False
     return False
-
-
-def takes_direct_io(device: Device, root: str) -> bool:
-    """Whether the file system of ``root`` takes O_DIRECT. Tries a page once, and logs one line when it does not."""
-    path = os.path.join(root, temporary_name())
-    page = memoryview(mmap.mmap(-1, PAGE_BYTES))
-    try:
-        fd = device.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
-        try:
-            write_all(device, fd, [page])
-            return read_all(device, fd, [page])
-        finally:
-            device.close(fd)
-    except OSError as error:
-        logger.info("disk tier: no O_DIRECT under %s (%s): files go through the page cache", root, error.strerror)
-        return False
-    finally:
-        remove_quietly(device, path)

@@ -13,7 +13,8 @@ from msgspec import Meta
 from vllm_overlay import versions
 from vllm_overlay.common.ownership import why_not_ours
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.files.device import Device, remove_quietly, temporary_name, write_all
+from vllm_overlay.tiers.disk.files.device import Device, write_all
+from vllm_overlay.tiers.disk.files.mounts import ROLLBACK, WRITE_AHEAD
 
 MARKER = "vllm-overlay-root.json"
 _MAX_BYTES = 1024
@@ -25,6 +26,7 @@ class _Words(msgspec.Struct, frozen=True):
     format: Literal["vllm-overlay disk tier root"]
     version: Annotated[int, Meta(ge=1)]
     written_by: Annotated[str, Meta(pattern=r"\A[0-9A-Za-z.+-]{1,64}\Z")]
+    journal: str = ""
 
 
 class NotARootError(ConfigError):
@@ -36,43 +38,39 @@ class NotARootError(ConfigError):
         self.why = why
 
 
-def encode_marker() -> bytes:
+def encode_marker(journal: str) -> bytes:
     """The marker that this version writes."""
-    return (
-        msgspec.json.format(
-            msgspec.json.encode(_Words("vllm-overlay disk tier root", versions.DISK_ROOT, versions.PACKAGE))
-        )
-        + b"\n"
-    )
+    words = _Words("vllm-overlay disk tier root", versions.DISK_ROOT, versions.PACKAGE, journal)
+    return msgspec.json.format(msgspec.json.encode(words)) + b"\n"
 
 
-def marked_version(root: str) -> int:
-    """The format that ``root`` says it has. 0 when it says nothing.
+def marked_journal(root: str) -> str:
+    """The journal that ``root`` was made with, by its marker; empty when it has none.
 
     A marker that others may have written counts as none, and so does a damaged one. Raises NotARootError for a later
     format than this version's. Raises OSError when nobody can say.
     """
     raw = _read(root)
     if raw is None:
-        return 0
+        return ""
     try:
         words = msgspec.json.decode(raw, type=_Words)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return 0
+        return ""
     if words.version > versions.DISK_ROOT:
         raise NotARootError(
             root,
             f"was made by vllm-overlay {words.written_by} in format {words.version}, and {versions.PACKAGE} knows only "
             f"format {versions.DISK_ROOT}: use that version or a later one, or choose an empty directory",
         )
-    return words.version
+    return words.journal if words.journal in (WRITE_AHEAD, ROLLBACK) else ""
 
 
 def _read(root: str) -> bytes | None:
     """The marker's bytes. None when there is none that can be believed."""
     try:
         fd = os.open(os.path.join(root, MARKER), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
@@ -86,24 +84,18 @@ def _read(root: str) -> bytes | None:
     return raw if len(raw) <= _MAX_BYTES else None
 
 
-def write_marker(device: Device, root: str) -> None:
-    """Called when ``root`` was found to be empty. Raises OSError.
+def write_marker(device: Device, root: str, journal: str) -> None:
+    """Called when ``root`` was found to be one, or empty, and has no valid marker. Raises OSError.
 
-    Two servers that start at once write the same bytes. The marker is synced, because all else may be lost in a power
-    cut.
+    In place: two servers that start at once write the same bytes, and half a marker is none. It is synced, because all
+    else may be lost in a power cut.
     """
-    temporary = os.path.join(root, temporary_name())
+    fd = device.open(os.path.join(root, MARKER), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
-        fd = device.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            write_all(device, fd, [memoryview(encode_marker())])
-            _sync(fd)
-        finally:
-            device.close(fd)
-        device.rename(temporary, os.path.join(root, MARKER))
-    except BaseException:
-        remove_quietly(device, temporary)
-        raise
+        write_all(device, fd, [memoryview(encode_marker(journal))])
+        _sync(fd)
+    finally:
+        device.close(fd)
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _sync(fd)
@@ -115,21 +107,3 @@ def _sync(fd: int) -> None:
     """Syncs. Where the file system cannot, a power cut may cost the marker."""
     with contextlib.suppress(OSError):
         os.fsync(fd)
-
-
-def is_marked(root: str) -> bool:
-    """Whether anything has the marker's name. ``marked_version`` was asked when the root was opened.
-
-    Raises OSError when nobody can say.
-    """
-    try:
-        os.lstat(os.path.join(root, MARKER))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def require_marker(root: str) -> None:
-    """Called before something is made in a root that was opened. Raises OSError when another directory is there."""
-    if not is_marked(root):
-        raise FileNotFoundError(errno.ENOENT, f"no {MARKER}: the root was removed or replaced", root)

@@ -6,13 +6,15 @@ import re
 import stat
 from enum import Enum, auto
 
-from vllm_overlay.tiers.disk.catalogue.generations import MEMBERS, is_catalogue, is_catalogue_name
-from vllm_overlay.tiers.disk.files.device import is_temporary
-from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, marked_version
-from vllm_overlay.tiers.disk.files.namespace import FINGERPRINT
+from vllm_overlay.tiers.disk.catalogue.generations import is_catalogue_name
+from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, marked_journal
 
-WEIGHT_FILES = frozenset({"weights.json", "weights.lock"})
-HOST_ROOT = re.compile(r"host-[0-9a-f]{16}")
+HOST_ROOT = re.compile(r"host-[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
+LEASE = "lease.json"
+_WRITER = re.compile(r"[0-9a-f]{16}")
+_IN_WRITER = re.compile(r"alive|[0-9]{1,20}")
+_WEIGHTS = re.compile(r"weights\.json|\.weights\.json-[0-9a-z_]+")
+_FILES = frozenset({MARKER, LEASE, "rebuild.lock", "weights.lock"})
 _OF_MOUNTS = frozenset({"lost+found", ".snapshot"})
 _SHOWN = 3
 _SHOWN_CHARACTERS = 40
@@ -23,23 +25,21 @@ class RootKind(Enum):
 
     MARKED = auto()
     UNMARKED = auto()
-    """A root whose marker is damaged, or was removed."""
+    """A root whose marker is damaged, or was removed, maybe with all other files."""
     EMPTY = auto()
-    """Nothing but what a mount makes, or a start that was killed before it made a marker."""
+    """Nothing but what a mount makes, or a start that was killed while it wrote the marker."""
 
 
 def recognise(root: str) -> RootKind:
     """Changes nothing. Called at start and by tools. Raises NotARootError, and OSError when ``root`` cannot be read."""
-    if marked_version(root):
+    if marked_journal(root):
         return RootKind.MARKED
     names = sorted(os.listdir(root))
-    states = {name: state for name in names if (state := _lstat_or_none(os.path.join(root, name))) is not None}
-    if _is_empty(states):
-        return RootKind.EMPTY
-    if marked_version(root):  # another process has just made it: it does so before it makes anything else
+    kind = _kind_of(root, names)
+    if kind is not None:
+        return kind
+    if marked_journal(root):  # another process has just made it: it does so before it makes anything else
         return RootKind.MARKED
-    if _has_lost_its_marker(states):
-        return RootKind.UNMARKED
     raise NotARootError(
         root,
         f"is not empty and is no root of the disk tier (it has no valid {MARKER}, but {_some_of(names)}): "
@@ -55,38 +55,33 @@ def require_root(root: str) -> RootKind:
     return kind
 
 
-def _lstat_or_none(path: str) -> os.stat_result | None:
-    try:
-        return os.lstat(path)
-    except FileNotFoundError:
-        return None
+def host_roots(root: str) -> list[str]:
+    """The directories of hosts below a root that is not local. Raises OSError."""
+    names = sorted(os.listdir(root))
+    return [path for name in names if HOST_ROOT.fullmatch(name) and os.path.isdir(path := os.path.join(root, name))]
 
 
-def _is_empty(states: dict[str, os.stat_result]) -> bool:
-    return all(_is_of_no_root(name, state, "weights.lock" in states) for name, state in states.items())
-
-
-def _is_of_no_root(name: str, state: os.stat_result, has_weights_lock: bool) -> bool:
-    if name in _OF_MOUNTS:
-        return stat.S_ISDIR(state.st_mode)
-    is_void = name in (MARKER, "weights.lock") and not state.st_size
-    return stat.S_ISREG(state.st_mode) and (
-        is_void or is_temporary(name) or (name == "weights.json" and has_weights_lock)
-    )
-
-
-def _has_lost_its_marker(states: dict[str, os.stat_result]) -> bool:
+def _kind_of(root: str, names: list[str]) -> RootKind | None:
     """By names alone: to open and close a catalogue would drop the locks that this process may have on it."""
-    directories = {name for name, state in states.items() if stat.S_ISDIR(state.st_mode)}
-    has_objects = any(map(FINGERPRINT.fullmatch, directories)) or any(map(is_catalogue, states.keys() - directories))
-    return MEMBERS in directories and has_objects and all(_is_own_name(name, state) for name, state in states.items())
+    try:
+        found = [(name, os.lstat(os.path.join(root, name))) for name in names]
+        if not all(_is_ours(root, name, state) for name, state in found):
+            return None
+    except FileNotFoundError:  # somebody works here
+        return None
+    left = {name for name, state in found if name not in _OF_MOUNTS and (name != MARKER or state.st_size)}
+    if not left:
+        return RootKind.EMPTY
+    is_telling = any(name != MARKER and not _WEIGHTS.fullmatch(name) for name in left)
+    return RootKind.UNMARKED if is_telling else None
 
 
-def _is_own_name(name: str, state: os.stat_result) -> bool:
+def _is_ours(root: str, name: str, state: os.stat_result) -> bool:
     if stat.S_ISDIR(state.st_mode):
-        is_ours = FINGERPRINT.fullmatch(name) or HOST_ROOT.fullmatch(name)
-        return bool(is_ours) or name in {MEMBERS, *_OF_MOUNTS}
-    is_known = name in WEIGHT_FILES | {MARKER} or is_temporary(name) or is_catalogue_name(name)
+        if _WRITER.fullmatch(name):
+            return all(map(_IN_WRITER.fullmatch, os.listdir(os.path.join(root, name))))
+        return name in _OF_MOUNTS or HOST_ROOT.fullmatch(name) is not None
+    is_known = name in _FILES or is_catalogue_name(name) or _WEIGHTS.fullmatch(name) is not None
     return is_known and stat.S_ISREG(state.st_mode)
 
 

@@ -1,86 +1,153 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which directory is the root: the configured one or, where its file system has no locks, one sub-root a host."""
+"""Which directory is the root: the configured one or, where several hosts may see that, one sub-root a host."""
 
+import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
+import re
 import socket
 import stat
-import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
 from vllm_overlay.common.ownership import why_not_ours
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.files.device import Device, make_directory, remove_quietly, temporary_name
-from vllm_overlay.tiers.disk.files.marker import NotARootError, write_marker
+from vllm_overlay.tiers.disk.files.device import Device, make_directory
+from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, marked_journal, write_marker
+from vllm_overlay.tiers.disk.files.mounts import ROLLBACK, file_system_of, journal_of, nearest_directory
 from vllm_overlay.tiers.disk.files.recognition import HOST_ROOT, RootKind, recognise
+from vllm_overlay.tiers.memory import PAGE_BYTES
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
+_DO_NOT_PASS = frozenset(
+    {
+        errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EINVAL, errno.ELOOP,
+        errno.ENAMETOOLONG,
+    }
+)  # fmt: skip
+"""What a wrong path, owner or mode gives. A full disk, a read-only one and a server that is away come back."""
 _MACHINE_ID = Path("/etc/machine-id")
 logger = logging.getLogger(__name__)
 
 
-def choose_root(device: Device, root: str) -> str:
-    """The directory for objects: ``root``, or this host's own below it. Called at start by both halves.
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The directory of the catalogue and of the writers' directories."""
 
-    Raises ConfigError as ``open_root`` does.
+    path: str
+    journal: str
+    """SQLite's: ``mounts.WRITE_AHEAD`` in a local root, ``mounts.ROLLBACK`` in a host's sub-root, which has a lease."""
+    device_number: int
+    """Of the file system that it lay on at start. Where that is unmounted, a bare directory may be in its place."""
+
+
+def choose_root(device: Device, root: str, host_name: str = "") -> Root:
+    """``root`` or, if that is not local, this host's own below it. Called at start by both halves.
+
+    Raises ConfigError as ``open_root`` does, and where there are no file locks.
     """
-    open_root(device, root)
-    if _takes_locks(device, root):
-        return root
-    own = os.path.join(root, f"host-{_this_host()}")
-    logger.warning(
-        "disk tier: the file system of %s has no file locks. So this host keeps to %s and shares it with no other "
-        "host, and capacity_bytes is a limit for this host alone. Its locks are in %s",
-        root, own, lock_directory(own),
-    )  # fmt: skip
-    open_with_locks(device, own)
-    if not _takes_locks(device, locks := lock_directory(own)):
-        raise ConfigError(
-            f"root={root!r} takes no file locks, nor does {locks!r}: set root, or TMPDIR, to a directory of a local "
-            "file system"
-        )
-    return own
-
-
-def open_with_locks(device: Device, root: str) -> None:
-    """``open_root`` for what ``choose_root`` chose, and for the directory of its locks if that is another one."""
-    for directory in dict.fromkeys((root, lock_directory(root))):
-        open_root(device, directory)
+    root = own = os.path.abspath(root)
+    journal = journal_of(root)
+    _open(device, root)
+    if journal == ROLLBACK:
+        own = os.path.join(root, f"host-{_name_of_host(host_name)}")
+        logger.info(
+            "disk tier: %s lies on %s, which several hosts may see. So this host keeps to %s and shares it with no "
+            "other host, and capacity_bytes is a limit for this host alone",
+            root, file_system_of(root) or "an unknown file system", own,
+        )  # fmt: skip
+        _open(device, own)
+    _require_locks(device, own)
+    return Root(own, journal, os.stat(nearest_directory(own)).st_dev)
 
 
 def open_root(device: Device, root: str) -> None:
-    """Create or check the root directory, and mark it if it has no marker. Called at start by both halves.
+    """Make or check the configured root alone, and mark it if it has no marker.
 
     Raises ConfigError; then nothing in a directory that was there before has changed. A disk that takes no file now is
-    logged: ``require_marker`` says later whether there is a root.
+    logged: ``is_in_place`` says later whether there is a root.
     """
-    kind = _check_directory(device, root)
+    _open(device, os.path.abspath(root))
+
+
+def reopen_root(device: Device, root: Root) -> None:
+    """Called at the begin of each session: makes and marks what is missing, on the file system of the start alone.
+
+    Another one counts if it has a marker. Raises OSError with a sentence; then there is no root to work in.
+    """
+    own = root.path
+    for directory in (os.path.dirname(own), own) if root.journal == ROLLBACK else (own,):
+        if not _counts(root, directory):
+            raise OSError(errno.ENODEV, "another file system is there than at the start, and no root on it", directory)
+        try:
+            _open(device, directory)
+        except ConfigError as error:
+            raise OSError(errno.EINVAL, str(error)) from error
+    if not is_in_place(root):
+        raise FileNotFoundError(errno.ENOENT, f"no {MARKER} can be made there now", own)
+
+
+def is_in_place(root: Root) -> bool:
+    """Whether the root is still there, on a file system that counts. Raises OSError when nobody can say."""
     try:
-        if kind is not RootKind.MARKED:
-            write_marker(device, root)
-        else:
-            _try_to_write(device, root)
+        os.lstat(os.path.join(root.path, MARKER))
+        return _counts(root, root.path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def takes_direct_io(device: Device, root: Root) -> bool:
+    """Whether the file system takes O_DIRECT. Reads the marker so, and logs one line when it cannot."""
+    page = memoryview(mmap.mmap(-1, PAGE_BYTES))
+    try:
+        fd = device.open(os.path.join(root.path, MARKER), os.O_RDONLY | os.O_DIRECT)
+        try:
+            return device.preadv(fd, [page], 0) > 0
+        finally:
+            device.close(fd)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        logger.info("disk tier: no O_DIRECT under %s (%s): files go through the page cache", root.path, error.strerror)
+        return False
+
+
+def _counts(root: Root, directory: str) -> bool:
+    """Whether ``directory``, which need not be there, lies on the file system of the start, or is a marked root."""
+    if os.stat(nearest_directory(directory)).st_dev == root.device_number:
+        return True
+    with contextlib.suppress(NotARootError):
+        return marked_journal(directory) == root.journal
+    return False
+
+
+def _open(device: Device, root: str) -> None:
+    try:
+        make_directory(device, root)
+    except OSError as error:
+        if error.errno in _DO_NOT_PASS:
+            raise ConfigError(
+                f"root={root!r} cannot be created ({error.strerror}): set it to a writable directory"
+            ) from error
+        return logger.warning("disk tier: %s cannot be made now: %s", root, error)
+    if _check_directory(root) is RootKind.MARKED:
+        return _check_journal(root)
+    try:
+        write_marker(device, root, journal_of(root))
+    except OSError as error:
+        if error.errno in _DO_NOT_PASS:
             raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700") from error
         logger.warning("disk tier: %s takes no file now: %s", root, error)
 
 
-def _check_directory(device: Device, root: str) -> RootKind:
+def _check_directory(root: str) -> RootKind:
     try:
-        make_directory(device, root)
         found = os.stat(root)
-    except OSError as error:
-        raise ConfigError(
-            f"root={root!r} cannot be created ({error.strerror}): set it to a writable directory"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"root={root!r} is not a directory: set it to one that this user owns")
-    try:
+        if not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"root={root!r} is not a directory: set it to one that this user owns")
         kind = recognise(root)
     except NotARootError as error:
         raise ConfigError(f"root={root!r} {error.why}") from error
@@ -90,44 +157,50 @@ def _check_directory(device: Device, root: str) -> RootKind:
         ) from error
     if why := why_not_ours(found):
         raise ConfigError(f"root={root!r} {why}: set it to a directory of this user's own, and its mode to 0700")
+    if found.st_mode & stat.S_IRWXU != stat.S_IRWXU:
+        raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700")
     return kind
 
 
-def _try_to_write(device: Device, root: str) -> None:
-    path = os.path.join(root, temporary_name())
+def _check_journal(root: str) -> None:
+    """Two ways to the same files, as a server's disk and the network's, have no common locks."""
+    made_with, here = marked_journal(root), journal_of(root)
+    if made_with in ("", here):
+        return
+    kind = file_system_of(root) or "unknown"
+    was, now = ("a local disk", "over a network") if here == ROLLBACK else ("over a network", "as a local disk")
+    raise ConfigError(
+        f"root={root!r} was made {'on' if here == ROLLBACK else 'from'} {was} and is seen {now} here (its file system "
+        f"is {kind}), and processes that see it in two ways would damage it: set root to the path that it was made "
+        "by, or to an empty directory"
+    )
+
+
+def _require_locks(device: Device, root: str) -> None:
     try:
-        device.close(device.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-    finally:
-        remove_quietly(device, path)
-
-
-def lock_directory(root: str) -> str:
-    """Where the catalogue of ``root`` lies: in it, or for a host's sub-root on this host's own disk."""
-    if not HOST_ROOT.fullmatch(os.path.basename(root)):
-        return root
-    name = blake3(os.path.realpath(root).encode()).hexdigest(8)
-    return os.path.join(tempfile.gettempdir(), f"vllm-overlay-locks-{os.geteuid()}-{name}")
-
-
-def _takes_locks(device: Device, root: str) -> bool:
-    path = os.path.join(root, temporary_name())
-    try:
-        fd = device.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        fd = device.open(os.path.join(root, MARKER), os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
             device.close(fd)
-    except OSError as error:
-        return error.errno not in _NO_LOCKS
-    finally:
-        remove_quietly(device, path)
-    return True
+    except OSError as error:  # that another start has the lock now is a good sign
+        if error.errno in _NO_LOCKS:
+            raise ConfigError(
+                f"root={root!r} lies on a file system without file locks: set it to a directory of another one"
+            ) from error
 
 
-def _this_host() -> str:
-    """Names this host. The name is the same after a restart, and another one in a container with its own host name."""
-    try:
-        machine = _MACHINE_ID.read_text().strip()
-    except OSError:
-        machine = ""
-    return blake3(f"{machine}:{socket.gethostname()}".encode()).hexdigest(8)
+def _name_of_host(host_name: str) -> str:
+    """The same after a restart. A machine's id is hashed, because it is meant to stay on the machine."""
+    if host_name:
+        if HOST_ROOT.fullmatch(f"host-{host_name}"):
+            return host_name
+        raise ConfigError(
+            f"host_name={host_name!r} cannot be the name of a directory: set it to at most 64 letters, digits, "
+            '".", "_" and "-", such as "node-7"'
+        )
+    with contextlib.suppress(OSError):
+        machine = _MACHINE_ID.read_bytes().strip()
+        if re.fullmatch(rb"[0-9a-f]{32}", machine):
+            return blake3(machine).hexdigest(8)
+    return blake3(socket.gethostname().encode()).hexdigest(8)
