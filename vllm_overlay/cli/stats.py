@@ -14,8 +14,7 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import CatalogueError, NamespaceUsage
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity, integrity_of
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY
-from vllm_overlay.tiers.disk.files.recognition import require_root
-from vllm_overlay.tiers.disk.files.root import host_roots
+from vllm_overlay.tiers.disk.files.recognition import host_roots, require_root
 from vllm_overlay.tiers.disk.recovery.inspection import (
     Inspection,
     Inspector,

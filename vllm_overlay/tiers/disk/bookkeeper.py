@@ -200,7 +200,9 @@ class Bookkeeper:
         except SHUTDOWN:
             raise
         except Damaged as error:
-            _log.warning("damaged", "disk tier: the catalogue of %s is damaged and is made anew: %s", self._root.path, error)
+            _log.warning(
+                "damaged", "disk tier: the catalogue of %s is damaged and is made anew: %s", self._root.path, error
+            )
             self._end_session()
             self._replace(error.generation)
         except Superseded as error:

@@ -49,8 +49,8 @@ class Evictor:
     def make_room(self, served: ServedNamespace, now: int, may_evict: bool) -> tuple[int, bool]:
         """Bring the room to what this process may hold once half of it is gone.
 
-        Returns how many objects were evicted, at most one batch, and whether to call again. ``may_evict`` is False until
-        the dead are buried, who may hold what is wanted.
+        Returns how many objects were evicted, at most one batch, and whether to call again. ``may_evict`` is False
+        until the dead are buried, who may hold what is wanted.
         """
         self._ahead = []
         totals = self._catalogue.totals()
@@ -62,9 +62,7 @@ class Evictor:
         self._give_back(self._room.available - target)  # members that have joined since make the parts smaller
         if self._room.available * 2 >= target and self._room.available >= at_least:
             return 0, False
-        grant = self._catalogue.grant(
-            self._writer, max(0, target - self._room.available), at_least, capacity
-        )
+        grant = self._catalogue.grant(self._writer, max(0, target - self._room.available), at_least, capacity)
         self._room.grow(grant.num_bytes)
         self._give_back(grant.surplus_bytes)
         if not grant.short_bytes or self._unlinker.num_stuck >= _MOST_STUCK or not may_evict:

@@ -3,7 +3,6 @@
 
 import itertools
 import logging
-import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from vllm_overlay.tiers.disk.evictor import Quota
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import MAX_PARENTS, file_bytes
+from vllm_overlay.tiers.disk.files.lease import take_lease
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, check_stored_id
 from vllm_overlay.tiers.disk.files.root import choose_root
 from vllm_overlay.tiers.disk.hidden import UNREADABLE_S, Hidden, VisibleHits
@@ -98,7 +98,8 @@ class DiskTierManager(TierManager):
         self._write_rate = WriteRate(rate, quota.largest_bytes)
         self._uses = UseCounter(settings.store_on_nth_use)
         integrity = integrity_of(settings.encryption_key_file)
-        root = choose_root(device, os.path.abspath(settings.root), settings.host_name)
+        root = choose_root(device, settings.root, settings.host_name)
+        lease = take_lease(device, root)
         self._geometry = geometry if settings.eviction_policy != "lru" else None
         self._keep_learned_at = 0.0
         self._ranker = self._new_ranker(read_learned(root, namespace.fingerprint) if self._geometry else None)
@@ -122,7 +123,7 @@ class DiskTierManager(TierManager):
         self._dropped = 0
         self._served = ServedNamespace(namespace)
         self._awake_until = time.monotonic() + _AWAKE_S
-        self._bookkeeper = Bookkeeper(root, self._served, world_size, quota, device, integrity)
+        self._bookkeeper = Bookkeeper(root, self._served, world_size, quota, device, integrity, lease)
 
     def _new_ranker(self, learned: Learned | None) -> Ranker | None:
         return None if self._geometry is None else Ranker(self._geometry, self._capacity_bytes, learned)

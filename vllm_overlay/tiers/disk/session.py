@@ -59,7 +59,9 @@ class Session:
         self.committer = Committer(self.catalogue, self.writer, self.unlinker, room, self._move)
         self.evictor = Evictor(self.catalogue, self.writer, self.unlinker, room, quota, root.path, device)
         self.follower = Follower(self.catalogue, served, world_size)
-        self.recovery = Recovery(self.catalogue, root.path, self.writer, served.namespace.fingerprint, device, integrity)
+        self.recovery = Recovery(
+            self.catalogue, root.path, self.writer, served.namespace.fingerprint, device, integrity
+        )
 
     @property
     def writer(self) -> str:
@@ -82,11 +84,13 @@ class Session:
 
     def work_off(self, steps: deque[Step], stuck: list[Discarded]) -> bool:
         """What the scheduler has decided. It waits for a rebuild, which has yet to see what lies there: False then."""
-        if not self.catalogue.totals().is_complete:
+        totals = self.catalogue.totals()
+        if not totals.is_complete:
             return False
         if self._room.available < 0:  # stores have outlived the catalogue that granted their bytes
             self.make_room()
-        self.unlinker.run()
+        if totals.removing_bytes or self.unlinker.num_stuck:
+            self.unlinker.run()
         self.committer.carry_out(steps, stuck, self.now)
         return True
 
@@ -115,5 +119,3 @@ def namespace_of(served: ServedNamespace) -> Namespace:
     """What the catalogue knows of a namespace."""
     namespace = served.namespace
     return Namespace(namespace.fingerprint, namespace.words, namespace.is_private)
-
-

@@ -16,8 +16,8 @@ _log = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Unlinker:
-    """Called in the bookkeeper's thread. Raises CatalogueError. What cannot be unlinked now stays garbage, and keeps its
-    bytes until the next ``run``."""
+    """Called in the bookkeeper's thread. Raises CatalogueError. What cannot be unlinked now stays garbage, and keeps
+    its bytes until the next ``run``."""
 
     def __init__(self, catalogue: Catalogue, root: str, writer: str, device: Device) -> None:
         self._catalogue = catalogue

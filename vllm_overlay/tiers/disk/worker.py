@@ -3,7 +3,6 @@
 
 import errno
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -18,11 +17,11 @@ from vllm_overlay.common.reasons import Reason
 from vllm_overlay.config import parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
-from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.object_file import BadObject, read_object, write_object
-from vllm_overlay.tiers.disk.files.root import choose_root
+from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 from vllm_overlay.tiers.disk.files.writer import Life, path_of, share_life
 from vllm_overlay.tiers.disk.parts import DiskPart
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
@@ -69,13 +68,14 @@ class DiskTierWorker(TierWorker):
     ) -> None:
         self._device = device or Device()
         self._integrity = integrity_of(settings.encryption_key_file)
-        self._root = choose_root(self._device, os.path.abspath(settings.root), settings.host_name).path
+        root = choose_root(self._device, settings.root, settings.host_name)
+        self._root = root.path
         self._namespace = namespace
         self._rank = rank
         self._world_size = world_size
         self._staging = Staging(parse_bytes(settings.staging_bytes, "staging_bytes"), unit_bytes, max_object_bytes)
         wants_direct = settings.direct_io == "auto" and unit_bytes % PAGE_BYTES == 0
-        self._direct = wants_direct and takes_direct_io(self._device, self._root)
+        self._direct = wants_direct and takes_direct_io(self._device, root)
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
         self._num_writing = 0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One object's file: written once under a name of its own, read and verified whole."""
 
+import contextlib
 import errno
 import mmap
 import os
@@ -109,10 +110,8 @@ def _create(device: Device, path: str, flags: int) -> int:
     try:
         return device.open(path, flags)
     except FileNotFoundError:
-        try:
+        with contextlib.suppress(FileExistsError):
             device.mkdir(os.path.dirname(path))
-        except FileExistsError:
-            pass
         return device.open(path, flags)
 
 

@@ -61,9 +61,7 @@ def directories_under(root: str, writer: str) -> list[str]:
     """The directories that a writer's files lie in. Raises OSError, but for one that is gone."""
     try:
         with os.scandir(os.path.join(root, writer)) as entries:
-            return sorted(
-                each.path for each in entries if each.name.isdecimal() and each.is_dir(follow_symlinks=False)
-            )
+            return sorted(each.path for each in entries if each.name.isdecimal() and each.is_dir(follow_symlinks=False))
     except FileNotFoundError:
         return []
 

@@ -16,7 +16,7 @@ from vllm_overlay.tiers.disk.catalogue.generations import newest
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import Identity, file_bytes
-from vllm_overlay.tiers.disk.files.mounts import journal_mode
+from vllm_overlay.tiers.disk.files.mounts import journal_of
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY
 from vllm_overlay.tiers.disk.files.object_file import BadObject, read_object
 from vllm_overlay.tiers.disk.files.writer import path_of
@@ -30,7 +30,7 @@ def open_existing(root: str) -> Catalogue:
     """The catalogue of a root. Makes none. Raises CatalogueError, OSError, and ConfigError where there is none."""
     if not newest(root):
         raise ConfigError(f"{root} has no catalogue, so nobody knows what its files are: start a server with this root")
-    return Catalogue(root, journal_mode(root))
+    return Catalogue(root, journal_of(root))
 
 
 def description_of(usage: NamespaceUsage) -> dict[str, Any]:
