@@ -41,8 +41,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--remove removes what --verify finds: give both")
     integrity = integrity_of(arguments.encryption_key_file)
     require_root(arguments.root)
-    if arguments.remove and (owner := os.stat(arguments.root).st_uid) != os.geteuid():
-        raise ConfigError(f"{arguments.root} belongs to user {owner}: run this as that user")
+    if (owner := os.stat(arguments.root).st_uid) != os.geteuid():
+        raise ConfigError(f"{arguments.root} belongs to user {owner}: run this as that user, `sudo -u '#{owner}' ...`")
     roots = host_roots(arguments.root) or [arguments.root]
     reports = [_look_at(root, integrity, arguments) for root in roots]
     if arguments.json:
@@ -68,13 +68,32 @@ def _look_at(root: str, integrity: Integrity, arguments: argparse.Namespace) -> 
             print("\n".join(_paragraph(usage, integrity.name)))
         if found is not None:
             print("\n".join(_findings(found, arguments.remove)))
-    report = {"root": root, "num_bytes": totals.object_bytes, "namespaces": [asdict(usage) for usage in usages]}
+    report = {"root": root, "num_bytes": totals.object_bytes, "namespaces": [_as_json(usage) for usage in usages]}
     is_sound = found is None or found.is_sound
     return report if found is None else report | {"verified": asdict(found)}, is_sound
 
 
+def _as_json(usage: NamespaceUsage) -> dict[str, Any]:
+    words = description_of(usage)
+    return {
+        "fingerprint": usage.fingerprint,
+        "model": str(words.get("model", "")),
+        "integrity": str(words.get(INTEGRITY, "")),
+        "is_served": usage.is_served,
+        "is_private": usage.is_private,
+        "num_objects": usage.num_objects,
+        "num_bytes": usage.num_bytes,
+        "kinds": usage.kinds,
+        "oldest_use": usage.oldest_use,
+        "newest_use": usage.newest_use,
+        "description": words,
+    }
+
+
 def _findings(found: Inspection, is_removing: bool) -> list[str]:
     lines = ["", f"{found.num_files} files of {size(found.num_bytes)} verify, {len(found.problems)} do not"]
+    if found.num_missing:
+        lines.append(f"  {found.num_missing} are gone: their prompts are computed again, and stored anew")
     for problem in found.problems[:_SHOWN]:
         mark = "removed" if problem.is_removed else "wrong" if problem.is_bad else "not read"
         lines.append(f"  {mark:8}  {problem.why:8}  {shown(problem.path)}")

@@ -20,8 +20,8 @@ from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, DiskNamespace
 from vllm_overlay.tiers.disk.files.writer import path_of
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.parts import DiskPart
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.factory import tier_spec
 
@@ -200,6 +200,10 @@ class TierPair:
 
     def path(self, planned: PlannedObject, rank: int = 0) -> Path:
         return Path(path_of(str(self.root), self.file(planned), rank))
+
+    def pretend(self, planned: PlannedObject, file: File) -> None:
+        """Ask for the object there from now on, unless the index has it."""
+        self._files[planned.object_id] = file
 
     def load_ticket(self, planned: PlannedObject) -> LoadTicket:
         """As the manager hands it out before any reset."""

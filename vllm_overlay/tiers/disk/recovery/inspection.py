@@ -53,8 +53,7 @@ def kind_name(kind: str) -> str:
 
 @dataclass(slots=True)
 class Problem:
-    """``path`` is relative to the root, ``why`` a reason as metrics have it. ``is_bad``: it is gone, or was read and is
-    wrong."""
+    """``path`` is relative to the root, ``why`` a reason as metrics have it. ``is_bad``: it was read, and is wrong."""
 
     path: str
     why: str
@@ -64,11 +63,15 @@ class Problem:
 
 @dataclass(slots=True)
 class Inspection:
-    """Files and bytes that verify, and what does not. ``unverified`` are namespaces that need another key, with the
-    key's name. It is empty where nobody says what they need."""
+    """Files and bytes that verify, and what does not. ``num_missing`` files are gone: their next load is a miss.
+
+    ``unverified`` are namespaces that need another key, with the key's name. It is empty where nobody says what they
+    need.
+    """
 
     num_files: int = 0
     num_bytes: int = 0
+    num_missing: int = 0
     problems: list[Problem] = field(default_factory=list)
     unverified: dict[str, str] = field(default_factory=dict)
 
@@ -125,7 +128,11 @@ class Inspector:
         try:
             self._read(item, rank, integrity)
         except BadObject as bad:
-            if self._catalogue.named([item.file]):  # else it was evicted meanwhile
+            if not self._catalogue.named([item.file]):
+                return  # it was evicted meanwhile
+            if bad.reason is Reason.MISSING:
+                self._found.num_missing += 1
+            else:
                 self._add_problem(path_of(self._root, item.file, rank), bad)
         else:
             self._found.num_files += 1
