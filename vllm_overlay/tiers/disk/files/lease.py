@@ -143,9 +143,11 @@ class Lease:
                 fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _refusal(self) -> str:
-        host = _decode(self._others).host[:64]
+        directory, host = os.path.dirname(self._path), _decode(self._others).host[:64]
+        if not self._others:
+            return f"disk tier: {directory} is being taken, unless another machine does so in this moment"
         return (
-            f"disk tier: {os.path.dirname(self._path)} is in use by another machine that has the same host_name, "
+            f"disk tier: {directory} is in use by another machine that has the same host_name, "
             f"{host!a}: set host_name to a name that no other machine has"
         )
 
