@@ -4,7 +4,9 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 
 from tests.waiting import until
 from vllm_overlay.tiers.disk.files import mounts
+
+OUTAGE_S = 5.0
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
@@ -97,3 +101,15 @@ def fuse_mount(source: Path, path: Path) -> Iterator[subprocess.Popen[bytes]]:
             subprocess.run(["fusermount3", "-uz", path], capture_output=True)
         else:
             subprocess.run(["umount", "--lazy", path], capture_output=True)
+
+
+@contextmanager
+def outage(server: subprocess.Popen[bytes]) -> Iterator[None]:
+    """The server answers nothing for ``OUTAGE_S``, while the body goes on."""
+    server.send_signal(signal.SIGSTOP)
+    timer = threading.Timer(OUTAGE_S, server.send_signal, (signal.SIGCONT,))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()

@@ -60,7 +60,7 @@ def machines(tmp_path: Path) -> Machines:
 
 def test_a_second_machine_of_a_name_is_refused_with_the_setting_to_change(machines):
     machines.time.living.append(machines.taken("one"))
-    with pytest.raises(ConfigError, match="same host_name, .*: set host_name to") as refusal:
+    with pytest.raises(ConfigError, match=r"same host_name, .*: set host_name to") as refusal:
         machines.taken("other")
     assert str(machines.path) in str(refusal.value)
     assert machines.time.now < 1000 + 2 * RENEW_S + 2

@@ -26,7 +26,9 @@ def test_only_what_is_known_to_be_local_gets_a_write_ahead_log(
     assert journal_of(str(tmp_path)) == ("wal" if kind in LOCAL else "delete")
 
 
-@pytest.mark.parametrize("left", [{}, {"mountinfo": b""}, {"mountinfo": b"\xff\n1 2 3\n - \n"}, {"fdinfo": b"pos:\t0\n"}])
+@pytest.mark.parametrize(
+    "left", [{}, {"mountinfo": b""}, {"mountinfo": b"\xff\n1 2 3\n - \n"}, {"fdinfo": b"pos:\t0\n"}]
+)
 def test_what_the_kernel_does_not_say_is_not_local(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: dict[str, bytes]
 ) -> None:

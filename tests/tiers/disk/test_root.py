@@ -100,10 +100,10 @@ def lost_marker(tmp_path: Path) -> Path:
 
 def test_a_root_that_lost_its_marker_is_recognised(lost_marker):
     require_root(str(lost_marker))
-    before = {path for path in lost_marker.rglob("*")}
+    before = set(lost_marker.rglob("*"))
     opened(lost_marker)
     assert_marked(lost_marker)
-    assert {path for path in lost_marker.rglob("*")} == before | {lost_marker / MARKER}
+    assert set(lost_marker.rglob("*")) == before | {lost_marker / MARKER}
 
 
 @pytest.mark.parametrize("directory", [WRITER, "host-node-7"])

@@ -99,7 +99,6 @@ class Lease:
         raw = self._read()
         words = _decode(raw)
         if words.machine == self._machine:
-            self._others, self._others_lives = b"", False
             self._is_held = now >= self._settles_at
             self._share()
         elif words.machine and raw != self._others:
@@ -114,6 +113,7 @@ class Lease:
             if words.machine:
                 logger.warning("disk tier: %s was not renewed for %.0f s: taken over", self._path, WAIT_S)
             self._settles_at = now + SETTLE_S
+        self._others, self._others_lives = b"", False
         self._write(_Words(self._machine, socket.gethostname(), time.time_ns()))
         self._renew_at = now + RENEW_S
         return self._is_held
