@@ -3,12 +3,12 @@
 
 import contextlib
 import json
-import time
 from pathlib import Path
 
 from tests.tiers.disk.tier_pair import NAMESPACE
 from vllm_overlay import cli
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Name
+from vllm_overlay.tiers.disk.catalogue import Catalogue
+from vllm_overlay.tiers.disk.files import writer
 
 REPOSITORY = Path(__file__).parents[2]
 WITHOUT_VLLM = """
@@ -32,24 +32,14 @@ def run(capsys, *arguments):
 
 
 def path_of(root, planned, namespace=NAMESPACE):
-    return Path(namespace.path_of(str(root), planned.object_id, 0))
+    """Where the catalogue says that an object lies."""
+    with contextlib.closing(Catalogue(str(root))) as catalogue:
+        (found,) = catalogue.find(namespace.fingerprint, [namespace.stored_id(planned.object_id)])
+    return Path(writer.path_of(str(root), found.file, 0))
 
 
 def contents(root):
     return {path: path.lstat() for path in sorted(root.rglob("*"))}
-
-
-@contextlib.contextmanager
-def member(root):
-    """The root's catalogue, in which this process is a member that serves nothing."""
-    with contextlib.closing(Catalogue(str(root))) as catalogue:
-        catalogue.join([], int(time.time()))
-        yield catalogue
-        catalogue.leave()
-
-
-def names(objects, namespace=NAMESPACE):
-    return [Name(namespace.fingerprint_of(planned.object_id.tag), planned.object_id) for planned in objects]
 
 
 def remove_catalogue(root):

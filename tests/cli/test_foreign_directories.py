@@ -8,7 +8,6 @@ import pytest
 from tests.cli.commands import run
 from tests.tiers.disk.files import object_files, on_disk
 from tests.tiers.disk.foreign import KINDS, contents_of, make_foreign, state_of
-from tests.tiers.disk.tier_pair import NAMESPACE
 from vllm_overlay import cli, versions
 from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker
 
@@ -40,7 +39,7 @@ def test_an_empty_directory_is_no_root_yet_and_does_not_change(tmp_path, capsys,
 
 @commands
 def test_a_root_of_a_later_format_is_refused(root, capsys, command):
-    later = {**json.loads(encode_marker()), "version": versions.DISK_ROOT + 1, "written_by": "9.8.7"}
+    later = {**json.loads(encode_marker("wal")), "version": versions.DISK_ROOT + 1, "written_by": "9.8.7"}
     (root / MARKER).write_text(json.dumps(later))
     before = state_of(root)
     assert cli.main([*command, str(root)]) == 2
@@ -58,7 +57,7 @@ def test_a_root_that_lost_its_marker_is_read_and_not_marked(root, capsys, comman
 
 def test_what_is_not_ours_is_not_opened_and_stays(root, capsys):
     directory = object_files(root)[0].parent
-    theirs = [root / ".tmp.foo", root / NAMESPACE.attention / "mine", directory / "notes.txt"]
+    theirs = [root / ".tmp.foo", directory.parent / "mine", directory / "notes.txt"]
     for path in theirs:
         path.write_text("mine")
     assert run(capsys, "stats", root, "--verify", "--remove")[0] == 0

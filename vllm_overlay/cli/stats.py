@@ -2,6 +2,7 @@
 """``vllm-overlay stats``: what lies under a disk root, whose it is and, with ``--verify``, whether it is right."""
 
 import argparse
+import contextlib
 import json
 import os
 from dataclasses import asdict
@@ -10,13 +11,19 @@ from typing import Any
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
 from vllm_overlay.cli.console import age, progress, shown, size
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of
-from vllm_overlay.tiers.disk.files.recognition import require_root
-from vllm_overlay.tiers.disk.maintenance.inspection import Inspection, Inspector
-from vllm_overlay.tiers.disk.maintenance.usage import NamespaceUsage, measure_usage, tag_name
+from vllm_overlay.tiers.disk.catalogue import CatalogueError, NamespaceUsage
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity, integrity_of
+from vllm_overlay.tiers.disk.files.namespace import INTEGRITY
+from vllm_overlay.tiers.disk.files.recognition import host_roots, require_root
+from vllm_overlay.tiers.disk.recovery.inspection import (
+    Inspection,
+    Inspector,
+    description_of,
+    kind_name,
+    open_existing,
+)
 
 _SHOWN = 1000
-_SERVED = {True: "served now", False: "served by nobody", None: "unknown whether served: its catalogue cannot be asked"}
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,59 +41,83 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--remove removes what --verify finds: give both")
     integrity = integrity_of(arguments.encryption_key_file)
     require_root(arguments.root)
-    if arguments.remove and (owner := os.stat(arguments.root).st_uid) != os.geteuid():
-        raise ConfigError(f"{arguments.root} belongs to user {owner}: run this as that user")
-    usages = measure_usage(arguments.root)
-    found = None
-    if arguments.verify:
-        with progress("reading") as show:
-            found = Inspector(arguments.root, integrity, arguments.remove, show).run()
-    num_bytes = sum(usage.num_bytes for usage in usages)
+    if (owner := os.stat(arguments.root).st_uid) != os.geteuid():
+        raise ConfigError(f"{arguments.root} belongs to user {owner}: run this as that user, `sudo -u '#{owner}' ...`")
+    roots = host_roots(arguments.root) or [arguments.root]
+    reports = [_look_at(root, integrity, arguments) for root in roots]
     if arguments.json:
-        report: dict[str, Any] = {"num_bytes": num_bytes, "namespaces": [asdict(usage) for usage in usages]}
-        print(json.dumps(report if found is None else report | {"verified": asdict(found)}, indent=2))
-    else:
-        print(f"{size(num_bytes)} in {len(usages)} namespaces under {shown(arguments.root)}")
+        print(json.dumps(reports if len(reports) > 1 else reports[0][0], indent=2))
+    return SOUND if all(is_sound for _, is_sound in reports) else PROBLEMS
+
+
+def _look_at(root: str, integrity: Integrity, arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """A report on one root, or on one host's in it, and whether it is sound. Prints it unless it is to be JSON."""
+    found = None
+    try:
+        with contextlib.closing(open_existing(root)) as catalogue:
+            usages, totals = catalogue.usage(), catalogue.totals()
+            if arguments.verify:
+                with progress("reading") as show:
+                    found = Inspector(root, catalogue, integrity, arguments.remove, show).run()
+    except CatalogueError as error:
+        raise ConfigError(f"the catalogue of {root} cannot be asked: {error}") from error
+    if not arguments.json:
+        is_known = "" if totals.is_complete else ", as far as known: a server is reading what lies there"
+        print(f"{size(totals.object_bytes)} in {len(usages)} namespaces under {shown(root)}{is_known}")
         for usage in usages:
             print("\n".join(_paragraph(usage, integrity.name)))
         if found is not None:
             print("\n".join(_findings(found, arguments.remove)))
-    return SOUND if found is None or found.is_sound else PROBLEMS
+    report = {"root": root, "num_bytes": totals.object_bytes, "namespaces": [_as_json(usage) for usage in usages]}
+    is_sound = found is None or found.is_sound
+    return report if found is None else report | {"verified": asdict(found)}, is_sound
+
+
+def _as_json(usage: NamespaceUsage) -> dict[str, Any]:
+    words = description_of(usage)
+    return {
+        "fingerprint": usage.fingerprint,
+        "model": str(words.get("model", "")),
+        "integrity": str(words.get(INTEGRITY, "")),
+        "is_served": usage.is_served,
+        "is_private": usage.is_private,
+        "num_objects": usage.num_objects,
+        "num_bytes": usage.num_bytes,
+        "kinds": usage.kinds,
+        "oldest_use": usage.oldest_use,
+        "newest_use": usage.newest_use,
+        "description": words,
+    }
 
 
 def _findings(found: Inspection, is_removing: bool) -> list[str]:
     lines = ["", f"{found.num_files} files of {size(found.num_bytes)} verify, {len(found.problems)} do not"]
+    if found.num_missing:
+        lines.append(f"  {found.num_missing} are gone: their prompts are computed again, and stored anew")
     for problem in found.problems[:_SHOWN]:
         mark = "removed" if problem.is_removed else "wrong" if problem.is_bad else "not read"
         lines.append(f"  {mark:8}  {problem.why:8}  {shown(problem.path)}")
     if len(found.problems) > _SHOWN:
         lines.append(f"  ... and {len(found.problems) - _SHOWN} more (--json has all)")
     if not is_removing and any(problem.is_bad for problem in found.problems):
-        lines.append("--remove removes what is wrong; so does the next load of it. Its prompts are computed again then")
+        lines.append("--remove removes what is wrong; its prompts are computed again, and stored anew, then")
     for fingerprint, key in found.unverified.items():
-        why = f"that needs --encryption-key-file with {shown(key)}" if key else "no namespace.json says with what key"
+        why = f"that needs --encryption-key-file with {shown(key)}" if key else "no server has said with what key yet"
         lines.append(f"{fingerprint[:16]}… was not verified: {why}")
     return lines
 
 
 def _paragraph(usage: NamespaceUsage, own_integrity: str) -> list[str]:
-    model = f"model {shown(usage.model)}" if usage.model else "no namespace.json that says whose it is"
-    lines = [
-        "",
-        f"{usage.fingerprint[:16]}…  {model}, {_SERVED[usage.is_in_use]}",
-    ]
-    if usage.integrity not in ("", XXH3.name):
-        whose = "the given key" if usage.integrity == own_integrity else shown(usage.integrity)
-        lines.append(f"  encrypted with {whose}")
-    for kind, (objects, files, num_bytes) in usage.kinds.items():
-        lines.append(f"  {objects} {tag_name(kind)} in {files} files, {size(num_bytes)}")
-    if usage.oldest is not None and usage.newest is not None:
-        lines.append(f"  oldest file {age(usage.oldest)} ago, newest {age(usage.newest)} ago")
+    words = description_of(usage)
+    model = f"model {shown(str(words['model']))}" if words.get("model") else "of a model that no server has named yet"
+    served = "served now" if usage.is_served else "served by nobody"
+    lines = ["", f"{usage.fingerprint[:16]}…  {model}, {served}{', since a reset' if usage.is_private else ''}"]
+    if (integrity := str(words.get(INTEGRITY, ""))) not in ("", XXH3.name):
+        lines.append(f"  encrypted with {'the given key' if integrity == own_integrity else shown(integrity)}")
+    for kind, (objects, num_bytes) in usage.kinds.items():
+        lines.append(f"  {objects} {kind_name(kind)}, {size(num_bytes)}")
     if usage.oldest_use is not None and usage.newest_use is not None:
         lines.append(f"  last used {age(usage.newest_use)} ago, what goes first {age(usage.oldest_use)} ago")
-    if usage.temporary_bytes or usage.other_bytes:
-        lines.append(f"  beside them {size(usage.temporary_bytes)} on their way, {size(usage.other_bytes)} unknown")
-    lines += [f"  {size(num_bytes):>10}  {path[:16]}…{path[64:]}" for path, num_bytes in usage.largest]
     return lines
 
 

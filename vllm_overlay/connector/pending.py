@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.planner.objects import PlannedObject
+from vllm_overlay.tiers.base import LoadTicket, StoreTicket
 
 
 class PendingStore(msgspec.Struct, gc=False):
@@ -34,7 +34,7 @@ class PendingLoad:
     """A load that workers still have to report, and what it keeps pinned."""
 
     request_id: str
-    object_ids: tuple[ObjectId, ...]
+    tickets: tuple[LoadTicket, ...]
     deadline: float
     is_overdue: bool = False
 
@@ -70,8 +70,8 @@ class PendingReports:
             number = ticket.ticket
             self._stores[number] = PendingStore(number, request_id, ticket.planned, deadline, self._world_size)
 
-    def add_load(self, request_id: str, object_ids: tuple[ObjectId, ...]) -> None:
-        self._loads[request_id] = PendingLoad(request_id, object_ids, time.monotonic() + self._timeout_s)
+    def add_load(self, request_id: str, tickets: tuple[LoadTicket, ...]) -> None:
+        self._loads[request_id] = PendingLoad(request_id, tickets, time.monotonic() + self._timeout_s)
 
     def take_back(self, since: Collection[int]) -> list[int]:
         """Stores that are not in ``since``, which no worker will hear of: forgets them and returns their tickets."""
@@ -134,10 +134,10 @@ class PendingReports:
         ]
         return stores, loads
 
-    def end_load(self, request_id: str) -> tuple[ObjectId, ...]:
-        """All ranks have reported the load; returns what it kept pinned."""
+    def end_load(self, request_id: str) -> tuple[LoadTicket, ...]:
+        """All ranks have reported the load; returns the tickets of what it kept pinned."""
         load = self._loads.pop(request_id, None)
-        return () if load is None else load.object_ids
+        return () if load is None else load.tickets
 
     def take_overdue(self) -> tuple[list[PendingStore], list[PendingLoad]]:
         """Stores and loads that have become overdue since the last call."""

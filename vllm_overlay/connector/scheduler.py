@@ -155,7 +155,7 @@ class OffloadScheduler:
         if tickets is None:
             self.plan_failed(request.request_id)
             return
-        self._pending.add_load(request.request_id, tuple(item.object_id for item in planned))
+        self._pending.add_load(request.request_id, tuple(tickets))
         placements = tuple(self._placer.to_load(item, block_ids) for item in planned)
         load_id = f"{request.request_id}#{next(self._attempts)}"
         zeros = self._placer.beyond(restore_point, block_ids)

@@ -139,8 +139,9 @@ class TierManager(ABC):
         """Pin the objects of a load plan, all or none. Returns None when one of them is gone."""
 
     @abstractmethod
-    def release(self, object_ids: Sequence[ObjectId]) -> None:
-        """Unpin what ``acquire`` pinned. Objects that were dropped meanwhile are ignored."""
+    def release(self, tickets: Sequence[LoadTicket]) -> None:
+        """Unpin what ``acquire`` pinned, by the tickets that it gave out. Objects that were dropped meanwhile are
+        ignored."""
 
     def touch(self, object_ids: Sequence[ObjectId]) -> None:  # noqa: B027
         """These objects were used now, though not loaded from here. Those that the tier has are evicted late."""

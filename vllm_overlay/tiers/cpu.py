@@ -167,8 +167,8 @@ class CpuTierManager(TierManager):
             for entry, item in zip(entries, planned, strict=True)
         ]
 
-    def release(self, object_ids: Sequence[ObjectId]) -> None:
-        self._reclaim(self.index.unpin(object_ids))
+    def release(self, tickets: Sequence[LoadTicket]) -> None:
+        self._reclaim(self.index.unpin([ticket.object_id for ticket in tickets]))
 
     def touch(self, object_ids: Sequence[ObjectId]) -> None:
         self.index.touch(object_ids)

@@ -15,6 +15,7 @@ place in ``used_bytes`` and its name until the ticket ends or the last pin goes.
 releases it. Its name cannot be reserved before that, so a name never stands for two sets of bytes.
 """
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -72,6 +73,11 @@ class PrefixIndex:
     def has(self, object_id: ObjectId) -> bool:
         """Whether the object is visible."""
         return self.get(object_id) is not None
+
+    def find(self, object_id: ObjectId) -> Entry | None:
+        """The entry of an object that is visible or on its way."""
+        entry = self._entries.get(object_id)
+        return entry if entry is not None and entry.state is not DROPPED else None
 
     def contains(self, object_id: ObjectId) -> bool:
         """Whether the name is taken: the object is visible, on its way, or dropped but still held."""
@@ -174,32 +180,34 @@ class PrefixIndex:
         entry.state = STORED
         return self._drop_tree(entry)
 
-    def restore(self, planned: Iterable[PlannedObject], ticket: int = 0) -> list[PlannedObject]:
+    def restore(
+        self, planned: Iterable[PlannedObject], tickets: Iterable[int] = itertools.repeat(0)
+    ) -> list[PlannedObject]:
         """Puts back what a tier found after a restart, in any order. Returns what cannot be reached, to be removed.
 
         An object is reachable when its parents are in ``planned`` or in the index. What the index has under its name
         already is left alone and not returned. Where recency is known, give the longest unused first. The capacity does
         not limit this: call ``evict(0)`` afterwards.
         """
-        missing: dict[ObjectId, tuple[int, PlannedObject]] = {}
-        for item in planned:
+        missing: dict[ObjectId, tuple[int, PlannedObject, int]] = {}
+        for item, ticket in zip(planned, tickets, strict=False):
             self._clock += 1
             is_known = item.object_id in self._entries or item.object_id in missing
             if not is_known and not self._restore_one(self._clock, item, ticket):
-                missing[item.object_id] = self._clock, item
+                missing[item.object_id] = self._clock, item, ticket
         if not missing:
             return []
         waiting: defaultdict[ObjectId, list[ObjectId]] = defaultdict(list)
-        for object_id, (_, item) in missing.items():
+        for object_id, (_, item, _) in missing.items():
             for parent in item.parents:
                 waiting[parent].append(object_id)
         ready = deque(missing)
         while ready:
             object_id = ready.popleft()
-            if object_id in missing and self._restore_one(*missing[object_id], ticket):
+            if object_id in missing and self._restore_one(*missing[object_id]):
                 del missing[object_id]
                 ready.extend(waiting[object_id])
-        return [item for _, item in missing.values()]
+        return [item for _, item, _ in missing.values()]
 
     def _restore_one(self, last_use: int, item: PlannedObject, ticket: int) -> bool:
         parents = self._find_parents(item)

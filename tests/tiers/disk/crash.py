@@ -26,7 +26,7 @@ from tests.tiers.disk.crash_processes import CAPACITY, Tally, examine, store_unt
 from tests.tiers.disk.files import bytes_under, lose_catalogue, object_files
 from tests.waiting import PATIENCE_S
 
-_CALLS = ("open", "pwritev", "rename", "unlink", "mkdir", "lstat", "commit")
+_CALLS = ("open", "pwritev", "unlink", "mkdir", "lstat", "commit")
 _WHENS = ("before", "after", "half")
 _LOST = 0.1
 """So often the catalogue is lost with the process."""

@@ -13,6 +13,7 @@ from tests.tiers.disk.objects import OBJECT
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged, Superseded
 from vllm_overlay.tiers.disk.catalogue.generations import newest
 from vllm_overlay.tiers.disk.files.format import file_bytes
+from vllm_overlay.tiers.disk.files.writer import parse_name
 
 
 def _files_under(root: Path) -> Iterator[Path]:
@@ -23,23 +24,23 @@ def _files_under(root: Path) -> Iterator[Path]:
 
 
 def object_files(root: Path) -> list[Path]:
-    return sorted(path for path in _files_under(root) if not path.name.startswith(".tmp."))
+    return sorted(path for path in _files_under(root) if parse_name(path.name))
 
 
-def temporaries(root: Path) -> list[Path]:
-    walk = ((directory, name) for directory, _, names in os.walk(root) for name in names)
-    return sorted(Path(directory, name) for directory, name in walk if name.startswith(".tmp."))
+def writers_of(root: Path) -> list[str]:
+    """The names of all lives that have left something."""
+    return sorted({path.relative_to(root).parts[0] for path in object_files(root)})
 
 
 def bytes_under(root: Path) -> int:
-    """Bytes of all objects and temporaries that were there at one moment, while others may write and remove them: one
+    """Bytes of all objects that were there at one moment, while others may write and remove them: one
     walk alone would count what goes behind it and what comes before it. What two walks see was there between them."""
     first, second = _sizes_under(root), _sizes_under(root)
     return sum(min(size, second[file]) for file, size in first.items() if file in second)
 
 
 def _sizes_under(root: Path) -> dict[tuple[int, int], int]:
-    """By inode (a rename keeps it) and time of the last write (an inode's number is used again)."""
+    """By inode and time of the last write (an inode's number is used again)."""
     sizes = {}
     for path in _files_under(root):
         try:
@@ -72,15 +73,6 @@ def lose_catalogue(root: Path) -> None:
     """As if it had never been made. Nobody has it open."""
     for path in root.glob("catalogue*"):
         path.unlink()
-
-
-def let_age(root: Path) -> None:
-    """All files under ``root`` are a minute older. What is no older than a process may be on its way, as far as that
-    process knows, and it leaves it alone."""
-    for path in root.rglob("*"):
-        if not path.is_dir():
-            written = path.lstat().st_mtime - 60
-            os.utime(path, (written, written), follow_symlinks=False)
 
 
 def make_as_large_as_possible(path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError
+from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, File
 from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
@@ -29,7 +29,13 @@ def stores_in_flight_bytes(tier: DiskTierManager) -> int:
     return tier._bookkeeper._room.in_flight
 
 
-def held_objects(tier: DiskTierManager) -> frozenset[ObjectId]:
+def file_of(tier: DiskTierManager, object_id: ObjectId) -> File | None:
+    """The file in which the index has an object."""
+    entry = tier.index.get(object_id)
+    return None if entry is None else tier._tickets.file(entry.ticket)
+
+
+def held_files(tier: DiskTierManager) -> frozenset[File]:
     """What loads and stores need, so that it is not evicted."""
     return tier._served.holds.held()
 
@@ -61,14 +67,9 @@ def is_member(tier: DiskTierManager) -> bool:
     """Whether the process is a member of the catalogue of the root that is there now."""
     session = tier._bookkeeper._session
     try:
-        return session is not None and session.catalogue.totals().num_members > 0
+        return session is not None and session.catalogue.totals().num_writers > 0
     except CatalogueError:
         return False
-
-
-def is_removing(tier: DiskTierManager, object_id: ObjectId) -> bool:
-    """Whether the object's files are yet to be unlinked."""
-    return object_id in tier._removing
 
 
 def learned_of(tier: DiskTierManager) -> Learned:
@@ -77,9 +78,9 @@ def learned_of(tier: DiskTierManager) -> Learned:
     return tier._ranker.learned()
 
 
-def reset_name(tier: DiskTierManager) -> str:
-    """Names the last reset; empty before the first."""
-    return tier._reset
+def wanted_namespace(tier: DiskTierManager) -> DiskNamespace:
+    """The namespace since the last reset."""
+    return tier._served.namespace
 
 
 def begin_closing(tier: DiskTierManager) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a root is sound, read without the code that serves it: ``python -m tests.tiers.disk.oracle ROOT``.
 
-Every row's files verify, every file has a row, a removal or a living writer, the counters are the sums, and all of it
+Every row's files verify, every file has a row, garbage or a living writer, the counters are the sums, and all of it
 is within the limit.
 """
 
@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.files import bytes_under, object_files
-from tests.tiers.disk.inside import reading
-from vllm_overlay.tiers.disk.catalogue import Catalogue, StoredObject
+from tests.tiers.disk.files import bytes_under, object_files, writers_of
+from vllm_overlay.tiers.disk.catalogue import Catalogue, File, StoredObject
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
-from vllm_overlay.tiers.disk.files.namespace import object_path
+from vllm_overlay.tiers.disk.files.writer import FILES_A_DIRECTORY, is_living, parse_name, path_of
 
 
 def problems(root: Path, capacity_bytes: int | None = None, integrity: Integrity = XXH3) -> list[str]:
@@ -43,8 +42,8 @@ def why_wrong(path: Path, item: StoredObject, rank: int, integrity: Integrity) -
         header = ObjectHeader.decode(raw[:HEADER_BYTES], integrity)
     except FormatError as error:
         return f"has no header: {error}"
-    said = header.fingerprint.hex(), header.planned, header.rank, header.world_size
-    if said != (item.fingerprint, item.planned, rank, item.world_size):
+    said = header.fingerprint.hex(), header.planned, header.file, header.rank, header.world_size
+    if said != (item.fingerprint, item.planned, item.file, rank, item.world_size):
         return f"is of another object: {said}"
     if len(raw) != file_bytes(header.payload_bytes):
         return f"has {len(raw)} bytes"
@@ -57,33 +56,37 @@ def why_wrong(path: Path, item: StoredObject, rank: int, integrity: Integrity) -
 
 
 def _rows(catalogue: Catalogue) -> list[StoredObject]:
-    _, slices = catalogue.load([known.fingerprint for known in catalogue.namespaces()])
-    return list({item.name: item for found in slices for item in found}.values())
+    return [item for found in catalogue.load_all() for item in found]
 
 
-def _paths(root: Path, item: StoredObject) -> list[Path]:
-    name = item.name
-    return [Path(object_path(str(root), name.fingerprint, name.object_id, rank)) for rank in range(item.world_size)]
+def _paths(root: Path, file: File, world_size: int) -> list[Path]:
+    return [Path(path_of(str(root), file, rank)) for rank in range(world_size)]
 
 
 def _of_rows(catalogue: Catalogue, root: Path, integrity: Integrity) -> Iterator[str]:
     for item in _rows(catalogue):
-        for rank, path in enumerate(_paths(root, item)):
+        for rank, path in enumerate(_paths(root, item.file, item.world_size)):
             why = why_wrong(path, item, rank, integrity)
-            if why and catalogue.find([item.name]) == [item]:  # else it has gone, or come anew, meanwhile
+            if why and catalogue.named([item.file]):  # else it has gone meanwhile
                 yield f"{path} {why}"
 
 
 def _of_files(catalogue: Catalogue, root: Path) -> Iterator[str]:
     there = object_files(root)
-    known = {path for item in _rows(catalogue) for path in _paths(root, item)}
-    with reading(catalogue) as db:
-        going = {key.hex() for (key,) in db.execute("SELECT key FROM removal")}
-    if catalogue.count_living():
-        return
+    known = catalogue.named({file for path in there if (file := file_at(path)) is not None})
+    living = {writer for writer in writers_of(root) if is_living(str(root), writer)}
     for path in there:
-        if path not in known and path.name.split(".")[0] not in going:
+        file = file_at(path)
+        if file is None or (file.writer not in living and file not in known):
             yield f"{path} has no row"
+
+
+def file_at(path: Path) -> File | None:
+    """What a path stands for. None in a wrong place."""
+    parsed = parse_name(path.name)
+    if parsed is None or path.parent.name != str(parsed[0] // FILES_A_DIRECTORY):
+        return None
+    return File(path.parts[-3], parsed[0])
 
 
 def main() -> int:

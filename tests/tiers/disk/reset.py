@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tier after a reset, in the namespace of this process alone."""
 
-from tests.tiers.disk.inside import reset_name, served_namespace
+from tests.tiers.disk.inside import served_namespace, wanted_namespace
 from tests.tiers.disk.objects import content, fill
 from tests.tiers.disk.tier_pair import TierPair
 from tests.waiting import until
-from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.files.namespace import RESET
 
 
 def is_serving_another(made: TierPair) -> bool:
     """Whether the bookkeeper has arrived in the namespace of the last reset."""
-    namespace = served_namespace(made.tier)
-    if namespace is None or namespace.description.get(RESET) != reset_name(made.tier):
-        return False
-    return all(manifest_or_empty(str(made.root / name)).is_of_one_process for name in namespace.fingerprints)
+    return served_namespace(made.tier) == wanted_namespace(made.tier)
 
 
 def store_after_reset(made: TierPair, planned, data=None) -> None:

@@ -7,19 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.tiers.disk.inside import has_news, is_running, num_turns, wake
+from tests.tiers.disk.inside import file_of, has_news, is_running, num_turns, wake
 from tests.tiers.disk.objects import GEOMETRY, OBJECT, UNIT, bytes_of, chain, content, fill
 from tests.tiers.integrity import check_integrity
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.planner.objects import PlannedObject
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket
+from vllm_overlay.tiers.disk.catalogue import File
 from vllm_overlay.tiers.disk.files.checksum import XXH3
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, DiskNamespace
+from vllm_overlay.tiers.disk.files.writer import path_of
 from vllm_overlay.tiers.disk.manager import DiskTierManager
+from vllm_overlay.tiers.disk.parts import DiskPart
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
-from vllm_overlay.tiers.disk.tickets import DiskLoad
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.factory import tier_spec
 
@@ -27,9 +29,7 @@ NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {"model": "tiny", INTEGRITY: XXH3.
 OTHER_NAMESPACE = DiskNamespace("c" * 64, "d" * 64, {"model": "another", INTEGRITY: XXH3.name})
 
 
-def load_ticket(planned: PlannedObject) -> LoadTicket:
-    """As the manager hands it out before any reset."""
-    return LoadTicket(0, planned.object_id, planned.num_bytes, DiskLoad())
+NOWHERE = File("0" * 16, 0)
 
 
 def settings(root: Path, **changes: object) -> DiskTierSettings:
@@ -70,6 +70,8 @@ class TierPair:
             for rank in range(world_size)
         ]
         self._loads = 0
+        self._files: dict[ObjectId, File] = {}
+        """Where each object was written last from here."""
 
     def recovered(self) -> "TierPair":
         until(lambda: self.tier.advance() or not self.tier.is_recovering, "recovery")
@@ -128,6 +130,7 @@ class TierPair:
 
     def _write(self, ticket: StoreTicket, data: np.ndarray | None) -> list[StoreResult]:
         results: list[StoreResult] = []
+        self._files[ticket.planned.object_id] = ticket.part.file
         for rank, worker in enumerate(self.workers):
             buffer = worker.begin_store(ticket)
             assert buffer is not None
@@ -170,7 +173,7 @@ class TierPair:
         self._loads += 1
         load_id = f"load-{self._loads}"
         worker = self.workers[rank]
-        worker.begin_load(load_id, [load_ticket(planned) for planned in objects])
+        worker.begin_load(load_id, [self.load_ticket(planned) for planned in objects])
         results: dict[int, FetchResult] = {}
 
         def poll() -> bool:
@@ -190,8 +193,23 @@ class TierPair:
     def reasons(self, objects: list[PlannedObject], rank: int = 0) -> list[str]:
         return [result.reason or "" for result in self.fetch(objects, rank)]
 
+    def file(self, planned: PlannedObject) -> File:
+        """Where the object is by the index, else where it was written last from here, else nowhere."""
+        own = file_of(self.tier, planned.object_id)
+        return own or self._files.get(planned.object_id, NOWHERE)
+
     def path(self, planned: PlannedObject, rank: int = 0) -> Path:
-        return Path(self.namespace.path_of(str(self.root), planned.object_id, rank))
+        return Path(path_of(str(self.root), self.file(planned), rank))
+
+    def pretend(self, planned: PlannedObject, file: File) -> None:
+        """Ask for the object there from now on, unless the index has it."""
+        self._files[planned.object_id] = file
+
+    def load_ticket(self, planned: PlannedObject) -> LoadTicket:
+        """As the manager hands it out before any reset."""
+        return LoadTicket(
+            0, planned.object_id, planned.num_bytes, DiskPart(self.file(planned), self.namespace.fingerprint)
+        )
 
     def has(self, planned: PlannedObject) -> bool:
         return self.tier.index.has(planned.object_id)

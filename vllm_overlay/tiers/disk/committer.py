@@ -1,63 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out, in order, what the scheduler has decided about objects: stored, discarded, removed."""
+"""Tells the catalogue, in order, of what was stored, and unlinks what is of no use."""
 
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
-from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Name, StoredObject
-from vllm_overlay.tiers.disk.catalogue.room import Room
-from vllm_overlay.tiers.disk.maintenance.remover import Remover
-from vllm_overlay.tiers.disk.updates import Committed, Forgotten, Refused, ServedNamespace
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """All ranks' files of an object are in place. Its parents are held, and its bytes taken from the room."""
-
-    served: ServedNamespace
-    item: StoredObject
-
-
-@dataclass(frozen=True, slots=True)
-class Discarded:
-    """A store has failed, or nobody wants its object. The files that it left, if any, are of no use.
-
-    ``is_refused`` says that the catalogue did not take the object, while the scheduler thinks that it is there.
-    """
-
-    served: ServedNamespace
-    item: StoredObject
-    is_refused: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Another process removed the object that had the name before, and with it our files."""
-
-    name: Name
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """Nobody shall load this object any more, nor what depends on it."""
-
-    served: ServedNamespace
-    object_id: ObjectId
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """From here on another namespace is served."""
-
-    served: ServedNamespace
-
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Refusal
+from vllm_overlay.tiers.disk.catalogue import Committed as Answer
+from vllm_overlay.tiers.disk.room import Room
+from vllm_overlay.tiers.disk.steps import Discarded, Moved, Step, Stored, discarded
+from vllm_overlay.tiers.disk.unlinker import Unlinker
+from vllm_overlay.tiers.disk.updates import Committed, ServedNamespace
 
 _log = RateLimitedLog(logging.getLogger(__name__))
-Step = Stored | Discarded | Lost | Dropped | Moved
 
 
 class Committer:
@@ -66,91 +24,76 @@ class Committer:
     def __init__(
         self,
         catalogue: Catalogue,
-        remover: Remover,
+        writer: str,
+        unlinker: Unlinker,
         room: Room,
-        stuck: list[Discarded],
-        removed: list[Dropped],
         move: Callable[[ServedNamespace], None],
     ) -> None:
-        """``stuck`` has what could not be unlinked, ``removed`` what ``forget`` is yet to tell of. The caller owns both
-        for as long as it keeps ``room``."""
         self._catalogue = catalogue
-        self._remover = remover
+        self._writer = writer
+        self._unlinker = unlinker
         self._room = room
-        self._stuck = stuck
-        self._removed = removed
         self._move = move
 
-    def carry_out(self, steps: deque[Step]) -> None:
-        """Take away what is done, each step once. Another thread may append meanwhile."""
-        for step in tuple(self._stuck):
+    def carry_out(self, steps: deque[Step], stuck: list[Discarded], now: int) -> None:
+        """Take away what is done, each step once; ``stuck`` has what could not be unlinked. Another thread may append
+        to ``steps`` meanwhile. What is stored was used ``now``, in seconds since the epoch."""
+        for step in tuple(stuck):
             if self._discard(step):
-                self._stuck.remove(step)
+                stuck.remove(step)
         while steps:
             if stored := _leading_stores(steps):
-                self._commit(stored, steps)
-            else:
-                self._carry_out(steps[0])
-                steps.popleft()
-
-    def forget(self) -> None:
-        """What was removed may be stored again, now that the scheduler is told of all changes: it would take an older
-        one for the removal of what it has stored since."""
-        while self._removed:
-            step = self._removed.pop()
-            step.served.updates.append(Forgotten(step.object_id))
-
-    def _carry_out(self, step: Step) -> None:
-        match step:
-            case Discarded():
-                if not self._discard(step):
-                    self._stuck.append(step)
-            case Lost(name):
-                self._remover.remove([name])
-            case Dropped(served, object_id):
-                self._remover.remove([Name(served.namespace.fingerprint_of(object_id.tag), object_id)])
-                self._removed.append(step)
-            case Moved(served):
-                self._move(served)
-            case Stored():
-                raise AssertionError("stores are committed together")
-
-    def _commit(self, stored: Sequence[Stored], steps: deque[Step]) -> None:
-        """Once the catalogue has answered, these steps are done. What is left to do becomes new steps."""
-        refused = self._refused(stored)
-        left: list[Step] = []
-        for step in stored:
-            steps.popleft()
-            if step.item.name in refused:
-                left.append(Discarded(step.served, step.item, is_refused=True))
+                self._commit(stored, steps, now)
                 continue
-            self._room.commit(step.item.num_bytes)
-            step.served.holds.release(step.item.planned.parents)
-            step.served.updates.append(Committed(step.item.planned.object_id))
-            if not self._remover.is_there(step.item):
-                left.append(Lost(step.item.name))
+            match steps[0]:
+                case Discarded() as step:
+                    if not self._discard(step):
+                        stuck.append(step)
+                case Moved(served):
+                    self._move(served)
+            steps.popleft()
+
+    def _commit(self, stored: Sequence[Stored], steps: deque[Step], now: int) -> None:
+        """Once the catalogue has answered, these steps are done. What is left to do becomes new steps."""
+        answers = self._ask(stored, now)
+        left: list[Step] = []
+        for step, answer in zip(stored, answers, strict=True):
+            steps.popleft()
+            own, object_id = step.item.file, step.served.namespace.own_id(step.item.planned.object_id)
+            assert object_id is not None
+            counts = answer.file if isinstance(answer, Answer) else None
+            step.served.updates.append(Committed(object_id, own, counts))
+            if counts != own:
+                left.append(discarded(step))
+                continue
+            is_paid = isinstance(answer, Answer) and answer.is_paid
+            (self._room.commit if is_paid else self._room.release)(step.item.num_bytes)
+            step.served.holds.release(step.parents)
         steps.extendleft(reversed(left))
 
-    def _refused(self, stored: Sequence[Stored]) -> set[Name]:
+    def _ask(self, stored: Sequence[Stored], now: int) -> list[Answer | Refusal]:
+        """What the catalogue says of each. A writer that has ended meanwhile takes its stores along."""
+        own = [step for step in stored if step.item.file.writer == self._writer]
+        answers = dict(zip((step.item.file for step in own), self._answers(own, now), strict=True))
+        return [answers.get(step.item.file, Refusal.NO_GRANT) for step in stored]
+
+    def _answers(self, stored: Sequence[Stored], now: int) -> list[Answer | Refusal]:
         try:
-            return {item.name for item, _ in self._catalogue.commit(step.item for step in stored).refused}
+            used = [(msgspec.structs.replace(step.item, last_use=now), step.replaces) for step in stored]
+            return self._catalogue.commit(self._writer, used)
         except ValueError as error:  # an object that no row can hold must not keep the others
             if len(stored) > 1:
-                return set().union(*(self._refused([step]) for step in stored))
+                return [answer for step in stored for answer in self._answers([step], now)]
             _log.warning("row", "disk tier: an object cannot be kept: %s", error)
-            return {stored[0].item.name}
+            return [Refusal.NO_GRANT]
 
     def _discard(self, step: Discarded) -> bool:
-        """Whether its files are gone, or belong to another process that has stored the same object. If not, its bytes
-        stay taken."""
-        item = step.item
-        is_others = bool(self._catalogue.find([item.name]))
-        if not is_others and not self._remover.unlink_all(self._remover.paths_of(item.name, item.world_size)):
+        """Whether its files are gone, or named after all: a rebuild may have found them. If not, its bytes stay
+        taken."""
+        if not self._catalogue.named([step.file]) and not self._unlinker.unlink(step.file, step.world_size):
             return False
-        object_id = item.planned.object_id
-        self._room.release(item.num_bytes)
-        step.served.holds.release(item.planned.parents)
-        step.served.updates.append(Refused(object_id) if step.is_refused else Forgotten(object_id))
+        self._room.release(step.num_bytes)
+        step.served.holds.release(step.parents)
         return True
 
 

@@ -2,14 +2,14 @@
 """Keeps room ahead of the stores: asks the catalogue for it, and evicts where there is too little."""
 
 import logging
-import time
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import partial
 
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Limits, Name, Totals, limit_bytes
-from vllm_overlay.tiers.disk.catalogue.room import Room
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, File, Garbage, Limits, Totals, limit_bytes
 from vllm_overlay.tiers.disk.files.device import Device
-from vllm_overlay.tiers.disk.maintenance.remover import Remover
+from vllm_overlay.tiers.disk.room import Room
+from vllm_overlay.tiers.disk.unlinker import Unlinker
 from vllm_overlay.tiers.disk.updates import ServedNamespace
 
 _LARGEST_AHEAD = 2
@@ -34,99 +34,81 @@ class Evictor:
     """Called in the bookkeeper's thread. Raises CatalogueError and OSError."""
 
     def __init__(
-        self, catalogue: Catalogue, remover: Remover, room: Room, quota: Quota, root: str, device: Device
+        self, catalogue: Catalogue, writer: str, unlinker: Unlinker, room: Room, quota: Quota, root: str, device: Device
     ) -> None:
         self._catalogue = catalogue
-        self._remover = remover
+        self._writer = writer
+        self._unlinker = unlinker
         self._room = room
         self._quota = quota
         self._root = root
         self._device = device
-        self._unrecorded: dict[Name, int] = {}
-        """Objects whose files are gone and whose rows are not, and their bytes."""
-        self.has_evicted_others = False
-        """Whether namespaces that this process does not serve may be empty by now."""
+        self._ahead: list[Garbage] = []
+        """What went before its row since the catalogue could be written last."""
 
-    def make_room(self, served: ServedNamespace) -> tuple[int, bool]:
+    def make_room(self, served: ServedNamespace, now: int, may_evict: bool) -> tuple[int, bool]:
         """Bring the room to what this process may hold once half of it is gone.
 
-        Returns how many objects were evicted, at most one batch, and whether to call again.
+        Returns how many objects were evicted, at most one batch, and whether to call again. ``may_evict`` is False
+        until the dead are buried, who may hold what is wanted.
         """
+        self._ahead = []
         totals = self._catalogue.totals()
         capacity = self._usable_bytes(totals)
         self._give_back(totals.num_bytes - capacity)
         largest = self._room.largest_bytes or self._quota.largest_bytes
-        at_least = max(largest, min(_LARGEST_AHEAD * largest, capacity // 2), self._room.wanted_bytes)
+        at_least = max(largest, min(_LARGEST_AHEAD * largest, capacity // 2))
         target = limit_bytes(totals, capacity, at_least)
         self._give_back(self._room.available - target)  # members that have joined since make the parts smaller
         if self._room.available * 2 >= target and self._room.available >= at_least:
             return 0, False
-        grant = self._catalogue.grant(max(0, target - self._room.available), at_least, capacity)
+        grant = self._catalogue.grant(self._writer, max(0, target - self._room.available), at_least, capacity)
         self._room.grow(grant.num_bytes)
         self._give_back(grant.surplus_bytes)
-        if not grant.short_bytes or self._remover.num_stuck >= _MOST_STUCK:
+        if not grant.short_bytes or self._unlinker.num_stuck >= _MOST_STUCK or not may_evict:
             return 0, False
-        return self._evict(served, grant.short_bytes, capacity)
+        return self._evict(served, now, grant.short_bytes, capacity)
 
     def _give_back(self, num_bytes: int) -> None:
         """As far as no store has taken it."""
         if num_bytes > 0 and (returned := self._room.take_back(num_bytes)):
-            self._catalogue.give_back(returned)
+            self._catalogue.give_back(self._writer, returned)
 
     def _usable_bytes(self, totals: Totals) -> int:
         """What all objects together may take: a file system smaller than the capacity is the limit."""
         free_bytes = self._device.free_bytes(self._root) - self._quota.min_free_bytes
         return max(0, min(self._quota.capacity_bytes, totals.object_bytes + totals.removing_bytes + free_bytes))
 
-    def _evict(self, served: ServedNamespace, short_bytes: int, capacity: int) -> tuple[int, bool]:
-        pinned = self._held_names(served)
-        claimed: set[Name] = set()
+    def _evict(self, served: ServedNamespace, now: int, short_bytes: int, capacity: int) -> tuple[int, bool]:
+        claimed: set[File] = set()
+        gone: set[File] = set()
         try:
-            limits = Limits(short_bytes, BATCH_ROWS, pinned)
-            removed = self._catalogue.evict(limits, int(time.time()), partial(_claim, served, claimed))
-        except BaseException:
-            served.holds.unclaim(name.object_id for name in claimed)
-            raise
-        served.holds.unclaim(name.object_id for name in claimed.difference(item.name for item in removed))
-        self.has_evicted_others |= any(item.name.fingerprint not in served.namespace.fingerprints for item in removed)
-        kept = self._remover.finish(removed, short_bytes, capacity)
+            limits = Limits(short_bytes, BATCH_ROWS, served.holds.held())
+            removed = self._catalogue.evict(self._writer, limits, now, partial(_claim, served, claimed))
+            gone.update(item.file for item in removed)
+        finally:
+            served.holds.unclaim(claimed - gone)
+        kept = self._unlinker.finish(removed, short_bytes, capacity)
         self._room.grow(kept)
-        return len(removed), bool(removed) and kept < short_bytes and not self._remover.num_stuck
+        return len(removed), bool(removed) and kept < short_bytes and not self._unlinker.num_stuck
 
-    def _held_names(self, served: ServedNamespace) -> frozenset[Name]:
-        return frozenset(Name(served.namespace.fingerprint_of(each.tag), each) for each in served.holds.held())
-
-    def unlink_unrecorded(self, served: ServedNamespace) -> int:
-        """Called when the catalogue cannot be written. Where that is for a full disk, files go first, and their rows
-        when they can; returns how many objects went."""
+    def unlink_ahead(self, served: ServedNamespace, now: int) -> int:
+        """Called when the catalogue cannot be written. Where that is for a full disk, the files go first that would be
+        evicted next. A load of one is a miss, and the next eviction takes its row. Returns how many objects went."""
         if self._device.free_bytes(self._root) >= _FULL_BYTES:
             return 0
-        wanted = sum(self._unrecorded.values()) + max(_FULL_BYTES, self._quota.largest_bytes)
-        limits = Limits(wanted, len(self._unrecorded) + BATCH_ROWS, self._held_names(served))
-        victims = self._catalogue.choose_victims(limits, int(time.time()))
-        may_go = _claim(served, set(), [item.name for item in victims])
-        chosen = [item for item in victims if item.name in may_go and item.name not in self._unrecorded]
-        for item in chosen:
-            self._remover.unlink_all(self._remover.paths_of(item.name, item.world_size))
-            self._unrecorded[item.name] = item.num_bytes
+        wanted = sum(item.num_bytes for item in self._ahead) + max(_FULL_BYTES, self._quota.largest_bytes)
+        limits = Limits(wanted, len(self._ahead) + BATCH_ROWS, served.holds.held())
+        victims = [item for item in self._catalogue.choose_victims(limits, now) if item not in self._ahead]
+        gone = [item for item in victims if self._unlinker.unlink(item.file, item.world_size)]
+        self._ahead += gone
         logger.warning(
-            "disk tier: %s is full: removed %d objects so that the catalogue can be written", self._root, len(chosen)
+            "disk tier: %s is full: removed %d objects so that the catalogue can be written", self._root, len(gone)
         )
-        return len(chosen)
-
-    def record(self, served: ServedNamespace) -> None:
-        """Take the rows of what ``unlink_unrecorded`` has unlinked away, but for what was stored again since."""
-        if self._unrecorded:
-            again = {item.name for item in self._catalogue.find(self._unrecorded) if self._remover.is_there(item)}
-            self._remover.remove(name for name in self._unrecorded if name not in again)
-            served.holds.unclaim(name.object_id for name in again)
-            self._unrecorded = {}
+        return len(gone)
 
 
-def _claim(served: ServedNamespace, claimed: set[Name], names: list[Name]) -> set[Name]:
-    """Those that may go; what is of the served namespace is claimed, and added to ``claimed``."""
-    own = served.namespace
-    ours = {name.object_id: name for name in names if name.fingerprint == own.fingerprint_of(name.object_id.tag)}
-    free = {ours[object_id] for object_id in served.holds.claim(ours)}
-    claimed.update(free)
-    return free.union(name for name in names if ours.get(name.object_id) != name)
+def _claim(served: ServedNamespace, claimed: set[File], files: list[File]) -> Set[File]:
+    """Those that may go."""
+    claimed |= served.holds.claim(files)
+    return claimed

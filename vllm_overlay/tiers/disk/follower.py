@@ -6,8 +6,9 @@ from collections.abc import Iterable
 import msgspec
 
 from vllm_overlay.planner.objects import PlannedObject
-from vllm_overlay.tiers.disk.catalogue import Catalogue, FellBehind, StoredObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, FellBehind, File, StoredObject
 from vllm_overlay.tiers.disk.files.format import file_bytes
+from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER
 from vllm_overlay.tiers.disk.updates import Found, Gone, ReloadBegins, ReloadEnds, ServedNamespace
 
 _OBJECTS_AN_UPDATE = 64
@@ -39,20 +40,18 @@ class Follower:
         return has_more
 
     def _load(self) -> None:
-        updates = self._served.updates
-        seq, slices = self._catalogue.load(self._served.namespace.fingerprints)
-        going = self._served.holds.going()
-        updates.append(ReloadBegins())
+        seq, slices = self._catalogue.load(self._served.namespace.fingerprint)
+        self._served.updates.append(ReloadBegins())
         for found in slices:
             self._tell(found)
-        updates.append(ReloadEnds(going))
+        self._served.updates.append(ReloadEnds())
         self._seq = seq
         self._served.is_loaded = True
 
     def _read_changes(self) -> bool:
         assert self._seq is not None
         try:
-            changes = self._catalogue.changes_since(self._seq, self._served.namespace.fingerprints)
+            changes = self._catalogue.changes_since(self._seq, self._served.namespace.fingerprint)
         except FellBehind:
             self._seq = None
             return True
@@ -63,22 +62,21 @@ class Follower:
                 continue
             self._tell(found)
             found = []
-            self._served.updates.append(Gone(change.object_id))
+            if (object_id := self._served.namespace.own_id(change.object_id)) is not None:
+                self._served.updates.append(Gone(object_id, change.file))
         self._tell(found)
         self._seq = changes.seq
         return changes.has_more
 
     def _tell(self, found: Iterable[StoredObject]) -> None:
-        objects = [_as_counted(item) for item in found if self._is_ours(item)]
+        objects = [known for item in found if (known := self._known(item)) is not None]
         for start in range(0, len(objects), _OBJECTS_AN_UPDATE):
             self._served.updates.append(Found(objects[start : start + _OBJECTS_AN_UPDATE]))
 
-    def _is_ours(self, item: StoredObject) -> bool:
-        """Whether the row is what our own store would have written."""
+    def _known(self, item: StoredObject) -> tuple[PlannedObject, File] | None:
+        """The object if its row is what a store of this engine would have written."""
         num_bytes = file_bytes(item.planned.num_bytes) * self._world_size
-        fingerprint = self._served.namespace.fingerprint_of(item.planned.object_id.tag)
-        return (item.fingerprint, item.world_size, item.num_bytes) == (fingerprint, self._world_size, num_bytes)
-
-
-def _as_counted(item: StoredObject) -> PlannedObject:
-    return msgspec.structs.replace(item.planned, num_bytes=item.num_bytes)
+        if (item.world_size, item.num_bytes) != (self._world_size, num_bytes) or item.file.number > MAX_NUMBER:
+            return None
+        planned = self._served.namespace.own(item.planned)
+        return None if planned is None else (msgspec.structs.replace(planned, num_bytes=num_bytes), item.file)

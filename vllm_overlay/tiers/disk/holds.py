@@ -1,60 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that loads and stores of this process need, so that it does not evict them meanwhile."""
+"""Files that loads and stores of this process need, so that it does not evict them meanwhile."""
 
 import threading
 from collections import Counter
 from collections.abc import Iterable
 
-from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.catalogue import File
+
+_MOST_GOING = 1 << 16
 
 
 class Holds:
     """Thread-safe, and never waits for more than a few set operations.
 
     The scheduler's thread holds and releases. The bookkeeper's thread claims what it is about to evict. From then on
-    nobody can hold it. Other processes do not see the holds of this one: a load may still find an object missing.
+    nobody can hold it: a file that went never comes back. Other processes do not see the holds of this one, so a load
+    may still find its file missing.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[ObjectId] = Counter()
-        self._going: set[ObjectId] = set()
+        self._counts: Counter[File] = Counter()
+        self._going: dict[File, None] = {}
 
-    def hold(self, object_ids: Iterable[ObjectId]) -> bool:
+    def hold(self, files: Iterable[File]) -> bool:
         """Hold all of these, or none when one of them is going. Returns whether they are held."""
-        wanted = tuple(object_ids)
+        wanted = tuple(files)
         with self._lock:
-            if not self._going.isdisjoint(wanted):
+            if any(file in self._going for file in wanted):
                 return False
             self._counts.update(wanted)
             return True
 
-    def release(self, object_ids: Iterable[ObjectId]) -> None:
+    def release(self, files: Iterable[File]) -> None:
         """Undo one ``hold``."""
         with self._lock:
-            for object_id in object_ids:
-                self._counts[object_id] -= 1
-                if self._counts[object_id] <= 0:
-                    del self._counts[object_id]
+            for file in files:
+                self._counts[file] -= 1
+                if self._counts[file] <= 0:
+                    del self._counts[file]
 
-    def held(self) -> frozenset[ObjectId]:
+    def held(self) -> frozenset[File]:
         """What somebody holds now."""
         with self._lock:
             return frozenset(self._counts)
 
-    def claim(self, object_ids: Iterable[ObjectId]) -> set[ObjectId]:
-        """Claim and return those that nobody holds. They are going from now on."""
+    def claim(self, files: Iterable[File]) -> set[File]:
+        """Claim and return those that nobody holds. The last 65,536 are remembered: the scheduler hears of each soon,
+        and what it has not heard of by then is a miss."""
         with self._lock:
-            claimed = {object_id for object_id in object_ids if object_id not in self._counts}
-            self._going |= claimed
+            claimed = {file for file in files if file not in self._counts}
+            self._going.update(dict.fromkeys(claimed))
+            while len(self._going) > _MOST_GOING:
+                del self._going[next(iter(self._going))]
             return claimed
 
-    def going(self) -> frozenset[ObjectId]:
-        """What is claimed now."""
+    def unclaim(self, files: Iterable[File]) -> None:
+        """These stay after all."""
         with self._lock:
-            return frozenset(self._going)
-
-    def unclaim(self, object_ids: Iterable[ObjectId]) -> None:
-        """End the claim: these stay after all, or are gone and may come again."""
-        with self._lock:
-            self._going.difference_update(object_ids)
+            for file in files:
+                self._going.pop(file, None)

@@ -3,10 +3,8 @@
 
 import itertools
 import logging
-import os
 import secrets
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,24 +15,24 @@ from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierUsage
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.bookkeeper import Bookkeeper
+from vllm_overlay.tiers.disk.catalogue import File
 from vllm_overlay.tiers.disk.evictor import Quota
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import MAX_PARENTS, file_bytes
-from vllm_overlay.tiers.disk.files.learned_file import read_learned
-from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, check_object_id
+from vllm_overlay.tiers.disk.files.lease import take_lease
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, check_stored_id
 from vllm_overlay.tiers.disk.files.root import choose_root
+from vllm_overlay.tiers.disk.hidden import UNREADABLE_S, Hidden, VisibleHits
+from vllm_overlay.tiers.disk.learned import read_learned
+from vllm_overlay.tiers.disk.parts import DiskPart
 from vllm_overlay.tiers.disk.ranking import Ranker
-from vllm_overlay.tiers.disk.recent import Recent
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
-from vllm_overlay.tiers.disk.suspension import SUSPENDED_S, ReadableHits
-from vllm_overlay.tiers.disk.tickets import DiskLoad, DiskStore
+from vllm_overlay.tiers.disk.tickets import FileTickets
 from vllm_overlay.tiers.disk.updates import (
     Committed,
-    Forgotten,
     Found,
     Gone,
-    Refused,
     ReloadBegins,
     ReloadEnds,
     ServedNamespace,
@@ -54,18 +52,20 @@ _JOIN_S = 2.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Store:
-    """An object from its ticket until the catalogue is told of it. ``num_bytes`` are of all ranks' files.
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """An object from its ticket until the catalogue has answered. ``num_bytes`` are of all ranks' files.
 
-    ``is_rewrite``: the index has the object, pinned, and its files could not be read.
+    ``parents`` are the files that are held meanwhile. ``replaces``: the index has the object in that file, pinned and
+    hidden, because it was not right or could not be read.
     """
 
     served: ServedNamespace
     planned: PlannedObject
+    file: File
     num_bytes: int
-    is_rewrite: bool
-    is_written: bool = False
+    parents: tuple[File, ...]
+    replaces: File | None
 
 
 class DiskTierManager(TierManager):
@@ -98,41 +98,35 @@ class DiskTierManager(TierManager):
         self._write_rate = WriteRate(rate, quota.largest_bytes)
         self._uses = UseCounter(settings.store_on_nth_use)
         integrity = integrity_of(settings.encryption_key_file)
-        root = choose_root(device, os.path.abspath(settings.root))
+        root = choose_root(device, settings.root, settings.host_name)
+        lease = take_lease(device, root)
         self._geometry = geometry if settings.eviction_policy != "lru" else None
         self._keep_learned_at = 0.0
-        self._ranker = self._new_ranker(read_learned(root, namespace.attention) if self._geometry else None)
+        self._ranker = self._new_ranker(read_learned(root, namespace.fingerprint) if self._geometry else None)
         self.index = _new_index(self._ranker)
         self._name = settings.name
         self._first_namespace = namespace
-        self._reset = ""
-        self._tickets = itertools.count(1)
-        self._stores: dict[int, _Store] = {}
-        self._suspended: Recent[ObjectId] = Recent(SUSPENDED_S)
-        self._rewritten: dict[int, ObjectId] = {}
-        """By ticket: suspended objects that are on their way once more. The index has them, pinned."""
-        self._removing: Counter[ObjectId] = Counter()
-        """Names whose files are about to be unlinked, so that a new store would be lost with them."""
+        self._numbers = itertools.count(1)
+        self._tickets = FileTickets()
+        self._stores: dict[int, Store] = {}
+        self._written: set[int] = set()
+        """Stores that every rank has reported, while a parent is still on its way."""
+        self._replacing: set[ObjectId] = set()
+        """Hidden objects that are being stored anew. The index has them, pinned."""
+        self._hidden = Hidden()
         self._unconfirmed: set[ObjectId] = set()
         """Objects that the catalogue has yet to take in."""
         self._unseen: set[ObjectId] = set()
         """What a reload that is under way has not found yet."""
         self._outdated: set[ObjectId] = set()
         """What the last reload has not found."""
-        self._pinned: Counter[ObjectId] = Counter()
-        self._pinned_before: Counter[ObjectId] = Counter()
-        """What loads hold in the index, and what they hold in one that a reset has replaced."""
         self._dropped = 0
         self._served = ServedNamespace(namespace)
         self._awake_until = time.monotonic() + _AWAKE_S
-        self._bookkeeper = Bookkeeper(root, self._served, world_size, quota, device, integrity)
+        self._bookkeeper = Bookkeeper(root, self._served, world_size, quota, device, integrity, lease)
 
     def _new_ranker(self, learned: Learned | None) -> Ranker | None:
         return None if self._geometry is None else Ranker(self._geometry, self._capacity_bytes, learned)
-
-    def _bytes_on_disk(self, num_bytes: int) -> int:
-        """What all ranks' files of an object of ``num_bytes`` a rank take."""
-        return bytes_on_disk(num_bytes, self._world_size)
 
     # What the bookkeeper tells.
 
@@ -149,7 +143,7 @@ class DiskTierManager(TierManager):
         while updates and time.perf_counter() < deadline:
             self._apply(updates.popleft())
         if self._ranker is not None and (ranking := self._ranker.advance(deadline)) is not None:
-            self._bookkeeper.rank(self._served, ranking, time.time() - time.monotonic())
+            self._bookkeeper.rank(self._served, ranking)
             if time.monotonic() >= self._keep_learned_at:
                 self._keep_learned_at = time.monotonic() + _KEEP_LEARNED_S
                 self._bookkeeper.keep(self._ranker.learned())
@@ -162,55 +156,64 @@ class DiskTierManager(TierManager):
         match update:
             case Found(objects):
                 self._take_in(objects)
-            case Gone(object_id):
-                self._discard_all(self.index.drop_evicted(object_id))
-                self._served.holds.unclaim([object_id])
-            case Committed(object_id):
+            case Gone(object_id, file):
+                if self._has_file(object_id, file):
+                    self._hidden.discard(object_id)
+                    self._discard_all(self.index.drop_evicted(object_id))
+            case Committed(object_id, file, counts):
                 self._unconfirmed.discard(object_id)
-            case Refused(object_id):
-                self._unconfirmed.discard(object_id)
-                self._forget(object_id)
-            case Forgotten(object_id):
-                self._end_removal(object_id)
+                if counts is None and self._has_file(object_id, file):
+                    self._forget(object_id)
+                elif counts is not None and counts != file:
+                    self._change_file(object_id, file, counts)
             case ReloadBegins():
                 self._unseen = set(self.index.visible()) - self._unconfirmed
-            case ReloadEnds(going):
+            case ReloadEnds():
                 self._outdated |= self._unseen
                 self._unseen = set()
-                self._served.holds.unclaim(going)
 
-    def _take_in(self, objects: Sequence[PlannedObject]) -> None:
+    def _take_in(self, objects: Sequence[tuple[PlannedObject, File]]) -> None:
         for gone in (self._unseen, self._outdated):
             if gone:
-                gone.difference_update(item.object_id for item in objects)
-        # What builds on an object that was dropped here cannot be reached: it stays for those who can.
-        self.index.restore([item for item in objects if item.object_id not in self._removing])
+                gone.difference_update(planned.object_id for planned, _ in objects)
+        found = [(planned, self._tickets.ticket(file)) for planned, file in objects]
+        for planned, ticket in found:
+            entry = self.index.get(planned.object_id)
+            if entry is not None and entry.ticket != ticket:  # somebody has stored it anew
+                entry.ticket = ticket
+                self._hidden.discard(planned.object_id)
+        self.index.restore((planned for planned, _ in found), [ticket for _, ticket in found])
+
+    def _has_file(self, object_id: ObjectId, file: File) -> bool:
+        """Whether the index has the object, in this file."""
+        entry = self.index.get(object_id)
+        return entry is not None and entry.ticket == self._tickets.ticket(file)
+
+    def _change_file(self, object_id: ObjectId, before: File, now: File) -> None:
+        if self._has_file(object_id, before) and (entry := self.index.get(object_id)) is not None:
+            entry.ticket = self._tickets.ticket(now)
 
     def _forget(self, object_id: ObjectId) -> None:
         """It is not there any more, nor what depends on it."""
+        self._hidden.discard(object_id)
         self._discard_all(self.index.drop(object_id))
-
-    def _end_removal(self, object_id: ObjectId) -> None:
-        self._removing[object_id] -= 1
-        if self._removing[object_id] <= 0:
-            del self._removing[object_id]
 
     # Lookups.
 
     def hits(self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int) -> HitSource:
-        if not (unreadable := self._suspended.names()):
-            return self.index
-        asked = set(keys)
-        suspended = {object_id for object_id in unreadable if object_id.key in asked}
-        return ReadableHits(self.index, suspended, geometry, keys) if suspended else self.index
+        if self._hidden and (hidden := self._hidden.among(set(keys))):
+            return VisibleHits(self.index, hidden, geometry, keys)
+        return self.index
 
     def has_or_awaits(self, object_id: ObjectId) -> bool:
-        return self.index.has_or_awaits(object_id) and not self._may_rewrite(object_id)
+        return self.index.has_or_awaits(object_id) and self._replaceable(object_id) is None
 
-    def _may_rewrite(self, object_id: ObjectId) -> bool:
-        """Whether the object is here, could not be read, and is not on its way once more."""
-        is_unreadable = object_id in self._suspended and self.index.has(object_id)
-        return is_unreadable and object_id not in self._rewritten.values()
+    def _replaceable(self, object_id: ObjectId) -> File | None:
+        """The file of an object that is here, hidden, and not on its way once more."""
+        if not self._hidden or object_id not in self._hidden or object_id in self._replacing:
+            return None
+        entry = self.index.get(object_id)
+        return None if entry is None else self._tickets.file(entry.ticket)
 
     # Stores.
 
@@ -218,46 +221,57 @@ class DiskTierManager(TierManager):
         return self._uses.is_due(object_id)
 
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
-        if not _has_a_name(planned) or planned.object_id in self._removing:
+        served = self._served
+        if not _has_a_name(served.namespace, planned):
             return None
-        num_bytes = self._bytes_on_disk(planned.num_bytes)
-        is_rewrite = self._may_rewrite(planned.object_id)
-        if not is_rewrite and not self.index.may_reserve(planned):
+        replaces = self._replaceable(planned.object_id)
+        if replaces is None and not self.index.may_reserve(planned):
             return None
-        if not self._take_room(num_bytes, planned.parents):
+        num_bytes = bytes_on_disk(planned.num_bytes, self._world_size)
+        parents = self._files_of(planned.parents)
+        if parents is None or not (writer := self._take_room(num_bytes, parents)):
             self._dropped += 1
             return None
-        ticket = next(self._tickets)
-        self._stores[ticket] = _Store(self._served, planned, num_bytes, is_rewrite)
-        if is_rewrite:
-            self._rewritten[ticket] = planned.object_id
+        file = File(writer, next(self._numbers))
+        ticket = self._tickets.ticket(file)
+        self._stores[ticket] = Store(served, planned, file, num_bytes, parents, replaces)
+        if replaces is not None:
+            self._replacing.add(planned.object_id)
             self.index.pin([planned.object_id])
         else:
-            self._suspended.discard(planned.object_id)
+            self._hidden.discard(planned.object_id)
             self.index.reserve(planned, ticket, num_bytes=num_bytes)
-        return StoreTicket(ticket, planned, DiskStore(self._reset))
+        return StoreTicket(ticket, planned, _part(served, file))
 
-    def _take_room(self, num_bytes: int, parents: Sequence[ObjectId]) -> bool:
-        """Whether there are bytes for an object now. Then its parents stay until the catalogue has it."""
+    def _files_of(self, object_ids: Sequence[ObjectId]) -> tuple[File, ...] | None:
+        """The files of objects that the index has, or awaits. None when it does not."""
+        entries = [self.index.find(object_id) for object_id in object_ids]
+        files = tuple(self._tickets.file(entry.ticket) for entry in entries if entry is not None)
+        return files if len(files) == len(entries) else None
+
+    def _take_room(self, num_bytes: int, parents: Sequence[File]) -> str:
+        """Whose file an object is to be, if there are bytes for it now. Then its parents stay until the catalogue has
+        it."""
         if not self._write_rate.allows(num_bytes) or not self._served.holds.hold(parents):
-            return False
-        if not self._bookkeeper.reserve(num_bytes):
+            return ""
+        if not (writer := self._bookkeeper.reserve(num_bytes)):
             self._served.holds.release(parents)
-            return False
+            return ""
         self._write_rate.spend(num_bytes)
-        return True
+        return writer
 
     def commit(self, ticket: int) -> None:
         if (store := self._stores.get(ticket)) is None:
             return
         if store.served is not self._served:
             self._discard(ticket)
-        elif store.is_rewrite:
-            self._suspended.discard(store.planned.object_id)
+        elif store.replaces is not None:
+            self._change_file(store.planned.object_id, store.replaces, store.file)
+            self._hidden.discard(store.planned.object_id)
             self._tell_of(ticket)
-            self._end_rewrite(ticket)
+            self._end_replacing(store)
         else:
-            store.is_written = True
+            self._written.add(ticket)
             visible, released = self.index.commit(ticket)
             for entry in visible:
                 self._tell_of(entry.ticket)
@@ -268,22 +282,24 @@ class DiskTierManager(TierManager):
             return
         if store.served is not self._served:
             self._discard(ticket)
-        elif store.is_rewrite:
+        elif store.replaces is not None:
             self._discard(ticket)
-            self._end_rewrite(ticket)
+            self._end_replacing(store)
         else:
             self._discard_all(self.index.abort(ticket))
 
     def _tell_of(self, ticket: int) -> None:
         """The object of a store can be found: others shall find it too."""
+        self._written.discard(ticket)
         if (store := self._stores.pop(ticket, None)) is not None:
             self._unconfirmed.add(store.planned.object_id)
             if self._ranker is not None:
                 self._ranker.stored(store.num_bytes)
-            self._bookkeeper.commit(store.served, store.planned, store.num_bytes, ticket)
+            self._bookkeeper.commit(store)
 
-    def _end_rewrite(self, ticket: int) -> None:
-        self._discard_all(self.index.unpin([self._rewritten.pop(ticket)]))
+    def _end_replacing(self, store: Store) -> None:
+        self._replacing.discard(store.planned.object_id)
+        self._discard_all(self.index.unpin([store.planned.object_id]))
 
     def _discard_all(self, released: Iterable[Entry]) -> None:
         """Of what the index has released: the files of stores that the catalogue will not hear of."""
@@ -291,34 +307,29 @@ class DiskTierManager(TierManager):
             self._discard(entry.ticket)
 
     def _discard(self, ticket: int) -> None:
+        self._written.discard(ticket)
         if (store := self._stores.pop(ticket, None)) is not None:
-            if store.served is self._served:
-                self._removing[store.planned.object_id] += 1
-            self._bookkeeper.discard(store.served, store.planned, store.num_bytes)
+            self._bookkeeper.discard(store)
 
     # Loads.
 
     def acquire(self, planned: Sequence[PlannedObject]) -> list[LoadTicket] | None:
         object_ids = [item.object_id for item in planned]
-        if not self._served.holds.hold(object_ids):
+        entries = [entry for object_id in object_ids if (entry := self.index.get(object_id)) is not None]
+        files = [self._tickets.file(entry.ticket) for entry in entries]
+        if len(files) < len(planned) or not self._served.holds.hold(files):
             return None
-        if (entries := self.index.pin(object_ids)) is None:
-            self._served.holds.release(object_ids)
-            return None
-        self._pinned.update(object_ids)
+        self.index.pin(object_ids)
         self._bookkeeper.use(self._served, object_ids)
         return [
-            LoadTicket(entry.ticket, item.object_id, item.num_bytes, DiskLoad(self._reset))
-            for entry, item in zip(entries, planned, strict=True)
+            LoadTicket(entry.ticket, item.object_id, item.num_bytes, _part(self._served, file))
+            for entry, item, file in zip(entries, planned, files, strict=True)
         ]
 
-    def release(self, object_ids: Sequence[ObjectId]) -> None:
-        if self._pinned_before:
-            object_ids = [object_id for object_id in object_ids if not _take_one(self._pinned_before, object_id)]
-        for object_id in object_ids:
-            _take_one(self._pinned, object_id)
-        self._served.holds.release(object_ids)
-        self._discard_all(self.index.unpin(object_ids))
+    def release(self, tickets: Sequence[LoadTicket]) -> None:
+        own = [ticket for ticket in tickets if ticket.part.fingerprint == self._served.namespace.fingerprint]
+        self._served.holds.release(ticket.part.file for ticket in own)
+        self._discard_all(self.index.unpin([ticket.object_id for ticket in own]))
 
     def touch(self, object_ids: Sequence[ObjectId]) -> None:
         self.index.touch(object_ids)
@@ -327,36 +338,30 @@ class DiskTierManager(TierManager):
     # Removal.
 
     def drop(self, object_id: ObjectId) -> None:
-        if object_id in self._rewritten.values():
-            self.suspend(object_id)  # its old file is about to be replaced, and what builds on it is right
-            return
-        self._forget(object_id)
-        self._removing[object_id] += 1
-        self._bookkeeper.drop(self._served, object_id)
+        """An object whose file is gone or wrong is hidden until it is stored anew: what builds on it is right."""
+        if self.index.has(object_id):
+            self._hidden.add(object_id)
+        else:
+            self._forget(object_id)
 
     def suspend(self, object_id: ObjectId) -> None:
-        """For ``SUSPENDED_S``, or until it is stored again. Its file stays, and with it what builds on it."""
-        self._suspended.add(object_id)
+        self._hidden.add(object_id, UNREADABLE_S)
 
     def clear(self) -> None:
-        """Begin a new namespace of this process alone: the weights may be others from now on.
+        """Begin a private namespace: the weights may be others from now on.
 
         What was stored before stays for those who serve it, and goes first when nobody does. This process finds it
         again once it is restarted and the weights' files say that it is right.
         """
-        for ticket in [ticket for ticket, store in self._stores.items() if store.is_written]:
+        for ticket in list(self._written):
             self._discard(ticket)
-        self._reset = secrets.token_hex(8)
-        self._served = ServedNamespace(self._first_namespace.since(self._reset))
+        self._served = ServedNamespace(self._first_namespace.since(secrets.token_hex(8)))
         self._bookkeeper.serve(self._served, retired=self.index)
         if self._ranker is not None:
             self._ranker = self._new_ranker(self._ranker.learned())
         self.index = _new_index(self._ranker)
-        self._suspended = Recent(SUSPENDED_S)
-        self._rewritten, self._unconfirmed, self._unseen, self._outdated = {}, set(), set(), set()
-        self._removing.clear()
-        self._pinned_before.update(self._pinned)
-        self._pinned.clear()
+        self._hidden = Hidden()
+        self._replacing, self._unconfirmed, self._unseen, self._outdated = set(), set(), set(), set()
         logger.info("%s: reset: what was stored before is not loaded any more", self._name)
 
     def usage(self) -> TierUsage:
@@ -396,21 +401,15 @@ def _new_index(ranker: Ranker | None) -> PrefixIndex:
     return PrefixIndex(capacity_bytes=None, policy=NeverEvicts() if ranker is None else ranker.policy)
 
 
-def _take_one(counts: Counter[ObjectId], object_id: ObjectId) -> bool:
-    """Whether there was one to take."""
-    if not counts[object_id]:
-        return False
-    counts[object_id] -= 1
-    if not counts[object_id]:
-        del counts[object_id]
-    return True
+def _part(served: ServedNamespace, file: File) -> DiskPart:
+    return DiskPart(file, served.namespace.fingerprint, served.namespace.is_private)
 
 
-def _has_a_name(planned: PlannedObject) -> bool:
-    """Whether a file name and a header can carry the object."""
+def _has_a_name(namespace: DiskNamespace, planned: PlannedObject) -> bool:
+    """Whether a header can carry the object."""
     try:
         for object_id in (planned.object_id, *planned.parents):
-            check_object_id(object_id)
+            check_stored_id(namespace.stored_id(object_id))
     except ValueError:
         return False
     return len(planned.parents) == len(set(planned.parents)) <= MAX_PARENTS and planned.num_bytes > 0

@@ -3,12 +3,11 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.catalogue import Scored
 from vllm_overlay.tiers.policies.base import Ranked
 from vllm_overlay.tiers.policies.guarded import GuardedPolicy
 from vllm_overlay.tiers.policies.learned import LearnedEviction
@@ -19,15 +18,6 @@ SHARE = 16
 LEAST_S, MOST_S = 0.1, 60.0
 """But no sooner and no later than so long after that. A tier that takes less than ``SHARE * LEAST_S`` to fill is small,
 and soon ranked."""
-
-
-class Timed(NamedTuple):
-    """Evict an object as if it had been used last at ``evict_as``, unless it was used after ``until``. In seconds since
-    the epoch."""
-
-    object_id: ObjectId
-    evict_as: float
-    until: float
 
 
 class Ranker:
@@ -82,7 +72,7 @@ class Ranker:
         return True
 
 
-def times_of(ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Timed]:
+def times_of(ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Scored]:
     """The least worth of n gets the earliest of their n last uses, and so on. So they are, together, as old as before.
 
     What nobody can use any more gets 0. The ranking's clock and ``to_epoch_s`` are seconds since the epoch. Called in
@@ -102,6 +92,6 @@ def times_of(ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Timed]:
         yield from _timed(usable[place], max(0.0, evict_as), to_epoch_s)
 
 
-def _timed(item: Ranked, evict_as: float, to_epoch_s: float) -> Iterator[Timed]:
+def _timed(item: Ranked, evict_as: float, to_epoch_s: float) -> Iterator[Scored]:
     for object_id in (item.object_id, *item.others):
-        yield Timed(object_id, evict_as, item.until + to_epoch_s)
+        yield Scored(object_id, evict_as, item.until + to_epoch_s)

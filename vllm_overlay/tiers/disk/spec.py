@@ -9,7 +9,7 @@ from vllm_overlay import versions
 from vllm_overlay.config import MIB, parse_bytes
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import TierRoom, TierSpec, WorkerContext
-from vllm_overlay.tiers.disk.catalogue.grants import HELD_PARTS
+from vllm_overlay.tiers.disk.catalogue import HELD_PARTS
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT, DiskNamespace

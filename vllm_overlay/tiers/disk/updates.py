@@ -5,43 +5,34 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.catalogue import File
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.holds import Holds
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Objects in the catalogue, each after its parents. ``num_bytes`` of each is of all ranks' files."""
+    """Objects in the catalogue, each after its parents, and their files. ``num_bytes`` of each is of all ranks."""
 
-    objects: list[PlannedObject]
+    objects: list[tuple[PlannedObject, File]]
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """An object that was evicted or removed, by whatever process."""
+    """An object that was evicted, by whatever process, and the file that went with it."""
 
     object_id: ObjectId
+    file: File
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The catalogue has the object of a store."""
+    """The catalogue has the object of a store. ``file`` is the store's, ``counts`` the one that the object has now:
+    another where somebody else was first, none where the object was not taken."""
 
     object_id: ObjectId
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The catalogue did not take the object of a store; its files are removed."""
-
-    object_id: ObjectId
-
-
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """What the scheduler dropped or discarded is removed: the name may be stored again."""
-
-    object_id: ObjectId
+    file: File
+    counts: File | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +42,10 @@ class ReloadBegins:
 
 @dataclass(frozen=True, slots=True)
 class ReloadEnds:
-    """What was not found since ``ReloadBegins`` is not there any more. ``going`` were evicted before it."""
-
-    going: frozenset[ObjectId]
+    """What was not found since ``ReloadBegins`` is not there any more."""
 
 
-Update = Found | Gone | Committed | Refused | Forgotten | ReloadBegins | ReloadEnds
+Update = Found | Gone | Committed | ReloadBegins | ReloadEnds
 
 
 @dataclass(slots=True, eq=False)

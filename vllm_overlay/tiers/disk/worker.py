@@ -3,7 +3,6 @@
 
 import errno
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -18,19 +17,16 @@ from vllm_overlay.common.reasons import Reason
 from vllm_overlay.config import parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
-from vllm_overlay.tiers.disk.files.device import Device, remove_quietly, takes_direct_io, temporary_name
+from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.files.object_file import (
-    BadObject,
-    read_object,
-    write_object,
-)
-from vllm_overlay.tiers.disk.files.root import choose_root
+from vllm_overlay.tiers.disk.files.object_file import BadObject, read_object, write_object
+from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
+from vllm_overlay.tiers.disk.files.writer import Life, path_of, share_life
+from vllm_overlay.tiers.disk.parts import DiskPart
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.staging import Staging
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
-from vllm_overlay.tiers.disk.tickets import DiskLoad, DiskStore
 from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes, HostBuffer
 
 MAX_PENDING_STORES = 256
@@ -72,17 +68,18 @@ class DiskTierWorker(TierWorker):
     ) -> None:
         self._device = device or Device()
         self._integrity = integrity_of(settings.encryption_key_file)
-        self._root = choose_root(self._device, os.path.abspath(settings.root))
+        root = choose_root(self._device, settings.root, settings.host_name)
+        self._root = root.path
         self._namespace = namespace
         self._rank = rank
         self._world_size = world_size
         self._staging = Staging(parse_bytes(settings.staging_bytes, "staging_bytes"), unit_bytes, max_object_bytes)
         wants_direct = settings.direct_io == "auto" and unit_bytes % PAGE_BYTES == 0
-        self._direct = wants_direct and takes_direct_io(self._device, self._root)
+        self._direct = wants_direct and takes_direct_io(self._device, root)
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
         self._num_writing = 0
-        self._temporaries: set[str] = set()
+        self._life: Life | None = None
         self._stored: list[StoreResult] = []
         self._loads: dict[str, dict[int, _Fetch]] = {}
         self._waiting: deque[_Fetch] = deque()
@@ -150,24 +147,25 @@ class DiskTierWorker(TierWorker):
         return reason
 
     def _write(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
-        namespace = self._namespace.since(_store_part(ticket).reset)
-        path = namespace.path_of(self._root, ticket.planned.object_id, self._rank)
-        temporary = os.path.join(os.path.dirname(path), temporary_name())
-        self._temporaries.add(temporary)
-        try:
-            header = self._header(namespace, ticket)
-            write_object(self._device, temporary, header, buffer, self._direct, self._integrity)
-            self._device.rename(temporary, path)
-        except BaseException:
-            remove_quietly(self._device, temporary)
-            raise
-        finally:
-            self._temporaries.discard(temporary)
+        part = _part_of(ticket)
+        self._take_part(part.file.writer)
+        path = path_of(self._root, part.file, self._rank)
+        write_object(self._device, path, self._header(part, ticket), buffer, self._direct, self._integrity)
 
-    def _header(self, namespace: DiskNamespace, ticket: StoreTicket) -> ObjectHeader:
-        planned = ticket.planned
+    def _take_part(self, writer: str) -> None:
+        """So that nobody buries the writer while this rank writes. Raises OSError when it is dead already."""
+        with self._lock:
+            if self._life is None or self._life.writer != writer:
+                if (life := share_life(self._root, writer)) is None:
+                    raise FileNotFoundError(errno.ENOENT, "the writer of this store has ended", writer)
+                if self._life is not None:
+                    self._life.end()
+                self._life = life
+
+    def _header(self, part: DiskPart, ticket: StoreTicket) -> ObjectHeader:
+        planned = self._namespace.stored(ticket.planned)
         return ObjectHeader(
-            fingerprint=bytes.fromhex(namespace.fingerprint_of(planned.object_id.tag)),
+            fingerprint=bytes.fromhex(part.fingerprint),
             object_id=planned.object_id,
             parents=planned.parents,
             start_tokens=planned.start_tokens,
@@ -175,7 +173,8 @@ class DiskTierWorker(TierWorker):
             payload_bytes=planned.num_bytes,
             rank=self._rank,
             world_size=self._world_size,
-            ticket=ticket.ticket,
+            file=part.file,
+            is_private=part.is_private,
         )
 
     # Loads.
@@ -260,7 +259,7 @@ class DiskTierWorker(TierWorker):
             self._start_waiting()
 
     def _try_to_read(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
-        """The reason why not, or None. A file that does not verify is removed."""
+        """The reason why not, or None."""
         if not fetch.is_wanted or self._is_closed:
             return BadObject(Reason.CLOSED, is_bad=False)
         if not self._read_breaker.allows():
@@ -271,19 +270,15 @@ class DiskTierWorker(TierWorker):
 
     def _read_or_reason(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
         try:
-            namespace = self._namespace.since(_load_part(fetch.ticket).reset)
-            path = namespace.path_of(self._root, fetch.ticket.object_id, self._rank)
+            path = path_of(self._root, _part_of(fetch.ticket).file, self._rank)
             try:
-                identity = self._identity(namespace, fetch.ticket)
+                identity = self._identity(fetch.ticket)
                 read_object(
                     self._device, path, identity, buffer, self._direct, self._integrity, lambda: fetch.is_wanted
                 )
             except BadObject as bad:
-                if not fetch.is_wanted:  # given up: by now the file may be another, or be written over
-                    return bad
-                _log.warning(bad.reason, "disk tier: an object was not loaded (%s): %s", bad.reason, path)
-                if bad.is_bad and bad.reason is not Reason.MISSING:
-                    self._remove_bad(path)
+                if fetch.is_wanted:
+                    _log.warning(bad.reason, "disk tier: an object was not loaded (%s): %s", bad.reason, path)
                 return bad
         except SHUTDOWN:
             raise
@@ -292,17 +287,10 @@ class DiskTierWorker(TierWorker):
             return BadObject(Reason.ERROR, is_bad=False)
         return None
 
-    def _identity(self, namespace: DiskNamespace, ticket: LoadTicket) -> Identity:
-        fingerprint = bytes.fromhex(namespace.fingerprint_of(ticket.object_id.tag))
-        return Identity(fingerprint, ticket.object_id, self._rank, self._world_size, ticket.num_bytes)
-
-    def _remove_bad(self, path: str) -> None:
-        try:
-            self._device.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            _log.warning("remove", "disk tier: a bad object cannot be removed: %s", error)
+    def _identity(self, ticket: LoadTicket) -> Identity:
+        part, stored_id = _part_of(ticket), self._namespace.stored_id(ticket.object_id)
+        fingerprint = bytes.fromhex(part.fingerprint)
+        return Identity(fingerprint, stored_id, part.file, self._rank, self._world_size, ticket.num_bytes)
 
     def _fail(self, fetch: _Fetch, reason: Reason, is_bad: bool = False, is_unreadable: bool = False) -> None:
         """Called with the lock held. The fetch has no buffer, or none any more."""
@@ -345,16 +333,12 @@ class DiskTierWorker(TierWorker):
             self._start_waiting()
         self._readers.stop(_JOIN_S)
         self._writers.stop(_JOIN_S)
-        for temporary in tuple(self._temporaries):
-            remove_quietly(self._device, temporary)
+        with self._lock:
+            if self._life is not None and not self._num_writing:
+                self._life.end()
         return given_up
 
 
-def _store_part(ticket: StoreTicket) -> DiskStore:
-    assert isinstance(ticket.part, DiskStore)
-    return ticket.part
-
-
-def _load_part(ticket: LoadTicket) -> DiskLoad:
-    assert isinstance(ticket.part, DiskLoad)
+def _part_of(ticket: StoreTicket | LoadTicket) -> DiskPart:
+    assert isinstance(ticket.part, DiskPart)
     return ticket.part

@@ -6,12 +6,21 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 
-from tests.tiers.disk.inside import reading
+from tests.tiers.disk.catalogue.inside import reading
 from vllm_overlay.tiers.disk.catalogue import Catalogue
-from vllm_overlay.tiers.disk.catalogue.members import read_members, served_by
-from vllm_overlay.tiers.disk.catalogue.namespaces import Namespaces
-from vllm_overlay.tiers.disk.catalogue.rows import COLUMNS, MAX_PARENTS, Id, NumBytes, ObjectRow, Slot, read_all
-from vllm_overlay.tiers.disk.catalogue.totals import read_totals
+from vllm_overlay.tiers.disk.catalogue.grants import read_meta
+from vllm_overlay.tiers.disk.catalogue.rows import (
+    COLUMNS,
+    MAX_PARENTS,
+    Flag,
+    Id,
+    Number,
+    NumBytes,
+    ObjectRow,
+    WriterId,
+    read_all,
+)
+from vllm_overlay.tiers.disk.catalogue.writers import read_namespaces
 
 MAX_FINDINGS = 100
 _ROWS = 4096
@@ -20,47 +29,41 @@ _ROWS = 4096
 def check(catalogue: Catalogue) -> list[str]:
     """Up to 100 sentences on what contradicts what; none when all is well. Reads every row. Raises CatalogueError."""
     with reading(catalogue) as db:
-        return _check(db)
+        return check_rows(db)
 
 
-def _check(db: sqlite3.Connection) -> list[str]:
-    findings = itertools.chain(_pages(db), _objects(db), _parents(db), _members(db), _removals(db))
+def check_rows(db: sqlite3.Connection) -> list[str]:
+    findings = itertools.chain(_pages(db), _objects(db), _parents(db), _writers(db), _garbage(db), _changes(db))
     return list(itertools.islice(findings, MAX_FINDINGS))
 
 
 def _pages(db: sqlite3.Connection) -> Iterator[str]:
-    """Every index has what its table has, and every page is in one place only."""
+    """Every index has what its table has, every column what its CHECK allows, and every page is in one place only."""
     for (sentence,) in db.execute(f"PRAGMA integrity_check({MAX_FINDINGS})").fetchall():
         if sentence != "ok":
             yield f"SQLite: {sentence}"
 
 
 def _objects(db: sqlite3.Connection) -> Iterator[str]:
-    namespaces = Namespaces(db)
-    num_bytes = num_objects = 0
+    namespaces = read_namespaces(db)
+    num_bytes = num_objects = newest = 0
     cursor = db.execute(f"SELECT {COLUMNS} FROM object NOT INDEXED")
     while chunk := cursor.fetchmany(_ROWS):
         for row in read_all(ObjectRow, chunk):
             num_bytes += row.num_bytes
             num_objects += 1
-            if row.namespace not in namespaces.by_id:
+            newest = max(newest, row.last_use)
+            if row.namespace not in namespaces:
                 yield f"object {row.id} is in namespace {row.namespace}, which is not there"
-            if row.start_tokens > row.end_tokens:
-                yield f"object {row.id} ends before it starts"
-    totals = read_totals(db)
-    if (num_objects, num_bytes) != (totals.num_objects, totals.object_bytes):
-        counted = f"{totals.num_objects} of {totals.object_bytes} counted"
+    meta = read_meta(db)
+    if (num_objects, num_bytes) != (meta.num_objects, meta.num_bytes):
+        counted = f"{meta.num_objects} of {meta.num_bytes} counted"
         yield f"{num_objects} objects of {num_bytes} bytes are there, {counted}"
-    wrong = db.execute(
-        "SELECT id FROM object WHERE place != coalesce(score, last_use) OR (score IS NULL) != (score_expiry IS NULL)"
-        f" LIMIT {MAX_FINDINGS}"
-    )
-    for (number,) in wrong.fetchall():
-        yield f"object {number} has another place than its score or last use says"
+    if newest > meta.newest_use:
+        yield f"an object was used at {newest}, after {meta.newest_use}"
 
 
 def _parents(db: sqlite3.Connection) -> Iterator[str]:
-    namespaces = Namespaces(db)
     where = dict(read_all(tuple[Id, Id], db.execute("SELECT id, namespace FROM object")))
     children: Counter[int] = Counter()
     parents: Counter[int] = Counter()
@@ -73,33 +76,42 @@ def _parents(db: sqlite3.Connection) -> Iterator[str]:
         parents[child] += 1
         if child not in where or parent not in where:
             yield f"object {child} or its parent {parent} is not there"
-        elif parent >= child:
-            yield f"object {child} is older than its parent {parent}"
-        elif (row := namespaces.by_id.get(where[child])) is not None and row.parents_id != where[parent]:
+        elif where[child] != where[parent]:
             yield f"parent {parent} of object {child} is in namespace {where[parent]}"
     for number, count in read_all(tuple[Id, NumBytes], db.execute("SELECT id, num_children FROM object")):
         if count != children[number]:
             yield f"object {number} has {children[number]} children and counts {count}"
 
 
-def _members(db: sqlite3.Connection) -> Iterator[str]:
-    namespaces = Namespaces(db)
-    slots = {row.slot for row in read_members(db)}
-    for slot, served in served_by(db).items():
-        if slot not in slots:
-            yield f"slot {slot} serves namespaces and is no member"
-        for number in served - set(namespaces.by_id):
-            yield f"slot {slot} serves namespace {number}, which is not there"
+def _writers(db: sqlite3.Connection) -> Iterator[str]:
+    namespaces = read_namespaces(db)
+    for writer, namespace in read_all(
+        tuple[WriterId, Id], db.execute("SELECT id, namespace FROM writer WHERE namespace IS NOT NULL")
+    ):
+        if namespace not in namespaces:
+            yield f"writer {writer} serves namespace {namespace}, which is not there"
 
 
-def _removals(db: sqlite3.Connection) -> Iterator[str]:
-    slots = {row.slot for row in read_members(db)}
-    for (slot,) in read_all(tuple[Slot], db.execute("SELECT DISTINCT slot FROM removal")):
-        if slot not in slots:
-            yield f"slot {slot} unlinks files and is no member"
-    both = db.execute(
-        "SELECT count(*) FROM removal JOIN object ON object.namespace = removal.namespace"
-        " AND object.key = removal.key AND object.tag = removal.tag"
-    ).fetchone()[0]
+def _garbage(db: sqlite3.Connection) -> Iterator[str]:
+    writers = {number for (number,) in read_all(tuple[WriterId], db.execute("SELECT id FROM writer"))}
+    collectors = db.execute("SELECT DISTINCT collector FROM garbage WHERE collector IS NOT NULL")
+    for (collector,) in read_all(tuple[WriterId], collectors):
+        if collector not in writers:
+            yield f"{collector} unlinks files and is no writer"
+    both = db.execute("SELECT count(*) FROM garbage JOIN object USING (writer, number)").fetchone()[0]
     if both:
-        yield f"{both} objects are there and are being removed"
+        yield f"{both} files are an object's and to be unlinked"
+
+
+def _changes(db: sqlite3.Connection) -> Iterator[str]:
+    """The last change of each object says what is there."""
+    rows = db.execute(
+        "SELECT change.object, is_added, change.writer, change.number, object.writer, object.number, max(seq)"
+        " FROM change LEFT JOIN object ON object.id = change.object GROUP BY change.object"
+    )
+    for number, is_added, writer, file, writer_now, file_now, _ in read_all(
+        tuple[Id, Flag, WriterId, Number, WriterId | None, Number | None, Id],  # type: ignore[arg-type]
+        rows,
+    ):
+        if (writer_now, file_now) != ((writer, file) if is_added else (None, None)):
+            yield f"the last change of object {number} says something else"

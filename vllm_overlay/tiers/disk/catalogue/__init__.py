@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One SQLite file a root that says which objects there are, what they take, and who uses them.
+"""One SQLite file a root that says which objects there are, what they take, and who writes them.
 
 The objects' files are the truth: a row is what we believe. A catalogue that is damaged or lost is rebuilt from them.
 """
 
 from vllm_overlay.tiers.disk.catalogue.catalogue import BATCH_ROWS, Catalogue
-from vllm_overlay.tiers.disk.catalogue.changes import Changes
-from vllm_overlay.tiers.disk.catalogue.commit import Commit, Refusal
+from vllm_overlay.tiers.disk.catalogue.changes import Changes, Gone
 from vllm_overlay.tiers.disk.catalogue.errors import (
     Busy,
     CatalogueError,
@@ -17,34 +16,38 @@ from vllm_overlay.tiers.disk.catalogue.errors import (
 )
 from vllm_overlay.tiers.disk.catalogue.eviction import Limits
 from vllm_overlay.tiers.disk.catalogue.generations import replace_damaged
-from vllm_overlay.tiers.disk.catalogue.grants import Grant, limit_bytes
-from vllm_overlay.tiers.disk.catalogue.members import DeadMember
-from vllm_overlay.tiers.disk.catalogue.rows import Name, Namespace, RemovedObject, Scored, StoredObject
-from vllm_overlay.tiers.disk.catalogue.totals import Totals
+from vllm_overlay.tiers.disk.catalogue.grants import HELD_PARTS, Grant, Totals, limit_bytes
+from vllm_overlay.tiers.disk.catalogue.objects import Committed, Refusal
+from vllm_overlay.tiers.disk.catalogue.rows import File, Garbage, StoredObject, Victim
+from vllm_overlay.tiers.disk.catalogue.scores import Scored
 from vllm_overlay.tiers.disk.catalogue.usage import NamespaceUsage
+from vllm_overlay.tiers.disk.catalogue.writers import Namespace, WriterRow
 
 __all__ = [
     "BATCH_ROWS",
+    "HELD_PARTS",
     "Busy",
     "Catalogue",
     "CatalogueError",
     "Changes",
-    "Commit",
+    "Committed",
     "Damaged",
-    "DeadMember",
     "FellBehind",
+    "File",
+    "Garbage",
+    "Gone",
     "Grant",
     "Limits",
-    "Name",
     "Namespace",
     "NamespaceUsage",
     "Refusal",
-    "RemovedObject",
     "Scored",
     "StoredObject",
     "Superseded",
     "Totals",
     "Unavailable",
+    "Victim",
+    "WriterRow",
     "limit_bytes",
     "replace_damaged",
 ]

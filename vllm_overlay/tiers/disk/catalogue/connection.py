@@ -10,17 +10,19 @@ import time
 import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from vllm_overlay.common.file_lock import lock
-from vllm_overlay.tiers.disk.catalogue import generations, journal, schema
+from vllm_overlay.tiers.disk.catalogue import generations, schema
 from vllm_overlay.tiers.disk.catalogue.errors import Busy, Damaged, Superseded, Unavailable, is_busy, translated
-from vllm_overlay.tiers.disk.catalogue.holder import find_holder
 
 _POLL_S = 0.004
 _STEPS_A_CALL = 1_000_000
 DEFAULT_CALLS = 64
 LONG_CALLS = 8192
 """How many million steps of SQLite one transaction may take: a forged tree must not keep us for ever."""
+_LOCKS = Path("/proc/locks")
+_WRITER, _READERS = range(120, 121), range(123, 128)
+"""The bytes of the -shm file that a writer, and those who read, lock: part of SQLite's file format."""
 _open: "weakref.WeakSet[Connection]" = weakref.WeakSet()
 _abandoned: list[object] = []
 """Connections of the parent process. Closing one here would be a second process's word about the parent's locks."""
@@ -29,40 +31,32 @@ _abandoned: list[object] = []
 class Connection:
     """Threads of one process may share it; they take turns. Every transaction may wait ``timeout_s``."""
 
-    def __init__(self, root: str, timeout_s: float) -> None:
+    def __init__(self, root: str, journal: str, timeout_s: float) -> None:
         """Open the newest generation, or begin the first one. Raises CatalogueError, ConfigError."""
-        self.root = root
+        self._journal = journal
         self._timeout_s = timeout_s
         self._pid = os.getpid()
         self._turn = threading.Lock()
         self._calls_left = DEFAULT_CALLS
         self._num_bytes = 0
         with translated(0):
-            self._take_newest(root, timeout_s)
-        try:
-            self._db = self._connect()
-        except BaseException:
-            os.close(self._users_fd)
-            raise
+            generations.check_root(root)
+            with generations.root_locked(root, timeout_s):
+                self.generation = generations.ensure(root, journal)
+                self._path = generations.path_of(root, self.generation)
+                self._next_path = generations.path_of(root, self.generation + 1)
+                self._file = generations.check_file(self._path, self.generation)
+        self._db = self._connect()
         _open.add(self)
 
-    def _take_newest(self, root: str, timeout_s: float) -> None:
-        generations.prepare_root(root)
-        with generations.root_locked(root, timeout_s):
-            self.generation = generations.ensure(root)
-            self.path = generations.path_of(root, self.generation)
-            self._next_path = generations.path_of(root, self.generation + 1)
-            self._file = generations.check_file(self.path, self.generation)
-            self._users_fd = lock(generations.users_path(root, self.generation), shared=True)
-
     def _connect(self) -> sqlite3.Connection:
-        uri = f"file:{urllib.parse.quote(os.fsencode(os.path.abspath(self.path)))}?mode=rw"
+        uri = f"file:{urllib.parse.quote(os.fsencode(os.path.abspath(self._path)))}?mode=rw"
         with translated(self.generation):
             db = sqlite3.connect(uri, timeout=0, isolation_level=None, check_same_thread=False, uri=True)
             try:
                 db.set_progress_handler(self._is_too_long, _STEPS_A_CALL)
                 self._patiently(lambda: schema.configure(db))
-                self._patiently(lambda: schema.verify(db, journal.journal_mode(self.root)))
+                self._patiently(lambda: schema.verify(db, self._journal))
             except BaseException:
                 db.close()
                 raise
@@ -86,16 +80,10 @@ class Connection:
             _open.discard(self)
             with self._turn:
                 self._db.close()
-            if self._users_fd >= 0:
-                os.close(self._users_fd)
-                self._users_fd = -1
 
     def leave_to_parent(self) -> None:
         """Called in a child after a fork."""
         _abandoned.append(self._db)
-        if self._users_fd >= 0:
-            os.close(self._users_fd)
-            self._users_fd = -1
 
     @contextlib.contextmanager
     def _transaction(self, begin: str, num_calls: int) -> Iterator[sqlite3.Connection]:
@@ -107,6 +95,8 @@ class Connection:
             with translated(self.generation):
                 self._check_file()
                 self._calls_left = num_calls
+                if begin != "BEGIN":
+                    self._cut_log()
                 self._patiently(lambda: self._begin(begin))
                 try:
                     yield self._db
@@ -118,18 +108,27 @@ class Connection:
 
     def _check_file(self) -> None:
         try:
-            found = os.lstat(self.path)
+            found = os.lstat(self._path)
         except FileNotFoundError:
-            raise Superseded(f"{self.path} was removed") from None
+            raise Superseded(f"{self._path} was removed") from None
         except OSError as error:
             raise Unavailable(str(error)) from error
         if not os.path.samestat(found, self._file):
-            raise Superseded(f"{self.path} is another file now")
+            raise Superseded(f"{self._path} is another file now")
         if found.st_size < self._num_bytes:  # SQLite may go on for long with what it has in memory
             raise Damaged("it was cut short", self.generation)
         self._num_bytes = found.st_size
         if os.path.lexists(self._next_path):
             raise Superseded(f"{self._next_path} took its place")
+
+    def _cut_log(self) -> None:
+        """Who is stopped while it reads keeps the log from being used anew. Raises Unavailable once it is too long."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.lstat(f"{self._path}-wal").st_size > schema.MOST_LOG_BYTES:
+                is_busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                if is_busy:
+                    who = _find_holder(self._path, _READERS)
+                    raise Unavailable(f"{self._path}-wal cannot be cut off because {who} reads: continue or end it")
 
     def _commit(self) -> None:
         """With a rollback journal it has to wait for who reads."""
@@ -162,12 +161,26 @@ class Connection:
                 if not is_busy(error):
                     raise
                 if time.monotonic() >= deadline:
-                    raise Busy(f"{self.path} is locked by {find_holder(self.path)}") from error
+                    raise Busy(f"{self._path} is locked by {_find_holder(self._path, _WRITER)}") from error
             time.sleep(random.uniform(0.5, 1.5) * _POLL_S)
 
     def _is_too_long(self) -> bool:
         self._calls_left -= 1
         return self._calls_left < 0
+
+
+def _find_holder(path: str, where: range) -> str:
+    """ "process 123", as far as the kernel says so. Opens no file of SQLite's: closing it would drop our own locks."""
+    try:
+        inode = os.lstat(f"{path}-shm").st_ino
+        lines = _LOCKS.read_text().splitlines()
+    except OSError:
+        return "another process"
+    for line in lines:  # 1: POSIX  ADVISORY  WRITE 4711 fd:01:1234 120 120
+        fields = line.split()
+        if len(fields) == 8 and fields[5].endswith(f":{inode}") and fields[6].isdecimal() and int(fields[6]) in where:
+            return f"process {fields[4]}"
+    return "another process"
 
 
 def _leave_connections_to_parent() -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes when there is no room: leaves of all namespaces, in one order for everybody.
 
-First what nobody serves, and of that first what nobody will serve again. Then the lowest ``place``: a member's score of
-the object while it holds, else its last use. Both are in seconds since the epoch, so they can be compared. What loses
-its last child and has no score of its own takes over the child's.
+First what nobody serves, and of that first what is private: nobody will serve it again. Then the lowest ``place``: a
+writer's score of the object while it holds, else its last use. Both are in seconds since the epoch, so they can be
+compared. What loses its last child and has no score of its own takes over the child's.
 """
 
 import heapq
@@ -15,24 +15,26 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue.namespaces import Namespaces
+from vllm_overlay.tiers.disk.catalogue import changes
 from vllm_overlay.tiers.disk.catalogue.rows import (
     MAX_PARENTS,
     MAX_SCORE,
+    File,
+    Garbage,
     Id,
-    Key,
-    Name,
+    Number,
     NumBytes,
     ObjectBytes,
-    RemovedObject,
     Score,
-    Tag,
+    Victim,
     WorldSize,
+    WriterId,
+    name_of,
     read_all,
 )
+from vllm_overlay.tiers.disk.catalogue.writers import act_as, read_grant, read_namespaces, served
 
-_COLUMNS = "id, namespace, place, tag, key, world_size, num_bytes, num_children, score"
+_COLUMNS = "id, namespace, place, writer, number, world_size, num_bytes, num_children, score"
 _MAX_PLACE = max(MAX_SCORE, 2.0**40)
 
 
@@ -40,30 +42,26 @@ class _Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
     id: Id
     namespace: Id
     place: Annotated[float, Meta(ge=-_MAX_PLACE, le=_MAX_PLACE)]
-    tag: Tag
-    key: Key
+    writer: WriterId
+    number: Number
     world_size: WorldSize
     num_bytes: ObjectBytes
     num_children: NumBytes
     score: Score | None
 
+    @property
+    def file(self) -> File:
+        return File(name_of(self.writer), self.number)
 
-_Order = tuple[int, float, int]
+    @property
+    def victim(self) -> Victim:
+        return Garbage(self.file, self.world_size, self.num_bytes)
 
-
-@dataclass(frozen=True, slots=True)
-class Victims:
-    """Objects in the order in which they may go, and the numbers of their rows."""
-
-    objects: list[RemovedObject]
-    numbers: list[int]
-
-    def that(self, may_go: Callable[[list[Name]], Set[Name]] | None) -> list[int]:
-        """The numbers of those that may go."""
-        if may_go is None:
-            return self.numbers
-        allowed = may_go([item.name for item in self.objects])
-        return [number for item, number in zip(self.objects, self.numbers, strict=True) if item.name in allowed]
+    def taking_over(self, child: "_Leaf") -> "_Leaf":
+        """As the trigger ``went`` will leave this one after its last child."""
+        if child.score is None or self.score is not None:
+            return self
+        return msgspec.structs.replace(self, place=child.score, score=child.score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,37 +70,62 @@ class Limits:
 
     num_bytes: int
     num_objects: int
-    pinned: Set[Name] = frozenset()
+    pinned: Set[File] = frozenset()
 
 
-class Choice:
+def choose(db: sqlite3.Connection, limits: Limits) -> list[Victim]:
+    """What ``evict`` would take out."""
+    return [leaf.victim for leaf in _Choice(db, limits).run()]
+
+
+def evict(
+    db: sqlite3.Connection, writer: int, limits: Limits, may_go: Callable[[list[File]], Set[File]] | None
+) -> list[Victim]:
+    """Take the rows of leaves out; their files are this writer's to unlink. What of them may not go keeps its parents
+    too."""
+    read_grant(db, writer)
+    chosen = _Choice(db, limits).run()
+    allowed = None if may_go is None else may_go([leaf.file for leaf in chosen])
+    act_as(db, writer)
+    gone = [leaf.victim for leaf in chosen if (allowed is None or leaf.file in allowed) and _delete(db, leaf.id)]
+    changes.trim(db)
+    return gone
+
+
+def _delete(db: sqlite3.Connection, number: int) -> bool:
+    return db.execute("DELETE FROM object WHERE id = ? AND num_children = 0", (number,)).rowcount > 0
+
+
+_Order = tuple[int, float, int]
+
+
+class _Choice:
     """Chooses, in one transaction, and changes nothing."""
 
-    def __init__(self, db: sqlite3.Connection, served: Set[int], limits: Limits) -> None:
-        """``served`` are the namespaces that living members serve."""
+    def __init__(self, db: sqlite3.Connection, limits: Limits) -> None:
         self._db = db
         self._limits = limits
-        self._namespaces = Namespaces(db)
-        self._served = served
+        self._namespaces = read_namespaces(db)
+        self._served = served(db)
         self._children_left: dict[int, int] = {}
 
-    def run(self) -> Victims:
-        victims = Victims([], [])
+    def run(self) -> list[_Leaf]:
+        """In the order in which they may go."""
+        chosen: list[_Leaf] = []
         num_bytes = 0
         heap = [(self._order(leaf), leaf) for leaf in self._first_leaves()]
         heapq.heapify(heap)
-        while heap and num_bytes < self._limits.num_bytes and len(victims.numbers) < self._limits.num_objects:
+        while heap and num_bytes < self._limits.num_bytes and len(chosen) < self._limits.num_objects:
             _, leaf = heapq.heappop(heap)
-            victims.objects.append(RemovedObject(self._name(leaf), leaf.world_size, leaf.num_bytes))
-            victims.numbers.append(leaf.id)
+            chosen.append(leaf)
             num_bytes += leaf.num_bytes
             for parent in self._new_leaves(leaf):
                 heapq.heappush(heap, (self._order(parent), parent))
-        return victims
+        return chosen
 
     def _first_leaves(self) -> list[_Leaf]:
         """As many as may be needed: a leaf that is not among the first of all is not chosen before these are."""
-        streams = [self._leaves_of(number) for number in self._namespaces.by_id]
+        streams = [self._leaves_of(number) for number in self._namespaces]
         leaves = heapq.merge(*streams, key=self._order)
         return [leaf for leaf, _ in zip(leaves, range(self._limits.num_objects), strict=False)]
 
@@ -113,7 +136,7 @@ class Choice:
             (namespace,),
         )
         while chunk := rows.fetchmany(32):
-            yield from (leaf for leaf in read_all(_Leaf, chunk) if self._name(leaf) not in self._limits.pinned)
+            yield from (leaf for leaf in read_all(_Leaf, chunk) if leaf.file not in self._limits.pinned)
 
     def _new_leaves(self, gone: _Leaf) -> list[_Leaf]:
         """Parents that have no other child left."""
@@ -121,8 +144,8 @@ class Choice:
         for parent in self._parents(gone):
             left = self._children_left.get(parent.id, parent.num_children) - 1
             self._children_left[parent.id] = left
-            if not left and self._name(parent) not in self._limits.pinned:
-                found.append(_taking_over(parent, gone))
+            if not left and parent.file not in self._limits.pinned:
+                found.append(parent.taking_over(gone))
         return found
 
     def _parents(self, leaf: _Leaf) -> list[_Leaf]:
@@ -140,15 +163,5 @@ class Choice:
     def _rank(self, namespace: int) -> int:
         if namespace in self._served:
             return 2
-        row = self._namespaces.by_id.get(namespace)
-        return 0 if row is not None and row.is_temporary else 1
-
-    def _name(self, leaf: _Leaf) -> Name:
-        return Name(self._namespaces.fingerprint_of(leaf.namespace), ObjectId(leaf.tag, leaf.key))
-
-
-def _taking_over(parent: _Leaf, gone: _Leaf) -> _Leaf:
-    """A parent as ``recency.pass_on`` will leave it."""
-    if gone.score is None or parent.score is not None:
-        return parent
-    return msgspec.structs.replace(parent, place=gone.score, score=gone.score)
+        row = self._namespaces.get(namespace)
+        return 0 if row is not None and row.is_private else 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which file is the catalogue of a root: the one with the highest number.
 
-A damaged catalogue is never written over, because processes may have it open: the next one is a new file. An old one
-is removed once nobody has it open.
+A damaged catalogue is never written over, because processes may have it open: the next one is a new file. The old one
+is unlinked then. Who has it open finds that out at the next call.
 """
 
 import contextlib
@@ -12,16 +12,15 @@ import stat
 import time
 from collections.abc import Iterator
 
-from vllm_overlay.common.file_lock import is_held, try_lock
+from vllm_overlay.common.file_lock import try_lock
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.catalogue import journal, schema
+from vllm_overlay.tiers.disk.catalogue import schema
 from vllm_overlay.tiers.disk.catalogue.errors import Busy, CatalogueError, Damaged, translated
 
-MEMBERS = "members"
 _LOCK = "catalogue.lock"
 _NEW = "catalogue-new"
 _NAME = re.compile(r"catalogue-([1-9][0-9]{0,8})\.sqlite")
-_FILE = re.compile(r"catalogue-[1-9][0-9]{0,8}\.(?:sqlite(?:-wal|-shm|-journal)?|users)")
+_FILE = re.compile(r"catalogue-[1-9][0-9]{0,8}\.sqlite(?:-wal|-shm|-journal)?")
 _COMPANIONS = ("", "-wal", "-shm", "-journal")
 MAX_GENERATION = 999_999_999
 DEFAULT_TIMEOUT_S = 10.0
@@ -31,11 +30,6 @@ _POLL_S = 0.005
 def path_of(root: str, generation: int) -> str:
     """The file of one generation."""
     return os.path.join(root, f"catalogue-{generation}.sqlite")
-
-
-def users_path(root: str, generation: int) -> str:
-    """The file on which everybody who has this generation open keeps a shared lock."""
-    return os.path.join(root, f"catalogue-{generation}.users")
 
 
 def is_catalogue_name(name: str) -> bool:
@@ -54,17 +48,14 @@ def newest(root: str) -> int:
 
 
 def _generations(root: str) -> list[int]:
-    return sorted(int(match[1]) for name in os.listdir(root) if (match := _NAME.fullmatch(name)))
+    return [int(match[1]) for name in os.listdir(root) if (match := _NAME.fullmatch(name))]
 
 
-def prepare_root(root: str) -> None:
-    """Make the directories. Raises OSError, and ConfigError where one is not a directory of this user."""
-    for directory in (root, os.path.join(root, MEMBERS)):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(directory, 0o700)
-        found = os.lstat(directory)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise ConfigError(f"{directory!r} must be a directory of this user: remove it, or set root to another one")
+def check_root(root: str) -> None:
+    """Raise ConfigError unless it is a directory of this user; OSError. It is made by who marks it."""
+    found = os.lstat(root)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise ConfigError(f"{root!r} must be a directory of this user: remove it, or set root to another one")
 
 
 @contextlib.contextmanager
@@ -82,25 +73,15 @@ def root_locked(root: str, timeout_s: float) -> Iterator[None]:
         os.close(fd)
 
 
-def ensure(root: str) -> int:
+def ensure(root: str, journal: str) -> int:
     """The number of the newest generation, which is made where there is none. Call with the root locked."""
-    _remove_unused(root)
-    return newest(root) or begin(root, 1)
+    if not (found := newest(root)):
+        return _begin(root, 1, journal)
+    _remove_older(root, found)
+    return found
 
 
-def begin(root: str, generation: int) -> int:
-    """Put an empty catalogue in place at once, whoever dies when. Call with the root locked."""
-    if generation > MAX_GENERATION:
-        raise CatalogueError(f"{root} has no number left for a catalogue: remove catalogue-*.sqlite there")
-    temporary = os.path.join(root, _NEW)
-    _unlink(temporary)
-    schema.create(temporary, journal.journal_mode(root))
-    _unlink(path_of(root, generation))  # SQLite would play the journal of a file that was removed into this one
-    os.rename(temporary, path_of(root, generation))
-    return generation
-
-
-def replace_damaged(root: str, generation: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+def replace_damaged(root: str, generation: int, journal: str = "wal", timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Begin a new catalogue after ``Damaged``, whose ``generation`` this takes, unless somebody has done so already.
 
     Processes that have the old one open get Superseded at their next call. The new one must be rebuilt. It does not
@@ -108,7 +89,20 @@ def replace_damaged(root: str, generation: int, timeout_s: float = DEFAULT_TIMEO
     """
     with translated(generation), root_locked(root, timeout_s):
         if newest(root) <= generation:
-            begin(root, generation + 1)
+            _begin(root, generation + 1, journal)
+
+
+def _begin(root: str, generation: int, journal: str) -> int:
+    """Put an empty catalogue in place at once, whoever dies when."""
+    if generation > MAX_GENERATION:
+        raise CatalogueError(f"{root} has no number left for a catalogue: remove catalogue-*.sqlite there")
+    temporary = os.path.join(root, _NEW)
+    _unlink(temporary)
+    schema.create(temporary, journal)
+    _unlink(path_of(root, generation))  # SQLite would play the journal of a file that was removed into this one
+    os.rename(temporary, path_of(root, generation))
+    _remove_older(root, generation)
+    return generation
 
 
 def check_file(path: str, generation: int) -> os.stat_result:
@@ -124,17 +118,11 @@ def check_file(path: str, generation: int) -> os.stat_result:
     return found
 
 
-def _remove_unused(root: str) -> None:
-    """Remove old generations from the lowest up to the first that is in use.
-
-    In this order, because whoever uses one looks for the next number to learn that his is not the newest.
-    """
-    for generation in _generations(root)[:-1]:
-        if is_held(users_path(root, generation)):
-            break
-        with contextlib.suppress(OSError):  # something that is no file is left to people
-            _unlink(path_of(root, generation))
-            os.unlink(users_path(root, generation))
+def _remove_older(root: str, generation: int) -> None:
+    for older in _generations(root):
+        if older < generation:
+            with contextlib.suppress(OSError):  # something that is no file is left to people
+                _unlink(path_of(root, older))
 
 
 def _unlink(path: str) -> None:

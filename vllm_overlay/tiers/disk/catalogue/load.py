@@ -2,49 +2,55 @@
 """Reads whole namespaces in the order in which an index takes them."""
 
 import sqlite3
-from collections.abc import Iterable
 from typing import Any
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
-from vllm_overlay.tiers.disk.catalogue.namespaces import Namespaces
 from vllm_overlay.tiers.disk.catalogue.rows import COLUMNS, MAX_PARENTS, Id, ObjectRow, StoredObject, read_all
+from vllm_overlay.tiers.disk.catalogue.writers import find_namespace, read_namespaces
 
 SLICE_ROWS = 4096
 
 
 class Loader:
-    """Reads all objects of some namespaces, parents before children, a slice in a transaction.
+    """Reads all objects of one namespace, or of all, parents before children, a slice in a transaction.
 
     An object's number is higher than its parents', and no number comes twice. So the order holds though others write
     between two slices.
     """
 
-    def __init__(self, fingerprints: Iterable[str]) -> None:
-        self._fingerprints = tuple(fingerprints)
+    def __init__(self, fingerprint: str | None) -> None:
+        self._fingerprint = fingerprint
         self._last = 0
         self._names: dict[int, ObjectId] = {}
         self.is_done = False
 
     def read(self, db: sqlite3.Connection) -> list[StoredObject]:
         """The next objects; none at the end."""
-        namespaces = Namespaces(db)
-        numbers = sorted(namespaces.ids_with_partners(self._fingerprints))
-        rows = read_all(ObjectRow, self._select(db, numbers))
+        rows = read_all(ObjectRow, self._select(db))
         self.is_done = len(rows) < SLICE_ROWS
         if not rows:
             return []
+        fingerprints = {number: row.fingerprint for number, row in read_namespaces(db).items()}
         first, self._last = self._last, rows[-1].id
-        self._names.update((row.id, row.object_id) for row in rows)
+        self._names.update((row.id, ObjectId(row.kind, row.key)) for row in rows)
         parents = self._read_parents(db, first, {row.id for row in rows})
-        fingerprints = {number: namespaces.fingerprint_of(number) for number in numbers}
-        return [row.stored(fingerprints[row.namespace], tuple(parents.get(row.id, ()))) for row in rows]
+        try:
+            return [row.stored(fingerprints[row.namespace], tuple(parents.get(row.id, ()))) for row in rows]
+        except KeyError as error:
+            raise Damaged(f"there is no namespace {error}") from None
 
-    def _select(self, db: sqlite3.Connection, numbers: list[int]) -> list[Any]:
-        marks = ", ".join("?" * len(numbers))
+    def _select(self, db: sqlite3.Connection) -> list[Any]:
+        arguments: tuple[int, ...] = (self._last, SLICE_ROWS)
+        if self._fingerprint is None:
+            where = ""
+        elif (namespace := find_namespace(db, self._fingerprint)) is not None:
+            where, arguments = "AND namespace = ?3", (*arguments, namespace)
+        else:
+            return []
         return db.execute(
-            f"SELECT {COLUMNS} FROM object NOT INDEXED WHERE id > ? AND namespace IN ({marks}) ORDER BY id LIMIT ?",
-            (self._last, *numbers, SLICE_ROWS),
+            f"SELECT {COLUMNS} FROM object NOT INDEXED WHERE id > ?1 {where} ORDER BY id LIMIT ?2",
+            arguments,
         ).fetchall()
 
     def _read_parents(self, db: sqlite3.Connection, first: int, wanted: set[int]) -> dict[int, list[ObjectId]]:

@@ -3,16 +3,15 @@
 
 import functools
 from collections.abc import Iterable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from vllm_overlay.planner.objects import TAG_PATTERN, ObjectId, PlannedObject
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
 
 MAX_PARENTS = 8
-NUM_SLOTS = 256
 MAX_ID = 2**62
 MAX_BYTES = 2**53
 MAX_TOKENS = 2**40
@@ -20,79 +19,62 @@ MAX_SECONDS = 2**40
 MAX_SCORE = 1e15
 MAX_RANKS = 10_000
 MAX_KEY_BYTES = 64
+MAX_KIND_CHARS = 17
 
 Id = Annotated[int, Meta(ge=1, le=MAX_ID)]
-Slot = Annotated[int, Meta(ge=0, lt=NUM_SLOTS)]
+WriterId = int
+"""The 16 hex digits of a writer's name as SQLite's integer of 64 bits: a row of its own is not needed to know it."""
 NumBytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 ObjectBytes = Annotated[int, Meta(ge=1, le=MAX_BYTES)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-Ticket = Annotated[int, Meta(ge=0, le=MAX_ID)]
+Number = Annotated[int, Meta(ge=0, le=MAX_ID)]
 Seconds = Annotated[int, Meta(ge=0, le=MAX_SECONDS)]
 Score = Annotated[float, Meta(ge=-MAX_SCORE, le=MAX_SCORE)]
 WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
-Pid = Annotated[int, Meta(ge=1, le=2**31)]
 Position = Annotated[int, Meta(ge=0, lt=MAX_PARENTS)]
 Flag = Annotated[int, Meta(ge=0, le=1)]
+Writer = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Fingerprint = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-Tag = Annotated[str, Meta(pattern=rf"\A(?:{TAG_PATTERN})\Z", max_length=8)]
+Kind = Annotated[str, Meta(pattern=r"\A(?:s[0-9a-f]{16}|[fw][0-9]{1,3})\Z", max_length=MAX_KIND_CHARS)]
 Key = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Row = TypeVar("Row")
 
 
-class Namespace(msgspec.Struct, frozen=True):
-    """What a process serves. ``partner`` is the namespace in which the parents of its objects lie: a snapshot's are in
-    the attention namespace, a chunk's in its own.
+class File(NamedTuple):
+    """The files of all ranks of one object: a number in the directory of a writer."""
 
-    ``is_temporary`` says that nobody will serve it again once its process ends.
-    """
-
-    fingerprint: Fingerprint
-    partner: Fingerprint
-    is_temporary: bool = False
-
-
-class Name(msgspec.Struct, frozen=True, order=True, gc=False):
-    """One object of a root."""
-
-    fingerprint: str
-    object_id: ObjectId
+    writer: str
+    number: int
 
 
 class StoredObject(msgspec.Struct, frozen=True, gc=False):
     """One object. ``num_bytes`` is what all ranks' files take; ``planned.num_bytes`` is one rank's payload.
 
-    ``last_use`` is in seconds since the epoch. ``planned.group_id`` is not kept.
+    Tags are kinds: a snapshot's is ``s`` and 16 hex digits. ``last_use`` is in seconds since the epoch.
+    ``planned.group_id`` is not kept.
     """
 
     fingerprint: str
     planned: PlannedObject
+    file: File
     world_size: int
     num_bytes: int
-    ticket: int
     last_use: int
 
     @property
-    def name(self) -> Name:
-        return Name(self.fingerprint, self.planned.object_id)
+    def object_id(self) -> ObjectId:
+        return self.planned.object_id
 
 
-class Scored(msgspec.Struct, frozen=True, gc=False):
-    """What a member thinks of an object: evict it as if it had last been used at ``score``.
+class Garbage(msgspec.Struct, frozen=True, gc=False):
+    """Files to unlink: one a rank, of ``num_bytes`` together."""
 
-    The member knows its uses up to ``until``: of an object that somebody has used later it knows too little.
-    """
-
-    name: Name
-    score: float
-    until: float
-
-
-class RemovedObject(msgspec.Struct, frozen=True, gc=False):
-    """An object whose files are to be unlinked: one a rank, of ``num_bytes`` together."""
-
-    name: Name
+    file: File
     world_size: int
     num_bytes: int
+
+
+Victim = Garbage
 
 
 class ObjectRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -100,36 +82,47 @@ class ObjectRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     id: Id
     namespace: Id
-    tag: Tag
+    kind: Kind
     key: Key
+    writer: WriterId
+    number: Number
     world_size: WorldSize
     num_bytes: ObjectBytes
     payload_bytes: ObjectBytes
     start_tokens: Tokens
     end_tokens: Tokens
-    ticket: Ticket
     last_use: Seconds
-
-    @property
-    def object_id(self) -> ObjectId:
-        return ObjectId(self.tag, self.key)
 
     def stored(self, fingerprint: str, parents: tuple[ObjectId, ...]) -> StoredObject:
         """The object of this row."""
-        planned = PlannedObject(self.object_id, parents, self.start_tokens, self.end_tokens, self.payload_bytes)
-        return StoredObject(fingerprint, planned, self.world_size, self.num_bytes, self.ticket, self.last_use)
+        object_id = ObjectId(self.kind, self.key)
+        planned = PlannedObject(object_id, parents, self.start_tokens, self.end_tokens, self.payload_bytes)
+        file = File(name_of(self.writer), self.number)
+        return StoredObject(fingerprint, planned, file, self.world_size, self.num_bytes, self.last_use)
 
 
-COLUMNS = "id, namespace, tag, key, world_size, num_bytes, payload_bytes, start_tokens, end_tokens, ticket, last_use"
+COLUMNS = (
+    "id, namespace, kind, key, writer, number, world_size, num_bytes, payload_bytes, start_tokens, end_tokens, last_use"
+)
 
 
-class MetaRow(msgspec.Struct, array_like=True, frozen=True):
-    """The one row of ``meta``."""
+@functools.lru_cache(4096)
+def name_of(writer: int) -> str:
+    """The name of a writer by its number in the file."""
+    return writer.to_bytes(8, "big", signed=True).hex()
 
-    is_complete: Flag
-    rebuilder: Slot | None
-    object_bytes: NumBytes
-    num_objects: NumBytes
+
+@functools.lru_cache(4096)
+def number_of(writer: str) -> int:
+    """The number of a writer's name. Raises ValueError for anything but 16 hex digits."""
+    check_value(Writer, writer)
+    return int.from_bytes(bytes.fromhex(writer), "big", signed=True)
+
+
+def file_columns(file: File) -> tuple[int, int]:
+    """As the columns ``writer, number``. Raises ValueError."""
+    check_value(Number, file.number)
+    return number_of(file.writer), file.number
 
 
 def read_all(kind: type[Row], rows: Iterable[Any]) -> list[Row]:
@@ -165,8 +158,8 @@ def check_object(item: StoredObject) -> None:
     """Raise ValueError unless the row of ``item`` could be read back."""
     planned = item.planned
     row = (
-        1, 1, *_columns_of(planned.object_id), item.world_size, item.num_bytes, planned.num_bytes,
-        planned.start_tokens, planned.end_tokens, item.ticket, item.last_use,
+        1, 1, planned.object_id.tag, planned.object_id.key, *file_columns(item.file), item.world_size,
+        item.num_bytes, planned.num_bytes, planned.start_tokens, planned.end_tokens, item.last_use,
     )  # fmt: skip
     try:
         read_one(ObjectRow, row)
@@ -184,7 +177,3 @@ def check_value(kind: Any, value: object) -> None:
         msgspec.convert(value, kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise ValueError(f"{value!r}: {error}") from None
-
-
-def _columns_of(object_id: ObjectId) -> tuple[str, bytes]:
-    return object_id.tag, object_id.key

@@ -27,9 +27,6 @@ class Device:
     def pwritev(self, fd: int, segments: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(fd, segments, offset)
 
-    def fstat(self, fd: int) -> os.stat_result:
-        return os.fstat(fd)
-
     def lstat(self, path: str) -> os.stat_result:
         return os.lstat(path)
 
@@ -68,18 +65,15 @@ def write_all(device: Device, fd: int, segments: Sequence[memoryview]) -> None:
         left = _advance(left, done)
 
 
-def read_all(device: Device, fd: int, segments: Sequence[memoryview]) -> bool:
-    """Fill the segments, from the file's start. Returns False when the file ends before they are full. Raises
-    OSError."""
+def read_up_to(device: Device, fd: int, segments: Sequence[memoryview], enough: int) -> int:
+    """Fill the segments, from the file's start, with ``enough`` bytes or a little more, as far as the file goes;
+    returns how many these are. Raises OSError."""
     left = list(segments)
     offset = 0
-    while left:
-        done = device.preadv(fd, left[:_MAX_SEGMENTS], offset)
-        if done <= 0:
-            return False
+    while offset < enough and (done := device.preadv(fd, left[:_MAX_SEGMENTS], offset)) > 0:
         offset += done
         left = _advance(left, done)
-    return True
+    return offset
 
 
 def make_directory(device: Device, path: str) -> None:
@@ -97,14 +91,3 @@ def make_directory(device: Device, path: str) -> None:
 def remove_quietly(device: Device, path: str) -> None:
     with contextlib.suppress(OSError):
         device.unlink(path)
-
-
-def is_missing(device: Device, path: str) -> bool:
-    """Whether there is no such file. A file that cannot be asked for now is not missing."""
-    try:
-        device.lstat(path)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -8,8 +8,9 @@ import msgspec
 
 from vllm_overlay import versions
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.catalogue import File
 from vllm_overlay.tiers.disk.files.checksum import NO_SEAL, XXH3, Integrity, Seal
-from vllm_overlay.tiers.disk.files.namespace import MAX_RANKS, check_object_id
+from vllm_overlay.tiers.disk.files.namespace import MAX_RANKS, check_stored_id
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
 MAGIC = b"HKVOBJ\r\n"
@@ -21,8 +22,8 @@ MAX_TOKENS = 1 << 40
 MAX_PAYLOAD_BYTES = 1 << 40
 """An object passes through host memory as a whole, so none has a TiB in one rank."""
 
-_FIXED = struct.Struct("<8sIIQQQQIIBB6x32s32s8s32s24x")
-_NAME = struct.Struct("<BB6x8s64s")
+_FIXED = struct.Struct("<8sIIQQQQIIBBB5x32s32s8s32s8s16x")
+_NAME = struct.Struct("<BB6x24s64s")
 _NAMES_OFFSET = _FIXED.size
 _CHECKSUM_OFFSET = HEADER_BYTES - 32
 
@@ -54,15 +55,16 @@ class Identity(NamedTuple):
 
     fingerprint: bytes
     object_id: ObjectId
+    file: File
     rank: int
     world_size: int
     payload_bytes: int
 
 
 class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
-    """What a file says of itself. ``ticket`` is the writer's. ``seal`` leaves the padding out.
+    """What a file says of itself: all that its row in the catalogue says. Names are those of stored objects.
 
-    Only a sealed header can be written. ``write_object`` seals it.
+    ``seal`` leaves the padding out. Only a sealed header can be written. ``write_object`` seals it.
     """
 
     fingerprint: bytes
@@ -73,12 +75,13 @@ class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
     payload_bytes: int
     rank: int
     world_size: int
-    ticket: int
+    file: File
+    is_private: bool = False
     seal: Seal = NO_SEAL
 
     @property
     def identity(self) -> Identity:
-        return Identity(self.fingerprint, self.object_id, self.rank, self.world_size, self.payload_bytes)
+        return Identity(self.fingerprint, self.object_id, self.file, self.rank, self.world_size, self.payload_bytes)
 
     @property
     def planned(self) -> PlannedObject:
@@ -102,12 +105,12 @@ class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
         self._check(integrity)
         body = bytearray(_CHECKSUM_OFFSET)
         _FIXED.pack_into(
-            body, 0, MAGIC, VERSION, HEADER_BYTES, self.payload_bytes, self.start_tokens, self.end_tokens, self.ticket,
-            self.rank, self.world_size, integrity.algorithm, len(self.parents), self.fingerprint, self.seal.checksum,
-            integrity.key_id, self.seal.salt,
+            body, 0, MAGIC, VERSION, HEADER_BYTES, self.payload_bytes, self.start_tokens, self.end_tokens,
+            self.file.number, self.rank, self.world_size, integrity.algorithm, len(self.parents), self.is_private,
+            self.fingerprint, self.seal.checksum, integrity.key_id, self.seal.salt, bytes.fromhex(self.file.writer),
         )  # fmt: skip
         for place, object_id in enumerate((self.object_id, *self.parents)):
-            check_object_id(object_id)
+            check_stored_id(object_id)
             tag = object_id.tag.encode()
             offset = _NAMES_OFFSET + place * _NAME.size
             _NAME.pack_into(body, offset, len(tag), len(object_id.key), tag, object_id.key)
@@ -115,8 +118,8 @@ class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
 
     def _check(self, integrity: Integrity) -> None:
         """Raise ValueError for what ``struct`` would cut or what no object can be."""
-        if len(self.fingerprint) != 32:
-            raise ValueError("a fingerprint has 32 bytes")
+        if len(self.fingerprint) != 32 or len(self.file.writer) != 16:
+            raise ValueError("a fingerprint has 32 bytes, and a writer's name 16 hex digits")
         sizes = len(self.seal.checksum), len(self.seal.salt)
         if sizes != (integrity.payload_checksum_bytes, integrity.salt_bytes):
             raise ValueError(f"a payload's checksum and salt of {sizes} bytes are not of {integrity.name}")
@@ -175,8 +178,8 @@ class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
     def _decode_body(cls, body: bytes) -> "ObjectHeader":
         """All fields as they are. Only those that say what the others mean are checked. The seal has padding."""
         (
-            magic, version, header_bytes, payload_bytes, start_tokens, end_tokens, ticket,
-            rank, world_size, _, num_parents, fingerprint, checksum, _, salt,
+            magic, version, header_bytes, payload_bytes, start_tokens, end_tokens, number,
+            rank, world_size, _, num_parents, is_private, fingerprint, checksum, _, salt, writer,
         ) = _FIXED.unpack_from(body)  # fmt: skip
         if (magic, version, header_bytes) != (MAGIC, VERSION, HEADER_BYTES):
             raise FormatError(f"magic {magic!r} or version {version} is not ours")
@@ -185,7 +188,7 @@ class ObjectHeader(msgspec.Struct, frozen=True, gc=False):
         object_id, *parents = (_decode_name(body, place) for place in range(1 + num_parents))
         return cls(
             fingerprint, object_id, tuple(parents), start_tokens, end_tokens, payload_bytes,
-            rank, world_size, ticket, Seal(checksum, salt),
+            rank, world_size, File(writer.hex(), number), bool(is_private), Seal(checksum, salt),
         )  # fmt: skip
 
 
@@ -193,7 +196,7 @@ def _decode_name(page: bytes, place: int) -> ObjectId:
     tag_bytes, key_bytes, tag, key = _NAME.unpack_from(page, _NAMES_OFFSET + place * _NAME.size)
     try:
         object_id = ObjectId(tag[:tag_bytes].decode("ascii"), key[:key_bytes])
-        check_object_id(object_id)
+        check_stored_id(object_id)
     except ValueError as error:
         raise FormatError(str(error)) from error
     return object_id

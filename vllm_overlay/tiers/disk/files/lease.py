@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device, write_all
+from vllm_overlay.tiers.disk.files.mounts import ROLLBACK
 from vllm_overlay.tiers.disk.files.recognition import LEASE
 from vllm_overlay.tiers.disk.files.root import Root
 
@@ -155,6 +156,19 @@ class Lease:
         if self._fd >= 0:
             self._device.close(self._fd)
             self._fd = -1
+
+
+def take_lease(device: Device, root: Root) -> Lease | None:
+    """The lease of a host's sub-root; a local root needs none. Called at start by the scheduler's half. Raises
+    ConfigError."""
+    if root.journal != ROLLBACK:
+        return None
+    lease = Lease(device, root)
+    try:
+        lease.take()
+    except OSError as error:
+        logger.warning("disk tier: the lease of %s cannot be had now: %s", root.path, error)
+    return lease
 
 
 def _decode(raw: bytes) -> _Words:

@@ -1,92 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose objects a directory holds, and where each object's file lies in it."""
+"""Whose objects are whose: one namespace a model, and how its objects are called on the disk."""
 
-import os
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from blake3 import blake3
 
-from vllm_overlay.planner.objects import SNAPSHOT_TAG, TAG_PATTERN, ObjectId
+from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, PlannedObject
 
-DESCRIPTION = "namespace.json"
-LEARNED = "learned.json"
 INTEGRITY = "integrity"
 """The description's word for the checksums' algorithm and key."""
 OBJECT_FORMAT = "object_format"
 """The description's word for the version of the objects' files."""
-RESET = "reset"
-"""The description's word for the reset that began the namespace."""
 MAX_KEY_BYTES = 64
 MAX_RANKS = 10_000
-FINGERPRINT = re.compile(r"[0-9a-f]{64}")
-_TAG = re.compile(TAG_PATTERN)
-_FILE_NAME = re.compile(rf"((?:[0-9a-f]{{2}}){{1,64}})\.({TAG_PATTERN})\.r(0|[1-9][0-9]{{0,3}})")
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_KIND = re.compile(r"s[0-9a-f]{16}|[fw][0-9]{1,3}")
+_FACTS_DIGITS = 16
 
 
-def check_object_id(object_id: ObjectId) -> None:
-    """Raise ValueError unless a file name and a header can carry ``object_id``."""
-    if not _TAG.fullmatch(object_id.tag):
-        raise ValueError(f"{object_id.tag!r} is not a tag of objects")
-    if not 1 <= len(object_id.key) <= MAX_KEY_BYTES:
-        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(object_id.key)}")
-
-
-def parse_file_name(name: str) -> tuple[ObjectId, int] | None:
-    """The object and rank that a file's name stands for. None when it is no object's."""
-    match = _FILE_NAME.fullmatch(name)
-    return (ObjectId(match[2], bytes.fromhex(match[1])), int(match[3])) if match else None
-
-
-def object_path(root: str, fingerprint: str, object_id: ObjectId, rank: int) -> str:
-    """The file of one rank of one object in some namespace. Raises ValueError when the name could not be read back."""
-    check_object_id(object_id)
-    if not 0 <= rank < MAX_RANKS:
-        raise ValueError(f"rank {rank} is not below {MAX_RANKS}")
-    key = object_id.key.hex()
-    return os.path.join(root, fingerprint, key[:2], f"{key}.{object_id.tag}.r{rank}")
+def check_stored_id(stored: ObjectId) -> None:
+    """Raise ValueError unless a header can carry the name of a stored object."""
+    if not _KIND.fullmatch(stored.tag):
+        raise ValueError(f"{stored.tag!r} is not a kind of stored objects")
+    if not 1 <= len(stored.key) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(stored.key)}")
 
 
 @dataclass(frozen=True, slots=True)
 class DiskNamespace:
-    """The two fingerprints, 64 hex digits each, that name one engine's objects, and what they mean in words.
+    """What one engine's objects depend on, and what that means in words.
 
-    ``attention`` names chunks, ``snapshot`` names snapshots. ``description`` goes into ``namespace.json``, for people.
+    ``attention`` and ``snapshot`` are fingerprints, 64 hex digits each. The first is the namespace. Of the second 16
+    digits are part of a snapshot's *kind*: engines whose states differ share their chunks. ``is_private``: a reset
+    began it, and no file may know its weights, so it belongs to one life of one engine.
     """
 
     attention: str
     snapshot: str
     description: dict[str, Any]
+    is_private: bool = False
 
     def __post_init__(self) -> None:
-        for fingerprint in self.fingerprints:
-            if not FINGERPRINT.fullmatch(fingerprint):
+        for fingerprint in (self.attention, self.snapshot):
+            if not _FINGERPRINT.fullmatch(fingerprint):
                 raise ValueError(f"fingerprint {fingerprint!r} must be 64 lower-case hex digits")
 
     @property
-    def fingerprints(self) -> tuple[str, ...]:
-        """The names of this engine's directories under the root."""
-        return tuple(dict.fromkeys((self.attention, self.snapshot)))
+    def fingerprint(self) -> str:
+        return self.attention
 
     @property
-    def is_temporary(self) -> bool:
-        """Whether a reset began it. When its process is gone, nobody finds it again."""
-        return bool(self.description.get(RESET))
+    def snapshot_kind(self) -> str:
+        return f"{SNAPSHOT_TAG}{self.snapshot[:_FACTS_DIGITS]}"
+
+    @property
+    def words(self) -> str:
+        """For people: JSON."""
+        return json.dumps(self.description, default=str)
 
     def since(self, reset: str) -> "DiskNamespace":
-        """The namespace of this engine since that reset. No file may know its weights, so it belongs to this process
-        alone."""
-        if not reset:
-            return self
-        attention, snapshot = (
-            blake3(f"{fingerprint}:{reset}".encode()).hexdigest() for fingerprint in (self.attention, self.snapshot)
-        )
-        return DiskNamespace(attention, snapshot, {**self.description, RESET: reset})
+        """The namespace of this engine since the reset of that name."""
+        fingerprint = blake3(f"{self.attention}:{reset}".encode()).hexdigest()
+        return DiskNamespace(fingerprint, self.snapshot, self.description, is_private=True)
 
-    def fingerprint_of(self, tag: str) -> str:
-        return self.snapshot if tag == SNAPSHOT_TAG else self.attention
+    def stored_id(self, object_id: ObjectId) -> ObjectId:
+        """What an object of this engine is called on the disk."""
+        return ObjectId(self.snapshot_kind, object_id.key) if object_id.tag == SNAPSHOT_TAG else object_id
 
-    def path_of(self, root: str, object_id: ObjectId, rank: int) -> str:
-        """The file of one rank of one object. Raises ValueError when the name could not be read back."""
-        return object_path(root, self.fingerprint_of(object_id.tag), object_id, rank)
+    def own_id(self, stored: ObjectId) -> ObjectId | None:
+        """What a stored object is called in this engine. None for a snapshot of another one's."""
+        if not stored.tag.startswith(SNAPSHOT_TAG):
+            return stored
+        return ObjectId(SNAPSHOT_TAG, stored.key) if stored.tag == self.snapshot_kind else None
+
+    def stored(self, planned: PlannedObject) -> PlannedObject:
+        """The object with the names of the disk."""
+        parents = tuple(map(self.stored_id, planned.parents))
+        return msgspec.structs.replace(planned, object_id=self.stored_id(planned.object_id), parents=parents)
+
+    def own(self, stored: PlannedObject) -> PlannedObject | None:
+        """The object with the names of this engine. None where it is not this engine's."""
+        object_id, parents = self.own_id(stored.object_id), [self.own_id(parent) for parent in stored.parents]
+        known = tuple(parent for parent in parents if parent is not None)
+        if object_id is None or len(known) < len(parents):
+            return None
+        return msgspec.structs.replace(stored, object_id=object_id, parents=known)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One object's file: written beside its place, read and verified whole."""
+"""One object's file: written once under a name of its own, read and verified whole."""
 
+import contextlib
 import errno
 import mmap
 import os
@@ -12,10 +13,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from vllm_overlay.common.ownership import why_not_ours
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
-from vllm_overlay.tiers.disk.files.device import Device, make_directory, read_all, write_all
+from vllm_overlay.tiers.disk.files.device import Device, read_up_to, remove_quietly, write_all
 from vllm_overlay.tiers.disk.files.format import (
     HEADER_BYTES,
     FormatError,
@@ -24,8 +24,7 @@ from vllm_overlay.tiers.disk.files.format import (
     file_bytes,
     padded_bytes,
 )
-from vllm_overlay.tiers.disk.files.marker import require_marker
-from vllm_overlay.tiers.memory import Bytes, HostBuffer
+from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes, HostBuffer
 
 READ_ATTEMPTS = 3
 """How often a file is opened and read before its object is a miss.
@@ -35,18 +34,18 @@ which a load has ``load_timeout_s``.
 """
 _T = TypeVar("_T")
 _own = threading.local()
-
-
 _OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors that say what this process lacks. They say nothing of the file, which may be read again at once."""
 
 
-def _page() -> memoryview:
-    """An aligned header page of this thread's own. What it held before means nothing."""
-    if not hasattr(_own, "page"):
-        _own.page = memoryview(mmap.mmap(-1, HEADER_BYTES))
-    page: memoryview = _own.page
-    return page
+def _pages() -> tuple[memoryview, memoryview]:
+    """Two aligned pages of this thread's own, for a header and for what lies behind a file's end. What they held before
+    means nothing."""
+    if not hasattr(_own, "pages"):
+        both = memoryview(mmap.mmap(-1, HEADER_BYTES + PAGE_BYTES))
+        _own.pages = both[:HEADER_BYTES], both[HEADER_BYTES:]
+    pages: tuple[memoryview, memoryview] = _own.pages
+    return pages
 
 
 class BadObject(Exception):
@@ -82,83 +81,38 @@ def _with_padding(buffer: HostBuffer, segments: list[memoryview]) -> tuple[list[
 
 
 def write_object(
-    device: Device,
-    path: str,
-    header: ObjectHeader,
-    buffer: HostBuffer,
-    direct: bool,
-    integrity: Integrity = XXH3,
+    device: Device, path: str, header: ObjectHeader, buffer: HostBuffer, direct: bool, integrity: Integrity = XXH3
 ) -> None:
-    """Seal the header, and write the object to ``path``, a new temporary.
+    """Seal the header, and write the object to ``path``, where nothing was ever written.
 
-    Called by a write thread. Creates directories as needed. With an encryption key the buffer is encrypted in place, so
-    it serves once. Raises OSError; removing what was written is the caller's.
+    Called by a write thread. With an encryption key the buffer is encrypted in place, so it serves once. Raises
+    OSError, and no file is left then, as far as one can be removed.
     """
     views = _views(buffer)
     segments, padding = _with_padding(buffer, views)
     padding[:] = 0
-    page = _page()
+    page, _ = _pages()
     page[:] = header.sealed(integrity.seal(views)).encode(integrity)
     fd = _create(device, path, os.O_DIRECT if direct else 0)
     try:
-        write_all(device, fd, [page, *segments])
-    finally:
-        device.close(fd)
+        try:
+            write_all(device, fd, [page, *segments])
+        finally:
+            device.close(fd)
+    except BaseException:
+        remove_quietly(device, path)
+        raise
 
 
 def _create(device: Device, path: str, flags: int) -> int:
+    """In the writer's directory, which is there for as long as the writer lives."""
     flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         return device.open(path, flags)
     except FileNotFoundError:
-        _make_object_directory(device, path)
+        with contextlib.suppress(FileExistsError):
+            device.mkdir(os.path.dirname(path))
         return device.open(path, flags)
-
-
-def _make_object_directory(device: Device, path: str) -> None:
-    """Make the directory of the file ``<root>/<fingerprint>/<aa>/<name>``. Raises OSError where the root is gone."""
-    require_marker(_root_of(path))
-    make_directory(device, os.path.dirname(path))
-
-
-def _root_of(path: str) -> str:
-    return path.rsplit("/", 3)[0]
-
-
-def _open_checked(device: Device, path: str, flags: int) -> tuple[int, int]:
-    """The descriptor and size of a regular file. O_NONBLOCK: a pipe in its place must not hold the thread.
-
-    A file that others may have written is a miss, and theirs to remove.
-    """
-    try:
-        fd = device.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
-    except FileNotFoundError as error:
-        raise BadObject(Reason.MISSING) from error
-    except OSError as error:
-        if not stat.S_ISREG(device.lstat(path).st_mode):
-            raise BadObject(Reason.HEADER) from error
-        raise
-    try:
-        found = device.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise BadObject(Reason.HEADER)
-        if why_not_ours(found):
-            raise BadObject(Reason.OWNER, is_bad=False, is_unreadable=True)
-    except BaseException:
-        device.close(fd)
-        raise
-    return fd, found.st_size
-
-
-def _fill(device: Device, fd: int, segments: list[memoryview]) -> None:
-    """Read as many bytes as the file has by its size. Raises OSError when there are fewer: what was not read may be
-    right."""
-    if not read_all(device, fd, segments):
-        raise _too_short()
-
-
-def _too_short() -> OSError:
-    return OSError(errno.EIO, "the file ends before its size says")
 
 
 def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lambda: True) -> _T:
@@ -166,6 +120,8 @@ def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lamb
     for attempt in range(1, 1 + READ_ATTEMPTS):
         try:
             return read()
+        except FileNotFoundError as error:
+            raise BadObject(Reason.MISSING) from error
         except OSError as error:
             if attempt == READ_ATTEMPTS or not is_wanted():
                 is_unreadable = error.errno not in _OWN_TROUBLE
@@ -173,45 +129,49 @@ def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lamb
     raise AssertionError
 
 
-def read_header(device: Device, path: str, integrity: Integrity = XXH3) -> ObjectHeader:
-    """The verified header of a file of the size that the header says. Called by the threads of recovery. Raises
-    BadObject."""
-    return _read_header(device, path, partial(ObjectHeader.decode, integrity=integrity))
+def _read(device: Device, path: str, segments: list[memoryview], enough: int, flags: int = 0) -> int:
+    """How many bytes were read: as many as the file has, or at least ``enough``. Three calls, if all is well.
 
-
-def _read_header(device: Device, path: str, decode: Callable[[bytes], ObjectHeader]) -> ObjectHeader:
-    page = _page()
-    size = _read_patiently(lambda: _read_page(device, path, page))
-    header = _decode(page, decode)
-    if size != file_bytes(header.payload_bytes):
-        raise BadObject(Reason.SIZE)
-    return header
-
-
-HeaderReader = Callable[[Device, str], ObjectHeader]
-"""Reads the header of a file; raises BadObject."""
-
-
-def header_reader(integrity: Integrity) -> HeaderReader:
-    """``read_header`` of that integrity."""
-    return lambda device, path: read_header(device, path, integrity)
-
-
-def read_unverified(device: Device, path: str) -> ObjectHeader:
-    """What a header claims, whatever its key. Raises BadObject."""
-    return _read_header(device, path, ObjectHeader.decode_unverified)
-
-
-def _read_page(device: Device, path: str, page: memoryview) -> int:
-    """Read the first page of a file. Returns the file's size."""
-    fd, size = _open_checked(device, path, 0)
+    Raises OSError, and BadObject for what is no regular file. O_NONBLOCK: a pipe in its place must not hold the thread.
+    """
     try:
-        if size < HEADER_BYTES:
+        fd = device.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+        try:
+            return read_up_to(device, fd, segments, enough)
+        finally:
+            device.close(fd)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if not stat.S_ISREG(device.lstat(path).st_mode):
+            raise BadObject(Reason.HEADER) from error
+        raise
+
+
+def _check_size(device: Device, path: str, num_read: int, num_bytes: int) -> None:
+    """A file that ends before its size says was not read to its end: what is left may be right. Raises OSError,
+    BadObject."""
+    if num_read != num_bytes:
+        if device.lstat(path).st_size == num_bytes:
+            raise OSError(errno.EIO, "the file ends before its size says")
+        raise BadObject(Reason.SIZE)
+
+
+def read_header(device: Device, path: str, decode: Callable[[bytes], ObjectHeader]) -> tuple[ObjectHeader, float]:
+    """The header of a file of the size that the header says, and the time at which the file was written, in seconds
+    since the epoch. Called by the threads of recovery. Raises BadObject."""
+    page, _ = _pages()
+
+    def read() -> os.stat_result:
+        if _read(device, path, [page], HEADER_BYTES) < HEADER_BYTES:
             raise BadObject(Reason.SIZE)
-        _fill(device, fd, [page])
-    finally:
-        device.close(fd)
-    return size
+        return device.lstat(path)
+
+    found = _read_patiently(read)
+    header = _decode(page, decode)
+    if found.st_size != file_bytes(header.payload_bytes):
+        raise BadObject(Reason.SIZE)
+    return header, found.st_mtime
 
 
 def _decode(page: memoryview, decode: Callable[[bytes], ObjectHeader]) -> ObjectHeader:
@@ -237,10 +197,15 @@ def read_object(
     """
     views = _views(buffer)
     segments, padding = _with_padding(buffer, views)
-    page = _page()
+    page, behind = _pages()
     flags = os.O_DIRECT if direct else 0
     num_bytes = file_bytes(identity.payload_bytes)
-    _read_patiently(lambda: _read_whole(device, path, flags, num_bytes, [page, *segments]), is_wanted)
+
+    def read() -> None:
+        num_read = _read(device, path, [page, *segments, behind], num_bytes, flags)
+        _check_size(device, path, num_read, num_bytes)
+
+    _read_patiently(read, is_wanted)
     header = _decode(page, partial(ObjectHeader.decode, integrity=integrity))
     if header.identity != identity:
         raise BadObject(Reason.HEADER)
@@ -249,14 +214,3 @@ def read_object(
         opening.update(view)
     if not opening.verify(header.seal.checksum) or padding.any():
         raise BadObject(Reason.CHECKSUM)
-
-
-def _read_whole(device: Device, path: str, flags: int, num_bytes: int, segments: list[memoryview]) -> None:
-    """Fill the segments with a file of just ``num_bytes``."""
-    fd, size = _open_checked(device, path, flags)
-    try:
-        if size != num_bytes:
-            raise BadObject(Reason.SIZE)
-        _fill(device, fd, segments)
-    finally:
-        device.close(fd)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that this process may write: what the catalogue has granted it, less what its stores have taken."""
+"""Bytes that this process may write: what the catalogue has granted its writer, less what its stores have taken."""
 
 import threading
 
@@ -12,14 +12,11 @@ class Room:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._writer = ""
         self._granted = 0
         self._in_flight = 0
         self.largest_bytes = 0
         """The most that a store has asked for."""
-        self.wanted_bytes = 0
-        """What somebody waits for now beside the stores."""
-        self.settling = threading.Lock()
-        """Held between a call of the catalogue that changes what is granted and what this is told of it."""
 
     @property
     def available(self) -> int:
@@ -31,22 +28,19 @@ class Room:
         """Bytes of stores whose files are not in the catalogue yet."""
         return self._in_flight
 
-    def reserve(self, num_bytes: int) -> bool:
-        """Take bytes for a store; False, and nothing taken, when there are too few now."""
+    def begin(self, writer: str, num_bytes: int) -> None:
+        """From now on stores are this writer's, which the catalogue says has so much."""
+        with self._lock:
+            self._writer, self._granted = writer, num_bytes
+
+    def reserve(self, num_bytes: int) -> str:
+        """Take bytes for a store; returns whose file it is to be. Empty, and nothing taken, when there are too few."""
         with self._lock:
             self.largest_bytes = max(self.largest_bytes, num_bytes)
             if num_bytes > self.available:
-                return False
+                return ""
             self._in_flight += num_bytes
-            return True
-
-    def take(self, num_bytes: int) -> bool:
-        """As ``reserve``, for a file that no store of this process wrote."""
-        with self._lock:
-            if num_bytes > self.available:
-                return False
-            self._in_flight += num_bytes
-            return True
+            return self._writer
 
     def commit(self, num_bytes: int) -> None:
         """A store's files are in the catalogue, which took their bytes from the grant."""
@@ -55,12 +49,12 @@ class Room:
             self._granted -= num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """A store has left no file: others may take its bytes."""
+        """A store has left no file that is not counted already: others may take its bytes."""
         with self._lock:
             self._in_flight -= num_bytes
 
     def grow(self, num_bytes: int) -> None:
-        """The catalogue has granted so much more, or less where it is negative."""
+        """The catalogue has granted so much more."""
         with self._lock:
             self._granted += num_bytes
 

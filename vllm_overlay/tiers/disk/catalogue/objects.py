@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects come in, and are looked up by name."""
+
+import sqlite3
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.catalogue import garbage
+from vllm_overlay.tiers.disk.catalogue.errors import Damaged
+from vllm_overlay.tiers.disk.catalogue.rows import (
+    COLUMNS,
+    MAX_PARENTS,
+    File,
+    Garbage,
+    Id,
+    Key,
+    Kind,
+    Number,
+    ObjectRow,
+    StoredObject,
+    WriterId,
+    file_columns,
+    name_of,
+    read_all,
+    read_one,
+)
+from vllm_overlay.tiers.disk.catalogue.writers import (
+    Namespace,
+    act_as,
+    add_namespace,
+    find_namespace,
+    read_grant,
+    write_grant,
+)
+
+BY_NAME = "namespace = ? AND key = ? AND kind = ?"
+_INSERTED = "namespace, kind, key"
+_FIELDS = "writer, number, world_size, num_bytes, payload_bytes, start_tokens, end_tokens, last_use"
+_INSERT = f"INSERT INTO object ({_INSERTED}, {_FIELDS}, num_children) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"
+_REPLACE = f"UPDATE object SET ({_FIELDS}) = (?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?"
+
+
+class Refusal(Enum):
+    """Why an object was not taken in. Its bytes stay granted."""
+
+    NAMESPACE = "namespace"
+    """Nobody has begun to serve it."""
+    PARENT = "parent"
+    """A parent is not there."""
+    NO_GRANT = "no_grant"
+    """The writer was not granted as many bytes."""
+    GARBAGE = "garbage"
+    """The file is to be unlinked: a rebuild has preferred another one, which has gone since."""
+
+
+class Committed(msgspec.Struct, frozen=True, gc=False):
+    """The file that counts, and whether the writer's grant has paid for it: only then it is the one that came now."""
+
+    file: File
+    is_paid: bool
+
+
+def commit(
+    db: sqlite3.Connection, writer: int, batch: Sequence[tuple[StoredObject, File | None]]
+) -> list[Committed | Refusal]:
+    """Take in objects; their bytes come from the writer's grant."""
+    act_as(db, writer)
+    arrivals = _Arrivals(db, read_grant(db, writer))
+    answers = [arrivals.add(item, replaced) for item, replaced in batch]
+    write_grant(db, writer, arrivals.room_bytes)
+    return answers
+
+
+def adopt(db: sqlite3.Connection, batch: Sequence[StoredObject]) -> None:
+    """Take in objects whose files were there before the catalogue was. A file that another one of the same name or a
+    missing parent keeps out is garbage."""
+    act_as(db, None)
+    arrivals = _Arrivals(db, sum(item.num_bytes for item in batch))
+    for item in batch:
+        if arrivals.find_namespace(item.fingerprint) is None:
+            arrivals.namespaces[item.fingerprint] = add_namespace(db, Namespace(item.fingerprint))
+        arrivals.add(item, None)
+        garbage.discard(db, [Garbage(item.file, item.world_size, item.num_bytes)])
+
+
+class _Arrivals:
+    """One transaction's. The rows that it has found or made need not be looked up again as parents."""
+
+    def __init__(self, db: sqlite3.Connection, room_bytes: int) -> None:
+        self._db = db
+        self._ids: dict[tuple[int, ObjectId], int] = {}
+        self.namespaces: dict[str, int | None] = {}
+        self.room_bytes = room_bytes
+
+    def add(self, item: StoredObject, replaced: File | None) -> Committed | Refusal:
+        """Take one object in, say who was first, or say why not."""
+        if (namespace := self.find_namespace(item.fingerprint)) is None:
+            return Refusal.NAMESPACE
+        found = self._find_file(namespace, item.object_id)
+        if found is not None and (found[1] == item.file or found[1] != replaced):
+            return Committed(found[1], is_paid=False)
+        parents = [] if found is not None else [self._find_id(namespace, each) for each in item.planned.parents]
+        if None in parents:
+            return Refusal.PARENT
+        if item.num_bytes > self.room_bytes:
+            return Refusal.NO_GRANT
+        columns = file_columns(item.file)
+        if self._db.execute("SELECT 1 FROM garbage WHERE writer = ? AND number = ?", columns).fetchone():
+            return Refusal.GARBAGE
+        planned = item.planned
+        fields = (
+            *columns, item.world_size, item.num_bytes, planned.num_bytes, planned.start_tokens, planned.end_tokens,
+            item.last_use,
+        )  # fmt: skip
+        if found is not None:
+            self._db.execute(_REPLACE, (*fields, found[0]))
+        else:
+            self._insert(namespace, item.object_id, fields, parents)
+        self.room_bytes -= item.num_bytes
+        return Committed(item.file, is_paid=True)
+
+    def _insert(
+        self, namespace: int, object_id: ObjectId, fields: tuple[int, ...], parents: Sequence[int | None]
+    ) -> None:
+        number = self._db.execute(_INSERT, (namespace, object_id.tag, object_id.key, *fields)).lastrowid or 0
+        for place, parent in enumerate(parents):
+            self._db.execute("INSERT INTO parent VALUES (?, ?, ?)", (number, place, parent))
+        self._ids[namespace, object_id] = number
+
+    def find_namespace(self, fingerprint: str) -> int | None:
+        """Its number; None when it is not there."""
+        if fingerprint not in self.namespaces:
+            self.namespaces[fingerprint] = find_namespace(self._db, fingerprint)
+        return self.namespaces[fingerprint]
+
+    def _find_file(self, namespace: int, object_id: ObjectId) -> tuple[int, File] | None:
+        """The number of an object's row and its file; None when it is not there."""
+        row = self._db.execute(
+            f"SELECT id, writer, number FROM object WHERE {BY_NAME}", (namespace, object_id.key, object_id.tag)
+        ).fetchone()
+        if row is None:
+            return None
+        number, writer, file = read_one(tuple[Id, WriterId, Number], row)
+        self._ids[namespace, object_id] = number
+        return number, File(name_of(writer), file)
+
+    def _find_id(self, namespace: int, object_id: ObjectId) -> int | None:
+        if (namespace, object_id) not in self._ids and self._find_file(namespace, object_id) is None:
+            return None
+        return self._ids[namespace, object_id]
+
+
+def find(db: sqlite3.Connection, fingerprint: str, object_ids: Sequence[ObjectId]) -> list[StoredObject]:
+    """Those of these objects that are there."""
+    if (namespace := find_namespace(db, fingerprint)) is None:
+        return []
+    found = []
+    for each in object_ids:
+        rows = db.execute(f"SELECT {COLUMNS} FROM object WHERE {BY_NAME}", (namespace, each.key, each.tag))
+        found += [row.stored(fingerprint, _parents_of(db, row.id)) for row in read_all(ObjectRow, rows)]
+    return found
+
+
+def _parents_of(db: sqlite3.Connection, number: int) -> tuple[ObjectId, ...]:
+    """Raises Damaged where one is not there."""
+    rows = db.execute(
+        "SELECT parent, kind, object.key FROM parent LEFT JOIN object ON object.id = parent.parent WHERE child = ?"
+        f" ORDER BY position LIMIT {MAX_PARENTS + 1}",
+        (number,),
+    )
+    parents = read_all(tuple[Id, Kind, Key], rows)
+    if len(parents) > MAX_PARENTS or any(parent >= number for parent, _, _ in parents):
+        raise Damaged(f"object {number} has {parents} as parents")
+    return tuple(ObjectId(kind, key) for _, kind, key in parents)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler has decided about objects, for the bookkeeper to carry out in order."""
+
+from dataclasses import dataclass
+
+from vllm_overlay.tiers.disk.catalogue import File, StoredObject
+from vllm_overlay.tiers.disk.updates import ServedNamespace
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """All ranks' files of an object are in place. The files of its ``parents`` are held, and its bytes taken from the
+    room."""
+
+    served: ServedNamespace
+    item: StoredObject
+    parents: tuple[File, ...]
+    replaces: File | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """A store has failed, or nobody wants its object. What it left is to be unlinked, unless something names it."""
+
+    served: ServedNamespace
+    file: File
+    world_size: int
+    num_bytes: int
+    parents: tuple[File, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """From here on another namespace is served."""
+
+    served: ServedNamespace
+
+
+Step = Stored | Discarded | Moved
+
+
+def discarded(step: Stored) -> Discarded:
+    """The step for a store that the catalogue did not take."""
+    return Discarded(step.served, step.item.file, step.item.world_size, step.item.num_bytes, step.parents)
