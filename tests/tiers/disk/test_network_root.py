@@ -56,6 +56,7 @@ def test_stores_go_on_after_its_server_died_and_was_mounted_again(tmp_path):
     source, path = tmp_path / "source", tmp_path / "mount"
     with fuse_mount(source, path) as server, tier_pair(path / "root") as made:
         made.recovered().store(chain("p", 1))
+        made.settled()
         server.kill()
         server.wait()
         made.try_store(chain("q", 1)[0])
