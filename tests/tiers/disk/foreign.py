@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_overlay.tiers.disk.files.marker import MARKER
 
-KINDS = ("project", "members", "temporaries", "hex", "weights", "world", "marker_link", "marker_damaged")
+KINDS = ("project", "members", "temporaries", "hex", "writer", "weights", "world", "marker_link", "marker_damaged")
 
 
 def make_foreign(path: Path, kind: str) -> Path:
@@ -23,6 +23,9 @@ def make_foreign(path: Path, kind: str) -> Path:
         case "hex":  # as Docker's directory of containers
             (path / ("5" * 64)).mkdir()
             (path / ("5" * 64) / "config.v2.json").write_text("{}")
+        case "writer":  # of no objects
+            (path / ("5" * 16)).mkdir()
+            (path / ("5" * 16) / "novel.txt").write_text("It was a dark")
         case "weights":
             (path / "weights.json").write_text("{}")
         case "world":

@@ -1,42 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start takes for a root: a directory with a marker, one that lost it, an empty one, and nothing else."""
+"""What a start takes for a root, what a session makes anew, and on which file system."""
 
 import errno
 import json
 import os
 import re
+import shutil
 import stat
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice
-from tests.tiers.disk.files import counted, lose_catalogue, on_disk, temporaries
+from tests.tiers.disk.file_systems import disk, pretend
 from tests.tiers.disk.foreign import KINDS, forget_marker, make_foreign, state_of
-from tests.tiers.disk.halves import HALVES, open_tier
-from tests.tiers.disk.inside import delay_bookkeeper
-from tests.tiers.disk.objects import chain
-from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, TierPair, tier_pair
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S
 from vllm_overlay import versions
 from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.disk.files import root as root_module
 from vllm_overlay.tiers.disk.files.device import Device
-from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker, require_marker
+from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, encode_marker
+from vllm_overlay.tiers.disk.files.recognition import host_roots, require_root
+from vllm_overlay.tiers.disk.files.root import Root, choose_root, is_in_place, open_root, reopen_root, takes_direct_io
+
+WRITER = "0123456789abcdef"
+STARTS = pytest.mark.parametrize("start", [choose_root, open_root])
 
 
-def assert_marked(root):
+def opened(path: Path, host_name: str = "", device: Device | None = None) -> Root:
+    return choose_root(device or Device(), str(path), host_name)
+
+
+def assert_marked(root: Path, journal: str = "wal") -> None:
     path = root / MARKER
-    assert path.read_bytes() == encode_marker()
+    assert path.read_bytes() == encode_marker(journal)
     assert stat.S_IMODE(path.lstat().st_mode) == 0o600
 
 
-@HALVES
+# What a start takes for a root.
+
+
+@STARTS
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_directory_that_is_no_root_is_refused_and_nothing_in_it_changes(tmp_path, kind, start):
     directory = make_foreign(tmp_path / "theirs", kind)
     before = state_of(directory)
     with pytest.raises(ConfigError, match=f"root='{re.escape(str(directory))}' .*empty directory.*theirs/vllm-kv"):
-        start(directory)
+        start(Device(), str(directory))
     assert state_of(directory) == before
 
 
@@ -44,109 +56,123 @@ def test_the_refusal_names_what_it_found_without_harm_to_the_log(tmp_path):
     (tmp_path / "\x1b[2Jbell\n").write_text("")
     (tmp_path / ("n" * 255)).write_text("")
     with pytest.raises(ConfigError) as refusal:
-        open_tier(tmp_path)
+        opened(tmp_path)
     assert "bell" in str(refusal.value)
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 500 + len(str(tmp_path))
 
 
-@HALVES
-def test_a_new_root_and_an_empty_one_get_a_marker(tmp_path, start):
+@STARTS
+def test_a_new_root_and_an_empty_one_get_a_marker_and_nothing_else(tmp_path, start):
     (tmp_path / "mount" / "lost+found").mkdir(parents=True)
-    for root in (tmp_path / "new", tmp_path / "mount"):
-        start(root)
+    for root in (tmp_path / "a" / "new", tmp_path / "mount", tmp_path / os.fsdecode(b"caf\xe9")):
+        start(Device(), str(root))
         assert_marked(root)
-        before = (root / MARKER).stat().st_ino
-        start(root)
-        assert (root / MARKER).stat().st_ino == before
-    said = json.loads((tmp_path / "new" / MARKER).read_text())
-    assert (said["version"], said["written_by"]) == (versions.DISK_ROOT, versions.PACKAGE)
+        before = (root / MARKER).stat().st_mtime_ns
+        start(Device(), str(root))
+        assert (root / MARKER).stat().st_mtime_ns == before
+        assert {path.name for path in root.iterdir()} <= {MARKER, "lost+found"}
+    assert stat.S_IMODE((tmp_path / "a" / "new").stat().st_mode) == 0o700
+    said = json.loads((tmp_path / "mount" / MARKER).read_text())
+    assert (said["version"], said["written_by"], said["journal"]) == (versions.DISK_ROOT, versions.PACKAGE, "wal")
 
 
-def test_what_a_killed_start_left_counts_as_empty(tmp_path):
-    (tmp_path / ".tmp.00000000.1.2.3").write_text("half")
-    (tmp_path / "weights.lock").touch()
+def test_a_marker_of_no_bytes_is_what_a_killed_start_left(tmp_path):
     (tmp_path / MARKER).touch()
-    open_tier(tmp_path)
+    with pytest.raises(NotARootError, match="no server has used it"):
+        require_root(str(tmp_path))
+    opened(tmp_path)
     assert_marked(tmp_path)
+    require_root(str(tmp_path))
 
 
 @pytest.fixture
-def lost_marker(tmp_path):
-    """A root of this version, with a chain of objects, whose marker somebody has removed."""
-    with tier_pair(tmp_path / "root") as made:
-        made.store(chain("p", 2))
-    forget_marker(tmp_path / "root")
-    return tmp_path / "root"
+def lost_marker(tmp_path: Path) -> Path:
+    """A root that a server has used, whose marker somebody has removed."""
+    root = tmp_path / "root"
+    opened(root)
+    (root / WRITER / "17").mkdir(parents=True)
+    for name in (f"{WRITER}/alive", f"{WRITER}/17/69701.r0", "catalogue-1.sqlite", "catalogue.lock", "weights.json"):
+        (root / name).touch()
+    (root / "host-node-7").mkdir()
+    forget_marker(root)
+    return root
 
 
-def test_a_root_that_lost_its_marker_is_recognised_and_keeps_its_objects(lost_marker):
-    with tier_pair(lost_marker) as made:
-        made.recovered()
-        assert made.coverage(chain("p", 2)) == [True] * 3
+def test_a_root_that_lost_its_marker_is_recognised(lost_marker):
+    require_root(str(lost_marker))
+    before = set(lost_marker.rglob("*"))
+    opened(lost_marker)
     assert_marked(lost_marker)
+    assert set(lost_marker.rglob("*")) == before | {lost_marker / MARKER}
 
 
-def test_a_root_that_lost_all_its_files_is_a_root_that_is_empty(lost_marker):
+@pytest.mark.parametrize("directory", [WRITER, "host-node-7"])
+def test_a_root_that_lost_all_its_files_is_recognised(lost_marker, directory):
     """As ``find ROOT -type f -delete`` leaves it."""
-    for path in lost_marker.rglob("*"):
+    for path in [*lost_marker.rglob("*")]:
         if path.is_file():
             path.unlink()
-    with tier_pair(lost_marker) as made:
-        made.store(chain("p", 2))
-        assert made.reasons(chain("p", 2)) == [""] * 3
+    for other in {WRITER, "host-node-7"} - {directory}:
+        shutil.rmtree(lost_marker / other)
+    opened(lost_marker)
     assert_marked(lost_marker)
 
 
-def test_a_stranger_in_a_root_without_marker_is_too_much(lost_marker):
-    (lost_marker / "notes.txt").write_text("somebody's")
+@pytest.mark.parametrize("name", ["notes.txt", f"{WRITER}/notes.txt", "host-", ".tmp.0a1b2c3d.12.34.5", "members/0"])
+def test_a_stranger_in_a_root_without_marker_is_too_much(lost_marker, name):
+    (lost_marker / name).parent.mkdir(exist_ok=True)
+    (lost_marker / name).write_text("somebody's")
     with pytest.raises(ConfigError, match="empty directory"):
-        open_tier(lost_marker)
+        opened(lost_marker)
     assert not (lost_marker / MARKER).exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\0" * 4096, b"x" * 100_000, b'{"version": 1}'])
 def test_a_damaged_marker_of_a_root_is_written_anew(lost_marker, content):
     (lost_marker / MARKER).write_bytes(content)
-    open_tier(lost_marker)
+    opened(lost_marker)
     assert_marked(lost_marker)
 
 
 def test_a_marker_that_others_may_write_says_nothing(tmp_path):
     directory = make_foreign(tmp_path / "theirs", "project")
-    (directory / MARKER).write_bytes(encode_marker())
+    (directory / MARKER).write_bytes(encode_marker("wal"))
     (directory / MARKER).chmod(0o666)
     with pytest.raises(ConfigError, match="empty directory"):
-        open_tier(directory)
+        opened(directory)
     (directory / MARKER).chmod(0o600)
-    open_tier(directory)
+    opened(directory)
 
 
 def test_a_marker_of_a_later_format_is_refused_with_the_version_that_wrote_it(tmp_path):
-    later = {**json.loads(encode_marker()), "version": versions.DISK_ROOT + 1, "written_by": "9.8.7", "new": [1]}
-    open_tier(tmp_path / "root")
-    (tmp_path / "root" / MARKER).write_text(json.dumps(later))
-    before = state_of(tmp_path / "root")
-    with pytest.raises(ConfigError, match=r"root=.* vllm-overlay 9\.8\.7 .*format 2"):
-        open_tier(tmp_path / "root")
-    assert state_of(tmp_path / "root") == before
+    root = tmp_path / "root"
+    opened(root)
+    later = {**json.loads(encode_marker("wal")), "version": versions.DISK_ROOT + 1, "written_by": "9.8.7"}
+    for words in ({}, {"journal": "wal3", "new": [1]}):
+        (root / MARKER).write_text(json.dumps({**later, **words}))
+        before = state_of(root)
+        with pytest.raises(ConfigError, match=r"root=.* vllm-overlay 9\.8\.7 .*format 2"):
+            opened(root)
+        assert state_of(root) == before
 
 
 def test_two_that_start_on_an_empty_directory_at_once_both_work(tmp_path):
     both = threading.Barrier(2)
 
     class Meeting(Device):
-        """Each waits for the other before its marker gets its name."""
+        """Each waits for the other before it writes its marker, and after."""
 
-        def rename(self, source, target):
-            if target.endswith(MARKER):
-                both.wait(PATIENCE_S)
-            super().rename(source, target)
+        def pwritev(self, fd, segments, offset):
+            both.wait(PATIENCE_S)
+            done = super().pwritev(fd, segments, offset)
+            both.wait(PATIENCE_S)
+            return done
 
     failures = []
 
     def start():
         try:
-            open_tier(tmp_path / "root", Meeting())
+            assert is_in_place(opened(tmp_path / "root", device=Meeting()))
         except Exception as error:
             failures.append(error)
 
@@ -157,134 +183,298 @@ def test_two_that_start_on_an_empty_directory_at_once_both_work(tmp_path):
         thread.join()
     assert failures == []
     assert_marked(tmp_path / "root")
-    assert temporaries(tmp_path / "root") == []
+    assert [path.name for path in (tmp_path / "root").iterdir()] == [MARKER]
 
 
 def test_what_another_makes_while_a_start_looks_is_no_strangers(tmp_path, monkeypatch):
-    """The marker comes before all else, so a start that saw something looks for it once more."""
+    """The marker comes before all else, so a start reads it last."""
     root = tmp_path / "root"
     listdir = os.listdir
 
     def while_another_starts(path):
         if str(path) == str(root) and not (root / MARKER).exists():
-            (root / MARKER).write_bytes(encode_marker())
+            (root / MARKER).write_bytes(encode_marker("wal"))
             (root / MARKER).chmod(0o600)
-            (root / "members").mkdir()
-            return ["members"]
+            return ["of a later version"]
         return listdir(path)
 
     monkeypatch.setattr("os.listdir", while_another_starts)
-    open_tier(root)
+    opened(root)
 
 
-def test_a_full_disk_at_start_leaves_a_root_that_the_next_second_marks(tmp_path):
-    device = FailingDevice(pwritev=errno.ENOSPC)
-    made = TierPair(tmp_path / "root", device=device)
-    assert made.try_store(chain("p", 1)[0]) in ("no_room", "no_space")
-    assert sorted(path.name for path in (tmp_path / "root").iterdir()) == []
+# Whose it is, and what it takes.
+
+
+@STARTS
+@pytest.mark.parametrize("mode", [0o770, 0o2770, 0o707])
+def test_a_root_that_others_may_write_is_refused(tmp_path, start, mode):
+    root = tmp_path / "root"
+    start(Device(), str(root))
+    root.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"root=.* mode {mode:04o}, so others may write it: .*mode to 0700"):
+        start(Device(), str(root))
+
+
+@pytest.fixture
+def as_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory, and this process without root's rights."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become nobody")
+    directory = Path("/tmp") / f"{os.getpid()}-{tmp_path_factory.getbasetemp().name}"
+    directory.mkdir(mode=0o755)
+    yield directory
+    os.seteuid(0)
+    shutil.rmtree(directory)
+
+
+def test_a_root_of_another_user_is_refused(as_nobody):
+    os.seteuid(65534)
+    with pytest.raises(ConfigError, match=r"root=.* belongs to user 0"):
+        opened(as_nobody)
+
+
+def test_a_root_that_cannot_be_written_is_refused(as_nobody):
+    os.chown(as_nobody, 65534, 65534)
+    as_nobody.chmod(0o500)
+    os.seteuid(65534)
+    with pytest.raises(ConfigError, match=r"root=.* is not writable"):
+        opened(as_nobody)
+    with pytest.raises(ConfigError, match=r"root=.* cannot be created"):
+        opened(as_nobody / "below")
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "root").write_text("")
+    with pytest.raises(ConfigError, match=r"root=.* is not a directory"):
+        opened(tmp_path / "root")
+    with pytest.raises(ConfigError, match=r"root=.* cannot be created"):
+        opened(tmp_path / "root" / "below")
+
+
+def test_a_root_without_file_locks_is_refused(tmp_path, monkeypatch):
+    def flock(fd, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(ConfigError, match=r"root=.* without file locks"):
+        opened(tmp_path / "root")
+
+
+def test_a_file_system_without_direct_io_is_told_once(tmp_path, caplog):
+    caplog.set_level("INFO")
+    root = opened(tmp_path / "root")
+    assert not takes_direct_io(FailingDevice(open=errno.EINVAL), root)
+    assert [record.getMessage() for record in caplog.records if "no O_DIRECT" in record.getMessage()]
+    takes_direct_io(Device(), root)
+    assert [path.name for path in (tmp_path / "root").iterdir()] == [MARKER]
+
+
+# A disk that takes nothing now.
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("call", ["mkdir", "open", "pwritev"])
+def test_a_disk_that_takes_nothing_at_start_is_no_refusal_and_a_root_later(tmp_path, caplog, call, error):
+    class Disk(FailingDevice):
+        def mkdir(self, path):
+            self._fail("mkdir")
+            super().mkdir(path)
+
+    device = Disk(**{call: error})
+    root = opened(tmp_path / "root", device=device)
+    assert os.strerror(error) in caplog.text and str(tmp_path / "root") in caplog.text
+    with pytest.raises(OSError, match="can be made there now"):
+        reopen_root(device, root)
     device.faults.clear()
-    made.store(chain("p", 1))
-    made.close()
+    reopen_root(device, root)
+    assert is_in_place(root)
     assert_marked(tmp_path / "root")
 
 
-def replace_with_strangers(made):
-    """Before anybody makes another root there."""
-    with delay_bookkeeper(made.tier):
-        made.root.rename(made.root.with_name("was"))
-        make_foreign(made.root, "project")
+def test_a_read_only_disk_at_start_is_no_refusal(tmp_path):
+    with disk(tmp_path / "disk") as made:
+        path = made.path / "root"
+        made.let_write(False)
+        new = opened(path)
+        assert not is_in_place(new)
+        made.let_write(True)
+        reopen_root(Device(), new)
+        made.let_write(False)
+        again = opened(path)
+        assert again == new and is_in_place(again)
+        reopen_root(Device(), again)
 
 
-def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, said):
-    root = tmp_path / "root"
-    with tier_pair(root) as made:
-        made.store(chain("p", 1))
-        replace_with_strangers(made)
-        before = state_of(root)
-        until(lambda: said("empty directory"), "the bookkeeper's word of it")
-        assert made.try_store(chain("q", 1)[0]) == "no_room"
-        assert state_of(root) == before
+def test_a_full_disk_at_start_is_no_refusal(tmp_path):
+    with disk(tmp_path / "disk") as made:
+        (made.path / "root").mkdir(mode=0o700)
+        with pytest.raises(OSError, match="No space"), open(made.path / "much", "wb") as much:
+            while True:
+                much.write(bytes(4096))
+                much.flush()
+        root = opened(made.path / "root")
+        (made.path / "much").unlink()
+        reopen_root(Device(), root)
+        assert_marked(made.path / "root")
 
 
-def test_a_store_under_way_makes_nothing_in_a_strangers_directory(tmp_path):
-    root = tmp_path / "root"
-    with tier_pair(root) as made:
-        made.store(chain("p", 1))
-        ticket = until(lambda: made.tier.reserve(chain("q", 1)[0]), "room")
-        replace_with_strangers(made)
-        before = state_of(root)
-        worker = made.workers[0]
-        worker.submit_store(ticket, worker.begin_store(ticket))
-        results = []
-        until(lambda: results.extend(worker.poll()[0]) or results)
-        made.tier.abort(ticket.ticket)
-        assert results[0].reason == "io_error"
-        assert state_of(root) == before
+# A root that goes while it is used.
 
 
-def test_a_root_that_lost_its_marker_gets_it_back_while_it_serves(tmp_path):
-    with tier_pair(tmp_path / "root") as made:
-        made.store(chain("p", 1))
-        forget_marker(tmp_path / "root")
-        until(lambda: (tmp_path / "root" / MARKER).exists())
-        made.store_at_last(chain("q", 1)[0])
-        made.recovered()
-        until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]))
+def test_a_root_that_was_removed_is_made_again(tmp_path):
+    root = opened(tmp_path / "a" / "root")
+    shutil.rmtree(tmp_path / "a")
+    assert not is_in_place(root)
+    reopen_root(Device(), root)
+    assert is_in_place(root)
+    assert_marked(tmp_path / "a" / "root")
 
 
-def test_nothing_is_made_where_no_marker_is(tmp_path):
-    root = tmp_path / "root"
-    with pytest.raises(FileNotFoundError, match="removed or replaced"):
-        require_marker(str(tmp_path))
-    with tier_pair(root) as made:
-        made.store(chain("p", 1))
-        replace_with_strangers(made)
-        until(lambda: made.try_store(chain("r", 1)[0]) == "no_room", "the end of its room")
-        assert [path.name for path in root.iterdir()] == ["main.c"]
-    assert (root / "main.c").read_text() == "int main;"
+def test_a_root_that_lost_its_marker_gets_it_back(tmp_path):
+    root = opened(tmp_path / "root")
+    forget_marker(tmp_path / "root")
+    assert not is_in_place(root)
+    reopen_root(Device(), root)
+    assert_marked(tmp_path / "root")
 
 
-# Temporaries.
+@pytest.mark.parametrize("kind", ["project", "world", "file"])
+def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, kind):
+    root = opened(tmp_path / "root")
+    shutil.rmtree(tmp_path / "root")
+    if kind == "file":
+        (tmp_path / "root").write_text("mine")
+    else:
+        make_foreign(tmp_path / "root", kind)
+    before = state_of(tmp_path / "root")
+    assert not is_in_place(root)
+    with pytest.raises(OSError, match=f"root='{re.escape(str(tmp_path))}.*: (choose|set)"):
+        reopen_root(Device(), root)
+    assert state_of(tmp_path / "root") == before
 
 
-@pytest.mark.parametrize("name", [".tmp.foo", ".tmp.", ".tmp.0a1b2c3d.12.34", ".tmp.0a1b2c3d.12.34.5.bak"])
-def test_a_strangers_temporary_stays_at_a_start_and_under_want_of_room(tmp_path, name):
-    root = tmp_path / "root"
-    with tier_pair(root) as made:
-        made.store(chain("p", 2))
-    theirs = [root / name, root / NAMESPACE.attention / name, made.path(chain("p", 2)[0]).parent / name]
-    for path in theirs:
-        path.write_text("mine")
-        os.utime(path, (1, 1))
-    with tier_pair(root) as again:
-        again.store(chain("q", 1))
-    with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=3 * on_disk()) as newcomer:
-        newcomer.store(chain("r", 1)[:1])  # all of the idle namespace has to go for it
-    assert not made.path(chain("p", 2)[0]).exists()
-    assert [path.read_text() for path in theirs] == ["mine"] * 3
+def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path, "nfs4")
 
 
-def test_a_namespace_that_goes_leaves_strangers_in_its_directories(tmp_path):
-    root = tmp_path / "root"
-    with tier_pair(root, namespace=OTHER_NAMESPACE) as other:
-        other.store(chain("q", 2))
-    path = other.path(chain("q", 2)[0])
-    theirs = [root / OTHER_NAMESPACE.attention / "mine", path.parent / "notes.txt"]
-    theirs[0].mkdir()
-    theirs[1].write_text("mine")
-    with tier_pair(root, capacity_bytes=3 * on_disk()) as made:
-        made.store(chain("p", 1)[:1])
-        until(lambda: not path.exists())
-        until(lambda: made.tier.advance() or not (root / OTHER_NAMESPACE.snapshot).exists())
-    assert all(path.exists() for path in theirs)
+def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, tmp_path, "ext4")
 
 
-def test_strangers_files_do_not_count(tmp_path):
-    root = tmp_path / "root"
-    with tier_pair(root) as made:
-        made.store(chain("p", 1))
-    (made.path(chain("p", 1)[0]).parent / "notes.txt").write_bytes(bytes(10_000))
-    lose_catalogue(root)
-    with tier_pair(root) as made:
-        made.recovered()
-        assert counted(root)[0] == 2 * on_disk()
+@pytest.mark.parametrize("seen", [local, network])
+@pytest.mark.parametrize("below", ["", "root", "to/root"])
+def test_a_disk_that_is_taken_away_is_gone_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Callable[..., None], below: str
+) -> None:
+    seen(monkeypatch, tmp_path)
+    with disk(tmp_path / "disk") as made:
+        root = opened(made.path / below)
+        (Path(root.path) / WRITER).mkdir()
+        made.take_away()
+        before = state_of(made.path)
+        assert not is_in_place(root)
+        with pytest.raises(OSError, match="another file system"):
+            reopen_root(Device(), root)
+        assert state_of(made.path) == before
+        made.put_back()
+        assert is_in_place(root)
+        reopen_root(Device(), root)
+        if below:  # what somebody removes on the disk itself is made again there
+            shutil.rmtree(made.path / "to" if below == "to/root" else made.path / below)
+            reopen_root(Device(), root)
+            assert is_in_place(root)
+            made.take_away()
+            assert not is_in_place(root)
+
+
+def test_a_root_on_another_disk_counts_when_it_is_marked(tmp_path):
+    (tmp_path / "disk").mkdir()
+    with disk(tmp_path / "one") as one, disk(tmp_path / "other") as other:
+        root = opened(one.path / "root")
+        opened(other.path / "root")
+        one.take_away()
+        one.path.rmdir()
+        one.path.symlink_to(other.path)
+        assert is_in_place(root)
+        reopen_root(Device(), root)
+        forget_marker(other.path / "root")
+        assert not is_in_place(root)
+        with pytest.raises(OSError, match="another file system"):
+            reopen_root(Device(), root)
+        one.path.unlink()
+        one.path.mkdir()
+
+
+# A root that several hosts may see.
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root that seems to lie on a network's file system."""
+    network(monkeypatch, tmp_path)
+    return tmp_path / "root"
+
+
+def test_a_host_has_its_own_sub_root_and_the_log_says_so(shared, caplog):
+    caplog.set_level("INFO")
+    root = opened(shared, "node-7")
+    assert (root.path, root.journal) == (str(shared / "host-node-7"), "delete")
+    assert_marked(shared, "delete")
+    assert_marked(shared / "host-node-7", "delete")
+    (said,) = [record.getMessage() for record in caplog.records if "several hosts" in record.getMessage()]
+    for words in ("nfs4", str(shared / "host-node-7"), "for this host alone"):
+        assert words in said
+    opened(shared, "node-8")
+    assert host_roots(str(shared)) == [str(shared / "host-node-7"), str(shared / "host-node-8")]
+
+
+def test_a_local_root_has_no_sub_root(tmp_path):
+    assert opened(tmp_path / "root", "node-7").path == str(tmp_path / "root")
+    assert host_roots(str(tmp_path / "root")) == []
+
+
+def test_without_a_name_a_host_is_its_machine_or_else_its_host_name(shared, tmp_path, monkeypatch):
+    monkeypatch.setattr(root_module, "_MACHINE_ID", tmp_path / "machine-id")
+    monkeypatch.setattr("socket.gethostname", lambda: "pod-1")
+    names = []
+    for machine in ("a" * 32 + "\n", "b" * 32 + "\n", "uninitialized\n", "", None):
+        (tmp_path / "machine-id").unlink(missing_ok=True)
+        if machine is not None:
+            (tmp_path / "machine-id").write_text(machine)
+        names.append(opened(shared).path)
+        assert opened(shared).path == names[-1]
+    assert len(set(names)) == 3 and len(set(names[2:])) == 1
+    monkeypatch.setattr("socket.gethostname", lambda: "pod-2")
+    assert opened(shared).path not in names
+    assert not any("a" * 32 in name for name in names)
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "-", ".", "a b", "n" * 65, "caf\u00e9"])
+def test_a_host_name_that_is_no_name_of_a_directory_is_refused(shared, name):
+    with pytest.raises(ConfigError, match=r'host_name=.*: set it to .* "node-7"'):
+        opened(shared, name)
+
+
+@pytest.mark.parametrize(("first", "then"), [(local, network), (network, local)])
+@STARTS
+def test_a_root_that_is_seen_by_another_way_than_it_was_made_is_refused(tmp_path, monkeypatch, first, then, start):
+    """As by an NFS server, on its own disk."""
+    first(monkeypatch, tmp_path)
+    root = opened(tmp_path / "root", "node-7")
+    then(monkeypatch, tmp_path)
+    before = state_of(tmp_path / "root")
+    ways = "on a local disk.*over a network" if first is local else "over a network.*on a local disk"
+    with pytest.raises(ConfigError, match=f"root=.*{ways}.*set root to"):
+        start(Device(), str(tmp_path / "root"))
+    with pytest.raises(OSError, match=ways):
+        reopen_root(Device(), root)
+    assert state_of(tmp_path / "root") == before
+
+
+def test_a_sub_root_that_was_removed_is_made_again_with_the_root(shared):
+    root = opened(shared, "node-7")
+    shutil.rmtree(shared)
+    assert not is_in_place(root)
+    reopen_root(Device(), root)
+    assert is_in_place(root)
+    assert_marked(shared, "delete")

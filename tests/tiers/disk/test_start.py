@@ -1,181 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a tier opens its root, and which roots and settings it refuses."""
+"""How a tier opens its root, what it does when that goes, and which settings it refuses."""
 
 import errno
-import fcntl
-import json
 import os
 import shutil
-import stat
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice
-from tests.tiers.disk.files import bytes_under, on_disk, temporaries
-from tests.tiers.disk.foreign import make_foreign, state_of
-from tests.tiers.disk.halves import open_tier
+from tests.tiers.disk.file_systems import disk
+from tests.tiers.disk.files import on_disk
+from tests.tiers.disk.foreign import forget_marker, make_foreign, state_of
+from tests.tiers.disk.halves import HALVES, open_tier
+from tests.tiers.disk.inside import delay_bookkeeper
 from tests.tiers.disk.objects import chain
-from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
+from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.waiting import until
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.catalogue import Catalogue
-from vllm_overlay.tiers.disk.files.marker import MARKER, encode_marker
-from vllm_overlay.tiers.disk.files.root import lock_directory
+from vllm_overlay.tiers.disk.files.marker import MARKER
 
 
-def test_the_root_is_created_private_and_says_whose_it_is(tmp_path):
-    root = tmp_path / "a" / "root"
-    with tier_pair(root) as made:
-        made.recovered()
-        until(lambda: all((root / name / "namespace.json").exists() for name in NAMESPACE.fingerprints))
-    assert stat.S_IMODE(root.stat().st_mode) == 0o700
-    for fingerprint in NAMESPACE.fingerprints:
-        words = json.loads((root / fingerprint / "namespace.json").read_text())
-        assert words["description"] == NAMESPACE.description
-    assert temporaries(root) == []
+@HALVES
+def test_a_directory_that_is_no_root_is_refused_by_both_halves(tmp_path, start):
+    directory = make_foreign(tmp_path / "theirs", "project")
+    before = state_of(directory)
+    with pytest.raises(ConfigError, match=r"root=.*empty directory"):
+        start(directory)
+    assert state_of(directory) == before
 
 
 def test_a_root_whose_path_is_not_utf_8_is_a_root(tmp_path):
     with tier_pair(tmp_path / os.fsdecode(b"caf\xe9")) as made:
         made.recovered().store(chain("p", 1))
         assert made.reasons(chain("p", 1)) == ["", ""]
-
-
-def test_a_root_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "root").write_text("")
-    with pytest.raises(ConfigError, match=r"root=.* is not a directory"):
-        open_tier(tmp_path / "root")
-    with pytest.raises(ConfigError, match=r"root=.* cannot be created"):
-        open_tier(tmp_path / "root" / "below")
-
-
-@pytest.fixture
-def as_nobody():
-    """A directory, and this process without root's rights."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become nobody")
-    directory = Path(tempfile.mkdtemp())
-    directory.chmod(0o755)
-    yield directory
-    os.seteuid(0)
-    shutil.rmtree(directory)
-
-
-def test_a_root_of_another_user_is_refused(as_nobody):
-    os.seteuid(65534)
-    with pytest.raises(ConfigError, match=r"root=.* belongs to user 0"):
-        open_tier(as_nobody)
-
-
-def test_a_root_that_cannot_be_written_is_refused(as_nobody):
-    os.chown(as_nobody, 65534, 65534)
-    as_nobody.chmod(0o500)
-    os.seteuid(65534)
-    with pytest.raises(ConfigError, match=r"root=.* is not writable"):
-        open_tier(as_nobody)
-    with pytest.raises(ConfigError, match=r"root=.* cannot be created"):
-        open_tier(as_nobody / "below")
-
-
-def take_locks_from(monkeypatch, directory):
-    """No file under ``directory`` can be locked any more."""
-    real = fcntl.flock
-
-    def flock(fd, operation):
-        if Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(directory):
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-        real(fd, operation)
-
-    monkeypatch.setattr("fcntl.flock", flock)
-
-
-def test_without_locks_anywhere_a_root_is_refused(tmp_path, monkeypatch):
-    take_locks_from(monkeypatch, "/")
-    with pytest.raises(ConfigError, match=r"root=.* takes no file locks"):
-        open_tier(tmp_path / "root")
-
-
-@pytest.fixture
-def lockless(tmp_path, monkeypatch):
-    """A root on a file system without locks, and a local directory with them."""
-    (tmp_path / "local").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "local"))
-    take_locks_from(monkeypatch, tmp_path / "root")
-    return tmp_path / "root"
-
-
-def host_root(root):
-    """The one sub-root."""
-    (found,) = [path for path in root.iterdir() if path.name.startswith("host-")]
-    return found
-
-
-def test_without_locks_a_host_has_its_sub_root_and_limit_and_the_log_says_so(lockless, said):
-    capacity = 15 * on_disk()
-    with tier_pair(lockless, capacity_bytes=capacity) as made, tier_pair(lockless, capacity_bytes=capacity) as other:
-        root = host_root(lockless)
-        words = said("has no file locks")
-        assert words and str(root) in words[0] and "for this host alone" in words[0]
-        seen = []
-        for turn in range(20):
-            for number, one in enumerate((made, other)):
-                one.store(chain(f"{turn} of {number}", 2))
-                seen.append(bytes_under(root))
-        assert max(seen) <= capacity
-        catalogue = Catalogue(lock_directory(str(root)))
-        assert catalogue.count_living() == 2
-        assert [usage.is_served for usage in catalogue.usage()] == [True, True]
-        catalogue.close()
-    with tier_pair(lockless, capacity_bytes=capacity) as again:
-        again.recovered()
-        assert len(again.tier.index) > 0
-
-
-def test_two_hosts_without_locks_do_not_meet(lockless, monkeypatch):
-    with tier_pair(lockless) as made:
-        made.store(chain("p", 1))
-        monkeypatch.setattr("socket.gethostname", lambda: "another")
-        with tier_pair(lockless) as other:
-            other.recovered()
-            assert len(other.tier.index) == 0
-            other.store(chain("p", 1))
-    assert len([path for path in lockless.iterdir() if path.name.startswith("host-")]) == 2
-
-
-def test_without_locks_the_root_the_sub_root_and_the_locks_are_marked(lockless):
-    for _ in range(2):
-        open_tier(lockless)
-        own = host_root(lockless)
-        for directory in (lockless, own, Path(lock_directory(str(own)))):
-            assert (directory / MARKER).read_bytes() == encode_marker()
-
-
-def test_without_locks_a_strangers_directory_is_refused(lockless):
-    make_foreign(lockless, "project")
-    before = state_of(lockless)
-    with pytest.raises(ConfigError, match="empty directory"):
-        open_tier(lockless)
-    assert state_of(lockless) == before
-
-
-def test_without_locks_a_directory_of_locks_that_was_cleaned_up_is_made_again(lockless):
-    with tier_pair(lockless) as made:
-        made.store(chain("p", 1))
-        locks = Path(lock_directory(str(host_root(lockless))))
-        shutil.rmtree(locks)
-        made.store_at_last(chain("q", 1)[0])
-        until(lambda: (locks / MARKER).exists(), "a directory of locks")
-
-
-def test_without_locks_a_sub_root_that_was_removed_is_made_again(lockless, tmp_path):
-    with tier_pair(lockless) as made:
-        made.store(chain("p", 1))
-        own = host_root(lockless)
-        shutil.rmtree(own.rename(tmp_path / "gone"), ignore_errors=True)  # at once: others write to it
-        until(lambda: (own / MARKER).exists(), "a sub-root")
-        made.store_at_last(chain("q", 1)[0])
 
 
 def test_a_policy_of_somebody_is_refused_because_no_other_process_knows_it(tmp_path):
@@ -189,10 +47,99 @@ def test_a_capacity_below_two_objects_is_refused_with_one_that_works(tmp_path):
     open_tier(tmp_path / "root", capacity_bytes=int(str(refusal.value).split()[-1]))
 
 
-def test_a_full_or_failing_disk_at_start_is_not_fatal(tmp_path):
-    device = FailingDevice(open=errno.ENOSPC)
+# A disk that takes nothing at start.
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("call", ["open", "pwritev"])
+def test_a_disk_that_takes_nothing_at_start_is_not_fatal_and_comes_back(tmp_path, call, error):
+    device = FailingDevice(**{call: error})
     made = TierPair(tmp_path / "root", device=device)
-    assert made.try_store(chain("p", 1)[0]) in ("no_room", "no_space")
+    assert made.try_store(chain("p", 1)[0]) == "no_room"
     device.faults.clear()
     made.store(chain("p", 1))
+    assert made.reasons(chain("p", 1)) == ["", ""]
     made.close()
+
+
+def test_a_read_only_disk_at_start_is_not_fatal_and_comes_back(tmp_path):
+    with disk(tmp_path / "disk") as made_disk:
+        root = made_disk.path / "root"
+        with tier_pair(root) as made:
+            made.recovered().store(chain("p", 1))
+        made_disk.let_write(False)
+        with tier_pair(root) as made:
+            assert made.turned().try_store(chain("q", 1)[0]) == "no_room"
+            made_disk.let_write(True)
+            made.recovered().store(chain("q", 1))
+            assert made.reasons(chain("p", 1) + chain("q", 1)) == [""] * 4
+
+
+# A root that goes while it is used.
+
+
+def replace_with_strangers(made: TierPair) -> dict[str, tuple[object, ...]]:
+    """Before anybody makes another root there. Returns its state."""
+    with delay_bookkeeper(made.tier):
+        made.root.rename(made.root.with_name("was"))
+        make_foreign(made.root, "project")
+        return state_of(made.root)
+
+
+def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, said):
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+        before = replace_with_strangers(made)
+        until(lambda: said("empty directory"), "the bookkeeper's word of it")
+        assert made.try_store(chain("q", 1)[0]) == "no_room"
+        assert state_of(made.root) == before
+
+
+def test_a_store_under_way_makes_nothing_in_a_strangers_directory(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+        ticket = until(lambda: made.tier.reserve(chain("q", 1)[0]), "room")
+        before = replace_with_strangers(made)
+        worker = made.workers[0]
+        worker.submit_store(ticket, worker.begin_store(ticket))
+        results = []
+        until(lambda: results.extend(worker.poll()[0]) or results, "a store's result")
+        made.tier.abort(ticket.ticket)
+        assert results[0].reason
+        assert state_of(made.root) == before
+
+
+def test_a_root_that_lost_its_marker_gets_it_back_while_it_serves(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+        made.settled()
+        forget_marker(made.root)
+        until(lambda: (made.root / MARKER).exists(), "a marker")
+        made.store_at_last(chain("q", 1)[0])
+        made.recovered()
+        until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]))
+
+
+def test_a_root_that_was_removed_is_made_again(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 1))
+        shutil.rmtree(made.root.rename(tmp_path / "gone"), ignore_errors=True)  # at once: others write to it
+        until(lambda: (made.root / MARKER).exists(), "a root")
+        made.store_at_last(chain("q", 1)[0])
+
+
+@pytest.mark.parametrize("below", ["", "root"])
+def test_a_disk_that_is_taken_away_gets_nothing_in_its_place_and_comes_back(tmp_path: Path, below: str) -> None:
+    with disk(tmp_path / "disk") as made_disk, tier_pair(made_disk.path / below) as made:
+        made.recovered().store(chain("p", 1))
+        made.settled()
+        made_disk.take_away()
+        for name in ("q", "r"):
+            made.try_store(chain(name, 1)[0])
+            made.turned()
+        assert made.try_store(chain("s", 1)[0]) == "no_room"
+        assert list(made_disk.path.iterdir()) == []
+        made_disk.put_back()
+        made.store_at_last(chain("t", 1)[0])
+        until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]))
+        assert made.reasons([chain("p", 1)[0], chain("t", 1)[0]]) == ["", ""]

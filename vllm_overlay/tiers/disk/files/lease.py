@@ -100,7 +100,6 @@ class Lease:
         raw = self._read()
         words = _decode(raw)
         if words.machine == self._machine:
-            self._others, self._others_lives = b"", False
             self._is_held = now >= self._settles_at
             self._share()
         elif words.machine and raw != self._others:
@@ -115,6 +114,7 @@ class Lease:
             if words.machine:
                 logger.warning("disk tier: %s was not renewed for %.0f s: taken over", self._path, WAIT_S)
             self._settles_at = now + SETTLE_S
+        self._others, self._others_lives = b"", False
         self._write(_Words(self._machine, socket.gethostname(), time.time_ns()))
         self._renew_at = now + RENEW_S
         return self._is_held
@@ -144,9 +144,11 @@ class Lease:
                 fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _refusal(self) -> str:
-        host = _decode(self._others).host[:64]
+        directory, host = os.path.dirname(self._path), _decode(self._others).host[:64]
+        if not self._others:
+            return f"disk tier: {directory} is being taken, unless another machine does so in this moment"
         return (
-            f"disk tier: {os.path.dirname(self._path)} is in use by another machine that has the same host_name, "
+            f"disk tier: {directory} is in use by another machine that has the same host_name, "
             f"{host!a}: set host_name to a name that no other machine has"
         )
 

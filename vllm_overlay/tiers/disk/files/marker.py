@@ -13,7 +13,7 @@ from msgspec import Meta
 from vllm_overlay import versions
 from vllm_overlay.common.ownership import why_not_ours
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.files.device import Device, write_all
+from vllm_overlay.tiers.disk.files.device import Device, remove_quietly, write_all
 from vllm_overlay.tiers.disk.files.mounts import ROLLBACK, WRITE_AHEAD
 
 MARKER = "vllm-overlay-root.json"
@@ -87,10 +87,12 @@ def _read(root: str) -> bytes | None:
 def write_marker(device: Device, root: str, journal: str) -> None:
     """Called when ``root`` was found to be one, or empty, and has no valid marker. Raises OSError.
 
-    In place: two servers that start at once write the same bytes, and half a marker is none. It is synced, because all
-    else may be lost in a power cut.
+    Two servers that start at once write the same bytes, and half a marker is none. It is synced, because all else may
+    be lost in a power cut.
     """
-    fd = device.open(os.path.join(root, MARKER), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    path = os.path.join(root, MARKER)
+    remove_quietly(device, path)
+    fd = device.open(path, os.O_WRONLY | os.O_CREAT)
     try:
         write_all(device, fd, [memoryview(encode_marker(journal))])
         _sync(fd)

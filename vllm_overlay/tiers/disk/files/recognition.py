@@ -4,7 +4,6 @@
 import os
 import re
 import stat
-from enum import Enum, auto
 
 from vllm_overlay.tiers.disk.catalogue.generations import is_catalogue_name
 from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, marked_journal
@@ -20,26 +19,15 @@ _SHOWN = 3
 _SHOWN_CHARACTERS = 40
 
 
-class RootKind(Enum):
-    """What a directory that may be used as a root is."""
+def recognise(root: str) -> str:
+    """The journal of a root, by its marker; empty where that is yet to be written.
 
-    MARKED = auto()
-    UNMARKED = auto()
-    """A root whose marker is damaged, or was removed, maybe with all other files."""
-    EMPTY = auto()
-    """Nothing but what a mount makes, or a start that was killed while it wrote the marker."""
-
-
-def recognise(root: str) -> RootKind:
-    """Changes nothing. Called at start and by tools. Raises NotARootError, and OSError when ``root`` cannot be read."""
-    if marked_journal(root):
-        return RootKind.MARKED
+    Changes nothing. Called at start and by tools. Raises NotARootError, and OSError when ``root`` cannot be read.
+    """
     names = sorted(os.listdir(root))
-    kind = _kind_of(root, names)
-    if kind is not None:
-        return kind
-    if marked_journal(root):  # another process has just made it: it does so before it makes anything else
-        return RootKind.MARKED
+    journal = marked_journal(root)  # after the names: a start makes the marker before all else
+    if journal or _is_unmarked(root, names):
+        return journal
     raise NotARootError(
         root,
         f"is not empty and is no root of the disk tier (it has no valid {MARKER}, but {_some_of(names)}): "
@@ -47,12 +35,10 @@ def recognise(root: str) -> RootKind:
     )
 
 
-def require_root(root: str) -> RootKind:
+def require_root(root: str) -> None:
     """``recognise`` for tools. To them an empty directory is no root either. Raises the same errors."""
-    kind = recognise(root)
-    if kind is RootKind.EMPTY:
+    if not recognise(root) and not set(os.listdir(root)) - _OF_MOUNTS - {MARKER}:
         raise NotARootError(root, "is empty: no server has used it as its `root` yet")
-    return kind
 
 
 def host_roots(root: str) -> list[str]:
@@ -61,19 +47,24 @@ def host_roots(root: str) -> list[str]:
     return [path for name in names if HOST_ROOT.fullmatch(name) and os.path.isdir(path := os.path.join(root, name))]
 
 
-def _kind_of(root: str, names: list[str]) -> RootKind | None:
-    """By names alone: to open and close a catalogue would drop the locks that this process may have on it."""
-    try:
-        found = [(name, os.lstat(os.path.join(root, name))) for name in names]
-        if not all(_is_ours(root, name, state) for name, state in found):
-            return None
-    except FileNotFoundError:  # somebody works here
-        return None
-    left = {name for name, state in found if name not in _OF_MOUNTS and (name != MARKER or state.st_size)}
-    if not left:
-        return RootKind.EMPTY
-    is_telling = any(name != MARKER and not _WEIGHTS.fullmatch(name) for name in left)
-    return RootKind.UNMARKED if is_telling else None
+def _is_unmarked(root: str, names: list[str]) -> bool:
+    """Whether all is ours: it lost its marker, or nobody has used it yet.
+
+    By names alone: to open and close a catalogue would drop the locks that this process may have on it.
+    """
+    telling = others = 0
+    for name in names:
+        try:
+            state = os.lstat(os.path.join(root, name))
+            if not _is_ours(root, name, state):
+                return False
+        except FileNotFoundError:  # another process works here
+            continue
+        if name != MARKER and not _WEIGHTS.fullmatch(name):
+            telling += name not in _OF_MOUNTS
+        elif state.st_size:  # a marker of no bytes is what a killed start leaves
+            others += 1
+    return bool(telling) or not others
 
 
 def _is_ours(root: str, name: str, state: os.stat_result) -> bool:

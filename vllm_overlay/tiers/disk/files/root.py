@@ -20,7 +20,7 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device, make_directory
 from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, marked_journal, write_marker
 from vllm_overlay.tiers.disk.files.mounts import ROLLBACK, file_system_of, journal_of, nearest_directory
-from vllm_overlay.tiers.disk.files.recognition import HOST_ROOT, RootKind, recognise
+from vllm_overlay.tiers.disk.files.recognition import HOST_ROOT, recognise
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -88,7 +88,7 @@ def reopen_root(device: Device, root: Root) -> None:
             _open(device, directory)
         except ConfigError as error:
             raise OSError(errno.EINVAL, str(error)) from error
-    if not is_in_place(root):
+    if not _is_marked(root, own):
         raise FileNotFoundError(errno.ENOENT, f"no {MARKER} can be made there now", own)
 
 
@@ -119,6 +119,10 @@ def _counts(root: Root, directory: str) -> bool:
     """Whether ``directory``, which need not be there, lies on the file system of the start, or is a marked root."""
     if os.stat(nearest_directory(directory)).st_dev == root.device_number:
         return True
+    return _is_marked(root, directory)
+
+
+def _is_marked(root: Root, directory: str) -> bool:
     with contextlib.suppress(NotARootError):
         return marked_journal(directory) == root.journal
     return False
@@ -133,22 +137,24 @@ def _open(device: Device, root: str) -> None:
                 f"root={root!r} cannot be created ({error.strerror}): set it to a writable directory"
             ) from error
         return logger.warning("disk tier: %s cannot be made now: %s", root, error)
-    if _check_directory(root) is RootKind.MARKED:
-        return _check_journal(root)
+    journal = journal_of(root)
+    if made_with := _check_directory(root):
+        return _check_journal(root, made_with, journal)
     try:
-        write_marker(device, root, journal_of(root))
+        write_marker(device, root, journal)
     except OSError as error:
         if error.errno in _DO_NOT_PASS:
             raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700") from error
         logger.warning("disk tier: %s takes no file now: %s", root, error)
 
 
-def _check_directory(root: str) -> RootKind:
+def _check_directory(root: str) -> str:
+    """The journal by the marker; empty where that is yet to be written."""
     try:
         found = os.stat(root)
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"root={root!r} is not a directory: set it to one that this user owns")
-        kind = recognise(root)
+        journal = recognise(root)
     except NotARootError as error:
         raise ConfigError(f"root={root!r} {error.why}") from error
     except OSError as error:
@@ -159,21 +165,20 @@ def _check_directory(root: str) -> RootKind:
         raise ConfigError(f"root={root!r} {why}: set it to a directory of this user's own, and its mode to 0700")
     if found.st_mode & stat.S_IRWXU != stat.S_IRWXU:
         raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700")
-    return kind
+    return journal
 
 
-def _check_journal(root: str) -> None:
-    """Two ways to the same files, as a server's disk and the network's, have no common locks."""
-    made_with, here = marked_journal(root), journal_of(root)
-    if made_with in ("", here):
-        return
-    kind = file_system_of(root) or "unknown"
-    was, now = ("a local disk", "over a network") if here == ROLLBACK else ("over a network", "as a local disk")
-    raise ConfigError(
-        f"root={root!r} was made {'on' if here == ROLLBACK else 'from'} {was} and is seen {now} here (its file system "
-        f"is {kind}), and processes that see it in two ways would damage it: set root to the path that it was made "
-        "by, or to an empty directory"
-    )
+def _check_journal(root: str, made_with: str, journal: str) -> None:
+    """Two ways to the same files, as a server's own disk and the network, have no common locks."""
+    if made_with != journal:
+        was, now = (
+            ("on a local disk", "over a network") if journal == ROLLBACK else ("over a network", "on a local disk")
+        )
+        raise ConfigError(
+            f"root={root!r} was made {was} and is seen {now} here (its file system is {file_system_of(root)!a}), and "
+            "processes that see it in both ways would damage it: set root to the path that it was made by, or to an "
+            "empty directory"
+        )
 
 
 def _require_locks(device: Device, root: str) -> None:

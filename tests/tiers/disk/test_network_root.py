@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier on a root that is not local: a real one over FUSE, whose server is stopped and killed."""
+
+import threading
+import time
+
+import pytest
+
+from tests.tiers.disk.file_systems import fuse_mount, outage, pretend, unmount
+from tests.tiers.disk.halves import open_tier
+from tests.tiers.disk.objects import chain
+from tests.tiers.disk.tier_pair import tier_pair
+from tests.waiting import until
+from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.disk.files import lease as lease_module
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.lease import Lease
+from vllm_overlay.tiers.disk.files.root import choose_root
+
+WITHIN_S = 60.0
+"""So soon after an outage objects are stored again."""
+
+
+def test_a_tier_restores_from_it_after_a_restart(tmp_path):
+    with fuse_mount(tmp_path / "source", tmp_path / "mount"):
+        root = tmp_path / "mount" / "root"
+        with tier_pair(root, host_name="node-7") as made:
+            made.recovered().store(chain("p", 3))
+        with tier_pair(root, host_name="node-7") as again:
+            again.recovered()
+            until(lambda: again.tier.advance() or again.coverage(chain("p", 3)) == [True] * 4, "what was stored")
+            assert again.reasons(chain("p", 3)) == [""] * 4
+        with tier_pair(root, host_name="node-8") as other:
+            other.recovered()
+            assert len(other.tier.index) == 0
+
+
+def test_stores_go_on_after_an_outage(tmp_path):
+    root = tmp_path / "mount" / "root"
+    with fuse_mount(tmp_path / "source", tmp_path / "mount") as server:
+        with tier_pair(root) as made:
+            made.recovered().store(chain("p", 1))
+            with outage(server):
+                made.store_at_last(chain("q", 1)[0])  # it waits, or fails and is tried again
+            began = time.monotonic()
+            made.store_at_last(chain("r", 1)[0])
+            assert time.monotonic() - began < WITHIN_S
+            until(lambda: made.reasons([chain("p", 1)[0], chain("r", 1)[0]]) == ["", ""], "loads of both")
+        with tier_pair(root) as again:
+            again.recovered()
+            until(lambda: again.tier.advance() or again.has(chain("r", 1)[0]), "what was stored after it")
+
+
+def test_stores_go_on_after_its_server_died_and_was_mounted_again(tmp_path):
+    """What was open is dead for ever."""
+    source, path = tmp_path / "source", tmp_path / "mount"
+    with fuse_mount(source, path) as server, tier_pair(path / "root") as made:
+        made.recovered().store(chain("p", 1))
+        made.settled()
+        server.kill()
+        server.wait()
+        made.try_store(chain("q", 1)[0])
+        unmount(path)
+        made.try_store(chain("q", 1)[0])
+        made.turned()
+        assert list(path.iterdir()) == []
+        with fuse_mount(source, path):
+            began = time.monotonic()
+            made.store_at_last(chain("r", 1)[0])
+            assert time.monotonic() - began < WITHIN_S
+            until(lambda: made.reasons([chain("p", 1)[0], chain("r", 1)[0]]) == ["", ""], "loads of both")
+
+
+def test_a_second_machine_of_the_same_name_is_refused_at_start(tmp_path, monkeypatch):
+    """As a container that was copied with its host_name."""
+    pretend(monkeypatch, tmp_path, "nfs4")
+    monkeypatch.setattr(lease_module, "RENEW_S", 0.1)
+    lease = Lease(Device(), choose_root(Device(), str(tmp_path / "root"), "node-7"), "another machine")
+    lease.take()
+    has_ended = threading.Event()
+
+    def renew() -> None:
+        while not has_ended.wait(0.1):
+            lease.renew()
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="set host_name"):
+            open_tier(tmp_path / "root", host_name="node-7")
+        open_tier(tmp_path / "root", host_name="node-8")
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def test_a_tier_that_ended_cleanly_leaves_its_name_to_the_next_machine(tmp_path, monkeypatch):
+    pretend(monkeypatch, tmp_path, "nfs4")
+    open_tier(tmp_path / "root", host_name="node-7")
+    lease = Lease(Device(), choose_root(Device(), str(tmp_path / "root"), "node-7"), "another machine")
+    began = time.monotonic()
+    lease.take()
+    assert time.monotonic() - began < lease_module.WAIT_S / 2
