@@ -12,9 +12,10 @@ from devtools.docs.commands import wrong_commands
 from devtools.docs.links import broken_links
 from devtools.docs.names import unknown_names
 from devtools.docs.page import Finding, Page
+from devtools.metrics_page import stale_lists
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-CHECKS = (broken_links, wrong_commands, unknown_names)
+CHECKS = (broken_links, wrong_commands, unknown_names, stale_lists)
 FOLDERS = (".", "docs", "examples")
 
 

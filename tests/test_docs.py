@@ -48,7 +48,7 @@ A sentence with a [link](other.md#is-it-here-now), [another](other.md#twice-1) a
 - `make test TESTS=tests/planner` and `vllm-overlay stats ROOT --verify --remove`
 - `python -m bench.serving TRACE --rounds 3`, `python tools/demo.py --keep`
 - `python -m vllm_overlay stats ROOT --json`
-- `tests/test_docs.py`, `planner/objects.py`, `tests/*.py`, `tests/metrics_page.py::documented_metrics`
+- `tests/test_docs.py`, `planner/objects.py`, `tests/*.py`, `tests/test_versions.py::rows_of`
 - `vllm_overlay.config.TierSettings`, `KVTransferConfig`, `max_num_seqs`, `_restore_unit_tokens`
 - `--max-num-seqs`, `vllm:hybrid_offload_*`, `vllm:hybrid_offload_lookups_total`
 - [a link](other.md#twice)

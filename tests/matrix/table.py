@@ -4,14 +4,13 @@
 import json
 from pathlib import Path
 
+from devtools.docs.generated import parts_of, with_parts
 from tests.matrix.cells import Cell, Column, Verdict
 from tests.matrix.rows import ROWS
 from tests.python_path import REPOSITORY
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = REPOSITORY / "docs" / "models.md"
-BEGIN = "<!-- models:begin (python -m tests.matrix made it from tests/matrix/results.json) -->\n"
-END = "<!-- models:end -->\n"
 
 Results = dict[str, dict[Column, Cell]]
 """By the row's name."""
@@ -57,10 +56,9 @@ def _words(column: Column, cell: Cell, reasons: list[str]) -> str:
 
 def shown() -> str:
     """The table that the page has."""
-    return PAGE.read_text().split(BEGIN)[1].split(END)[0]
+    return parts_of(PAGE.read_text())["models"]
 
 
 def show(results: Results) -> None:
     """Puts the table into the page."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + render(results) + END + rest.split(END)[1])
+    PAGE.write_text(with_parts(PAGE.read_text(), {"models": render(results)}))
