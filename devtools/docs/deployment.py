@@ -8,7 +8,8 @@ from devtools.docs.page import Page
 
 _SAID = re.compile(r"(?:^|\s)#\s(.*)|\"?(?:summary|description)\"?:\s(.*)")
 _NAME = re.compile(
-    r"vllm-overlay [a-z]+(?: (?:--[a-z][a-z-]*|[A-Z]+\b))*|vllm:\w+|--[a-z][a-z-]*|[\w.-]+(?:/[\w.-]*\w)+|[A-Za-z]\w*_\w+"
+    r"vllm-overlay [a-z]+(?: (?:--[a-z][a-z-]*|[A-Z]+\b))*"
+    r"|vllm:\w+|--[a-z][a-z-]*|[\w.-]+(?:/[\w.-]*\w)+|[A-Za-z]\w*_\w+"
 )
 """A command of ours, a metric, a flag, a path, and a setting or a label."""
 
