@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why something was limited, dropped or failed: every value of the metric label ``reason`` but the names of hooks.
 
-docs/metrics.md lists them by metric; tests/test_metrics.py holds that page and the code to the sets below.
+The lists of docs/metrics.md are made from the sets below: python -m devtools.metrics_page
 """
 
 from enum import StrEnum
