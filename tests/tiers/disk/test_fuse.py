@@ -15,11 +15,13 @@ import pytest
 
 from tests.tiers.disk.file_systems import fuse_mount, outage
 from tests.waiting import until
+from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files import lease as lease_module
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.lease import Lease
 from vllm_overlay.tiers.disk.files.mounts import file_system_of
+from vllm_overlay.tiers.disk.files.recognition import LEASE
 from vllm_overlay.tiers.disk.files.root import Root, choose_root, is_in_place, reopen_root, takes_direct_io
 
 
@@ -172,15 +174,20 @@ def test_after_an_outage_all_goes_on(served, monkeypatch):
     lease.release()
 
 
-def test_a_server_that_died_is_an_outage_until_it_is_mounted_again(tmp_path):
+def test_a_server_that_died_is_an_outage_until_it_is_mounted_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "RENEW_S", 0.0)
     with fuse_mount(tmp_path / "source", tmp_path / "mount") as server:
         root = opened(tmp_path / "mount")
+        lease = Lease(Device(), root)
+        lease.take()
         server.kill()
         server.wait()
         with pytest.raises(OSError):
             is_in_place(root)
         with pytest.raises(OSError):
             reopen_root(Device(), root)
+        with pytest.raises(OSError):
+            lease.renew()
     assert not is_in_place(root)
     with pytest.raises(OSError, match="another file system"):
         reopen_root(Device(), root)
@@ -188,3 +195,9 @@ def test_a_server_that_died_is_an_outage_until_it_is_mounted_again(tmp_path):
     with fuse_mount(tmp_path / "source", tmp_path / "mount"):
         assert is_in_place(root)
         reopen_root(Device(), root)
+        lease.renew()
+        other = Lease(Device(), opened(tmp_path / "mount"))  # another engine of this machine
+        other.take()
+        lease.renew()
+        other.release()
+        assert is_held(str(Path(root.path, LEASE)))

@@ -4,6 +4,7 @@
 import errno
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.tiers.disk.devices import FailingDevice
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.lease import RENEW_S, WAIT_S, Lease
+from vllm_overlay.tiers.disk.files.marker import MARKER
 from vllm_overlay.tiers.disk.files.recognition import LEASE
 from vllm_overlay.tiers.disk.files.root import Root
 
@@ -38,7 +40,7 @@ class Machines:
         self.time = Time()
 
     def lease(self, machine: str, device: Device | None = None) -> Lease:
-        root = Root(str(self.path), "delete", 1)
+        root = Root(str(self.path), "wal", self.path.parent.stat().st_dev)
         return Lease(device or Device(), root, machine, self.time.clock, self.time.sleep)
 
     def taken(self, machine: str) -> Lease:
@@ -165,6 +167,19 @@ def test_after_an_outage_that_nobody_used_the_machine_goes_on(machines):
         lease.renew()
     device.faults.clear()
     lease.renew()
+
+
+def test_a_sub_root_that_was_removed_is_made_again(machines, tmp_path):
+    machines.path = tmp_path / "root"
+    lease = machines.taken("one")
+    assert (machines.path / MARKER).exists()
+    shutil.rmtree(machines.path)
+    machines.time.now += RENEW_S
+    with pytest.raises(OSError, match="being taken"):
+        lease.renew()
+    machines.time.now += 2
+    lease.renew()
+    assert (machines.path / MARKER).exists()
 
 
 @pytest.mark.parametrize("content", [b"\xff" * 300, b"{", b"[]", json.dumps({"machine": 7}).encode()])

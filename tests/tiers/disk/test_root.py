@@ -277,7 +277,8 @@ def test_a_file_system_without_direct_io_is_told_once(tmp_path, caplog):
 def test_a_disk_that_takes_nothing_at_start_is_no_refusal_and_a_root_later(tmp_path, caplog, call, error):
     class Disk(FailingDevice):
         def mkdir(self, path):
-            self._fail("mkdir")
+            if "mkdir" in self.faults:
+                raise OSError(error, os.strerror(error))
             super().mkdir(path)
 
     device = Disk(**{call: error})
@@ -468,6 +469,8 @@ def test_a_root_that_is_seen_by_another_way_than_it_was_made_is_refused(tmp_path
         start(Device(), str(tmp_path / "root"))
     with pytest.raises(OSError, match=ways):
         reopen_root(Device(), root)
+    with pytest.raises(NotARootError, match=ways):
+        require_root(str(tmp_path / "root"))
     assert state_of(tmp_path / "root") == before
 
 

@@ -17,7 +17,7 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device, write_all
 from vllm_overlay.tiers.disk.files.mounts import ROLLBACK
 from vllm_overlay.tiers.disk.files.recognition import LEASE
-from vllm_overlay.tiers.disk.files.root import Root
+from vllm_overlay.tiers.disk.files.root import Root, reopen_root
 
 RENEW_S = 5.0
 WAIT_S = 30.0
@@ -50,8 +50,10 @@ class Lease:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._device, self._clock, self._sleep = device, clock, sleep
+        self._root = root
         self._path = os.path.join(root.path, LEASE)
-        self._machine = machine or _this_mount(root)
+        self._machine = machine
+        self._written = ""
         self._fd = -1
         self._is_held = False
         self._renew_at = 0.0
@@ -97,9 +99,16 @@ class Lease:
     def _step(self) -> bool:
         """One attempt to get or to keep the lease, and whether we have it."""
         now = self._clock()
-        raw = self._read()
+        try:
+            raw = self._read()
+        except FileNotFoundError:  # somebody has removed the sub-root
+            reopen_root(self._device, self._root)
+            raw = self._read()
         words = _decode(raw)
-        if words.machine == self._machine:
+        machine = self._machine or _this_mount(self._root.path)
+        if machine != self._written:  # mounted anew: our lock lies on what is gone
+            self._close()
+        if words.machine and words.machine in (machine, self._written):
             self._is_held = now >= self._settles_at
             self._share()
         elif words.machine and raw != self._others:
@@ -115,7 +124,8 @@ class Lease:
                 logger.warning("disk tier: %s was not renewed for %.0f s: taken over", self._path, WAIT_S)
             self._settles_at = now + SETTLE_S
         self._others, self._others_lives = b"", False
-        self._write(_Words(self._machine, socket.gethostname(), time.time_ns()))
+        self._written = machine
+        self._write(_Words(machine, socket.gethostname(), time.time_ns()))
         self._renew_at = now + RENEW_S
         return self._is_held
 
@@ -181,9 +191,13 @@ def _decode(raw: bytes) -> _Words:
         return _Words("unknown", "unknown")
 
 
-def _this_mount(root: Root) -> str:
-    """Processes that see the same locks: those of one running kernel that use the same mount.
+def _this_mount(path: str) -> str:
+    """Names the processes that see the same locks: those of one running kernel that use the same mount.
 
     Two pods of one machine may each have a mount of their own, whose locks do not meet.
     """
-    return blake3(_BOOT_ID.read_bytes() + b":%d" % root.device_number).hexdigest(8)
+    try:
+        kernel = _BOOT_ID.read_bytes()
+    except OSError:
+        kernel = os.fsencode(socket.gethostname())
+    return blake3(kernel + b":%d" % os.stat(path).st_dev).hexdigest(8)

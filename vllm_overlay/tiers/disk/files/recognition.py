@@ -7,6 +7,7 @@ import stat
 
 from vllm_overlay.tiers.disk.catalogue.generations import is_catalogue_name
 from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, marked_journal
+from vllm_overlay.tiers.disk.files.mounts import ROLLBACK, file_system_of, journal_of
 
 HOST_ROOT = re.compile(r"host-[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
 LEASE = "lease.json"
@@ -26,6 +27,14 @@ def recognise(root: str) -> str:
     """
     names = sorted(os.listdir(root))
     journal = marked_journal(root)  # after the names: a start makes the marker before all else
+    here = journal_of(root)
+    if journal and journal != here:  # as a server's own disk and the network are
+        was, now = ("on a local disk", "over a network") if here == ROLLBACK else ("over a network", "on a local disk")
+        raise NotARootError(
+            root,
+            f"was made {was} and is seen {now} here (its file system is {file_system_of(root)!a}), and processes that "
+            "see it in both ways would damage it: set root to the path that it was made by, or to an empty directory",
+        )
     if journal or _is_unmarked(root, names):
         return journal
     raise NotARootError(

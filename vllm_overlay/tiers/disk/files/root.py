@@ -137,11 +137,10 @@ def _open(device: Device, root: str) -> None:
                 f"root={root!r} cannot be created ({error.strerror}): set it to a writable directory"
             ) from error
         return logger.warning("disk tier: %s cannot be made now: %s", root, error)
-    journal = journal_of(root)
-    if made_with := _check_directory(root):
-        return _check_journal(root, made_with, journal)
+    if _check_directory(root):
+        return
     try:
-        write_marker(device, root, journal)
+        write_marker(device, root, journal_of(root))
     except OSError as error:
         if error.errno in _DO_NOT_PASS:
             raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700") from error
@@ -166,19 +165,6 @@ def _check_directory(root: str) -> str:
     if found.st_mode & stat.S_IRWXU != stat.S_IRWXU:
         raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700")
     return journal
-
-
-def _check_journal(root: str, made_with: str, journal: str) -> None:
-    """Two ways to the same files, as a server's own disk and the network, have no common locks."""
-    if made_with != journal:
-        was, now = (
-            ("on a local disk", "over a network") if journal == ROLLBACK else ("over a network", "on a local disk")
-        )
-        raise ConfigError(
-            f"root={root!r} was made {was} and is seen {now} here (its file system is {file_system_of(root)!a}), and "
-            "processes that see it in both ways would damage it: set root to the path that it was made by, or to an "
-            "empty directory"
-        )
 
 
 def _require_locks(device: Device, root: str) -> None:
