@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that are killed at random moments and in chosen statements, and what the catalogue says afterwards."""
+"""Engines that are killed at random moments and in chosen statements, and what the catalogue says afterwards."""
 
 import argparse
 import os
@@ -8,15 +8,18 @@ import signal
 import sqlite3
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.objects import CHUNKS, NOW, OTHERS, SNAPSHOTS, member, name, stored
+from tests.tiers.disk.catalogue.objects import MODEL, NOW, OTHERS, PRIVATE, Engine
 from tests.waiting import PATIENCE_S
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Scored, schema
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.catalogue import Committed, File, Limits, Scored, StoredObject, connection, schema
 
 OBJECT = 8192
 CAPACITY = 400 * OBJECT
@@ -25,13 +28,14 @@ _PROMPT = 8
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over all kills. ``in_statements`` killed themselves before a statement of SQL that chance chose."""
+    """Sums over all kills. ``in_statements`` killed themselves before a statement of SQL that chance chose, or right
+    after a COMMIT."""
 
     kills: int = 0
     in_statements: int = 0
     committed: int = 0
-    orphan_bytes: int = 0
-    interrupted_removals: int = 0
+    granted_bytes: int = 0
+    interrupted_unlinks: int = 0
 
 
 class Log:
@@ -40,19 +44,17 @@ class Log:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def write(self, verb: str, names: list[Name]) -> None:
-        lines = "".join(
-            f"{verb} {each.fingerprint} {each.object_id.key.hex()} {each.object_id.tag}\n" for each in names
-        )
-        os.write(self._fd, lines.encode())
+    def write(self, verb: str, files: Iterable[File]) -> None:
+        os.write(self._fd, "".join(f"{verb} {each.writer} {each.number}\n" for each in files).encode())
 
 
-def kill_in_statement(count: int) -> None:
-    """From now on every connection of this process counts statements, and the process ends in this one."""
+def kill_in_statement(count: int, after_commit: bool) -> None:
+    """From now on every connection of this process counts statements, or its commits, and the process ends before the
+    statement, or after the commit."""
     left = count
-    configure = schema.configure
+    configure, commit = schema.configure, connection.Connection._commit
 
-    def count_statement(statement: str) -> None:
+    def count_one(statement: str = "") -> None:
         nonlocal left
         left -= 1
         if not left:
@@ -60,78 +62,100 @@ def kill_in_statement(count: int) -> None:
 
     def configure_and_count(db: sqlite3.Connection) -> None:
         configure(db)
-        db.set_trace_callback(count_statement)
+        db.set_trace_callback(count_one)
 
-    schema.configure = configure_and_count
+    def commit_and_count(of: connection.Connection) -> None:
+        commit(of)
+        count_one()
+
+    if after_commit:
+        connection.Connection._commit = commit_and_count  # type: ignore[method-assign]
+    else:
+        schema.configure = configure_and_count
 
 
-def work_until_killed(root: Path, seed: int, statement: int | None, log_path: Path) -> None:
-    """Commits, touches, scores, evicts and removes."""
+def work_until_killed(root: Path, seed: int, doom: tuple[int, bool] | None, log_path: Path) -> None:
+    """Commits, replaces, touches, scores and evicts."""
     draw = random.Random(seed)
     log = Log(log_path)
-    catalogue = member(root, *draw.sample((CHUNKS, SNAPSHOTS, OTHERS), 2), CHUNKS)
-    if statement:
-        kill_in_statement(statement)
-        catalogue.leave()
-        catalogue.close()
-        catalogue = member(root, CHUNKS, SNAPSHOTS)
+    engine = Engine(root, draw.choice((MODEL, OTHERS, PRIVATE)))
+    if doom:
+        kill_in_statement(*doom)
+        engine.catalogue.leave(engine.name)
+        engine.close()
+        engine = Engine(root)
+    last = 0
     while True:
         first = draw.randrange(1000) * _PROMPT
-        numbers = range(first, first + draw.randrange(1, _PROMPT))
-        batch = [stored(number, (number - 1,) if number > first else ()) for number in numbers]
-        grant = catalogue.grant(len(batch) * OBJECT, OBJECT, CAPACITY)
+        batch = []
+        for number in range(first, first + draw.randrange(1, _PROMPT)):
+            last += 1
+            batch.append(engine.stored(number, (number - 1,) if number > first else (), file=last))
+        grant = engine.grant(len(batch) * OBJECT, OBJECT, CAPACITY)
         if grant.short_bytes:
-            remove(catalogue, log, grant.short_bytes)
-        refused = {item.name for item, _ in catalogue.commit(batch).refused}
-        log.write("committed", [item.name for item in batch if item.name not in refused])
-        catalogue.touch([item.name for item in batch], NOW + draw.randrange(100))
-        catalogue.publish_scores([Scored(batch[0].name, NOW + draw.random(), NOW + 100)], NOW + draw.randrange(100))
-        if draw.random() < 0.05:
-            for part in catalogue.remove([name(first)]):
-                log.write("removed", [item.name for item in part])
-                catalogue.end_removal([item.name for item in part], 0, CAPACITY)
+            remove(engine, log, grant.short_bytes)
+        there = {item.object_id: item.file for item in engine.catalogue.find(engine.namespace.fingerprint, ids(batch))}
+        replaced = [there.get(item.object_id) if draw.random() < 0.3 else None for item in batch]
+        log.write("may_replace", filter(None, replaced))
+        answers = engine.catalogue.commit(engine.name, zip(batch, replaced, strict=True))
+        log.write("committed", [answer.file for answer in answers if isinstance(answer, Committed) and answer.is_paid])
+        engine.catalogue.touch(engine.namespace.fingerprint, ids(batch), NOW + draw.randrange(100))
+        scored = [Scored(batch[0].object_id, NOW + draw.random(), NOW + 100)]
+        engine.catalogue.publish_scores(engine.namespace.fingerprint, scored, NOW + draw.randrange(100))
 
 
-def remove(catalogue: Catalogue, log: Log, num_bytes: int) -> None:
-    gone = [item.name for item in catalogue.evict(Limits(num_bytes, 64), NOW + 50)]
-    log.write("removed", gone)
-    catalogue.end_removal(gone, num_bytes, CAPACITY)
+def ids(batch: list[StoredObject]) -> list[ObjectId]:
+    return [item.object_id for item in batch]
 
 
-def read_logs(paths: list[Path]) -> tuple[set[str], set[str]]:
-    """Every name that was committed, and that was removed, by anybody."""
-    lines = [line.split(" ", 1) for path in paths for line in path.read_text().splitlines(keepends=True)]
-    whole = [(verb, rest.rstrip("\n")) for verb, rest in lines if rest.endswith("\n")]
-    return {rest for verb, rest in whole if verb == "committed"}, {rest for verb, rest in whole if verb == "removed"}
+def remove(engine: Engine, log: Log, num_bytes: int) -> None:
+    gone = engine.evict(Limits(num_bytes, 64), NOW + 50)
+    log.write("removed", [item.file for item in gone])
+    engine.collected(gone, num_bytes, CAPACITY)
+    log.write("collected", [item.file for item in gone])
 
 
-def text_of(each: Name) -> str:
-    return f"{each.fingerprint} {each.object_id.key.hex()} {each.object_id.tag}"
+def read_logs(paths: list[Path]) -> dict[str, set[File]]:
+    """Every file that anybody committed, wanted to replace, took out and unlinked."""
+    found: dict[str, set[File]] = defaultdict(set)
+    for line in (line for path in paths for line in path.read_text().splitlines(keepends=True)):
+        if line.endswith("\n"):
+            verb, writer, number = line.split()
+            found[verb].add(File(writer, int(number)))
+    return found
 
 
 def examine(root: Path, logs: list[Path], tally: Tally) -> None:
-    """Assert that nothing is lost or counted wrong, then look after the dead as a living member would."""
-    one = Catalogue(str(root))
-    one.join([CHUNKS], NOW)
-    assert check(one) == []
-    assert one.totals().num_bytes <= CAPACITY
-    dead = one.dead_members()
-    committed, removed = read_logs(logs)
-    unlinking = {text_of(item.name) for each in dead for item in each.removals}
-    there = {text_of(item.name) for part in one.load([CHUNKS.fingerprint])[1] for item in part}
-    assert committed - removed - unlinking <= there
-    for each in dead:
-        tally.orphan_bytes += each.granted_bytes
-        tally.interrupted_removals += len(each.removals)
-        assert one.bury(each.slot) == each.granted_bytes + sum(item.num_bytes for item in each.removals)
-    assert one.totals().num_bytes == one.totals().object_bytes and check(one) == []
-    tally.committed += len(committed)
-    one.leave()
+    """Assert that nothing is lost or counted wrong, then look after the dead as a living engine would."""
+    one = Engine(root)
+    assert check(one.catalogue) == []
+    assert one.catalogue.totals().num_bytes <= CAPACITY
+    said = read_logs(logs)
+    assert said["collected"] <= said["removed"]
+    there = {item.file for part in one.catalogue.load_all() for item in part}
+    garbage = said["committed"] - there & one.catalogue.named(said["committed"])
+    assert said["committed"] - said["removed"] - garbage <= there
+    assert len(garbage - said["may_replace"] - said["removed"]) <= len(logs) * 64, "more than one eviction each"
+    assert not said["collected"] & there
+    for dead in one.catalogue.writers():
+        if dead.name != one.name:
+            assert one.catalogue.bury(dead.name, one.name) == dead.granted
+            tally.granted_bytes += dead.granted
+    unlinked = one.catalogue.garbage(one.name)
+    tally.interrupted_unlinks += len(unlinked)
+    while unlinked:
+        one.collected(unlinked)
+        unlinked = one.catalogue.garbage(one.name)
+    totals = one.catalogue.totals()
+    assert totals.num_bytes == totals.object_bytes and check(one.catalogue) == []
+    assert [row.name for row in one.catalogue.writers()] == [one.name]
+    tally.committed += len(said["committed"])
+    one.catalogue.leave(one.name)
     one.close()
 
 
-def start(root: Path, seed: int, statement: int | None, log: Path) -> BaseProcess:
-    process = get_context("fork").Process(target=work_until_killed, args=(root, seed, statement, log))
+def start(root: Path, seed: int, doom: tuple[int, bool] | None, log: Path) -> BaseProcess:
+    process = get_context("fork").Process(target=work_until_killed, args=(root, seed, doom, log))
     process.start()
     return process
 
@@ -140,11 +164,15 @@ def run(root: Path, kills: int, seed: int) -> Tally:
     """Two processes at a time, one killed in a statement that chance chooses, one by the clock."""
     draw = random.Random(seed)
     tally = Tally()
-    member(root).close()
+    first = Engine(root)
+    first.catalogue.leave(first.name)
+    first.close()
     for round_ in range((kills + 1) // 2):
         logs = [root / f"log-{round_}-{which}" for which in range(2)]
         seeds = [draw.randrange(1 << 30) for _ in logs]
-        doomed = start(root, seeds[0], draw.randrange(1, 3000), logs[0])
+        after_commit = draw.random() < 0.3
+        doom = draw.randrange(1, 300 if after_commit else 3000), after_commit
+        doomed = start(root, seeds[0], doom, logs[0])
         other = start(root, seeds[1], None, logs[1])
         time.sleep(draw.uniform(0.05, 0.6))
         for process in (other, doomed):
