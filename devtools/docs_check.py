@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For who writes documentation: is what the pages name there? See --help."""
+"""For who writes documentation: is what the pages and dashboards name there? See --help."""
 
 import argparse
 import sys
@@ -9,12 +9,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from devtools.docs.commands import wrong_commands
+from devtools.docs.deployment import files_of, page_of
 from devtools.docs.links import broken_links
 from devtools.docs.names import unknown_names
 from devtools.docs.page import Finding, Page
+from devtools.metrics_page import stale_lists
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-CHECKS = (broken_links, wrong_commands, unknown_names)
+CHECKS = (broken_links, wrong_commands, unknown_names, stale_lists)
 FOLDERS = (".", "docs", "examples")
 
 
@@ -26,22 +28,24 @@ def pages_of(root: Path) -> list[Path]:
 def check(root: Path, paths: Sequence[Path]) -> Iterator[Finding]:
     """What is wrong with the pages, in their order. Raises OSError for a page that cannot be read."""
     for path in paths:
-        page = Page.read(root, path)
+        page = Page.read(root, path) if path.suffix == ".md" else page_of(root, path)
         yield from sorted(finding for find in CHECKS for finding in find(page))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 when nothing is wrong, else 1."""
     parser = argparse.ArgumentParser(
-        description="Checks links, anchors, commands, settings, metrics and other names of Markdown pages. "
-        "Prints page:line: what is wrong.",
+        description="Checks links, anchors, commands, settings, metrics and other names of Markdown pages, and of "
+        "comments and descriptions in dashboards/. Prints page:line: what is wrong.",
         epilog="exit status: 0: nothing is wrong; 1: something is; 2: wrong usage, or a page cannot be read",
     )
     parser.add_argument("--root", type=Path, default=REPOSITORY, metavar="DIR", help="the repository (default: this)")
-    parser.add_argument("pages", nargs="*", metavar="PAGE", help="below the root (default: all of ., docs, examples)")
+    parser.add_argument(
+        "pages", nargs="*", metavar="PAGE", help="below the root (default: all of ., docs, examples, dashboards)"
+    )
     arguments = parser.parse_args(argv)
     root = arguments.root.resolve()
-    paths = [(root / page).resolve() for page in arguments.pages] or pages_of(root)
+    paths = [(root / page).resolve() for page in arguments.pages] or [*pages_of(root), *files_of(root)]
     try:
         findings = list(check(root, paths))
     except (OSError, ValueError) as error:

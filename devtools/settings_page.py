@@ -9,18 +9,17 @@ from typing import Any, get_args
 
 import msgspec
 
+from devtools.docs.generated import with_parts
 from vllm_overlay.config import TierSettings
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.tiers.cpu import CpuTierSettings
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
-BEGIN = "<!-- settings:begin (python -m devtools.settings_page made it from the settings' classes) -->\n"
-END = "<!-- settings:end -->\n"
 
 
 def tables() -> str:
-    """What belongs between the page's markers."""
+    """What belongs between the page's comments."""
     found = [
         _table("What does the MultiConnector take?", MultiSettings),
         _table("What does any child of the MultiConnector take?", ChildSettings),
@@ -29,17 +28,6 @@ def tables() -> str:
         _table("What does the disk tier take?", DiskTierSettings, TierSettings),
     ]
     return "\n" + "\n\n".join(found) + "\n\n"
-
-
-def shown() -> str:
-    """What the page has between its markers."""
-    return PAGE.read_text().split(BEGIN)[1].split(END)[0]
-
-
-def show() -> None:
-    """Puts the tables into the page."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + tables() + END + rest.split(END)[1])
 
 
 def _table(heading: str, settings: type[msgspec.Struct], common: type[msgspec.Struct] | None = None) -> str:
@@ -73,4 +61,4 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    show()
+    PAGE.write_text(with_parts(PAGE.read_text(), {"settings": tables()}))

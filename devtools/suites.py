@@ -69,7 +69,7 @@ OTHERS = (
     ),
     Suite(
         "models",
-        "every model of docs/models.md in real engines, and its table anew",
+        "every model of docs/models.md in real engines, and its list anew",
         ("vllm_overlay/planner", "vllm_overlay/transfer"),
         (("tests.matrix",),),
         environment={"VLLM_CPU_KVCACHE_SPACE": "1"},

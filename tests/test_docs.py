@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from devtools.docs.commands import commands
+from devtools.docs.deployment import files_of
 from devtools.docs.page import Page
 from devtools.docs_check import check, main, pages_of
 from tests.python_path import REPOSITORY
@@ -48,7 +49,7 @@ A sentence with a [link](other.md#is-it-here-now), [another](other.md#twice-1) a
 - `make test TESTS=tests/planner` and `vllm-overlay stats ROOT --verify --remove`
 - `python -m bench.serving TRACE --rounds 3`, `python tools/demo.py --keep`
 - `python -m vllm_overlay stats ROOT --json`
-- `tests/test_docs.py`, `planner/objects.py`, `tests/*.py`, `tests/metrics_page.py::documented_metrics`
+- `tests/test_docs.py`, `planner/objects.py`, `tests/*.py`, `tests/test_versions.py::rows_of`
 - `vllm_overlay.config.TierSettings`, `KVTransferConfig`, `max_num_seqs`, `_restore_unit_tokens`
 - `--max-num-seqs`, `vllm:hybrid_offload_*`, `vllm:hybrid_offload_lookups_total`
 - [a link](other.md#twice)
@@ -115,6 +116,38 @@ def test_what_is_wrong_is_found_and_its_line_named(clone: Path, text: str, line:
     assert [(finding.page, finding.line) for finding in found if what in finding.what] == [("docs/page.md", line)], (
         found
     )
+
+
+ALERTS = """\
+groups:
+  # Thresholds: docs/other.md.
+  - name: vllm-overlay
+    rules:
+      - alert: Full
+        expr: max by (model_name) (vllm:hybrid_offload_used_bytes) > 0
+        annotations:
+          description: "Raise capacity_bytes of {{ $labels.connector }}; vllm-overlay plan says what it holds."
+          summary: "It drops {{ $value | humanizePercentage }}: run vllm-overlay stats ROOT --verify on the root."
+"""
+
+
+@pytest.mark.parametrize(
+    ("shown", "changed", "line", "what"),
+    [
+        ("capacity_bytes", "capacity_bytes", 0, ""),
+        ("capacity_bytes", "no_such_setting", 8, "is called no_such_setting"),
+        ("overlay plan", "overlay nothing", 8, "there is no sub-command nothing"),
+        ("--verify", "--watch", 9, "it has no --watch"),
+        ("--verify on", "on vllm:kv_connector_nothing of", 9, "has no such metric"),
+        ("docs/other.md", "docs/nothing.md", 2, "no such file"),
+    ],
+)
+def test_what_alerts_name_is_there(clone: Path, shown: str, changed: str, line: int, what: str) -> None:
+    (clone / "dashboards").mkdir()
+    (clone / "dashboards" / "alerts.yml").write_text(ALERTS.replace(shown, changed))
+    found = list(check(clone, files_of(clone)))
+    assert {(finding.page, finding.line) for finding in found} == ({("dashboards/alerts.yml", line)} if line else set())
+    assert not line or any(what in finding.what for finding in found), found
 
 
 def test_the_command_says_page_line_and_fault_and_has_a_status(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:

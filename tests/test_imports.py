@@ -118,7 +118,7 @@ def test_a_planted_circle_is_found() -> None:
         ("planner.coverage", "import torch", "torch"),
         ("transfer.cpu", "from vllm_overlay.tiers import index", "vllm_overlay.tiers.index"),
         ("tiers.base", "from vllm_overlay.connector.metadata import LoadJob", "vllm_overlay.connector.metadata"),
-        ("tiers.disk.maintenance.usage", "def f():\n    import vllm.envs", "vllm.envs"),
+        ("tiers.disk.recovery.inspection", "def f():\n    import vllm.envs", "vllm.envs"),
         ("multi_connector.child", "import vllm_overlay.planner.objects", "vllm_overlay.planner.objects"),
         ("patching.diff", "import numpy", "numpy"),
         ("patching.diff", "from vllm_overlay import plugin", "vllm_overlay.plugin"),

@@ -2,16 +2,17 @@
 """The metric label ``reason``: docs/metrics.md lists what the code can say, and the code says it with the enum."""
 
 import ast
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
-from tests.metrics_page import PAGE, documented_metrics
+from devtools import metrics_page
+from devtools.docs.generated import parts_of
+from devtools.docs.page import Page
+from devtools.metrics_page import METRICS, lists, meanings_of, stale_lists
 from vllm_overlay import metrics
 from vllm_overlay.common import reasons
 from vllm_overlay.common.reasons import (
@@ -37,49 +38,37 @@ SETS = {
 }
 """A counter -> the reasons it is labelled with."""
 OF_HOOKS = "vllm:hybrid_offload_hook_errors"
-METRICS = (*HYBRID_OFFLOAD.values(), *MULTI_CONNECTOR.values())
 
 
 # The page.
 
 
-E = TypeVar("E", bound=Enum)
+def test_the_page_says_what_the_code_says() -> None:
+    page = Page.read(REPOSITORY, metrics_page.PAGE)
+    assert list(stale_lists(page)) == []
+    assert set(parts_of(page.text)) == set(lists())
 
 
-def meanings_of(path: Path, enum: type[E]) -> dict[E, str]:
-    """The docstring of each member, which exists in the source alone."""
-    module = ast.parse(path.read_text())
-    body = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == enum.__name__).body
-    found = {}
-    for member, text in itertools.pairwise(body):
-        if isinstance(member, ast.Assign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            assert isinstance(member.targets[0], ast.Name) and isinstance(text.value.value, str)
-            found[enum[member.targets[0].id]] = " ".join(text.value.value.split()).replace("``", "`")
-    return found
+@pytest.mark.parametrize(
+    ("shown", "changed", "part"),
+    [
+        ("(counter): Tokens that were loaded.", "(counter): Tokens that were lost.", "tier"),
+        ("- `no_room`: ", "- `no_rooms`: ", "stores"),
+        ("`evicted` (`full`)", "`evicted`", "lost_tokens"),
+        ("<!-- both:end -->\n", "", "both"),
+    ],
+)
+def test_a_stale_part_of_the_page_is_found(shown: str, changed: str, part: str) -> None:
+    page = Page.read(REPOSITORY, metrics_page.PAGE)
+    assert page.text.count(shown) == 1
+    (finding,) = stale_lists(replace(page, text=page.text.replace(shown, changed)))
+    assert page.lines[finding.line - 1].startswith(f"<!-- {part}:begin")
+    assert finding.what == f"{part} is not what the code says: python -m devtools.metrics_page writes it"
 
 
-def meanings() -> dict[Reason, str]:
-    return meanings_of(Path(reasons.__file__), Reason)
-
-
-def table(name: str) -> str:
-    """What the page says of one counter's reasons, in the order of the enum."""
-    means = meanings()
-    rows = [f"| `{reason.value}` | {means[reason]} |" for reason in Reason if reason in SETS[name]]
-    return "\n".join(["| reason | meaning |", "| --- | --- |", *rows])
-
-
-def test_every_reason_says_what_it_means() -> None:
-    assert set(meanings()) == set(Reason)
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_the_page_lists_the_reasons_of_each_counter(name: str) -> None:
-    heading = f"`{name}`"
-    sections = [part for part in PAGE.read_text().split("\n## ") if heading in part.splitlines()[0]]
-    assert len(sections) == 1, f"docs/metrics.md has {len(sections)} sections of {heading}"
-    rows = [line for line in sections[0].splitlines() if line.startswith("|")]
-    assert "\n".join(rows) == table(name)
+def test_every_reason_and_source_says_what_it_means() -> None:
+    assert set(meanings_of(Path(reasons.__file__), Reason)) == set(Reason)
+    assert set(meanings_of(Path(metrics.__file__), Source)) == set(Source)
 
 
 def test_every_counter_with_this_label_has_its_set_but_the_one_of_hooks() -> None:
@@ -99,34 +88,6 @@ def test_every_reason_is_said_by_some_counter() -> None:
 def test_what_loses_tokens_is_what_limits_lookups_or_comes_after_them() -> None:
     assert LOOKUP_LIMITS < LOST_TOKENS
     assert set(GROUP_KINDS) < LOST_TOKENS
-
-
-# Its tables of metrics.
-
-
-def metrics_in_the_code() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
-    """Name, kind, labels beside ``connector``, and what Prometheus says of it."""
-    for metric in METRICS:
-        yield metric.name, metric.kind, metric.labels[1:], metric.documentation
-
-
-def test_the_page_has_a_row_for_every_metric() -> None:
-    rows = [(row.name, row.kind, row.labels, row.meaning) for row in documented_metrics()]
-    assert rows == list(metrics_in_the_code())
-
-
-def test_the_unit_on_the_page_is_that_of_the_name() -> None:
-    for row in documented_metrics():
-        for one in ("tokens", "seconds", "bytes"):
-            assert (row.unit == one) == row.name.endswith(f"_{one}"), row.name
-        no_unit = ("kv_connector_state", "kv_connector_load_weight", "hybrid_offload_loads_paused")
-        assert row.unit or row.name.removeprefix("vllm:") in no_unit
-
-
-def test_the_page_lists_the_sources_of_a_prompt() -> None:
-    means = meanings_of(Path(metrics.__file__), Source)
-    rows = [f"| `{source.value}` | {means[source]} |" for source in Source]
-    assert "\n".join(["| source | meaning |", "| --- | --- |", *rows, "\n"]) in PAGE.read_text()
 
 
 # The rows.

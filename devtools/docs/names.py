@@ -107,8 +107,9 @@ def is_known(root: Path, name: str) -> bool:
 
 @cache
 def _own_words(root: Path) -> frozenset[str]:
-    """All words of this repository's sources, and its files' names."""
-    return _words_of(_own_files(root))
+    """All words of this repository's sources, its files' names, and its alerts'."""
+    alerts = re.findall(r"alert: (\w+)", "".join(_texts((root / "dashboards").glob("*.yml"))))
+    return _words_of(_own_files(root)) | set(alerts)
 
 
 @cache
@@ -118,7 +119,7 @@ def _own_flags(root: Path) -> frozenset[str]:
 
 @cache
 def _own_files(root: Path) -> tuple[Path, ...]:
-    folders = [root / folder for folder in (*FOLDERS, ".github") if folder != "docs"]
+    folders = [root / folder for folder in (*FOLDERS, ".github") if folder not in ("dashboards", "docs")]
     found = [*root.glob("*"), *(file for folder in folders for file in folder.rglob("*"))]
     return tuple(file for file in found if file.is_file() and file.suffix in _SOURCES)
 

@@ -181,7 +181,7 @@ def test_an_answer_of_before_does_not_end_a_load_that_has_begun_since() -> None:
     request.request_id = "again"
     assert made.scheduler.lookup(request, 0) == 128
     made.scheduler.allocated(request, [[1, 2]], 128)
-    pinned = made.scheduler._pending._loads["again"].object_ids
+    pinned = made.scheduler._pending._loads["again"].tickets
     late = OffloadWorkerMetadata(idle_loads=Counter({"again": 2}))
     made.scheduler.update(NOTHING, late)  # asked about a load before this one
     assert made.scheduler._pending.is_loading("again")

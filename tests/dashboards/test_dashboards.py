@@ -6,8 +6,8 @@ import re
 import pytest
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from devtools.metrics_page import METRICS
 from tests.dashboards.boards import NAMES, Target, panels, read, targets
-from tests.metrics_page import documented_metrics
 
 OF_VLLM = {
     "vllm:prompt_tokens_by_source": ("counter", {"source"}),
@@ -23,7 +23,7 @@ GRID_WIDTH = 24
 
 def known_series() -> dict[str, set[str]]:
     """Each series as Prometheus has it -> its labels."""
-    metrics = {row.name: (row.kind, {"connector", *row.labels}) for row in documented_metrics()} | OF_VLLM
+    metrics = {metric.name: (metric.kind.value, set(metric.labels)) for metric in METRICS} | OF_VLLM
     return {
         name + suffix: EVERYWHERE | labels | set(added)
         for name, (kind, labels) in metrics.items()

@@ -227,7 +227,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def disk_raises(driver: "Driver", calls: list[str], error: str) -> int:
-    """These methods of the device raise OSError for the files of objects and their temporaries."""
+    """These methods of the device raise OSError for the files of objects."""
     number = getattr(errno, error)
 
     def faulty(*_: Any) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A full disk tier with the learned policy in a real engine: answers stay exact, and what was learned stays."""
 
-import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from tests.engine.client import Engine, disk_child, multi, prompt
 from tests.engine.disk_alone import LENGTH, MAX_TOKENS, counted, stored
 from tests.engine.states import FLOAT32
+from vllm_overlay.tiers.disk.catalogue import Catalogue
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines]
 
@@ -29,8 +30,9 @@ def test_a_full_tier_ranks_what_it_has_and_the_next_engine_goes_on_with_what_was
         assert counted(engine, "evicted_objects") > 0
         assert counted(engine, "restored_tokens") > 0
         assert "eviction policy" not in engine.log
-    (learned,) = root.glob("*/learned.json")
-    assert stat.S_IMODE(learned.stat().st_mode) == 0o600
+    with closing(Catalogue(str(root))) as catalogue:
+        (usage,) = catalogue.usage()
+        assert catalogue.learned(usage.fingerprint)
     with Engine(tiny_model, **options) as engine:
         assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
-        assert "learned.json" not in engine.log
+        assert "what eviction has learned" not in engine.log

@@ -4,6 +4,7 @@
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.engine.states import FLOAT32
 from tests.waiting import until
 from tools.server import Server
 from vllm_overlay.server.api_client import ApiClient, Completion, Metrics
+from vllm_overlay.tiers.disk.catalogue import Catalogue
 
 pytestmark = pytest.mark.engine
 
@@ -71,7 +73,8 @@ def test_what_one_engine_stores_the_other_restores_while_both_run(
     }
     expected = restored_bytes(FLOAT32, LENGTH)
     assert loaded == {("cpu", stores): 0, ("cpu", restores): 0, ("disk", stores): 0, ("disk", restores): expected}
-    assert len(list(root.glob("*/namespace.json"))) == 2  # of attention and of snapshots: those of both engines are one
+    with closing(Catalogue(str(root))) as catalogue:
+        assert len(catalogue.usage()) == 1  # that of both engines is one
 
 
 def test_both_engines_are_right_when_both_store_and_load_at_once(api: ApiClient) -> None:

@@ -11,23 +11,23 @@ import time
 
 from vllm_overlay.tiers.disk.files.device import Device
 
-rename = Device.rename
+pwritev = Device.pwritev
 
 
-def when_told(self, source, target):
-    while not target.endswith(".json") and not os.path.exists({gate!r}):
+def when_told(self, fd, segments, offset):
+    while len(segments) > 1 and not os.path.exists({gate!r}):
         time.sleep(0.01)
-    rename(self, source, target)
+    return pwritev(self, fd, segments, offset)
 
 
 def register():
-    Device.rename = when_told
+    Device.pwritev = when_told
 """
 
 
 def waiting_disk(directory: Path, gate: Path) -> dict[str, str]:
     """Writes the plugin to ``directory``; returns the environment in which vLLM finds it.
 
-    No object gets its name until the file ``gate`` is there.
+    No object gets its bytes until the file ``gate`` is there.
     """
     return plugin(directory, "waiting_disk", _PLUGIN.format(gate=str(gate)))

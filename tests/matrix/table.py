@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix as a table: kept in results.json, shown in docs/models.md between two markers."""
+"""What the matrix found: kept in results.json, shown in docs/models.md between two comments."""
 
 import json
 from pathlib import Path
 
+from devtools.docs.generated import parts_of, with_parts
 from tests.matrix.cells import Cell, Column, Verdict
 from tests.matrix.rows import ROWS
 from tests.python_path import REPOSITORY
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = REPOSITORY / "docs" / "models.md"
-BEGIN = "<!-- models:begin (python -m tests.matrix made it from tests/matrix/results.json) -->\n"
-END = "<!-- models:end -->\n"
 
 Results = dict[str, dict[Column, Cell]]
 """By the row's name."""
@@ -37,30 +36,31 @@ def save(results: Results) -> None:
 
 
 def render(results: Results) -> str:
-    """Markdown: a row a model, and a numbered reason for each cell that is not exact."""
-    reasons: list[str] = []
-    lines = [f"| | {' | '.join(Column)} |", f"| --- |{' --- |' * len(Column)}"]
-    for row in ROWS:
-        cells = [_words(column, results[row.name][column], reasons) for column in Column]
-        lines.append(f"| **{row.name}**: {row.layers} | {' | '.join(cells)} |")
-    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    return "\n".join([*lines, "", *notes, ""] if notes else [*lines, ""])
+    """Markdown: the models that were exact in every column, then what was found of each other one."""
+    rest = {row.name: found for row in ROWS if (found := _not_exact(results[row.name]))}
+    exact = [f"- **{row.name}**: {row.layers}" for row in ROWS if row.name not in rest]
+    others = [f"- **{row.name}**: {row.layers}. {rest[row.name]}." for row in ROWS if row.name in rest]
+    return "\n".join(["Exact, whatever was asked:", "", *exact, "", "Others:", "", *others, ""])
 
 
-def _words(column: Column, cell: Cell, reasons: list[str]) -> str:
-    if cell.verdict is Verdict.EXACT:
-        return "yes" if column is Column.WRONG_BYTES else "exact"
-    if cell.note not in reasons:
-        reasons.append(cell.note)
-    return f"{cell.verdict} ({reasons.index(cell.note) + 1})"
+def _not_exact(cells: dict[Column, Cell]) -> str:
+    """Each finding once, with its columns unless it is of all of them; empty if all are exact."""
+    found: dict[Cell, list[str]] = {}
+    for column, cell in cells.items():
+        if cell.verdict is not Verdict.EXACT:
+            found.setdefault(cell, []).append(column)
+    return "; ".join(f"*{cell.verdict}*{_those(columns)}: {cell.note}" for cell, columns in found.items())
+
+
+def _those(columns: list[str]) -> str:
+    return "" if len(columns) == len(Column) else f" ({', '.join(columns)})"
 
 
 def shown() -> str:
-    """The table that the page has."""
-    return PAGE.read_text().split(BEGIN)[1].split(END)[0]
+    """What the page has."""
+    return parts_of(PAGE.read_text())["models"]
 
 
 def show(results: Results) -> None:
-    """Puts the table into the page."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(before + BEGIN + render(results) + END + rest.split(END)[1])
+    """Puts it into the page."""
+    PAGE.write_text(with_parts(PAGE.read_text(), {"models": render(results)}))

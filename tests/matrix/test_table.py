@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/models.md is what the matrix found, and the README counts its rows right."""
+"""The list of docs/models.md is what the matrix found, and the README counts its rows right."""
 
 from tests.matrix import table
 from tests.matrix.cells import Cell, Column, Verdict
@@ -36,7 +36,15 @@ def test_a_cell_that_is_not_exact_says_why() -> None:
             assert cell.verdict is Verdict.EXACT or len(cell.note) > 20, (name, column)
 
 
-def test_equal_reasons_have_one_number() -> None:
+def test_equal_findings_are_said_once_and_name_their_columns() -> None:
     same = Cell(Verdict.NOT_RUN, "the same reason")
-    results = {row.name: dict.fromkeys(Column, same) for row in ROWS}
-    assert table.render(results).count("the same reason") == 1
+    some = dict.fromkeys(Column, Cell(Verdict.EXACT)) | dict.fromkeys((Column.CPU, Column.DISK), same)
+    exact, partly, never, *_ = ROWS
+    results = {row.name: dict.fromkeys(Column, Cell(Verdict.EXACT)) for row in ROWS}
+    results |= {partly.name: some, never.name: dict.fromkeys(Column, same)}
+    first, second = table.render(results).split("Others:")
+    assert f"- **{exact.name}**: {exact.layers}\n" in first
+    assert second == (
+        f"\n\n- **{partly.name}**: {partly.layers}. *not run* (CPU tier, disk tier, restarted): the same reason."
+        f"\n- **{never.name}**: {never.layers}. *not run*: the same reason.\n"
+    )

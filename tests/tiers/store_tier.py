@@ -87,7 +87,7 @@ class StoreManager(TierManager):
             return None
         return [LoadTicket(0, item.object_id, item.num_bytes, self._address) for item in planned]
 
-    def release(self, object_ids: Sequence[ObjectId]) -> None:
+    def release(self, tickets: Sequence[LoadTicket]) -> None:
         pass
 
     def drop(self, object_id: ObjectId) -> None:

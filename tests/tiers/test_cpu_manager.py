@@ -93,7 +93,7 @@ class CpuManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data):
         load = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
-        self.tier.release([ticket.object_id for ticket in load])
+        self.tier.release(load)
 
     @rule(data=st.data())
     def drop(self, data):

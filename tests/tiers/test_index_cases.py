@@ -172,7 +172,7 @@ def test_recovery_takes_any_order_and_returns_what_cannot_be_reached():
 def test_recovery_waits_for_a_parent_that_is_being_stored_and_leaves_what_is_there_alone():
     index = PrefixIndex(None)
     index.reserve(chunk(0), 1)
-    assert index.restore([chunk(1), chunk(0)], ticket=7) == []
+    assert index.restore([chunk(1), chunk(0)], tickets=[7, 8]) == []
     assert not index.has(chunk(1).object_id)
     assert names(index.commit(1).visible) == [b"a0", b"a1"]
     entry = index.get(chunk(1).object_id)

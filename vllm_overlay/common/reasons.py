@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why something was limited, dropped or failed: every value of the metric label ``reason`` but the names of hooks.
 
-docs/metrics.md lists them by metric; tests/test_metrics.py holds that page and the code to the sets below.
+The lists of docs/metrics.md are made from the sets below: python -m devtools.metrics_page
 """
 
 from enum import StrEnum
@@ -65,8 +65,6 @@ class Reason(StrEnum):
     """Its file has another size than its header says."""
     CHECKSUM = "checksum"
     """Its bytes do not verify."""
-    OWNER = "owner"
-    """Its file belongs to another user, or others may write it."""
     GENERATION = "generation"
     """Its memory has been given to another object."""
     BAD_BLOCKS = "bad_blocks"
@@ -124,7 +122,7 @@ DROPPED_STORES = frozenset(
 
 FAILED_LOADS = frozenset(
     {
-        Reason.NOT_PLANNED, Reason.MISSING, Reason.HEADER, Reason.SIZE, Reason.CHECKSUM, Reason.OWNER,
+        Reason.NOT_PLANNED, Reason.MISSING, Reason.HEADER, Reason.SIZE, Reason.CHECKSUM,
         Reason.GENERATION, Reason.TOO_LARGE, Reason.IO_ERROR, Reason.BREAKER, Reason.ADAPTER, Reason.TIMEOUT,
         Reason.NOT_REPORTED, Reason.CLOSED, Reason.TRANSFER_ERROR, Reason.HOOK_ERROR, Reason.ERROR,
     }

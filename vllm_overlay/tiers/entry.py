@@ -35,6 +35,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     num_bytes: int
     end_tokens: int
     ticket: int
+    """Its store's. Zero or less: another process has stored it, or an earlier life of this engine."""
     units: tuple[int, ...]
     last_use: int
     parents: "tuple[Entry, ...]"

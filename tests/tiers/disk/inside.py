@@ -13,6 +13,7 @@ from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
+from vllm_overlay.tiers.disk.updates import Update
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.policies.reuse import Learned
 
@@ -70,6 +71,17 @@ def is_member(tier: DiskTierManager) -> bool:
         return session is not None and session.catalogue.totals().num_writers > 0
     except CatalogueError:
         return False
+
+
+def has_buried(tier: DiskTierManager) -> bool:
+    """Whether this engine has looked once whether anybody is dead, and looked after those who are."""
+    session = tier._bookkeeper._session
+    return session is not None and session.recovery.has_buried
+
+
+def tell(tier: DiskTierManager, update: Update) -> None:
+    """The scheduler hears of it at its next ``advance``, as if the bookkeeper had said so."""
+    tier._served.updates.append(update)
 
 
 def learned_of(tier: DiskTierManager) -> Learned:

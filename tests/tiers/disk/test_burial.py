@@ -1,87 +1,271 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What processes that ended left behind, and the namespaces of living ones, while somebody looks after the dead."""
+"""A writer is one life of one engine. What a dead one has left is looked after, once nobody of it can write any more."""
 
-import errno
 import os
+import shutil
+import signal
 import threading
-import time
+from pathlib import Path
 
 import pytest
 
 from tests.tiers.disk.devices import GatedDevice
-from tests.tiers.disk.files import bytes_under, counted, object_files
-from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, room_bytes
+from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk, writers_of
+from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, has_buried, room_bytes
 from tests.tiers.disk.objects import OBJECT, chain, content, fill
-from tests.tiers.disk.reset import is_serving_another, store_after_reset
-from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
+from tests.tiers.disk.oracle import problems
+from tests.tiers.disk.processes import WRITER, kill, start
+from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
 from tests.waiting import PATIENCE_S, until
-from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue, Name, replace_damaged
-from vllm_overlay.tiers.disk.maintenance import recovery
+from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Limits, Namespace
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.format import ObjectHeader
+from vllm_overlay.tiers.disk.files.object_file import write_object
+from vllm_overlay.tiers.disk.files.writer import (
+    alive_path,
+    begin_life,
+    is_living,
+    path_of,
+    share_life,
+    writers_under,
+)
+from vllm_overlay.tiers.disk.recovery import burial, recovery
+from vllm_overlay.tiers.memory import HostPool
+
+DEAD, HEIR = "0123456789abcdef", "f" * 16
+OF_NAMESPACE = Namespace(NAMESPACE.fingerprint)
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(recovery, "DEATH_SETTLES_S", 0.2)
     monkeypatch.setattr(recovery, "PAUSE_S", 0.3)
 
 
-def let_one_die(root):
-    """A process that was killed before it stored anything."""
-    catalogue = Catalogue(str(root))
-    catalogue.join([], int(time.time()))
-    catalogue.close()
+def files_of(root: Path, writer: str) -> list[Path]:
+    return [path for path in object_files(root) if path.parts[-3] == writer]
 
 
-def test_files_that_cannot_be_asked_for_while_the_dead_are_buried_are_not_gone(tmp_path, monkeypatch):
-    lstat = os.lstat
+def put(root: Path, writer: str, number: int) -> Path:
+    """A file of a writer, of which no catalogue knows."""
+    path = Path(path_of(str(root), File(writer, number), 0))
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.write_bytes(bytes(8192))
+    return path
 
-    def failing(path, **how):
-        if str(path).endswith(".r0") and threading.current_thread().name == "disk-recovery":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return lstat(path, **how)
 
-    with tier_pair(tmp_path / "root") as made:
+# A life.
+
+
+def test_each_life_has_a_name_of_its_own(tmp_path):
+    lives = [begin_life(str(tmp_path), Device()) for _ in range(3)]
+    lives[2].end()
+    shutil.rmtree(tmp_path / lives[2].writer)  # as once nothing of it is left
+    lives.append(begin_life(str(tmp_path), Device()))
+    assert len({life.writer for life in lives}) == 4
+    for life in lives:
+        life.end()
+
+
+def test_a_file_that_is_there_is_never_written_to(tmp_path):
+    planned, path = chain("p", 1)[0], tmp_path / "0" / "7.r0"
+    file = File(DEAD, 7)
+    header = ObjectHeader(
+        bytes.fromhex(NAMESPACE.fingerprint), planned.object_id, (), 0, 64, planned.num_bytes, 0, 1, file
+    )
+    pool = HostPool(3, 8192)
+    buffer = pool.buffer((0, 1, 2), planned.num_bytes)
+    write_object(Device(), str(path), header, buffer, direct=False)
+    before = path.read_bytes()
+    fill(buffer, content(planned, 1))
+    with pytest.raises(FileExistsError):
+        write_object(Device(), str(path), header, buffer, direct=False)
+    assert path.read_bytes() == before
+
+
+FORKED = """
+import os, sys
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.writer import begin_life
+life = begin_life(sys.argv[1], Device())
+if os.fork():
+    print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_writer_is_dead_when_its_process_is_though_a_child_lives_on(tmp_path):
+    parent = start(FORKED, tmp_path)
+    (writer,) = writers_under(str(tmp_path))
+    assert is_living(str(tmp_path), writer)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert not is_living(str(tmp_path), writer)
+    kill(parent)
+
+
+def test_a_rank_makes_no_writer_alive_and_shares_none_that_is_being_buried(tmp_path):
+    root = str(tmp_path)
+    life = begin_life(root, Device())
+    rank = share_life(root, life.writer)
+    life.end()
+    assert rank is not None and is_living(root, life.writer)
+    rank.end()
+    assert not is_living(root, life.writer)
+    os.unlink(alive_path(root, life.writer))
+    assert share_life(root, life.writer) is None
+    assert not os.path.lexists(alive_path(root, life.writer))
+
+
+# A burial.
+
+
+def test_what_a_killed_engine_had_not_committed_goes_and_all_else_stays(tmp_path):
+    root = tmp_path / "root"
+    writer = start(WRITER, root, "w")
+    until(lambda: len(object_files(root)) > 20)
+    kill(writer)
+    (dead,) = writers_under(str(root))
+    left = put(root, dead, 1 << 30)  # as a rank leaves it that was killed between two writes
+    with tier_pair(root) as made:
         made.recovered()
-        made.store(chain("p", 5))
-        made.settled()
-        monkeypatch.setattr("os.lstat", failing)
-        let_one_die(made.root)
-        until(lambda: not catalogue_of(made.tier).dead_members(), "a burial")
-        assert all(made.settled().coverage(chain("p", 5)))
-        assert len(object_files(made.root)) == 6
+        until(lambda: has_buried(made.tier), "a burial")
+        assert not left.exists()
+        assert problems(root) == []
+        held = [planned for turn in range(100) for planned in chain(f"w-{turn}", 3) if made.has(planned)]
+        assert len(held) > 10
+        assert made.reasons(held) == [""] * len(held)
 
 
-def test_what_a_dead_process_wanted_to_unlink_is_stored_anew_by_one_heir_while_another_is_slow(tmp_path, monkeypatch):
-    planned = chain("p", 1)[0]
-    bury, is_late, go_on = recovery.Recovery._bury, threading.Event(), threading.Event()
+def test_a_directory_without_a_row_is_buried_and_what_is_no_object_stays(tmp_path):
+    """A power cut may lose rows. Names that are no writers' are nobody's."""
+    root = tmp_path / "root"
+    with tier_pair(root) as made:
+        made.store(chain("p", 1))
+    lost, mine = put(root, DEAD, 5), root / DEAD / "0" / "notes.txt"
+    mine.write_text("mine")
+    (root / ("1" * 16) / "0").mkdir(parents=True)
+    with tier_pair(root) as again:
+        again.recovered()
+        until(lambda: has_buried(again.tier), "a burial")
+        assert not lost.exists() and mine.exists()
+        assert not (root / ("1" * 16)).exists()
+        assert again.reasons(chain("p", 1)) == [""] * 2
 
-    def bury_late(self, member):
-        if self._catalogue is catalogue_of(slow.tier):
-            is_late.set()
-            assert go_on.wait(PATIENCE_S)
-        assert is_late.wait(PATIENCE_S)
-        bury(self, member)
 
-    with tier_pair(tmp_path / "root") as made, tier_pair(tmp_path / "root") as slow:
-        made.recovered()
-        slow.recovered()
-        made.store([planned])
-        made.settled()
-        monkeypatch.setattr(recovery.Recovery, "_bury", bury_late)
-        dying = Catalogue(str(made.root))
-        dying.join([], int(time.time()))
-        list(dying.remove([Name(NAMESPACE.attention, planned.object_id)]))
+def test_what_a_dead_engine_wanted_to_unlink_and_was_granted_is_its_heirs(tmp_path):
+    root = tmp_path / "root"
+    with tier_pair(root) as made:
+        made.store(chain("p", 3))
+        until(lambda: counted(root)[0] == 4 * on_disk())
+        granted = counted(root)[1]
+        dying = Catalogue(str(root))
+        dying.join(DEAD, OF_NAMESPACE)
+        dying.grant(DEAD, 5 * on_disk(), 1, 1 << 40)
+        assert len(dying.evict(DEAD, Limits(1 << 40, 2), 1 << 38)) == 2
         dying.close()
-        assert is_late.wait(PATIENCE_S)
-        until(lambda: made.tier.advance() or (not made.has(planned) and not catalogue_of(made.tier).dead_members()))
-        made.store([planned])
-        go_on.set()
-        slow.close()  # waits for its recovery
-        assert made.reasons([planned]) == [""]
+        until(lambda: DEAD not in {row.name for row in catalogue_of(made.tier).writers()}, "a burial")
+        until(lambda: counted(root) == (2 * on_disk(), granted), "the end of its garbage")
+        assert bytes_under(root) == 2 * on_disk()
+        made.store(chain("p", 3)[2:])
+    assert problems(root) == []
 
 
-def test_the_file_of_a_store_that_outlives_its_process_is_looked_after(tmp_path, monkeypatch):
-    monkeypatch.setattr(recovery, "DEATH_SETTLES_S", 1000)
+RANK = """
+import sys
+from pathlib import Path
+from tests.tiers.disk.objects import OBJECT, UNIT, chain, content, fill
+from tests.tiers.disk.tier_pair import NAMESPACE, settings
+from tests.waiting import until
+from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.tiers.disk.catalogue import File
+from vllm_overlay.tiers.disk.parts import DiskPart
+from vllm_overlay.tiers.disk.worker import DiskTierWorker
+worker = DiskTierWorker(settings(Path(sys.argv[1])), NAMESPACE, 0, 1, UNIT, OBJECT)
+print("ready", flush=True)
+for number in range(1_000_000):
+    planned = chain(f"rank {number}", 1)[0]
+    ticket = StoreTicket(number, planned, DiskPart(File(sys.argv[2], (1 << 30) + number), NAMESPACE.fingerprint))
+    buffer = worker.begin_store(ticket)
+    fill(buffer, content(planned, 0))
+    worker.submit_store(ticket, buffer)
+    results = []
+    until(lambda: results.extend(worker.poll()[0]) or results)
+    assert results[0].reason is None, results
+"""
+
+
+def test_a_rank_that_outlives_its_killed_engine_leaves_nothing_that_nobody_counts(tmp_path):
+    root = tmp_path / "root"
+    engine = start(WRITER, root, "w")
+    (dead,) = writers_under(str(root))
+    rank = start(RANK, root, dead)
+    until(lambda: any(int(path.name[:-3]) > 1 << 30 for path in files_of(root, dead)), "the rank's second file")
+    kill(engine)
+    with tier_pair(root) as made:
+        made.recovered()
+        until(lambda: has_buried(made.tier), "a look at the dead")
+        num_files = len(files_of(root, dead))
+        until(lambda: len(files_of(root, dead)) > num_files + 20, "more of its files")
+        assert os.path.lexists(alive_path(str(root), dead))
+        assert dead in {row.name for row in catalogue_of(made.tier).writers()}, "its grant is what it writes into"
+        assert rank.poll() is None
+        kill(rank)
+        until(lambda: dead not in {row.name for row in catalogue_of(made.tier).writers()}, "its burial")
+        until(lambda: problems(root) == [], "a sound root")
+        assert not any(int(path.name[:-3]) >= 1 << 30 for path in files_of(root, dead))
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """An engine that has ended, and a rank of it that has a ticket still and takes no part in its life yet."""
+    made = TierPair(tmp_path / "root")
+    until(lambda: made.tier.advance() or room_bytes(made.tier) >= OBJECT, "room")
+    ticket = made.tier.reserve(chain("p", 1)[0])
+    made.tier.close()
+    yield made, ticket
+    made.close()
+
+
+def store(made: TierPair, ticket: StoreTicket) -> str | None:
+    """Why a rank could not write it."""
+    buffer = made.workers[0].begin_store(ticket)
+    fill(buffer, content(ticket.planned, 0))
+    made.workers[0].submit_store(ticket, buffer)
+    results = []
+    until(lambda: results.extend(made.workers[0].poll()[0]) or results)
+    return results[0].reason
+
+
+def test_a_rank_that_wakes_up_after_the_burial_drops_its_store(ended):
+    late, ticket = ended
+    with tier_pair(late.root) as made:
+        made.recovered()
+        until(lambda: not (late.root / ticket.part.file.writer).exists(), "a burial")
+        assert store(late, ticket) == "io_error"
+        assert object_files(late.root) == []
+        assert not (late.root / ticket.part.file.writer).exists()
+
+
+def test_a_rank_that_wakes_up_during_the_burial_drops_its_store(ended, monkeypatch):
+    late, ticket = ended
+    list_all, reasons = burial.directories_under, []
+
+    def directories_under(root, writer):
+        found = list_all(root, writer)
+        if writer == ticket.part.file.writer and not reasons:
+            reasons.append(store(late, ticket))
+        return found
+
+    monkeypatch.setattr(burial, "directories_under", directories_under)
+    with tier_pair(late.root) as made:
+        made.recovered()
+        until(lambda: not (late.root / ticket.part.file.writer).exists(), "a burial")
+    assert reasons == ["io_error"]
+    assert problems(late.root) == []
+
+
+def test_the_file_of_a_store_that_outlives_its_engine_is_looked_after(tmp_path):
     planned, device = chain("p", 1)[0], GatedDevice("pwritev")
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
@@ -93,60 +277,112 @@ def test_the_file_of_a_store_that_outlives_its_process_is_looked_after(tmp_path,
             ending.workers[0].submit_store(ticket, buffer)
             assert device.waiting.acquire(timeout=PATIENCE_S)
             ending.tier.close()
-            (dead,) = catalogue_of(made.tier).dead_members()
+            until(lambda: len(catalogue_of(made.tier).writers()) == 2 and has_buried(made.tier))
+            (left,) = [row for row in catalogue_of(made.tier).writers() if row.fingerprint is None]
+            assert (left.name, left.granted) == (ticket.part.file.writer, on_disk())
             device.gate.set()
             until(lambda: ending.workers[0].poll()[0], "the file")
-        assert set(dead.fingerprints) == set(NAMESPACE.fingerprints)
-        monkeypatch.setattr(recovery, "DEATH_SETTLES_S", 0)
-        until(lambda: not catalogue_of(made.tier).dead_members(), "a burial")
-        until(lambda: made.tier.advance() or made.has(planned), "its object")
-        assert counted(made.root)[0] == bytes_under(made.root) > 0
+        until(lambda: object_files(made.root) == [], "a burial")
+        until(lambda: len(catalogue_of(made.tier).writers()) == 1, "the end of its grant")
 
 
-@pytest.mark.parametrize("is_one_dead", [False, True])
-def test_after_the_catalogue_was_replaced_what_a_reset_process_stored_stays_until_it_has_joined(
-    tmp_path, monkeypatch, is_one_dead
-):
-    look, looks = recovery.Recovery._look_after_dead, []
-    monkeypatch.setattr(
-        recovery.Recovery, "_look_after_dead", lambda self: look(self) and not looks.append(self._catalogue)
-    )
-    with tier_pair(tmp_path / "root") as made, tier_pair(tmp_path / "root") as other:
-        made.tier.clear()
-        until(lambda: is_serving_another(made))
-        store_after_reset(made, chain("p", 1)[0])
-        made.settled()
-        other.recovered()
-        files = object_files(made.root)
-        with delay_bookkeeper(made.tier):
-            old = catalogue_of(other.tier)
-            replace_damaged(str(made.root), old.generation)
-            until(lambda: any(looks.count(each) > 2 for each in looks if each.generation > old.generation), "looks")
-            if is_one_dead:
-                let_one_die(made.root)
-                until(lambda: not catalogue_of(other.tier).dead_members(), "a burial")
-            assert object_files(made.root) == files
-        until(lambda: catalogue_of(other.tier).totals().num_members == 2)
-        until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]), "what it had")
-        assert object_files(made.root) == files
+def begin_burial(root: Path, is_complete: bool = True) -> tuple[Catalogue, burial.Burial]:
+    """Of an heir that has joined a new catalogue."""
+    root.chmod(0o700)
+    catalogue = Catalogue(str(root))
+    catalogue.join(HEIR, OF_NAMESPACE)
+    if is_complete:
+        catalogue.end_rebuild()
+    return catalogue, burial.Burial(catalogue, str(root), HEIR, Device(), lambda: False)
 
 
-def test_what_nobody_serves_any_more_goes_though_the_catalogue_is_busy_meanwhile(tmp_path):
-    with tier_pair(tmp_path / "root") as made:
+def test_what_an_engine_that_is_just_beginning_commits_meanwhile_is_not_taken_for_a_dead_ones(tmp_path, monkeypatch):
+    """Its directory is there before its lock. What is listed before the rows are read, and is in none, is nobody's."""
+    (tmp_path / DEAD / "0").mkdir(parents=True)
+    catalogue, buried = begin_burial(tmp_path)
+    numbers_of = catalogue.numbers_of
+
+    def begins(writer):
+        found = numbers_of(writer)
+        put(tmp_path, writer, 1)
+        Path(alive_path(str(tmp_path), writer)).touch()
+        return found
+
+    monkeypatch.setattr(catalogue, "numbers_of", begins)
+    buried.run()
+    assert len(files_of(tmp_path, DEAD)) == 1
+
+
+def test_an_engine_that_has_begun_while_its_directory_was_listed_is_left_alone(tmp_path, monkeypatch):
+    (tmp_path / DEAD).mkdir()
+    catalogue, buried = begin_burial(tmp_path)
+    list_all = burial.directories_under
+
+    def directories_under(root, writer):
+        put(tmp_path, writer, 1)  # what it has stored before it was listed, and commits at once
+        Path(alive_path(str(tmp_path), writer)).touch()
+        catalogue.join(writer, OF_NAMESPACE)
+        return list_all(root, writer)
+
+    monkeypatch.setattr(burial, "directories_under", directories_under)
+    buried.run()
+    assert len(files_of(tmp_path, DEAD)) == 1
+    assert {row.name for row in catalogue.writers()} == {DEAD, HEIR}
+
+
+def test_nobody_is_buried_while_the_catalogue_does_not_know_all_files(tmp_path):
+    path = put(tmp_path, DEAD, 1)
+    catalogue, buried = begin_burial(tmp_path, is_complete=False)
+    catalogue.join(DEAD, OF_NAMESPACE)
+    assert not buried.run()
+    assert path.exists()
+    assert {row.name for row in catalogue.writers()} == {DEAD, HEIR}
+    catalogue.end_rebuild()
+    assert buried.run()
+    assert not path.exists()
+    assert {row.name for row in catalogue.writers()} == {HEIR}
+
+
+def test_what_a_living_engine_has_yet_to_commit_is_nobody_elses_to_unlink(tmp_path):
+    """Nor is its row, however late it joins a new catalogue."""
+    with tier_pair(tmp_path / "root") as slow, tier_pair(tmp_path / "root") as made:
+        slow.recovered()
         made.recovered()
-        made.tier.clear()
-        until(lambda: is_serving_another(made))
-        store_after_reset(made, chain("p", 1)[0])
-        made.settled()
-        catalogue, faults = catalogue_of(made.tier), []
-        end_removal = catalogue.end_removal
+        tickets = [slow.write(planned) for planned in chain("p", 3)]
+        with delay_bookkeeper(slow.tier):
+            for ticket in tickets:
+                slow.tier.commit(ticket)
+            for path in made.root.glob("catalogue-*"):
+                path.unlink()
+            until(lambda: counted(made.root)[0] >= 0, "the next")
+            with tier_pair(made.root) as third:
+                third.recovered()
+                until(lambda: has_buried(third.tier) and has_buried(made.tier), "burials")
+                assert len(object_files(made.root)) == 4
+        until(lambda: slow.tier.advance() or counted(made.root)[0] == 4 * on_disk(), "its objects")
+        assert slow.settled().reasons(chain("p", 3)) == [""] * 4
+    assert writers_of(made.root) == [file.parts[-3] for file in object_files(made.root)[:1]]
+    assert problems(made.root) == []
 
-        def busy_once(*arguments):
-            if not faults and threading.current_thread().name == "disk-recovery":
-                faults.append(Busy("once"))
-                raise faults[0]
-            return end_removal(*arguments)
 
-        catalogue.end_removal = busy_once
-        made.tier.clear()
-        until(lambda: faults and counted(made.root)[0] == 0 == bytes_under(made.root), "an end of what was before")
+def test_a_listing_that_fails_is_tried_again_and_unlinks_nothing(tmp_path, monkeypatch):
+    root = tmp_path / "root"
+    with tier_pair(root) as made:
+        made.store(chain("p", 3))
+    lost, listdir, fails = put(root, DEAD, 1), os.listdir, [True]
+
+    def failing(path):
+        if fails and threading.current_thread().name == "disk-recovery":
+            fails.append(True)
+            raise OSError(5, "an input/output error")
+        return listdir(path)
+
+    monkeypatch.setattr("os.listdir", failing)
+    with tier_pair(root) as again:
+        again.recovered()
+        until(lambda: len(fails) > 2, "a listing that fails twice")
+        assert len(object_files(root)) == 5
+        fails.clear()
+        until(lambda: not lost.exists(), "a burial")
+        assert again.reasons(chain("p", 3)) == [""] * 4
+

@@ -71,7 +71,8 @@ sys.stdin.read()
 """
 
 
-def test_the_room_of_a_dead_process_comes_back(tmp_path):
+def test_the_room_of_a_dead_process_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm_overlay.tiers.disk.recovery.recovery.PAUSE_S", 0.3)
     root = tmp_path / "root"
     capacity = 6 * on_disk()  # each holds two objects' bytes
     holders = [start(HOLDER, root, capacity) for _ in range(3)]
@@ -184,23 +185,6 @@ def test_three_processes_keep_one_capacity_and_what_they_read_is_right(tmp_path)
     assert set().union(*ended) <= {"", "there", "no_parent", "load ", "load missing"}
 
 
-def test_two_processes_that_store_the_same_objects_count_them_once(tmp_path):
-    root = tmp_path / "root"
-    objects = chain("p", 4)
-    with tier_pair(root) as one, tier_pair(root) as two:
-        one.recovered()
-        two.recovered()
-        one.store(objects)
-        for planned in objects:  # some of these it knows by now from the other
-            until(lambda planned=planned: two.has(planned) or two.try_store(planned) == "")
-        until(lambda: counted(root)[0] == bytes_under(root) == 5 * on_disk())
-        two.tier.drop(objects[0].object_id)
-        until(lambda: object_files(root) == [])
-        until(lambda: counted(root)[0] == 0)
-        until(lambda: one.tier.advance() or one.coverage(objects) == [False] * 5)
-        assert one.reasons(objects) == ["missing"] * 5
-
-
 def test_nothing_is_written_below_the_free_space_to_keep(tmp_path):
     class Filling(Device):
         free = 1 << 40
@@ -270,17 +254,6 @@ def test_a_damaged_or_removed_catalogue_is_made_anew_while_it_serves(tmp_path, d
         until(lambda: counted(root)[0] == bytes_under(root) == 6 * on_disk())
 
 
-def test_bad_files_come_off_the_count(tmp_path):
-    with tier_pair(tmp_path / "root") as made:
-        objects = chain("p", 2)
-        made.store(objects)
-        os.truncate(made.path(objects[1]), 4096)
-        assert made.reasons(objects[1:2]) == ["size"]
-        made.tier.drop(objects[1].object_id)
-        until(lambda: object_files(made.root) == [made.path(objects[0])])
-        until(lambda: counted(made.root)[0] == on_disk())
-
-
 def test_close_gives_the_room_back(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 2))
@@ -305,10 +278,74 @@ def test_engines_of_one_root_use_nearly_all_of_the_capacity(tmp_path, num_engine
     assert 0.95 * capacity < most <= capacity
 
 
+def test_engines_that_are_started_one_after_another_use_nearly_all_of_the_capacity(tmp_path):
+    """An idle one gives back what was its part when there were fewer."""
+    capacity = 1000 * on_disk(1)  # 16 times two objects are for what is under way
+    with contextlib.ExitStack() as closing:
+        for place in range(16):
+            made = closing.enter_context(tier_pair(tmp_path / "root", capacity_bytes=capacity, max_object_bytes=1))
+            made.store(chain(f"{place}", 10, 1))
+        most, turns = 0, itertools.count()
+        while not made.tier.usage().evicted_objects:
+            made.store(chain(f"last {next(turns)}", 10, 1))
+            most = max(most, bytes_under(tmp_path / "root"))
+    assert 0.95 * capacity < most <= capacity
+
+
+SHORT_LIVES = """
+import os, signal, sys
+from pathlib import Path
+from tests.tiers.disk.inside import room_bytes
+from tests.tiers.disk.tier_pair import TierPair
+from tests.waiting import until
+for life in range(int(sys.argv[3])):
+    if not os.fork():
+        made = TierPair(Path(sys.argv[1]), capacity_bytes=int(sys.argv[2])).recovered()
+        until(lambda: room_bytes(made.tier) > 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.wait()
+print("ready", flush=True)
+"""
+
+
+def test_twenty_lives_of_a_moment_that_are_killed_cost_no_object(tmp_path):
+    """What the dead held is there before anything is evicted for room that nobody has asked for."""
+    root, capacity = tmp_path / "root", 128 * on_disk()
+    with tier_pair(root, capacity_bytes=capacity) as made:
+        store_many(made, 60, lambda: None)
+    kill(start(SHORT_LIVES, root, capacity, 1))  # takes what one alone may hold
+    files = object_files(root)
+    kill(start(SHORT_LIVES, root, capacity, 20))
+    with tier_pair(root, capacity_bytes=capacity) as again:
+        again.recovered()
+        until(lambda: room_bytes(again.tier) > 0, "room")
+        assert again.settled().tier.usage().evicted_objects == 0
+        assert object_files(root) == files
+        again.store(chain("p", 1))
+
+
+@pytest.mark.parametrize("is_started_again", [False, True])
+def test_a_clock_that_is_set_back_makes_nothing_old_that_is_stored_afterwards(tmp_path, monkeypatch, is_started_again):
+    capacity, real = 60 * on_disk(), time.time
+    with contextlib.ExitStack() as closing:
+        made = closing.enter_context(tier_pair(tmp_path / "root", capacity_bytes=capacity))
+        store_many(made, 25, lambda: None)
+        monkeypatch.setattr("time.time", lambda: real() - 3600)
+        if is_started_again:
+            closing.close()
+            made = closing.enter_context(tier_pair(tmp_path / "root", capacity_bytes=capacity)).recovered()
+        found = []
+        for turn in range(55):
+            made.store(chain(f"late-{turn}", 2))
+            if turn >= 5:
+                found.append(all(made.settled().coverage(chain(f"late-{turn - 5}", 2))))
+    assert found == [True] * 50
+
+
 @pytest.mark.parametrize("use", ["loaded", "used from elsewhere"])
 def test_what_is_used_stays_when_its_engine_was_started_again(tmp_path, use: str, monkeypatch):
-    real, ahead_s = time.time, [0]
-    monkeypatch.setattr("time.time", lambda: real() + ahead_s[0])
+    real, ahead_s = time.monotonic, [0]
+    monkeypatch.setattr("time.monotonic", lambda: real() + ahead_s[0])
     capacity = 60 * on_disk()
     used = chain("used", 2)
     with tier_pair(tmp_path / "root", capacity_bytes=capacity) as made:
@@ -318,8 +355,7 @@ def test_what_is_used_stays_when_its_engine_was_started_again(tmp_path, use: str
         made.settled()
         ahead_s[0] = 2  # recency is kept in seconds
         if use == "loaded":
-            assert made.tier.acquire(used) is not None
-            made.tier.release([planned.object_id for planned in used])
+            made.tier.release(made.tier.acquire(used))
         else:  # the last chunk and the snapshot; what the tier does not have is no error
             made.tier.touch([planned.object_id for planned in (*used[1:], *chain("never stored", 1))])
     with tier_pair(tmp_path / "root", capacity_bytes=capacity) as again:

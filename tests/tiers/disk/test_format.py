@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_overlay.planner.objects import TAG_PATTERN, ObjectId
-from vllm_overlay.tiers.disk.catalogue.rows import StoredObject, check_object
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.catalogue import File, StoredObject
+from vllm_overlay.tiers.disk.catalogue.rows import check_object
 from vllm_overlay.tiers.disk.files.checksum import XXH3, EncryptedIntegrity, Seal
 from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, MAX_TOKENS, FormatError, ObjectHeader, file_bytes
-from vllm_overlay.tiers.disk.files.namespace import MAX_RANKS, DiskNamespace, parse_file_name
+from vllm_overlay.tiers.disk.files.namespace import MAX_RANKS, DiskNamespace
+from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER, directory_of, is_writer_name, parse_name, path_of, paths_of
 
+WRITER = "0123456789abcdef"
 HEADER = ObjectHeader(
     fingerprint=bytes(range(32)),
     object_id=ObjectId("w12", b"k" * 32),
@@ -24,7 +27,7 @@ HEADER = ObjectHeader(
     payload_bytes=10_000,
     rank=1,
     world_size=2,
-    ticket=77,
+    file=File(WRITER, 77),
     seal=Seal(b"c" * 16),
 )
 
@@ -46,14 +49,16 @@ def test_the_page_is_laid_out_as_documented():
     assert page[:8] == b"HKVOBJ\r\n"
     assert struct.unpack_from("<II", page, 8) == (1, 4096)
     assert struct.unpack_from("<QQQQ", page, 16) == (10_000, 64, 128, 77)
-    assert struct.unpack_from("<IIBB", page, 48) == (1, 2, 1, 2)
+    assert struct.unpack_from("<IIBBB", page, 48) == (1, 2, 1, 2, 0)
     assert page[64:96] == HEADER.fingerprint
     assert page[96:128] == b"c" * 16 + bytes(16)
-    assert page[128:192] == bytes(64)  # no key, no salt
+    assert page[128:168] == bytes(40)  # no key, no salt
+    assert page[168:176] == bytes.fromhex(WRITER)
+    assert page[176:192] == bytes(16)
     assert page[192:194] == bytes([3, 32])
-    assert page[200:208] == b"w12" + bytes(5)
-    assert page[208:272] == b"k" * 32 + bytes(32)
-    assert page[272:274] == bytes([2, 64])
+    assert page[200:224] == b"w12" + bytes(21)
+    assert page[224:288] == b"k" * 32 + bytes(32)
+    assert page[288:290] == bytes([2, 64])
 
 
 def test_any_flipped_bit_of_the_page_is_refused():
@@ -75,7 +80,8 @@ def test_any_flipped_bit_of_the_page_is_refused():
         (56, b"\x03"),  # no algorithm
         (57, b"\x09"),  # too many parents
         (57, b"\xff"),  # far too many
-        (58, b"\x01"),  # padding between fields
+        (58, b"\x02"),  # neither private nor not
+        (59, b"\x01"),  # padding between fields
         (48, b"\x02"),  # rank beyond the world
         (24, b"\xff"),  # starts after its end
         (16, bytes(8)),  # no payload
@@ -83,14 +89,17 @@ def test_any_flipped_bit_of_the_page_is_refused():
         (128, b"\x01"),  # name of a key
         (136, b"\x01"),  # salt
         (167, b"\x01"),  # end of the salt
-        (168, b"\x01"),  # padding before the names
+        (176, b"\x01"),  # padding before the names
         (192, b"\x00"),  # no kind
         (192, b"\xff"),  # kind longer than its field
         (193, b"\xff"),  # key longer than its field
         (193, b"\x00"),  # no key
         (200, b"../"),  # kind that is a path
+        (200, b"s12"),  # snapshot without all digits of its facts
         (200, b"\xff"),  # kind that is no text
         (195, b"\x01"),  # padding of a name
+        (223, b"\x01"),  # beyond the kind
+        (287, b"\x01"),  # beyond the key
         (1000, b"\x01"),  # reserved
     ],
 )
@@ -103,8 +112,8 @@ def test_a_hostile_header_with_a_fitting_checksum_is_refused(offset, value):
 
 def test_a_header_with_names_up_to_its_end_is_refused():
     page = bytearray(HEADER.encode())
-    for place in range(1, 49):
-        page[192 + place * 80 : 272 + place * 80] = page[192:272]
+    for place in range(1, 41):
+        page[192 + place * 96 : 288 + place * 96] = page[192:288]
     page[57] = 255
     with pytest.raises(FormatError):
         ObjectHeader.decode(sealed(page[:HEADER_BYTES]))
@@ -125,7 +134,10 @@ def test_a_header_of_another_length_is_refused():
         {"world_size": MAX_RANKS + 1},
         {"object_id": ObjectId("f1234", b"k")},
         {"object_id": ObjectId("f0", b"k" * 65)},
-        {"ticket": 1 << 64},
+        {"object_id": ObjectId("s", b"k")},
+        {"file": File(WRITER, 1 << 64)},
+        {"file": File(WRITER[1:], 1)},
+        {"file": File("x" * 16, 1)},
         {"start_tokens": -1},
         {"fingerprint": b"short"},
         {"rank": 2},
@@ -152,10 +164,10 @@ def test_a_header_has_the_sizes_of_its_algorithm_and_no_more_bytes_than_gcm_take
 
 NAMES = st.builds(
     ObjectId,
-    st.from_regex(TAG_PATTERN, fullmatch=True, alphabet=st.characters(codec="ascii")),
+    st.from_regex(r"s[0-9a-f]{16}|[fw][0-9]{1,3}", fullmatch=True, alphabet=st.characters(codec="ascii")),
     st.binary(min_size=1, max_size=64),
 )
-UNSIGNED = st.integers(0, 2**64 - 1)
+WRITERS = st.binary(min_size=8, max_size=8).map(bytes.hex)
 TOKENS = st.integers(0, MAX_TOKENS)
 KEYS = st.sampled_from([XXH3, EncryptedIntegrity.of(bytes(32))])
 
@@ -176,7 +188,8 @@ def sealed_headers(draw):
         payload_bytes=draw(st.integers(1, integrity.max_payload_bytes)),
         rank=draw(st.integers(0, world_size - 1)),
         world_size=world_size,
-        ticket=draw(UNSIGNED),
+        file=File(draw(WRITERS), draw(st.integers(0, MAX_NUMBER))),
+        is_private=draw(st.booleans()),
         seal=Seal(*(draw(st.binary(min_size=size, max_size=size)) for size in sizes)),
     )
 
@@ -185,7 +198,7 @@ def sealed_headers(draw):
 def test_the_catalogue_takes_any_object_whose_header_can_be_written(made):
     _, header = made
     num_bytes = file_bytes(header.payload_bytes)
-    check_object(StoredObject(header.fingerprint.hex(), header.planned, header.world_size, num_bytes, 0, 0))
+    check_object(StoredObject(header.fingerprint.hex(), header.planned, header.file, header.world_size, num_bytes, 0))
 
 
 @given(made=sealed_headers(), place=st.integers(0, HEADER_BYTES - 1), change=st.integers(1, 255))
@@ -218,32 +231,47 @@ def test_a_file_is_a_header_and_whole_pages():
     assert [file_bytes(size) for size in (1, 4096, 4097)] == [8192, 8192, 12288]
 
 
+def test_a_file_is_a_number_in_the_directory_of_its_writer():
+    file = File(WRITER, 4096 * 3 + 5)
+    assert path_of("/kv", file, 1) == f"/kv/{WRITER}/3/12293.r1"
+    assert paths_of("/kv", file, 2) == [f"/kv/{WRITER}/3/12293.r0", f"/kv/{WRITER}/3/12293.r1"]
+    assert directory_of("/kv", File(WRITER, 4095)) == f"/kv/{WRITER}/0"
+
+
+def test_a_file_name_says_which_number_and_rank_it_is():
+    assert parse_name("12293.r1") == (12293, 1)
+    assert parse_name(f"{MAX_NUMBER}.r0") == (MAX_NUMBER, 0)
+    for name in (
+        "", "alive", "1", "1.r", "01.r0", "1.r00", "-1.r0", "1.r0\n", "1.r0.tmp", f"{MAX_NUMBER + 1}.r0", "1.s0", "٣.r0"
+    ):  # fmt: skip
+        assert parse_name(name) is None
+
+
+def test_a_writer_is_sixteen_hex_digits():
+    assert is_writer_name(WRITER)
+    for name in ("", WRITER[1:], WRITER + "0", WRITER.upper(), WRITER[1:] + "\n", "..", "host-a"):
+        assert not is_writer_name(name)
+
+
 NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {})
 
 
-def test_paths_come_from_checked_names_only():
-    path = NAMESPACE.path_of("/kv", ObjectId("f0", b"\xab\xcd"), 3)
-    assert path == f"/kv/{'a' * 64}/ab/abcd.f0.r3"
-    assert NAMESPACE.path_of("/kv", ObjectId("s", b"\xab"), 0) == f"/kv/{'b' * 64}/ab/ab.s.r0"
-    for object_id in (ObjectId("../x", b"k"), ObjectId("f0/", b"k"), ObjectId("f0", b""), ObjectId("", b"k")):
-        with pytest.raises(ValueError):
-            NAMESPACE.path_of("/kv", object_id, 0)
-    with pytest.raises(ValueError):
-        NAMESPACE.path_of("/kv", ObjectId("f0", b"k"), -1)
+def test_a_snapshots_kind_says_what_its_states_depend_on():
+    """So that engines whose states differ share their chunks, and no other engine's state is loaded."""
+    chunk, snapshot = ObjectId("f0", b"k"), ObjectId("s", b"k")
+    planned = PlannedObject(snapshot, (chunk,), 64, 64, 1)
+    stored = NAMESPACE.stored(planned)
+    assert (stored.object_id, stored.parents) == (ObjectId("s" + "b" * 16, b"k"), (chunk,))
+    assert NAMESPACE.own(stored) == planned
+    assert DiskNamespace("a" * 64, "c" * 64, {}).own(stored) is None
+    assert DiskNamespace("a" * 64, "c" * 64, {}).own_id(chunk) == chunk
 
 
-def test_a_file_name_says_which_object_it_is():
-    assert parse_file_name("abcd.f0.r3") == (ObjectId("f0", b"\xab\xcd"), 3)
-    for name in (
-        "abc.f0.r3",
-        "abcd.f0.r03",
-        "abcd.x0.r3",
-        "ABCD.f0.r3",
-        "abcd.f0.r3\n",
-        ".tmp.1.2.3",
-        "ab" * 65 + ".s.r0",
-    ):
-        assert parse_file_name(name) is None
+def test_a_reset_begins_a_private_namespace_with_another_fingerprint():
+    one, two = NAMESPACE.since("1"), NAMESPACE.since("2")
+    assert len({NAMESPACE.fingerprint, one.fingerprint, two.fingerprint}) == 3
+    assert (NAMESPACE.is_private, one.is_private) == (False, True)
+    assert one.snapshot_kind == NAMESPACE.snapshot_kind
 
 
 @pytest.mark.parametrize("fingerprint", ["", "a" * 63, "A" * 64, "../" + "a" * 61, "a" * 64 + "\n"])

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
-from tests.tiers.disk.inside import delay_following
-from tests.tiers.disk.objects import OBJECT, chain
-from tests.tiers.disk.tier_pair import store_many, tier_pair
+from tests.tiers.disk.inside import held_files
+from tests.tiers.disk.objects import GEOMETRY, OBJECT, chain
+from tests.tiers.disk.tier_pair import TierPair, store_many, tier_pair
 from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue.generations import newest, path_of
@@ -48,33 +48,64 @@ def test_what_a_load_holds_is_not_evicted(tmp_path):
         assert [ticket.num_bytes for ticket in tickets] == [OBJECT] * 3
         store_many(made, 20, lambda: None)
         assert made.reasons(objects) == [""] * 3
-        made.tier.release([planned.object_id for planned in objects])
+        made.tier.release(tickets)
         store_many(made, 20, lambda: None, "later")
         assert not any(made.path(planned).exists() for planned in objects)
 
 
-def test_what_is_dropped_cannot_be_acquired_and_goes(tmp_path):
+def offered(made: TierPair, objects: list[PlannedObject]) -> list[bool]:
+    """As a lookup of this prompt finds them."""
+    keys = [planned.object_id.key for planned in objects]
+    hits = made.tier.hits(GEOMETRY, keys, len(keys) * GEOMETRY.match_unit + 1)
+    return [hits.has(planned.object_id) for planned in objects]
+
+
+def test_what_is_dropped_is_stored_anew_in_another_file_while_a_load_holds_the_old_one(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         objects = chain("p", 2)
         made.store(objects)
-        assert made.tier.acquire(objects) is not None
+        tickets = made.tier.acquire(objects)
         made.tier.drop(objects[0].object_id)
-        assert made.tier.acquire(objects) is None
-        assert made.tier.reserve(objects[0]) is None  # a load holds its name
-        made.tier.release([planned.object_id for planned in objects])
-        until(lambda: object_files(made.root) == [])
-        made.store(objects)
+        before = [made.path(planned) for planned in objects]
+        made.store(objects[:1])
+        made.settled()
+        after = [made.path(planned) for planned in objects]
+        assert [one == other for one, other in zip(before, after, strict=True)] == [False, True, True]
+        assert held_files(made.tier) == {ticket.part.file for ticket in tickets}
+        made.tier.release(tickets)
+        assert held_files(made.tier) == frozenset()
+        until(lambda: object_files(made.root) == sorted(after), "the old file's end")
+        assert made.reasons(objects) == [""] * 3
+        made.settled()
+        assert made.tier.usage().used_bytes == bytes_under(made.root) == counted(made.root)[0]
 
 
-def test_a_dropped_chunk_takes_what_lies_on_top_with_it(tmp_path):
+def test_a_dropped_chunk_hides_what_lies_on_top_until_it_is_stored_anew(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         objects = chain("p", 4)
         made.store(objects)
+        assert offered(made, objects) == [True] * 5
         made.tier.drop(objects[1].object_id)
-        assert made.coverage(objects) == [True, False, False, False, False]
-        until(lambda: object_files(made.root) == [made.path(objects[0])])
-        made.store(objects[1:])
+        assert offered(made, objects) == [True, False, False, False, False]
+        assert offered(made, chain("q", 1)) == [False] * 2
+        assert [made.tier.has_or_awaits(planned.object_id) for planned in objects] == [True, False, True, True, True]
+        made.store(objects[1:2])
+        assert offered(made, objects) == [True] * 5
         assert made.reasons(objects) == [""] * 5
+
+
+def test_what_is_dropped_before_it_was_stored_takes_what_lies_on_top_with_it(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        first, second, _ = chain("p", 2)
+        made.store(chain("q", 1))
+        made.settled()
+        tickets = [made.write(planned) for planned in (first, second)]
+        made.tier.drop(first.object_id)
+        for ticket in tickets:
+            made.tier.commit(ticket)
+        made.settled()
+        assert made.coverage([first, second]) == [False, False]
+        until(lambda: len(object_files(made.root)) == 2, "the end of their files")
 
 
 @contextlib.contextmanager
@@ -93,9 +124,9 @@ def test_no_call_of_the_scheduler_waits_for_the_disk(tmp_path):
         with locked(made.root):  # as a process that was stopped holds it
             tickets = made.tier.acquire(objects)
             assert tickets is not None
-            made.tier.release([planned.object_id for planned in objects])
+            made.tier.release(tickets)
             made.tier.drop(objects[4].object_id)
-            assert made.tier.reserve(objects[4]) is None  # its old file is yet to be unlinked
+            made.tier.suspend(objects[3].object_id)
             reserved = [made.tier.reserve(chain(name, 1)[0]) for name in "abcdefgh"]
             for ticket in filter(None, reserved[::2]):
                 made.tier.commit(ticket.ticket)
@@ -103,24 +134,8 @@ def test_no_call_of_the_scheduler_waits_for_the_disk(tmp_path):
                 made.tier.abort(ticket.ticket)
             made.tier.advance()
             made.tier.usage()
-            assert made.path(objects[4]).exists()
-        made.store(objects[4:])
+        made.store(objects[3:5])
         assert made.reasons(objects) == [""] * 6
-
-
-def test_a_dropped_name_is_stored_again_only_once_its_removal_has_been_told(tmp_path):
-    with tier_pair(tmp_path / "root") as made:
-        objects = chain("p", 3)
-        made.store(objects)
-        made.settled()
-        with delay_following(made.tier):
-            made.tier.drop(objects[1].object_id)
-            until(lambda: not made.path(objects[1]).exists(), "the removal")
-            made.turned()
-            made.tier.advance()
-            assert made.tier.reserve(objects[1]) is None  # the new one would be forgotten with the old
-        made.store(objects[1:])
-        assert made.coverage(objects) == [True] * 4
 
 
 def test_usage_counts_whole_files_of_all_ranks(tmp_path):

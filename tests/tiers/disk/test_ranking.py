@@ -19,11 +19,11 @@ from tests.tiers.integrity import check_integrity
 from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk import ranking
-from vllm_overlay.tiers.disk.catalogue import Limits, Name
+from vllm_overlay.tiers.disk.catalogue import File, Limits, Scored
 from vllm_overlay.tiers.disk.ranking import Ranker, times_of
 from vllm_overlay.tiers.policies.base import Ranked
 
-EVERYTHING = Limits(1 << 50, 256)
+EVERYTHING = Limits(1 << 50, 256, frozenset())
 
 
 @pytest.fixture
@@ -31,10 +31,6 @@ def ranks_often(monkeypatch):
     """A ranking is due at once."""
     monkeypatch.setattr(ranking, "LEAST_S", 0.0)
     monkeypatch.setattr(ranking, "MOST_S", 0.0)
-
-
-def name_of(planned: PlannedObject) -> Name:
-    return Name(NAMESPACE.fingerprint_of(planned.object_id.tag), planned.object_id)
 
 
 def going_on(name: str, first: list[PlannedObject]) -> list[PlannedObject]:
@@ -49,16 +45,17 @@ def talk(made: TierPair) -> tuple[list[PlannedObject], list[PlannedObject], list
     made.store(alone)
     made.store(first)
     second = going_on("second", first)
-    assert made.tier.acquire(first) is not None
-    made.tier.release([planned.object_id for planned in first])
+    tickets = made.tier.acquire(first)
+    assert tickets is not None
+    made.tier.release(tickets)
     made.store(second)
     made.settled()
     return alone, first, second
 
 
-def victims(made: TierPair, now: int = 0) -> list[Name]:
-    """All objects in the order in which they would go. At 0 no score has expired."""
-    return [item.name for item in catalogue_of(made.tier).choose_victims(EVERYTHING, now)]
+def victims(made: TierPair, now: int = 0) -> list[File]:
+    """All objects' files in the order in which they would go. At 0 no score has expired."""
+    return [item.file for item in catalogue_of(made.tier).choose_victims(EVERYTHING, now)]
 
 
 rankings = st.lists(st.tuples(st.floats(0, 9), st.none() | st.floats(1, 99), st.floats(0, 99)), max_size=200)
@@ -71,11 +68,11 @@ def test_the_times_are_the_last_uses_given_out_by_value_in_the_second_before(fou
     timed = list(times_of(named, to_epoch_s))
     assert sorted(item.object_id.key for item in timed) == sorted(name.key for name in by_name)
     assert all(item.until == by_name[item.object_id].until + to_epoch_s for item in timed)
-    assert all(item.evict_as == 0 for item in timed if by_name[item.object_id].used_at is None)
+    assert all(item.score == 0 for item in timed if by_name[item.object_id].used_at is None)
     usable = [item for item in timed if by_name[item.object_id].used_at is not None]
     seconds = sorted(math.floor(item.used_at + to_epoch_s) for item in named if item.used_at is not None)
-    assert [math.floor(item.evict_as) for item in usable] == [second - 1 for second in seconds]
-    assert all(one.evict_as < other.evict_as for one, other in pairwise(usable))
+    assert [math.floor(item.score) for item in usable] == [second - 1 for second in seconds]
+    assert all(one.score < other.score for one, other in pairwise(usable))
     values = [by_name[item.object_id].value for item in usable]
     assert values == sorted(values)
 
@@ -83,7 +80,7 @@ def test_the_times_are_the_last_uses_given_out_by_value_in_the_second_before(fou
 def test_objects_that_go_together_have_one_time():
     one, other = ObjectId("f0", b"a"), ObjectId("w1", b"a")
     timed = list(times_of([Ranked(one, 1.0, 7.0, 8.0, (other,))], 0.0))
-    assert timed == [(one, 6.5, 8.0), (other, 6.5, 8.0)]
+    assert timed == [Scored(one, 6.5, 8.0), Scored(other, 6.5, 8.0)]
 
 
 class Stopped:
@@ -116,7 +113,7 @@ def test_what_a_turn_has_superseded_goes_before_what_is_older_but_not_by_last_us
     for policy, goes_first in (("learned", 1), ("lru", 0)):
         with tier_pair(tmp_path / policy, eviction_policy=policy) as made:
             prompts = talk(made)
-            wanted = name_of(prompts[goes_first][-1])
+            wanted = made.file(prompts[goes_first][-1])
             until(lambda made=made, wanted=wanted: made.tier.advance() or victims(made)[0] == wanted, policy)
 
 
@@ -129,18 +126,18 @@ def test_what_is_newer_than_a_ranking_goes_after_what_was_used_in_the_same_secon
 def test_a_unit_goes_as_a_whole_and_all_of_it_before_what_is_worth_more(tmp_path: Path, ranks_often):
     with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         alone, first, second = talk(made)
-        until(lambda: made.tier.advance() or victims(made)[0] == name_of(first[-1]), "scores")
+        until(lambda: made.tier.advance() or victims(made)[0] == made.file(first[-1]), "scores")
         order = victims(made)
-        assert order.index(name_of(second[0])) == order.index(name_of(second[1])) + 1
-        assert order.index(name_of(alone[0])) == order.index(name_of(alone[1])) + 1
+        assert order.index(made.file(second[0])) == order.index(made.file(second[1])) + 1
+        assert order.index(made.file(alone[0])) == order.index(made.file(alone[1])) + 1
 
 
 def test_scores_expire_and_leave_the_order_of_last_use(tmp_path: Path, ranks_often):
     with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         alone, first, _ = talk(made)
-        until(lambda: made.tier.advance() or victims(made)[0] == name_of(first[-1]), "scores")
+        until(lambda: made.tier.advance() or victims(made)[0] == made.file(first[-1]), "scores")
         made.settled()
-        assert victims(made, now=1 << 39)[0] == name_of(alone[-1])
+        assert victims(made, now=1 << 39)[0] == made.file(alone[-1])
 
 
 def test_after_a_restart_what_was_not_used_since_is_ranked_by_nobody(tmp_path: Path, ranks_often):
@@ -149,15 +146,17 @@ def test_after_a_restart_what_was_not_used_since_is_ranked_by_nobody(tmp_path: P
     with tier_pair(tmp_path / "root", eviction_policy="learned") as made:
         made.recovered()
         long_ago = int(time.time()) - 10  # a score lies in the second before, so the lives must be further apart
-        catalogue_of(made.tier).touch(map(name_of, (*alone, *first, *second)), long_ago)
+        stored = [NAMESPACE.stored_id(planned.object_id) for planned in (*alone, *first, *second)]
+        catalogue_of(made.tier).touch(NAMESPACE.fingerprint, stored, long_ago)
         made.store(chain("new", 1))
         made.settled()
         made.settled()
-        assert victims(made)[0] == name_of(alone[-1])
-        assert made.tier.acquire([*first[:1], *second]) is not None
-        made.tier.release([planned.object_id for planned in (*first[:1], *second)])
+        assert victims(made)[0] == made.file(alone[-1])
+        tickets = made.tier.acquire([*first[:1], *second])
+        assert tickets is not None
+        made.tier.release(tickets)
         made.settled()
-        assert set(victims(made)) == {name_of(each) for each in (*alone, *first, *second, *chain("new", 1))}
+        assert set(victims(made)) == {made.file(each) for each in (*alone, *first, *second, *chain("new", 1))}
 
 
 def test_another_engine_of_the_namespace_outranks_what_it_used_later(tmp_path: Path, ranks_often, monkeypatch):
@@ -166,7 +165,7 @@ def test_another_engine_of_the_namespace_outranks_what_it_used_later(tmp_path: P
         alone, _, _ = talk(made)
         made.settled()
         made.settled()
-        assert victims(made)[0] == name_of(alone[-1])
+        assert victims(made)[0] == made.file(alone[-1])
 
 
 def test_a_policy_that_fails_ranks_no_more_and_loses_nothing(tmp_path: Path, ranks_often, monkeypatch, caplog):
@@ -177,7 +176,7 @@ def test_a_policy_that_fails_ranks_no_more_and_loses_nothing(tmp_path: Path, ran
         monkeypatch.setattr("vllm_overlay.tiers.policies.learned.LearnedEviction.ranking", fail)
         alone, first, second = talk(made)
         assert made.reasons([*alone, *first, *second]) == [""] * 6
-        assert victims(made)[0] == name_of(alone[-1])
+        assert victims(made)[0] == made.file(alone[-1])
     assert caplog.text.count("eviction policy LearnedEviction failed") == 1
 
 
@@ -189,7 +188,7 @@ def test_an_engine_without_the_policy_evicts_by_the_scores_of_one_with_it(tmp_pa
         tier_pair(tmp_path / "root", namespace=namespace, capacity_bytes=room) as two,
     ):
         _, first, _ = talk(one)
-        until(lambda: one.tier.advance() or victims(two)[0] == name_of(first[-1]), "scores")
+        until(lambda: one.tier.advance() or victims(two)[0] == one.file(first[-1]), "scores")
         turns = count()
         while one.has(first[-1]):
             two.store(chain(f"many-{next(turns)}", 1))

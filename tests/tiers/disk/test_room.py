@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler's and the bookkeeper's threads share: bytes to write, and objects that must not go."""
+"""What the scheduler's and the bookkeeper's threads share: bytes to write, and files that must not go."""
 
 from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue.room import Room
+from vllm_overlay.tiers.disk.catalogue import File
+from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.holds import Holds
 
+WRITER = "f" * 16
 SIZES = st.integers(0, 100)
 STEPS = st.lists(st.tuples(st.sampled_from(["grow", "reserve", "commit", "release", "take_back"]), SIZES), max_size=60)
 
 
+def begun() -> Room:
+    """A writer's, who was granted nothing yet."""
+    room = Room()
+    room.begin(WRITER, 0)
+    return room
+
+
 @given(STEPS)
 def test_room_is_what_was_granted_less_what_stores_have_taken_and_never_negative(steps):
-    room, granted, in_flight = Room(), 0, []
+    room, granted, in_flight = begun(), 0, []
     for step, num_bytes in steps:
         match step:
             case "grow":
@@ -24,7 +32,7 @@ def test_room_is_what_was_granted_less_what_stores_have_taken_and_never_negative
                 granted += num_bytes
             case "reserve":
                 fits = num_bytes <= granted - sum(in_flight)
-                assert room.reserve(num_bytes) == fits
+                assert room.reserve(num_bytes) == (WRITER if fits else "")
                 if fits:
                     in_flight.append(num_bytes)
             case "commit" if in_flight:
@@ -42,7 +50,7 @@ def test_room_is_what_was_granted_less_what_stores_have_taken_and_never_negative
 
 
 def test_the_room_gives_what_was_granted_and_no_more():
-    room = Room()
+    room = begun()
     assert not room.reserve(1)
     room.grow(100)
     assert room.reserve(60)
@@ -55,7 +63,7 @@ def test_the_room_gives_what_was_granted_and_no_more():
 
 
 def test_a_grant_that_is_lost_under_stores_gives_nothing_until_they_have_ended():
-    room = Room()
+    room = begun()
     room.grow(100)
     assert room.reserve(60)
     room.set_granted(0)
@@ -67,38 +75,50 @@ def test_a_grant_that_is_lost_under_stores_gives_nothing_until_they_have_ended()
     assert room.reserve(70)
 
 
-NAMES = st.integers(0, 5).map(lambda number: ObjectId("f0", bytes([number])))
+def test_stores_of_a_writer_before_take_from_the_next_ones_grant_until_they_have_ended():
+    room, later = begun(), "e" * 16
+    assert room.reserve(0) == WRITER
+    room.grow(100)
+    assert room.reserve(60) == WRITER
+    room.begin(later, 70)
+    assert room.available == 10
+    assert room.reserve(10) == later
+    room.release(60)
+    assert room.reserve(60) == later
+
+
+FILES = st.integers(0, 5).map(lambda number: File(WRITER, number))
 HOLD_STEPS = st.lists(
-    st.tuples(st.sampled_from(["hold", "release", "claim", "unclaim"]), st.lists(NAMES, max_size=4)), max_size=40
+    st.tuples(st.sampled_from(["hold", "release", "claim", "unclaim"]), st.lists(FILES, max_size=4)), max_size=40
 )
 
 
 @given(HOLD_STEPS)
 def test_what_is_held_cannot_be_claimed_and_what_is_claimed_cannot_be_held(steps):
     holds, held, going = Holds(), [], set()
-    for step, names in steps:
-        counts = Counter(name for group in held for name in group)
+    for step, files in steps:
+        counts = Counter(file for group in held for file in group)
         match step:
             case "hold":
-                may = going.isdisjoint(names)
-                assert holds.hold(iter(names)) == may
+                may = going.isdisjoint(files)
+                assert holds.hold(iter(files)) == may
                 if may:
-                    held.append(names)
+                    held.append(files)
             case "release" if held:
                 holds.release(held.pop(0))
             case "claim":
-                assert holds.claim(iter(names)) == set(names) - set(counts)
-                going |= set(names) - set(counts)
+                assert holds.claim(iter(files)) == set(files) - set(counts)
+                going |= set(files) - set(counts)
             case "unclaim":
-                holds.unclaim(iter(names))
-                going -= set(names)
-        now = {name for group in held for name in group}
+                holds.unclaim(iter(files))
+                going -= set(files)
+        now = {file for group in held for file in group}
         assert holds.held() == now
         assert now.isdisjoint(going)
 
 
 def test_what_is_held_twice_is_released_twice():
-    one, two = (ObjectId("f0", bytes([number])) for number in range(2))
+    one, two = (File(WRITER, number) for number in range(2))
     holds = Holds()
     assert holds.hold([one, one]) and holds.hold([one, two])
     holds.release([one, two])
@@ -112,7 +132,7 @@ def test_what_is_held_twice_is_released_twice():
 
 
 def test_of_several_none_is_held_when_one_is_going():
-    one, two = (ObjectId("f0", bytes([number])) for number in range(2))
+    one, two = (File(WRITER, number) for number in range(2))
     holds = Holds()
     assert holds.claim([two]) == {two}
     assert not holds.hold([one, two])

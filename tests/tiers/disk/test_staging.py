@@ -7,13 +7,15 @@ import pytest
 from tests.tiers.disk.devices import GatedDevice
 from tests.tiers.disk.inside import free_staging_units, num_fetched
 from tests.tiers.disk.objects import OBJECT, UNIT, chain
-from tests.tiers.disk.tier_pair import NAMESPACE, load_ticket, settings, tier_pair
+from tests.tiers.disk.tier_pair import NAMESPACE, NOWHERE, settings, tier_pair
 from tests.waiting import until
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk import worker as disk_worker
-from vllm_overlay.tiers.disk.tickets import DiskStore
+from vllm_overlay.tiers.disk.parts import DiskPart
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
+
+TICKET = StoreTicket(256, chain("p", 1)[0], DiskPart(NOWHERE, NAMESPACE.fingerprint))
 
 
 def test_a_load_larger_than_the_staging_comes_in_pieces(tmp_path):
@@ -28,7 +30,7 @@ def test_two_loads_larger_than_the_staging_both_end(tmp_path):
         objects = chain("p", 10)
         made.store(objects)
         worker = made.workers[0]
-        tickets = [load_ticket(planned) for planned in objects]
+        tickets = [made.load_ticket(planned) for planned in objects]
         worker.begin_load("one", tickets)
         worker.begin_load("two", tickets)
         ended = []
@@ -59,7 +61,7 @@ def test_no_store_is_taken_when_too_many_are_pending(tmp_path, monkeypatch):
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
         until(lambda: made.tier.reserve(chain("x", 1)[0]))
-        assert made.workers[0].begin_store(StoreTicket(256, chain("p", 1)[0], DiskStore())) is None
+        assert made.workers[0].begin_store(TICKET) is None
 
 
 def test_an_object_larger_than_promised_is_refused_and_not_blamed(tmp_path):
@@ -82,7 +84,7 @@ def test_cancelling_a_load_frees_its_staging(tmp_path):
         objects = chain("p", 5)
         made.store(objects)
         worker = made.workers[0]
-        worker.begin_load("gone", [load_ticket(planned) for planned in objects])
+        worker.begin_load("gone", [made.load_ticket(planned) for planned in objects])
         device.waiting.acquire()  # one is being read, one is queued, the others wait for room
         worker.cancel_load("gone")
         device.gate.set()
@@ -96,7 +98,7 @@ def test_cancelling_a_load_takes_back_what_was_fetched_and_not_ended(tmp_path):
         objects = chain("p", 5)
         made.store(objects)
         worker = made.workers[0]
-        tickets = [load_ticket(planned) for planned in objects]
+        tickets = [made.load_ticket(planned) for planned in objects]
         worker.begin_load("polled", tickets)
         polled = []
         until(lambda: polled.extend(worker.poll()[1]) or len(polled) == 2)
@@ -110,18 +112,16 @@ def test_cancelling_a_load_takes_back_what_was_fetched_and_not_ended(tmp_path):
 
 def test_a_cancelled_store_gives_its_buffer_back(tmp_path):
     with tier_pair(tmp_path / "root", staging_bytes=8 * UNIT) as made:
-        ticket = StoreTicket(256, chain("p", 1)[0], DiskStore())
         for _ in range(20):
-            made.workers[0].cancel_store(ticket, made.workers[0].begin_store(ticket))
+            made.workers[0].cancel_store(TICKET, made.workers[0].begin_store(TICKET))
         assert made.workers[0].pending_stores() == 0
 
 
 def test_the_bytes_of_a_buffer_are_those_of_its_units_in_order(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         worker = made.workers[0]
-        ticket = StoreTicket(256, chain("p", 1)[0], DiskStore())
-        buffer = worker.begin_store(ticket)
+        buffer = worker.begin_store(TICKET)
         assert len(buffer.segments()) == 3
         assert buffer.array.ctypes.data % 4096 == 0
         assert np.concatenate(buffer.segments()).size == OBJECT
-        worker.cancel_store(ticket, buffer)
+        worker.cancel_store(TICKET, buffer)

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that is not what was written is a miss and goes."""
+"""A file that is not what was written is a miss: it is bad, and stays until its object is stored anew."""
 
 import os
 
 import pytest
 
 from tests.tiers.disk.objects import OBJECT, UNIT, chain
+from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.tier_pair import tier_pair
-from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
+from tests.waiting import until
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 
 
 def flip(path, offset):
@@ -19,19 +22,19 @@ def flip(path, offset):
 
 
 HEADER_FIELDS = [
-    0, 8, 12, 16, 24, 32, 40, 48, 52, 56, 57, 64, 96, 128, 136, 168, 192, 193, 200, 208, 272, 288, 1000, 4064, 4080
+    0, 8, 12, 16, 24, 32, 40, 48, 52, 56, 57, 58, 64, 96, 128, 136, 168, 176, 192, 193, 200, 224, 288, 304, 1000, 4064, 4080
 ]  # fmt: skip
 PAYLOAD = {"start": 4096, "middle": 4096 + OBJECT // 2, "end": 4096 + OBJECT - 1}
 PADDING = {"start": 4096 + OBJECT, "end": 4096 + 3 * UNIT - 1}
 
 
 @pytest.mark.parametrize("offset", HEADER_FIELDS)
-def test_a_flipped_header_field_is_a_miss_and_the_file_is_removed(tmp_path, offset):
+def test_a_flipped_header_field_is_a_miss(tmp_path, offset):
     check_flipped(tmp_path, offset, "header")
 
 
 @pytest.mark.parametrize("offset", [*PAYLOAD.values(), *PADDING.values()])
-def test_a_flipped_payload_or_padding_byte_is_a_miss_and_the_file_is_removed(tmp_path, offset):
+def test_a_flipped_payload_or_padding_byte_is_a_miss(tmp_path, offset):
     check_flipped(tmp_path, offset, "checksum")
 
 
@@ -42,19 +45,43 @@ def check_flipped(tmp_path, offset, reason):
         flip(made.path(planned), offset)
         (result,) = made.fetch([planned])
         assert (result.reason, result.is_bad, result.buffer) == (reason, True, None)
-        assert not made.path(planned).exists()
-        assert made.reasons([planned]) == ["missing"]
 
 
 @pytest.mark.parametrize("size", [0, 100, 4096, 8192, 4096 + 3 * UNIT - 1, 4096 + 3 * UNIT + 1, 4096 + 4 * UNIT])
-def test_a_truncated_or_extended_file_is_a_miss_and_is_removed(tmp_path, size):
+def test_a_truncated_or_extended_file_is_a_miss(tmp_path, size):
     planned = chain("p", 1)[0]
     with tier_pair(tmp_path / "root") as made:
         made.store([planned])
         os.truncate(made.path(planned), size)
         (result,) = made.fetch([planned])
-        assert (result.reason, result.is_bad) == ("size", True)
-        assert not made.path(planned).exists()
+        assert (result.reason, result.is_bad, result.buffer) == ("size", True, None)
+
+
+def test_what_was_wrong_is_stored_anew_and_right_and_its_file_goes(tmp_path):
+    objects = chain("p", 2)
+    with tier_pair(tmp_path / "root") as made:
+        made.store(objects)
+        bad = made.path(objects[0])
+        flip(bad, PAYLOAD["middle"])
+        (result,) = made.fetch(objects[:1])
+        assert result.is_bad and bad.exists()
+        made.tier.drop(objects[0].object_id)
+        made.store(objects[:1])
+        assert made.reasons(objects) == [""] * 3
+        until(lambda: not bad.exists(), "the bad file's end")
+        made.settled()
+    assert problems(made.root) == []
+
+
+def test_what_the_same_object_was_in_before_is_a_miss(tmp_path):
+    planned = chain("p", 1)[0]
+    with tier_pair(tmp_path / "root") as made:
+        made.store([planned])
+        before = made.path(planned).read_bytes()
+        made.tier.drop(planned.object_id)
+        made.store([planned])
+        made.path(planned).write_bytes(before)
+        assert made.reasons([planned]) == ["header"]
 
 
 def test_the_file_of_another_key_is_a_miss(tmp_path):
@@ -82,7 +109,7 @@ def test_an_object_of_another_size_is_a_miss(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1, OBJECT))
         assert made.reasons(chain("p", 1, OBJECT - 1)) == ["header", "header"]
-        assert made.reasons(chain("p", 1, UNIT)) == ["missing", "missing"]
+        assert made.reasons(chain("p", 1, UNIT)) == ["size", "size"]
 
 
 def test_a_symlink_in_place_of_an_object_is_not_followed(tmp_path):
@@ -92,14 +119,18 @@ def test_a_symlink_in_place_of_an_object_is_not_followed(tmp_path):
         target = tmp_path / "elsewhere"
         made.path(planned).rename(target)
         made.path(planned).symlink_to(target)
-        assert made.reasons([planned]) == ["header"]
-        assert not made.path(planned).is_symlink()
+        (result,) = made.fetch([planned])
+        assert (result.reason, result.is_bad) == ("header", True)
+        before = made.path(planned)
+        made.tier.drop(planned.object_id)
+        made.store([planned])
+        until(lambda: not before.is_symlink(), "the link's end")
         assert target.exists()
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
 def test_a_pipe_or_a_directory_in_place_of_an_object_holds_nobody(tmp_path, direct_io):
-    if direct_io == "auto" and not takes_direct_io(Device(), str(tmp_path)):
+    if direct_io == "auto" and not takes_direct_io(Device(), choose_root(Device(), str(tmp_path / "root"))):
         pytest.skip("this file system has no O_DIRECT")
     one, two = chain("p", 2)[:2]
     with tier_pair(tmp_path / "root", direct_io=direct_io) as made:

@@ -5,16 +5,20 @@ import errno
 import logging
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 
-from tests.tiers.disk.devices import FailingDevice, GatedDevice, ShortDevice
-from tests.tiers.disk.files import object_files, temporaries
+from tests.tiers.disk.devices import FailingDevice, GatedDevice, RuledDevice, ShortDevice, is_object
+from tests.tiers.disk.files import object_files, on_disk, writers_of
 from tests.tiers.disk.inside import is_closing, is_writing, room_bytes
 from tests.tiers.disk.objects import OBJECT, UNIT, chain, content, fill
 from tests.tiers.disk.tier_pair import TierPair, close_tier, tier_pair
 from tests.waiting import until
-from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
+from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.tiers.disk.catalogue import File
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, UNIT, UNIT + 1, OBJECT, 3 * UNIT])
@@ -66,12 +70,28 @@ def test_direct_io_is_used_where_it_works(tmp_path):
                 flags_seen.append(flags)
             return super().open(path, flags)
 
-    if not takes_direct_io(Device(), str(tmp_path)):
+    if not takes_direct_io(Device(), choose_root(Device(), str(tmp_path / "root"))):
         pytest.skip("this file system has no O_DIRECT")
     with tier_pair(tmp_path / "root", device=Watching()) as made:
         made.store(chain("p", 1))
         made.reasons(chain("p", 1))
     assert len(flags_seen) >= 4 and all(flags & os.O_DIRECT for flags in flags_seen)
+
+
+def test_an_object_costs_three_calls_to_store_and_three_to_load(tmp_path):
+    calls = []
+    device = RuledDevice(lambda call, path: calls.append(call) if is_object(path) else None)
+    with tier_pair(tmp_path / "root", device=device) as made:
+        made.store(chain("first", 1))  # which makes the writer's directory
+        made.settled()
+        calls.clear()
+        planned = chain("p", 1)[0]
+        made.store([planned])
+        made.settled()
+        assert calls == ["open", "pwritev", "close"]
+        calls.clear()
+        assert made.reasons([planned]) == [""]
+        assert calls == ["open", "preadv", "close"]
 
 
 def test_files_and_directories_are_private(tmp_path):
@@ -87,7 +107,7 @@ def test_files_and_directories_are_private(tmp_path):
     assert directories == {0o700}
 
 
-@pytest.mark.parametrize("call", ["pwritev", "rename", "open"])
+@pytest.mark.parametrize("call", ["pwritev", "open"])
 @pytest.mark.parametrize(("error", "reason"), [(errno.ENOSPC, "no_space"), (errno.EIO, "io_error")])
 def test_a_failed_write_drops_the_store_and_leaves_no_file(tmp_path, call, error, reason):
     device = FailingDevice()
@@ -100,7 +120,6 @@ def test_a_failed_write_drops_the_store_and_leaves_no_file(tmp_path, call, error
         device.faults.clear()
         assert not made.has(objects[0])
         assert len(object_files(made.root)) == 2
-        assert temporaries(made.root) == []
         made.store(objects)
         assert made.reasons(objects) == [""] * 11
 
@@ -122,32 +141,24 @@ def test_a_failed_read_is_a_miss_and_the_tier_lives(tmp_path):
 
 
 def test_an_unexpected_error_in_a_thread_is_a_result_and_the_thread_lives(tmp_path):
-    class Broken(Device):
-        breaks = False
+    breaks = threading.Event()
 
-        def fstat(self, fd):
-            if self.breaks:
-                raise RuntimeError("a defect")
-            return super().fstat(fd)
+    def defect(call, path):
+        if breaks.is_set() and is_object(path) and call in ("preadv", "pwritev"):
+            raise RuntimeError("a defect")
 
-        def pwritev(self, fd, segments, offset):
-            if self.breaks:
-                raise RuntimeError("a defect")
-            return super().pwritev(fd, segments, offset)
-
-    device = Broken()
-    with tier_pair(tmp_path / "root", device=device) as made:
+    with tier_pair(tmp_path / "root", device=RuledDevice(defect)) as made:
         objects = chain("p", 2)
         made.store(objects[:1])
-        device.breaks = True
+        breaks.set()
         for _ in range(8):
             (result,) = made.fetch(objects[:1])
             assert (result.reason, result.is_bad) == ("error", False)
             assert made.outcome(objects[1]) == "error"
-        device.breaks = False
+        breaks.clear()
         made.store(objects[1:])
         assert made.reasons(objects) == [""] * 3
-        assert temporaries(made.root) == []
+        assert len(object_files(made.root)) == 3
 
 
 def test_a_removed_directory_is_a_miss_and_is_made_again(tmp_path):
@@ -160,6 +171,25 @@ def test_a_removed_directory_is_a_miss_and_is_made_again(tmp_path):
         made.tier.drop(planned.object_id)
         made.store([planned])
         assert made.reasons([planned]) == [""]
+
+
+def test_a_rank_writes_nothing_of_a_writer_that_has_ended(tmp_path):
+    """Who buries a writer lists its files, and nobody would look again."""
+    planned = chain("p", 1)[0]
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("before", 1))
+        made.settled()
+        ticket = until(lambda: made.tier.reserve(planned), "room")
+        ended = StoreTicket(ticket.ticket, planned, replace(ticket.part, file=File("0" * 16, ticket.part.file.number)))
+        (made.root / ("0" * 16) / "0").mkdir(parents=True)  # its burial is under way
+        buffer = made.workers[0].begin_store(ended)
+        made.workers[0].submit_store(ended, buffer)
+        results = []
+        until(lambda: results.extend(made.workers[0].poll()[0]) or results, "a result")
+        assert [result.reason for result in results] == ["io_error"]
+        assert writers_of(made.root) == [ticket.part.file.writer]
+        made.tier.abort(ticket.ticket)
+        made.store([planned])
 
 
 def test_close_writes_what_is_pending(tmp_path):
@@ -177,13 +207,13 @@ def test_close_writes_what_is_pending(tmp_path):
     opener.start()
     assert made.close() == 0
     opener.join()
-    with tier_pair(tmp_path / "root") as again:
+    assert [path.stat().st_size for path in object_files(made.root)] == [on_disk()] * 5
+    with tier_pair(tmp_path / "root") as again:  # nobody has told the catalogue of them
         again.recovered()
-        until(lambda: again.tier.advance() or again.coverage(objects) == [True] * 5, "files nobody told of")
-        assert again.reasons(objects) == [""] * 5
+        until(lambda: object_files(again.root) == [], "their burial")
 
 
-def test_close_gives_up_in_time_and_leaves_no_temporary(tmp_path):
+def test_close_gives_up_in_time(tmp_path):
     device = GatedDevice("pwritev")
     made = TierPair(tmp_path / "root", device=device, write_threads=1).recovered()
     objects = chain("p", 2)
@@ -195,10 +225,9 @@ def test_close_gives_up_in_time_and_leaves_no_temporary(tmp_path):
         made.workers[0].submit_store(ticket, buffer)
     device.waiting.acquire()
     assert made.workers[0].close(0.05) == 3
-    assert temporaries(made.root) == []
     device.gate.set()
     until(lambda: not is_writing(made.workers[0]))
-    assert object_files(made.root) == []
+    assert len(object_files(made.root)) == 1  # it was being written
     assert made.workers[0].begin_store(ticket) is None
     assert made.reasons(objects) == ["closed"] * 3
     close_tier(made.tier)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread between one scheduler and the catalogue of its root: everything that may wait for the disk."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,7 +24,7 @@ from vllm_overlay.tiers.disk.catalogue import (
     Unavailable,
     replace_damaged,
 )
-from vllm_overlay.tiers.disk.evictor import Quota
+from vllm_overlay.tiers.disk.evictor import Quota, is_full
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.lease import Lease
@@ -213,7 +214,14 @@ class Bookkeeper:
             _log.warning("bookkeeper", "disk tier: %s has to wait: %r", self._root.path, error)
             if not isinstance(error, Busy) and time.monotonic() - self._answered_at > REOPEN_S:
                 self._answered_at = time.monotonic()
-                self._end_session()
+                self._reopen()
+
+    def _reopen(self) -> None:
+        """Not on a full disk: there only an open session knows what to unlink, and a new one could not join."""
+        with contextlib.suppress(OSError):
+            if is_full(self._device, self._root.path):
+                return
+        self._end_session()
 
     def _replace(self, generation: int) -> None:
         try:
@@ -224,8 +232,7 @@ class Bookkeeper:
     def _turn(self) -> None:
         while self._retired:
             self._retired.popleft().clear()
-        if self._lease is not None:
-            self._lease.renew()
+        self._renew_lease()
         session = self._open_session()
         session.check()
         try:
@@ -238,6 +245,15 @@ class Bookkeeper:
         if session.follower.follow() or is_short:
             self._wake()
         self._keep_learned(session)
+
+    def _renew_lease(self) -> None:
+        """Without it nothing is stored: another machine may be at work here."""
+        if self._lease is not None:
+            try:
+                self._lease.renew()
+            except OSError:
+                self._end_session()
+                raise
 
     def _work_off(self, session: Session) -> None:
         if self._must_ask_room:

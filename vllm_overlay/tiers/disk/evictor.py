@@ -95,7 +95,7 @@ class Evictor:
     def unlink_ahead(self, served: ServedNamespace, now: int) -> int:
         """Called when the catalogue cannot be written. Where that is for a full disk, the files go first that would be
         evicted next. A load of one is a miss, and the next eviction takes its row. Returns how many objects went."""
-        if self._device.free_bytes(self._root) >= _FULL_BYTES:
+        if not is_full(self._device, self._root):
             return 0
         wanted = sum(item.num_bytes for item in self._ahead) + max(_FULL_BYTES, self._quota.largest_bytes)
         limits = Limits(wanted, len(self._ahead) + BATCH_ROWS, served.holds.held())
@@ -106,6 +106,11 @@ class Evictor:
             "disk tier: %s is full: removed %d objects so that the catalogue can be written", self._root, len(gone)
         )
         return len(gone)
+
+
+def is_full(device: Device, root: str) -> bool:
+    """Whether SQLite may not be able to write for want of space. Raises OSError."""
+    return device.free_bytes(root) < _FULL_BYTES
 
 
 def _claim(served: ServedNamespace, claimed: set[File], files: list[File]) -> Set[File]:

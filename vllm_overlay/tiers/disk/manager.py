@@ -233,7 +233,7 @@ class DiskTierManager(TierManager):
             self._dropped += 1
             return None
         file = File(writer, next(self._numbers))
-        ticket = self._tickets.ticket(file)
+        ticket = self._tickets.of_store(file)
         self._stores[ticket] = Store(served, planned, file, num_bytes, parents, replaces)
         if replaces is not None:
             self._replacing.add(planned.object_id)

@@ -212,10 +212,10 @@ class LearnedEviction(EvictionPolicy[Entry]):
         what would go.
         """
         for run in list(self._dead):
-            if run.is_dead and run.tail.ticket:
+            if run.is_dead and run.tail.ticket > 0:
                 yield Ranked(run.tail.object_id, 0.0, None, self._clock())
         for window in list(self._windows):
-            if window in self._windows and window.ticket and not self._is_needed(window):
+            if window in self._windows and window.ticket > 0 and not self._is_needed(window):
                 yield Ranked(window.object_id, 0.0, None, self._clock())
         ranked: set[Point] = set()
         for candidate in self._candidates.all():
@@ -255,8 +255,8 @@ class LearnedEviction(EvictionPolicy[Entry]):
     def _is_own(point: Point) -> bool:
         """Whether it is still there, and was stored or used here: not by another process or in an earlier life."""
         if point.entry is not None:
-            return bool(point.hits or point.entry.ticket)
-        return any(point.hits or run.tail.ticket for run in point.runs)
+            return bool(point.hits or point.entry.ticket > 0)
+        return any(point.hits or run.tail.ticket > 0 for run in point.runs)
 
     # How restore points come and go.
 

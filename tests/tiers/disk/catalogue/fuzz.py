@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import itertools
 import random
 import shutil
 import sqlite3
@@ -13,22 +14,35 @@ from pathlib import Path
 
 from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import (
-    CHUNKS,
+    MANY,
+    MODEL,
     NOW,
     OTHERS,
-    SNAPSHOTS,
-    loaded,
-    member,
-    name,
-    names,
-    store,
+    SNAPSHOT,
+    Engine,
+    files,
+    object_id,
     stored,
+    writer_name,
 )
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged, FellBehind, Limits, Scored
+from vllm_overlay.tiers.disk.catalogue import (
+    Catalogue,
+    Damaged,
+    FellBehind,
+    File,
+    Garbage,
+    Limits,
+    Scored,
+    StoredObject,
+    Superseded,
+    schema,
+)
 from vllm_overlay.tiers.disk.catalogue.generations import path_of
+from vllm_overlay.tiers.disk.catalogue.rows import MAX_BYTES
 
-MANY = 1 << 40
-OURS = [CHUNKS.fingerprint, SNAPSHOTS.fingerprint]
+MINE = MODEL.fingerprint
+ONE, DYING = writer_name(1), writer_name(2)
+CHUNKS = [object_id(number) for number in range(200)]
 PAGE = 4096
 VALUES = (
     "NULL", "-1", "0", "1", "7", "2147483648", "4611686018427387905", "-9223372036854775808", "9223372036854775807",
@@ -36,41 +50,43 @@ VALUES = (
     "zeroblob(2000000)", "CAST(x'ff' AS TEXT)", "printf('%.*c', 2000000, 'a')", "printf('%.*c', 64, 'A')",
 )  # fmt: skip
 COLUMNS = {
-    "meta": ("generation", "is_complete", "rebuilder", "object_bytes", "num_objects"),
-    "namespace": ("id", "fingerprint", "partner", "is_temporary", "served_at"),
+    "meta": ("is_complete", "actor", "num_bytes", "num_objects", "newest_use"),
+    "namespace": ("id", "fingerprint", "words", "learned", "is_private"),
+    "writer": ("id", "namespace", "granted"),
     "object": (
-        "id", "namespace", "tag", "key", "world_size", "num_bytes", "payload_bytes", "start_tokens", "end_tokens",
-        "ticket", "last_use", "score", "score_expiry", "place", "num_children",
+        "id", "namespace", "kind", "key", "writer", "number", "world_size", "num_bytes", "payload_bytes",
+        "start_tokens", "end_tokens", "last_use", "score", "score_expiry", "num_children",
     ),
     "parent": ("child", "position", "parent"),
-    "member": ("slot", "pid", "granted"),
-    "serve": ("slot", "namespace"),
-    "removal": ("namespace", "key", "tag", "slot", "world_size", "num_bytes"),
-    "change": ("seq", "namespace", "is_added", "object", "tag", "key"),
+    "garbage": ("writer", "number", "world_size", "num_bytes", "collector"),
+    "change": ("seq", "namespace", "is_added", "object", "kind", "key", "writer", "number"),
     "sqlite_sequence": ("name", "seq"),
 }  # fmt: skip
 
 
 def make(root: Path) -> None:
     """A catalogue with something in every table, in one file."""
-    one, dying = member(root, CHUNKS, SNAPSHOTS, OTHERS), member(root)
-    store(one, stored(0), *(stored(number, (number // 2,)) for number in range(1, 200)))
-    store(one, *(stored(number, (number, number + 1), SNAPSHOTS, tag="s") for number in range(100, 120)))
-    store(dying, *(stored(number, (), OTHERS, last_use=NOW - number) for number in range(30)))
-    one.publish_scores([Scored(name(number), float(NOW), NOW) for number in range(150, 170)], NOW + 10)
+    one, dying = Engine(root, name=ONE), Engine(root, OTHERS, name=DYING)
+    one.store(one.stored(0), *(one.stored(number, (number // 2,)) for number in range(1, 200)))
+    one.store(*(one.stored(number, (number, number + 1), kind=SNAPSHOT) for number in range(100, 120)))
+    dying.store(*(dying.stored(number, last_use=NOW - number) for number in range(30)))
+    one.catalogue.publish_scores(
+        MINE, [Scored(CHUNKS[number], float(NOW), NOW) for number in range(150, 170)], NOW + 10
+    )
+    one.catalogue.keep_learned(MINE, b"learned")
     dying.evict(Limits(MANY, 5), NOW)
-    dying.grant(50_000, 50_000, MANY)
+    dying.grant(50_000, 50_000)
     dying.close()
-    one.leave()
+    one.catalogue.leave(one.name)
     one.close()
 
 
 def with_log(root: Path) -> tuple[bytes, bytes]:
     """The file and its write-ahead log, as a process that is killed leaves them."""
     path = Path(path_of(str(root), 1))
-    one = member(root)
-    store(one, *(stored(number, (number - 100,)) for number in range(200, 300)))
-    one.touch([name(number) for number in range(300)], NOW + 5)
+    one = Engine(root)
+    one.store(*(one.stored(number, (number - 100,)) for number in range(200, 300)))
+    one.catalogue.touch(MINE, map(object_id, range(300)), NOW + 5)
     found = path.read_bytes(), path.with_name(f"{path.name}-wal").read_bytes()
     one.close()
     return found
@@ -110,8 +126,11 @@ BYTE_CHANGES: tuple[Callable[[bytearray, random.Random], None], ...] = (flip, fl
 
 
 def change_rows(path: Path, draw: random.Random) -> None:
-    """Wrong values where SQLite takes them: no column of its is typed."""
+    """Wrong values, which a CHECK would keep out, and no trigger follows."""
     db = sqlite3.connect(path, isolation_level=None)
+    db.execute("PRAGMA ignore_check_constraints = ON")
+    for name in schema.TRIGGERS:
+        db.execute(f"DROP TRIGGER {name}")
     for _ in range(draw.choice((1, 1, 3))):
         table = draw.choice(sorted(COLUMNS))
         column = draw.choice(COLUMNS[table])
@@ -122,6 +141,8 @@ def change_rows(path: Path, draw: random.Random) -> None:
         if draw.random() < 0.2:
             with contextlib.suppress(sqlite3.Error):
                 db.execute(f"DELETE FROM {table} WHERE {COLUMNS[table][0]} IN {key}")
+    for name, body in schema.TRIGGERS.items():
+        db.execute(f"CREATE TRIGGER {name} {body}")
     db.close()
 
 
@@ -130,30 +151,49 @@ def change_rows(path: Path, draw: random.Random) -> None:
 
 def operations(catalogue: Catalogue) -> list[Callable[[], object]]:
     """Everything that reads or writes."""
-    chunks = [stored(number, (number // 2,)) for number in range(195, 210)]
+    new = [stored(number, (number // 2,), file=number + 5000, writer=ONE) for number in range(195, 210)]
+    better = stored(7, (3,), file=7007, writer=ONE)
     return [
-        lambda: catalogue.join([CHUNKS, SNAPSHOTS, OTHERS], NOW),
-        lambda: [list(catalogue.load(each)[1]) for each in (OURS, [OTHERS.fingerprint])],
-        lambda: catalogue.changes_since(0, OURS),
-        lambda: catalogue.find([name(number) for number in range(200)]),
+        lambda: catalogue.join(ONE, MODEL),
+        lambda: within_bounds(list(catalogue.load(MINE)[1])),
+        lambda: within_bounds(list(catalogue.load_all())),
+        lambda: catalogue.changes_since(0, MINE),
+        lambda: within_bounds([catalogue.find(MINE, CHUNKS)]),
         catalogue.totals,
-        catalogue.dead_members,
-        lambda: catalogue.grant(200_000, 8192, MANY),
-        lambda: catalogue.commit(chunks),
-        lambda: catalogue.touch([name(number) for number in range(200)], NOW + 1),
-        lambda: catalogue.publish_scores([Scored(name(number), 1.5, NOW) for number in range(200)], NOW + 1),
+        catalogue.writers,
+        lambda: [catalogue.numbers_of(each) for each in (ONE, DYING)],
+        lambda: catalogue.named([File(ONE, number) for number in range(200)]),
+        lambda: catalogue.grant(ONE, 200_000, 8192, MANY),
+        lambda: catalogue.commit(ONE, [*((item, None) for item in new), (better, File(ONE, 7))]),
+        lambda: catalogue.touch(MINE, CHUNKS, NOW + 1),
+        lambda: catalogue.publish_scores(MINE, [Scored(each, 1.5, NOW) for each in CHUNKS], NOW + 1),
         lambda: catalogue.choose_victims(Limits(MANY, 1000), NOW + 100),
-        lambda: catalogue.end_removal(names(catalogue.evict(Limits(MANY, 100), NOW + 100)), 10_000, MANY),
-        lambda: list(catalogue.remove([name(1)])),
-        lambda: [catalogue.bury(slot) for slot in (0, 1, 2, 3)],
+        lambda: catalogue.collected(ONE, files(catalogue.evict(ONE, Limits(MANY, 100), NOW + 100)), 10_000, MANY),
+        lambda: catalogue.collected(ONE, files(catalogue.garbage(ONE)), 10_000, MANY),
+        lambda: catalogue.keep_learned(MINE, catalogue.learned(MINE) or b""),
+        lambda: catalogue.serve(ONE, OTHERS),
+        lambda: catalogue.bury(DYING, ONE),
         catalogue.usage,
-        catalogue.begin_rebuild,
-        catalogue.drop_empty_namespaces,
+        lambda: adopted(catalogue),
         lambda: check(catalogue),
-        lambda: catalogue.give_back(1),
-        catalogue.leave,
-        lambda: loaded(catalogue),
+        lambda: catalogue.give_back(ONE, 1),
+        lambda: catalogue.leave(ONE),
+        lambda: within_bounds(list(catalogue.load(MINE)[1])),
     ]
+
+
+def within_bounds(found: list[list[StoredObject]]) -> None:
+    for item in itertools.chain(*found):
+        assert 0 < item.num_bytes <= MAX_BYTES and len(item.file.writer) == 16 and item.file.number >= 0
+        assert 0 < len(item.object_id.key) <= 64 and len(item.planned.parents) <= 8
+
+
+def adopted(catalogue: Catalogue) -> None:
+    """The first calls say that the rebuild has ended, unless the file says that it has not."""
+    with contextlib.suppress(ValueError):
+        catalogue.adopt([stored(number, writer=DYING) for number in range(3)])
+        catalogue.discard([Garbage(File(DYING, 9000), 1, 1)])
+    catalogue.end_rebuild()
 
 
 def examine(root: Path, counts: Counter[str]) -> None:
@@ -170,9 +210,10 @@ def examine(root: Path, counts: Counter[str]) -> None:
                 counts["answered"] += 1
             except (Damaged, FellBehind):
                 counts["refused"] += 1
-            except ValueError as error:
-                if "call join first" not in str(error):
+            except Superseded as error:  # its row is lost
+                if "join anew" not in str(error):
                     raise
+                counts["refused"] += 1
     finally:
         catalogue.close()
 
@@ -185,7 +226,7 @@ def run(scratch: Path, mutations: int, seed: int) -> Counter[str]:
     beside, log = with_log(scratch / "whole")
     for number in range(mutations):
         root = scratch / "root"
-        (root / "members").mkdir(parents=True, mode=0o700)
+        root.mkdir(mode=0o700)
         path = Path(path_of(str(root), 1))
         kind = draw.choice(("bytes", "bytes", "rows", "rows", "log"))
         changed = bytearray(log if kind == "log" else raw)

@@ -1,27 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random steps of several members, each held to a naive twin."""
+"""Random steps of several writers, each held to a naive twin."""
 
 import shutil
 import tempfile
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.objects import CHUNKS, NOW, OTHERS, SNAPSHOTS, name, stored
-from tests.tiers.disk.catalogue.twin import Twin
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Namespace, Scored, StoredObject
+from tests.tiers.disk.catalogue.objects import (
+    MODEL,
+    NOW,
+    OTHERS,
+    PRIVATE,
+    SNAPSHOT,
+    Engine,
+    files,
+    object_id,
+    stored,
+    writer_name,
+)
+from tests.tiers.disk.catalogue.twin import Name, Twin, TwinObject, name_of
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.catalogue import (
+    Catalogue,
+    File,
+    Garbage,
+    Limits,
+    Namespace,
+    Scored,
+    StoredObject,
+    Superseded,
+    replace_damaged,
+)
 
-TEMPORARY = Namespace("d" * 64, "d" * 64, is_temporary=True)
-SERVED = ([CHUNKS, SNAPSHOTS], [CHUNKS], [OTHERS], [TEMPORARY], [])
 UNIT = 1000
 CAPACITY = 40 * UNIT
-ALL_NAMES = [name(number, namespace) for namespace in (CHUNKS, OTHERS, TEMPORARY) for number in range(8)]
-ALL_NAMES += [name(number, SNAPSHOTS, "s") for number in range(4)]
+SERVED = st.sampled_from((MODEL, Namespace(MODEL.fingerprint), OTHERS, PRIVATE))
+NAMESPACES = st.sampled_from((MODEL, OTHERS, PRIVATE))
+IDS = [object_id(number) for number in range(8)] + [object_id(number, SNAPSHOT) for number in range(4)]
 
-some_names = st.lists(st.sampled_from(ALL_NAMES), max_size=6)
+some_ids = st.lists(st.sampled_from(IDS), max_size=6)
 some_bytes = st.integers(0, 8 * UNIT)
 
 
@@ -33,17 +57,15 @@ def chain(number: int, namespace: Namespace, num_bytes: int) -> list[StoredObjec
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[StoredObject]:
-    """Chunks with all or none of their ancestors, snapshots over two chunks, or one that depends on other objects."""
+    """Chunks with all or none of their ancestors, and snapshots over two chunks."""
     number, num_bytes = draw(st.integers(0, 7)), draw(st.sampled_from((UNIT, 2 * UNIT)))
-    namespace = draw(st.sampled_from((CHUNKS, OTHERS, TEMPORARY)))
-    kind = draw(st.sampled_from(("whole", "alone", "snapshot", "snapshot alone", "other parents")))
-    if kind == "other parents":
-        return [stored(number, (), namespace, num_bytes)]
+    namespace = draw(NAMESPACES)
+    kind = draw(st.sampled_from(("whole", "alone", "snapshot", "snapshot alone")))
     if not kind.startswith("snapshot"):
         return chain(number, namespace, num_bytes)[0 if kind == "whole" else -1 :]
     parents = number, (number + 1) % 8
-    below = [item for parent in parents for item in chain(parent, CHUNKS, UNIT)]
-    return [*(below if kind == "snapshot" else []), stored(number % 4, parents, SNAPSHOTS, num_bytes, tag="s")]
+    below = [item for parent in parents for item in chain(parent, namespace, UNIT)]
+    return [*(below if kind == "snapshot" else []), stored(number % 4, parents, namespace, num_bytes, kind=SNAPSHOT)]
 
 
 class Machine(RuleBasedStateMachine):
@@ -52,210 +74,259 @@ class Machine(RuleBasedStateMachine):
         self.root = tempfile.mkdtemp()
         self.now = NOW
         self.twin = Twin()
-        self.open: dict[int, Catalogue] = {}
-        self.seen: dict[int, tuple[int, dict[Name, StoredObject]]] = {}
-        self.unlinking: list[tuple[int, list[Name]]] = []
+        self.num_writers = self.num_files = 0
+        self.open: dict[str, Engine] = {}
+        self.seen: dict[str, tuple[int, dict[ObjectId, StoredObject]]] = {}
+        self.ever: list[StoredObject] = []
         self.reader = Catalogue(self.root)
-        self.join([CHUNKS, SNAPSHOTS])
-        first = next(iter(self.open.values()))
-        assert first.begin_rebuild()
-        first.end_rebuild()
+        self.reader.end_rebuild()
+        self.join(MODEL)
 
     def teardown(self) -> None:
-        for catalogue in [*getattr(self, "open", {}).values(), *([self.reader] if hasattr(self, "reader") else [])]:
-            catalogue.close()
+        for each in (*getattr(self, "open", {}).values(), *([self.reader] if hasattr(self, "reader") else [])):
+            each.close()
         shutil.rmtree(getattr(self, "root", ""), ignore_errors=True)
 
-    def pick(self, data: Any) -> tuple[int, Catalogue]:
-        slot = data.draw(st.sampled_from(sorted(self.open)))
-        return slot, self.open[slot]
+    def pick(self, data: Any) -> Engine:
+        return self.open[data.draw(st.sampled_from(sorted(self.open)))]
 
-    # Members.
+    def some_files(self, data: Any) -> list[File]:
+        known = [*(entry.item.file for entry in self.twin.objects.values()), *self.twin.garbage]
+        return data.draw(st.lists(st.sampled_from([*known, File(writer_name(0), 1)]), max_size=6))  # type: ignore[no-any-return]
+
+    # Writers.
 
     @precondition(lambda self: len(self.open) < 4)
-    @rule(served=st.sampled_from(SERVED))
-    def join(self, served: list[Namespace]) -> None:
-        catalogue = Catalogue(self.root)
-        slot = catalogue.join(served, self.now)
-        assert slot not in self.twin.members
-        self.twin.serve(slot, served)
-        self.open[slot] = catalogue
-        self.follow(catalogue, slot)
+    @rule(served=SERVED)
+    def join(self, served: Namespace) -> None:
+        self.num_writers += 1
+        engine = Engine(Path(self.root), served, writer_name(self.num_writers))
+        self.twin.serve(engine.name, served)
+        self.open[engine.name] = engine
+        self.follow(engine)
 
-    def follow(self, catalogue: Catalogue, slot: int) -> None:
-        """Take what a starting process takes."""
-        seq, slices = catalogue.load([CHUNKS.fingerprint, SNAPSHOTS.fingerprint])
-        self.seen[slot] = seq, {item.name: item for part in slices for item in part}
+    def follow(self, engine: Engine) -> None:
+        """Take what a process takes that begins to serve."""
+        seq, slices = engine.catalogue.load(self.twin.writers[engine.name].served or "")
+        self.seen[engine.name] = seq, {item.object_id: item for part in slices for item in part}
+
+    @rule(data=st.data(), served=SERVED, joins=st.booleans())
+    def serve(self, data: Any, served: Namespace, joins: bool) -> None:
+        engine = self.pick(data)
+        (engine.catalogue.join if joins else engine.catalogue.serve)(engine.name, served)
+        self.twin.serve(engine.name, served)
+        self.follow(engine)
 
     @precondition(lambda self: len(self.open) > 1)
     @rule(data=st.data(), in_flight=st.sampled_from((0, 0, UNIT)))
     def leave(self, data: Any, in_flight: int) -> None:
-        slot, catalogue = self.pick(data)
-        catalogue.leave(in_flight)
-        catalogue.close()
-        del self.open[slot], self.seen[slot]
-        left = self.twin.members[slot]
-        left.is_alive = False
-        left.granted = min(left.granted, in_flight)
-        if not in_flight and not any(owner == slot for owner, _ in self.twin.removals.values()):
-            del self.twin.members[slot]
+        engine = self.pick(data)
+        engine.catalogue.leave(engine.name, in_flight)
+        self.twin.leave(engine.name, in_flight)
+        self.ended(engine)
+        with pytest.raises(Superseded, match="join anew"):
+            self.reader.serve(writer_name(0), MODEL)
 
     @precondition(lambda self: len(self.open) > 1)
     @rule(data=st.data())
     def die(self, data: Any) -> None:
-        slot, catalogue = self.pick(data)
-        catalogue.close()
-        del self.open[slot], self.seen[slot]
-        self.twin.members[slot].is_alive = False
+        self.ended(self.pick(data))
+
+    def ended(self, engine: Engine) -> None:
+        engine.close()
+        del self.open[engine.name], self.seen[engine.name]
 
     @rule(data=st.data())
     def bury(self, data: Any) -> None:
-        _, catalogue = self.pick(data)
-        expected = {slot: dead.granted for slot, dead in self.twin.members.items() if not dead.is_alive}
-        found = catalogue.dead_members()
-        assert {dead.slot: dead.granted_bytes for dead in found} == expected
-        for dead in found:
-            unlinking = {name for name, entry in self.twin.removals.items() if entry[0] == dead.slot}
-            assert {item.name for item in dead.removals} == unlinking
-            assert catalogue.bury(dead.slot) == self.twin.bury(dead.slot)
-        assert all(catalogue.bury(slot) == 0 for slot in self.open)
+        heir = self.pick(data)
+        rows = {row.name: row.granted for row in heir.catalogue.writers()}
+        assert rows == {name: row.granted for name, row in self.twin.writers.items()}
+        for dead in sorted({*rows, writer_name(1)} - set(self.open)):
+            assert heir.catalogue.bury(dead, heir.name) == self.twin.bury(dead, heir.name)
+        with pytest.raises(ValueError, match="itself"):
+            heir.catalogue.bury(heir.name, heir.name)
 
-    @rule(data=st.data(), served=st.sampled_from(SERVED))
-    def serve(self, data: Any, served: list[Namespace]) -> None:
-        slot, catalogue = self.pick(data)
-        catalogue.serve(served, self.now)
-        self.twin.serve(slot, served)
-
-    @rule(data=st.data())
-    def drop_empty_namespaces(self, data: Any) -> None:
-        _, catalogue = self.pick(data)
-        used = {name.fingerprint for name in (*self.twin.objects, *self.twin.removals)}
-        for each in self.twin.members.values():
-            used |= {fingerprint for n in each.served for fingerprint in (n.fingerprint, n.partner)}
-        used |= {self.twin.namespaces[fingerprint].partner for fingerprint in used}
-        assert set(catalogue.drop_empty_namespaces()) == set(self.twin.namespaces) - used
-        self.twin.namespaces = {key: value for key, value in self.twin.namespaces.items() if key in used}
+    @rule(data=st.data(), words=st.binary(max_size=3))
+    def learn(self, data: Any, words: bytes) -> None:
+        engine = self.pick(data)
+        fingerprint = self.twin.writers[engine.name].served or ""
+        engine.catalogue.keep_learned(fingerprint, words)
+        self.twin.learned[fingerprint] = words
 
     # Room.
 
     @rule(data=st.data(), num_bytes=some_bytes, at_least=st.sampled_from((UNIT, 2 * UNIT, 6 * UNIT)))
     def grant(self, data: Any, num_bytes: int, at_least: int) -> None:
-        slot, catalogue = self.pick(data)
-        assert catalogue.grant(num_bytes, at_least, CAPACITY).num_bytes == self.twin.grant(
-            slot, num_bytes, at_least, CAPACITY
-        )
+        engine = self.pick(data)
+        granted = engine.grant(num_bytes, at_least, CAPACITY).num_bytes
+        assert granted == self.twin.grant(engine.name, num_bytes, at_least, CAPACITY)
 
     @rule(data=st.data(), num_bytes=some_bytes)
     def give_back(self, data: Any, num_bytes: int) -> None:
-        slot, catalogue = self.pick(data)
-        left = max(0, self.twin.members[slot].granted - num_bytes)
-        self.twin.members[slot].granted = left
-        assert catalogue.give_back(num_bytes) == left
+        engine = self.pick(data)
+        left = max(0, self.twin.writers[engine.name].granted - num_bytes)
+        self.twin.writers[engine.name].granted = left
+        assert engine.catalogue.give_back(engine.name, num_bytes) == left
 
     # Objects.
 
-    @rule(data=st.data(), parts=st.lists(batches(), min_size=1, max_size=4))
-    def commit(self, data: Any, parts: list[list[StoredObject]]) -> None:
-        batch = [item for part in parts for item in part]
-        slot, catalogue = self.pick(data)
-        catalogue.grant(20 * UNIT, 20 * UNIT, CAPACITY)
-        self.twin.grant(slot, 20 * UNIT, 20 * UNIT, CAPACITY)
-        expected = [(item, why) for item in batch if (why := self.twin.commit(slot, item)) is not None]
-        result = catalogue.commit(batch)
-        assert result.refused == expected
-        assert result.granted_bytes == self.twin.members[slot].granted
+    @rule(data=st.data(), parts=st.lists(batches(), min_size=1, max_size=4), replaces=st.booleans())
+    def commit(self, data: Any, parts: list[list[StoredObject]], replaces: bool) -> None:
+        engine = self.pick(data)
+        engine.grant(20 * UNIT, 20 * UNIT, CAPACITY)
+        self.twin.grant(engine.name, 20 * UNIT, 20 * UNIT, CAPACITY)
+        batch = []
+        for item in (item for part in parts for item in part):
+            self.num_files += 1
+            written = msgspec.structs.replace(item, file=File(engine.name, self.num_files), last_use=self.now)
+            before = self.twin.objects.get(name_of(item))
+            batch.append((written, before.item.file if replaces and before is not None else None))
+            self.ever.append(written)
+        self.told(engine, batch)
 
-    @rule(data=st.data(), wanted=some_names)
-    def touch(self, data: Any, wanted: list[Name]) -> None:
-        _, catalogue = self.pick(data)
+    @rule(data=st.data())
+    def commit_again(self, data: Any) -> None:
+        """What a rebuild may have taken, preferred another one to, or seen unlinked."""
+        engine = self.pick(data)
+        if mine := [item for item in self.ever if item.file.writer == engine.name]:
+            self.told(engine, [(data.draw(st.sampled_from(mine)), None)])
+
+    def told(self, engine: Engine, batch: list[tuple[StoredObject, File | None]]) -> None:
+        expected = [self.twin.commit(engine.name, *pair) for pair in batch]
+        assert engine.catalogue.commit(engine.name, batch) == expected
+        assert engine.catalogue.give_back(engine.name, 0) == self.twin.writers[engine.name].granted
+
+    @rule(data=st.data(), namespace=NAMESPACES, wanted=some_ids)
+    def touch(self, data: Any, namespace: Namespace, wanted: list[ObjectId]) -> None:
         self.now += 1
-        catalogue.touch(wanted, self.now)
-        for each in set(wanted) & set(self.twin.objects):
-            entry = self.twin.objects[each]
-            entry.item = StoredObject(
-                each.fingerprint, entry.item.planned, 1, entry.item.num_bytes, entry.item.ticket, self.now
-            )
+        self.pick(data).catalogue.touch(namespace.fingerprint, wanted, self.now)
+        if wanted and namespace.fingerprint in self.twin.namespaces:
+            self.twin.used(self.now)
+        for entry in self.entries(namespace, wanted):
+            entry.item = msgspec.structs.replace(entry.item, last_use=self.now)
             if entry.score:
                 entry.score = self.now, entry.score[1]
 
+    def entries(self, namespace: Namespace, wanted: list[ObjectId]) -> list[TwinObject]:
+        names = {(namespace.fingerprint, each) for each in wanted}
+        return [self.twin.objects[each] for each in names & set(self.twin.objects)]
+
     @rule(
         data=st.data(),
-        wanted=some_names,
+        namespace=NAMESPACES,
+        wanted=some_ids,
         score=st.integers(NOW - 5, NOW + 50),
         ago=st.integers(0, 9),
         seconds=st.integers(0, 5),
     )
-    def score(self, data: Any, wanted: list[Name], score: int, ago: int, seconds: int) -> None:
-        _, catalogue = self.pick(data)
+    def score(
+        self, data: Any, namespace: Namespace, wanted: list[ObjectId], score: int, ago: int, seconds: int
+    ) -> None:
         until = self.now - ago
-        catalogue.publish_scores([Scored(each, score + 0.5, until) for each in wanted], self.now + seconds)
-        for each in set(wanted) & set(self.twin.objects):
-            if self.twin.objects[each].item.last_use <= until:
-                self.twin.objects[each].score = score + 0.5, self.now + seconds
+        scored = [Scored(each, score + 0.5, until) for each in wanted]
+        self.pick(data).catalogue.publish_scores(namespace.fingerprint, scored, self.now + seconds)
+        for entry in self.entries(namespace, wanted):
+            if entry.item.last_use <= until:
+                entry.score = score + 0.5, self.now + seconds
 
     # Removal.
 
-    @rule(
-        data=st.data(),
-        num_bytes=some_bytes,
-        num_objects=st.integers(0, 9),
-        pinned=some_names,
-    )
-    def evict(self, data: Any, num_bytes: int, num_objects: int, pinned: list[Name]) -> None:
-        slot, catalogue = self.pick(data)
+    @rule(data=st.data(), num_bytes=some_bytes, num_objects=st.integers(0, 9))
+    def evict(self, data: Any, num_bytes: int, num_objects: int) -> None:
+        engine, pinned = self.pick(data), frozenset(self.some_files(data))
         self.now += 1
         self.twin.forget_scores(self.now)
         expected = self.twin.victims(num_bytes, num_objects, set(pinned))
-        limits = Limits(num_bytes, num_objects, frozenset(pinned))
-        assert [item.name for item in catalogue.choose_victims(limits, self.now)] == expected
-        assert [item.name for item in catalogue.evict(limits, self.now)] == expected
-        self.took_out(slot, expected)
+        limits = Limits(num_bytes, num_objects, pinned)
+        assert files(engine.catalogue.choose_victims(limits, self.now)) == expected
+        assert files(engine.evict(limits, self.now)) == expected
+        for file in expected:
+            self.twin.take_out(engine.name, file)
 
-    @rule(data=st.data(), wanted=some_names)
-    def remove(self, data: Any, wanted: list[Name]) -> None:
-        slot, catalogue = self.pick(data)
-        expected = set[Name]().union(*map(self.twin.subtree, wanted))
-        removed = [item.name for part in catalogue.remove(wanted) for item in part]
-        places = {each: place for place, each in enumerate(removed)}
-        assert all(places[child] < places[each] for each in removed for child in self.twin.children(each))
-        assert set(removed) == expected and len(places) == len(removed)
-        self.took_out(slot, removed)
+    @rule(data=st.data())
+    def claim(self, data: Any) -> None:
+        engine = self.pick(data)
+        found: list[Garbage] = []
+        while part := engine.catalogue.garbage(engine.name, 2, found[-1].file if found else None):
+            found += part
+        mine = {file: item for file, (item, of) in self.twin.garbage.items() if of in (None, engine.name)}
+        assert sorted(files(found)) == sorted(mine)
+        for file, item in mine.items():
+            self.twin.garbage[file] = item, engine.name
 
-    def took_out(self, slot: int, gone: list[Name]) -> None:
-        for each in gone:
-            self.twin.take_out(slot, each)
-        self.unlinking.append((slot, gone))
-
-    @precondition(lambda self: self.unlinking)
     @rule(data=st.data(), keep=some_bytes)
-    def end_removal(self, data: Any, keep: int) -> None:
-        slot, gone = self.unlinking.pop(data.draw(st.integers(0, len(self.unlinking) - 1)))
-        if slot in self.open:
-            kept = self.open[slot].end_removal(gone, keep, CAPACITY)
-            assert kept == self.twin.end_removal(slot, gone, keep, CAPACITY)
+    def collected(self, data: Any, keep: int) -> None:
+        engine, gone = self.pick(data), self.some_files(data)
+        kept = engine.catalogue.collected(engine.name, gone, keep, CAPACITY)
+        assert kept == self.twin.collected(engine.name, gone, keep, CAPACITY)
+
+    # A lost catalogue. Everybody joins anew, and one reads the files.
+
+    @rule(data=st.data())
+    def lose(self, data: Any) -> None:
+        before, generation = self.twin, self.reader.generation
+        replace_damaged(self.root, generation)
+        with pytest.raises(Superseded):
+            self.reader.totals()
+        self.reader.close()
+        self.reader = Catalogue(self.root)
+        self.twin = Twin(is_complete=False)
+        for name, engine in self.open.items():
+            engine.close()
+            served = before.namespaces[before.writers[name].served or ""]
+            self.open[name] = Engine(Path(self.root), served, name, is_complete=False)
+            self.twin.serve(name, served)
+        self.rebuild(self.pick(data), before)
+        for engine in self.open.values():
+            self.follow(engine)
+
+    def rebuild(self, engine: Engine, before: Twin) -> None:
+        winners = [entry.item for entry in sorted(before.objects.values(), key=lambda entry: entry.age)]
+        losers = [item for item, _ in before.garbage.values()]
+        private = [each for each in before.namespaces.values() if each.is_private]
+        assert engine.grant(UNIT, UNIT, CAPACITY).num_bytes == 0
+        for _ in range(2):  # the first one is killed before its end
+            engine.catalogue.adopt(winners, private)
+            engine.catalogue.adopt(losers[::2])
+            engine.catalogue.discard(Garbage(item.file, 1, item.num_bytes) for item in [*losers[1::2], *winners])
+        for each in private:
+            self.twin.add_namespace(each)
+        for item in (*winners, *losers[::2]):
+            self.twin.adopt(item)
+        for item in losers[1::2]:
+            self.twin.garbage.setdefault(item.file, (item, None))
+        assert engine.catalogue.numbers_of(engine.name) is None
+        assert engine.catalogue.bury(writer_name(0), engine.name) == 0
+        engine.catalogue.end_rebuild()
+        self.twin.is_complete = True
 
     # What everybody sees.
 
     @rule(data=st.data())
     def catch_up(self, data: Any) -> None:
-        """A load, and the changes after it, lead to what is there."""
-        slot, catalogue = self.pick(data)
-        seq, known = self.seen[slot]
+        """A load, and the changes after it, lead to what is there. An entry goes only with its file."""
+        engine = self.pick(data)
+        served = self.twin.writers[engine.name].served or ""
+        seq, known = self.seen[engine.name]
         has_more = True
         while has_more:
-            found = catalogue.changes_since(seq, [CHUNKS.fingerprint, SNAPSHOTS.fingerprint])
+            found = engine.catalogue.changes_since(seq, served)
             for change in found.changes:
                 if isinstance(change, StoredObject):
-                    known[change.name] = change
-                else:
-                    known.pop(change, None)
+                    known[change.object_id] = change
+                elif change.object_id in known and known[change.object_id].file == change.file:
+                    del known[change.object_id]
             seq, has_more = found.seq, found.has_more
-        mine = {CHUNKS.fingerprint, SNAPSHOTS.fingerprint}
-        expected = {each: entry.item for each, entry in self.twin.objects.items() if each.fingerprint in mine}
-        assert {each: item.ticket for each, item in known.items()} == {
-            each: item.ticket for each, item in expected.items()
+        expected = {each: item.file for each, item in self.of_namespace(Namespace(served)).items()}
+        assert {each: item.file for each, item in known.items()} == expected
+        self.seen[engine.name] = seq, known
+
+    def of_namespace(self, namespace: Namespace) -> dict[ObjectId, StoredObject]:
+        return {
+            each: entry.item
+            for (fingerprint, each), entry in self.twin.objects.items()
+            if fingerprint == namespace.fingerprint
         }
-        self.seen[slot] = seq, known
 
     @invariant()
     def agrees(self) -> None:
@@ -264,30 +335,46 @@ class Machine(RuleBasedStateMachine):
         assert check(self.reader) == []
         totals = self.reader.totals()
         assert (totals.object_bytes, totals.num_objects) == (self.twin.object_bytes, len(self.twin.objects))
-        assert totals.num_bytes == self.twin.num_bytes <= CAPACITY
-        assert self.reader.find(ALL_NAMES) == [
-            self.twin.objects[each].item for each in ALL_NAMES if each in self.twin.objects
-        ]
+        assert totals.num_bytes == self.twin.num_bytes and totals.newest_use == self.twin.newest_use
+        for namespace in (MODEL, OTHERS, PRIVATE):
+            mine = self.of_namespace(namespace)
+            assert self.reader.find(namespace.fingerprint, IDS) == [mine[each] for each in IDS if each in mine]
+        expected = {name: row.served for name, row in self.twin.writers.items()}
+        assert {row.name: row.fingerprint for row in self.reader.writers()} == expected
+
+    @rule(data=st.data())
+    def names(self, data: Any) -> None:
+        known = {*(entry.item.file for entry in self.twin.objects.values()), *self.twin.garbage}
+        asked = self.some_files(data)
+        assert self.reader.named(asked) == set(asked) & known
+        for number in range(self.num_writers + 1):
+            name = writer_name(number)
+            assert self.reader.numbers_of(name) == {file.number for file in known if file.writer == name}
 
     @rule()
     def load(self) -> None:
-        chunks, snapshots = CHUNKS.fingerprint, SNAPSHOTS.fingerprint
-        for mine in ([chunks], [chunks, snapshots], [OTHERS.fingerprint, TEMPORARY.fingerprint]):
-            found = [item for part in self.reader.load(mine)[1] for item in part]
-            expected = {each for each in self.twin.objects if each.fingerprint in mine}
-            places = {item.name: place for place, item in enumerate(found)}
-            assert set(places) == expected and len(found) == len(expected)
-            assert {item.name: item for item in found} == {each: self.twin.objects[each].item for each in expected}
+        everything: dict[Name, StoredObject] = {}
+        for namespace in (MODEL, OTHERS, PRIVATE):
+            found = [item for part in self.reader.load(namespace.fingerprint)[1] for item in part]
+            places = {item.object_id: place for place, item in enumerate(found)}
+            assert {item.object_id: item for item in found} == self.of_namespace(namespace)
+            assert len(places) == len(found)
             for item in found:
-                assert all(places[parent] < places[item.name] for parent in self.twin.objects[item.name].parents)
+                assert all(places[parent] < places[item.object_id] for parent in item.planned.parents)
+            everything |= {name_of(item): item for item in found}
+        assert {name_of(item): item for part in self.reader.load_all() for item in part} == everything
 
     @rule()
     def usage(self) -> None:
-        found = {each.fingerprint: (each.num_objects, each.num_bytes) for each in self.reader.usage()}
-        for fingerprint in self.twin.namespaces:
-            of_one = [entry.item for each, entry in self.twin.objects.items() if each.fingerprint == fingerprint]
-            assert found.pop(fingerprint) == (len(of_one), sum(item.num_bytes for item in of_one))
-        assert not found
+        found = {each.fingerprint: each for each in self.reader.usage()}
+        assert set(found) == set(self.twin.namespaces)
+        for fingerprint, namespace in self.twin.namespaces.items():
+            mine, each = self.of_namespace(namespace), found[fingerprint]
+            assert (each.num_objects, each.num_bytes) == (len(mine), sum(item.num_bytes for item in mine.values()))
+            assert Namespace(fingerprint, each.words, each.is_private) == namespace
+            assert each.is_served == any(row.served == fingerprint for row in self.twin.writers.values())
+            assert self.reader.learned(fingerprint) == self.twin.learned.get(fingerprint)
+            assert each.has_learned == (fingerprint in self.twin.learned)
 
 
 TestAgainstTwin = Machine.TestCase

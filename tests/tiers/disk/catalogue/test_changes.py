@@ -1,181 +1,233 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process learns of others after its load; rebuilds."""
+"""What an engine learns of others after its load; rebuilds."""
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import (
-    CHUNKS,
+    MANY,
+    MODEL,
     NOW,
     OTHERS,
-    SNAPSHOTS,
-    loaded,
-    member,
-    name,
-    names,
+    PRIVATE,
+    Engine,
+    files,
     numbers,
-    store,
+    object_id,
     stored,
+    writer_name,
 )
 from vllm_overlay.tiers.disk.catalogue import (
-    Catalogue,
+    Committed,
     FellBehind,
+    File,
+    Garbage,
+    Gone,
     Limits,
     Refusal,
     Scored,
     StoredObject,
+    Superseded,
     changes,
     load,
     replace_damaged,
 )
 
-OURS = [CHUNKS.fingerprint, SNAPSHOTS.fingerprint]
+MINE = MODEL.fingerprint
 
 
-def test_what_others_stored_and_removed_arrives_in_order(tmp_path: Path) -> None:
-    one, two = member(tmp_path), member(tmp_path, CHUNKS, OTHERS)
-    seq, slices = one.load(OURS)
+def test_what_others_stored_and_evicted_arrives_in_order(tmp_path: Path) -> None:
+    one, two, other = Engine(tmp_path), Engine(tmp_path), Engine(tmp_path, OTHERS)
+    seq, slices = one.catalogue.load(MINE)
     assert list(slices) == []
-    store(two, stored(0), stored(1, (0,)), stored(2, (1,)), stored(0, (), OTHERS))
-    list(two.remove([name(2)]))
-    found = one.changes_since(seq, OURS)
-    assert found.changes == [stored(0), stored(1, (0,)), name(2)]
-    assert one.changes_since(found.seq, OURS).changes == []
-    one.close()
-    two.close()
+    came = two.stored(0), two.stored(1, (0,)), two.stored(2, (1,))
+    two.store(*came)
+    other.store(other.stored(0, last_use=NOW + 1))
+    assert one.evicted(1) == [2]
+    found = one.catalogue.changes_since(seq, MINE)
+    assert found.changes == [*came[:2], Gone(object_id(2), File(two.name, 2))]
+    assert one.catalogue.changes_since(found.seq, MINE).changes == []
 
 
 def test_an_object_that_went_and_came_again_is_there_in_the_end(tmp_path: Path) -> None:
-    one = member(tmp_path)
-    store(one, stored(0))
-    one.end_removal(names(one.evict(Limits(1, 1), NOW)), 0, 0)
-    store(one, stored(0, last_use=NOW + 1))
-    assert one.changes_since(0, OURS).changes == [name(0), stored(0, last_use=NOW + 1)]
-    one.close()
+    one = Engine(tmp_path)
+    one.store(one.stored(0))
+    one.collected(one.evict(Limits(1, 1)))
+    again = one.stored(0, file=5)
+    one.store(again)
+    assert one.catalogue.changes_since(0, MINE).changes == [Gone(object_id(0), File(one.name, 0)), again]
+
+
+def test_an_object_whose_file_was_replaced_comes_again_with_its_parents(tmp_path: Path) -> None:
+    one, two = Engine(tmp_path), Engine(tmp_path)
+    one.store(one.stored(0), one.stored(1, (0,)), one.stored(2, (0, 1)))
+    seq, _ = one.catalogue.load(MINE)
+    two.grant(8192)
+    better = two.stored(2, (0, 1), file=9)
+    assert two.commit(better, replaced=File(one.name, 2)) == [Committed(better.file, is_paid=True)]
+    assert one.catalogue.changes_since(seq, MINE).changes == [better]
+    assert one.catalogue.changes_since(0, MINE).changes[2:] == [better, better]
 
 
 def test_many_changes_come_in_parts(tmp_path: Path) -> None:
-    one = member(tmp_path)
-    store(one, *map(stored, range(1500)))
-    first = one.changes_since(0, OURS)
-    second = one.changes_since(first.seq, OURS)
+    one = Engine(tmp_path)
+    one.store(*map(one.stored, range(1500)))
+    first = one.catalogue.changes_since(0, MINE)
+    second = one.catalogue.changes_since(first.seq, MINE)
     assert (first.has_more, second.has_more) == (True, False)
-    assert [item.ticket for item in first.changes + second.changes if isinstance(item, StoredObject)] == [*range(1500)]
-    one.close()
+    found = first.changes + second.changes
+    assert numbers(item for item in found if isinstance(item, StoredObject)) == [*range(1500)]
 
 
 def test_who_fell_behind_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "MAX_KEPT", 10)
-    one = member(tmp_path)
-    store(one, *map(stored, range(300)))
-    seq, _ = one.load(OURS)
-    assert len(one.changes_since(seq - 10, OURS).changes) == 10
+    one = Engine(tmp_path)
+    one.store(*map(one.stored, range(300)))
+    seq, _ = one.catalogue.load(MINE)
+    assert len(one.catalogue.changes_since(seq - 10, MINE).changes) == 10
     for wrong in (seq - 11, 0, seq + 1):
         with pytest.raises(FellBehind):
-            one.changes_since(wrong, OURS)
-    one.close()
+            one.catalogue.changes_since(wrong, MINE)
 
 
 def test_a_load_in_many_slices_while_others_write_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The highest number goes and another object comes between two slices: its children must not get a wrong parent."""
     monkeypatch.setattr(load, "SLICE_ROWS", 2)
-    one, two = member(tmp_path), member(tmp_path)
-    store(one, stored(0), stored(1, (0,)), stored(2, (1,)), stored(3))
-    seq, slices = one.load(OURS)
+    one, two = Engine(tmp_path), Engine(tmp_path)
+    one.store(one.stored(0), one.stored(1, (0,)), one.stored(2, (1,)), one.stored(3, last_use=1))
+    seq, slices = one.catalogue.load(MINE)
     found = [*next(slices), *next(slices)]
-    two.end_removal(names(next(iter(two.remove([name(3)])))), 0, 0)
-    store(two, stored(4), stored(5, (4,)))
+    assert two.evicted(1) == [3]
+    two.store(two.stored(4), two.stored(5, (4,)))
     found += [item for part in slices for item in part]
     assert [item.planned.parents for item in found] == [
         stored(number, parents).planned.parents
         for number, parents in ((0, ()), (1, (0,)), (2, (1,)), (3, ()), (4, ()), (5, (4,)))
     ]
-    known = {item.name for item in found}
-    for change in one.changes_since(seq, OURS).changes:
-        known = known | {change.name} if isinstance(change, StoredObject) else known - {change}
-    assert known == {item.name for item in loaded(two)}
-    one.close()
-    two.close()
+    known = {item.object_id for item in found}
+    for change in one.catalogue.changes_since(seq, MINE).changes:
+        known = known - {change.object_id} if isinstance(change, Gone) else known | {change.object_id}
+    assert known == {item.object_id for item in two.loaded()}
 
 
 # Rebuilds.
 
 
-def test_a_new_catalogue_learns_from_one_member(tmp_path: Path) -> None:
-    old = member(tmp_path)
-    store(old, stored(0), stored(1, (0,)))
-    replace_damaged(str(tmp_path), old.generation)
-    old.close()
-    one, two = Catalogue(str(tmp_path)), Catalogue(str(tmp_path))
-    one.join([CHUNKS, SNAPSHOTS], NOW)
-    two.join([CHUNKS, SNAPSHOTS], NOW)
-    assert one.begin_rebuild() and one.begin_rebuild() and not two.begin_rebuild()
-    with pytest.raises(ValueError, match="begin_rebuild"):
-        two.adopt([stored(0)])
-    result = one.adopt([stored(0), stored(1, (0,)), stored(3, (2,)), stored(0)])
-    assert [(item.ticket, why) for item, why in result.refused] == [(3, Refusal.PARENT)]
-    assert one.grant(1, 1, 1 << 40).num_bytes == 0
-    one.end_rebuild()
-    assert not two.begin_rebuild()
-    assert numbers(loaded(two)) == [0, 1] and two.totals().num_bytes == 2 * 8192 and check(two) == []
-    assert two.grant(1, 1, 1 << 40).num_bytes == 1
-    one.close()
-    two.close()
+def rebuilding(root: Path, generation: int = 0) -> Engine:
+    if generation:
+        replace_damaged(str(root), generation)
+    return Engine(root, is_complete=False)
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-def test_a_rebuild_that_its_member_did_not_finish_is_taken_over(tmp_path: Path, leaves: bool) -> None:
-    one, two = Catalogue(str(tmp_path)), Catalogue(str(tmp_path))
-    one.join([CHUNKS], NOW)
-    two.join([CHUNKS], NOW)
-    one.begin_rebuild()
-    one.adopt([stored(0)])
-    assert not two.begin_rebuild()
-    if leaves:
-        one.leave()
-    one.close()
-    assert two.begin_rebuild()
-    assert two.adopt([stored(0), stored(1, (0,))]).refused == []
-    two.end_rebuild()
-    assert two.totals().num_bytes == 2 * 8192 and check(two) == []
-    two.close()
+def test_a_new_catalogue_learns_from_the_files(tmp_path: Path) -> None:
+    old = Engine(tmp_path)
+    items = old.stored(0), old.stored(1, (0,))
+    old.store(*items)
+    one, two = rebuilding(tmp_path, old.catalogue.generation), Engine(tmp_path, is_complete=False)
+    assert one.grant(1, 1).num_bytes == 0
+    assert one.catalogue.totals().is_complete is False
+    one.catalogue.adopt(items)
+    one.catalogue.end_rebuild()
+    assert two.loaded() == [*items] and two.catalogue.totals().num_bytes == 2 * 8192 and check(two.catalogue) == []
+    assert two.grant(1, 1).num_bytes == 1
+    with pytest.raises(ValueError, match="ended"):
+        one.catalogue.adopt([old.stored(5)])
 
 
-def test_who_takes_the_slot_of_a_rebuilder_that_left_is_none(tmp_path: Path) -> None:
-    one, two, three = (Catalogue(str(tmp_path)) for _ in range(3))
-    one.join([CHUNKS], NOW)
-    two.join([CHUNKS], NOW)
-    one.begin_rebuild()
-    one.leave()
-    assert three.join([CHUNKS], NOW) == 0
-    assert two.begin_rebuild()
-    for each in (one, two, three):
-        each.close()
+def test_whole_files_that_a_rebuild_does_not_take_are_counted_until_somebody_unlinks_them(tmp_path: Path) -> None:
+    one = rebuilding(tmp_path)
+    dead = writer_name(1)
+    kept = stored(0, writer=dead, file=10)
+    one.catalogue.adopt([kept, stored(0, writer=dead, file=3), stored(2, (1,), writer=dead)])
+    one.catalogue.discard([Garbage(File(dead, 77), 2, 5000), Garbage(kept.file, 1, 8192)])
+    one.catalogue.end_rebuild()
+    totals = one.catalogue.totals()
+    assert (totals.object_bytes, totals.removing_bytes) == (8192, 2 * 8192 + 5000)
+    assert one.loaded() == [kept] and check(one.catalogue) == []
+    assert sorted(numbers(one.catalogue.garbage(one.name))) == [2, 3, 77]
+
+
+def test_a_rebuild_that_did_not_end_begins_again_and_changes_nothing(tmp_path: Path) -> None:
+    one, two = rebuilding(tmp_path), Engine(tmp_path, is_complete=False)
+    found = [stored(0), stored(1, (0,)), stored(1, (0,), file=7)]
+    for each in (one, two):
+        each.catalogue.adopt(found, [PRIVATE])
+        assert each.catalogue.totals().num_bytes == 3 * 8192
+    two.catalogue.end_rebuild()
+    two.catalogue.end_rebuild()
+    assert two.loaded() == found[:2] and check(two.catalogue) == []
+    assert PRIVATE.fingerprint in {each.fingerprint for each in two.catalogue.usage() if each.is_private}
+
+
+def test_a_living_writer_commits_what_a_rebuild_has_met(tmp_path: Path) -> None:
+    """Its file may count by now, may have lost, or may be to unlink after the one that counted has gone."""
+    one, living = rebuilding(tmp_path), Engine(tmp_path, is_complete=False)
+    counts, lost, gone = living.stored(0), living.stored(1), living.stored(2)
+    first = stored(1, file=8), stored(2, file=9, last_use=NOW - 1)
+    one.catalogue.adopt([counts, *first, lost, gone])
+    one.catalogue.end_rebuild()
+    assert files(one.evict(Limits(1, 1))) == [first[1].file]
+    living.grant(MANY // 64)
+    assert living.commit(counts, lost, gone) == [
+        Committed(counts.file, is_paid=False), Committed(first[0].file, is_paid=False), Refusal.GARBAGE,
+    ]  # fmt: skip
+    assert living.grant(0).surplus_bytes == 0 and check(one.catalogue) == []
+
+
+def test_who_has_no_row_any_more_is_told_to_join_anew(tmp_path: Path) -> None:
+    one, two = Engine(tmp_path), Engine(tmp_path)
+    one.catalogue.bury(two.name, one.name)
+    for call in (
+        lambda: two.grant(1),
+        lambda: two.catalogue.give_back(two.name, 1),
+        lambda: two.commit(two.stored(0)),
+        lambda: two.evict(Limits(1, 1)),
+        lambda: two.catalogue.garbage(two.name),
+        lambda: two.catalogue.serve(two.name, OTHERS),
+        lambda: one.catalogue.bury(writer_name(5), two.name),
+    ):
+        with pytest.raises(Superseded, match="join anew"):
+            call()
+    two.catalogue.join(two.name, OTHERS)
+    assert two.grant(8192).num_bytes == 8192
 
 
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
-    one = member(tmp_path)
-    bad = stored(0)
+    one = Engine(tmp_path)
+    bad = one.stored(0)
+    replace = msgspec.structs.replace
     wrong = [
-        StoredObject("x", bad.planned, 1, 1, 1, 1),
-        StoredObject(bad.fingerprint, bad.planned, 0, 1, 1, 1),
-        StoredObject(bad.fingerprint, bad.planned, 1, 1 << 60, 1, 1),
-        StoredObject(bad.fingerprint, bad.planned, 1, 1, 1 << 70, 1),
-        StoredObject(bad.fingerprint, bad.planned, 1, 1, 1, -1),
-        stored(0, tag="x1"),
-        stored(9, tuple(range(9))),
-        stored(1, (0, 0)),
+        replace(bad, fingerprint="x"),
+        replace(bad, world_size=0),
+        replace(bad, num_bytes=1 << 60),
+        replace(bad, file=File(one.name, 1 << 70)),
+        replace(bad, file=File(one.name, -1)),
+        replace(bad, last_use=-1),
+        one.stored(0, kind="x1"),
+        one.stored(0, kind="s"),
+        one.stored(0, kind="s" + "A" * 16),
+        one.stored(9, tuple(range(9))),
+        one.stored(1, (0, 0)),
     ]
     for item in wrong:
-        with pytest.raises(ValueError, match=r"cannot be kept|as parents"):
-            one.commit([item])
+        with pytest.raises(ValueError, match=r"cannot be kept|as parents|Expected"):
+            one.commit(item)
+    with pytest.raises(ValueError, match="cannot commit a file of"):
+        one.commit(stored(0))
     for score in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="Expected"):
-            one.publish_scores([Scored(name(0), score, NOW)], NOW)
+            one.catalogue.publish_scores(MINE, [Scored(object_id(0), score, NOW)], NOW)
     for fingerprint in ("x", "A" * 64, "a" * 63):
         with pytest.raises(ValueError, match="Expected"):
-            one.load([fingerprint])
-    assert one.totals().num_objects == 0
-    one.close()
+            one.catalogue.load(fingerprint)
+    for writer in ("", "A" * 16, "0" * 15, "0" * 17, "../../../../../x"):
+        with pytest.raises(ValueError, match="Expected"):
+            one.catalogue.leave(writer)
+    with pytest.raises(ValueError, match="16384"):
+        one.catalogue.keep_learned(MINE, bytes(16385))
+    with pytest.raises(ValueError, match="65536"):
+        one.catalogue.join(one.name, replace(MODEL, words="ä" * 32769))
+    assert one.catalogue.totals().num_objects == 0

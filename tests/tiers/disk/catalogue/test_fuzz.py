@@ -7,11 +7,14 @@ import pytest
 
 from tests.tiers.disk.catalogue import fuzz
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.objects import name
+from tests.tiers.disk.catalogue.objects import object_id
 from tests.tiers.disk.catalogue.test_open import change
-from vllm_overlay.tiers.disk.catalogue import Catalogue, connection
+from vllm_overlay.tiers.disk.catalogue import Catalogue, connection, schema
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
 from vllm_overlay.tiers.disk.catalogue.generations import path_of
+
+WITHOUT_RULES = ["PRAGMA ignore_check_constraints = ON", *(f"DROP TRIGGER {name}" for name in schema.TRIGGERS)]
+RULES = [f"CREATE TRIGGER {name} {body}" for name, body in schema.TRIGGERS.items()]
 
 
 def test_a_changed_file_is_answered_from_or_damaged(tmp_path: Path) -> None:
@@ -22,22 +25,22 @@ def test_a_changed_file_is_answered_from_or_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "sentence"),
     [
-        ("UPDATE meta SET object_bytes = object_bytes + 1", "counted"),
+        ("UPDATE meta SET num_bytes = num_bytes + 1", "counted"),
         ("UPDATE meta SET num_objects = num_objects - 1", "counted"),
+        ("UPDATE meta SET newest_use = 5", "after 5"),
         ("UPDATE object SET num_children = 5 WHERE id = 10", "counts 5"),
-        ("UPDATE object SET place = 3.5 WHERE id = 10", "another place"),
-        ("UPDATE object SET start_tokens = end_tokens + 1 WHERE id = 10", "before it starts"),
+        ("UPDATE object SET end_tokens = start_tokens - 1 WHERE id = 10", "CHECK"),
         ("UPDATE object SET namespace = 9 WHERE id = 10", "namespace 9"),
-        ("UPDATE object SET namespace = 3 WHERE id = 180", "is in namespace 1"),
-        ("UPDATE parent SET parent = 150 WHERE child = 10", "older than its parent"),
+        ("UPDATE object SET namespace = 2 WHERE id = 210", "is in namespace 1"),
+        ("UPDATE object SET number = number + 7000 WHERE id = 210", "last change of object 210"),
         ("UPDATE parent SET position = 1 WHERE child = 10", "position 1"),
         ("DELETE FROM parent WHERE child = 10", "children and counts"),
         ("DELETE FROM object WHERE id = 1", "is not there"),
-        ("UPDATE serve SET namespace = 9 WHERE slot = 1 AND namespace = 1", "serves namespace 9"),
-        ("INSERT INTO serve VALUES (77, 1)", "slot 77"),
-        ("UPDATE removal SET slot = 78", "slot 78"),
-        ("UPDATE removal SET namespace = 1, (key, tag) = (SELECT key, tag FROM object LIMIT 1) WHERE key ="
-         " (SELECT key FROM removal LIMIT 1)", "being removed"),
+        ("DELETE FROM object WHERE id = 230", "last change of object 230"),
+        ("UPDATE writer SET namespace = 9", "serves namespace 9"),
+        ("UPDATE garbage SET collector = 78", "78 unlinks"),
+        ("UPDATE garbage SET (writer, number) = (SELECT writer, number FROM object LIMIT 1) WHERE number ="
+         " (SELECT number FROM garbage LIMIT 1)", "to be unlinked"),
     ],
 )  # fmt: skip
 def test_check_finds_what_contradicts(tmp_path: Path, statement: str, sentence: str) -> None:
@@ -45,7 +48,7 @@ def test_check_finds_what_contradicts(tmp_path: Path, statement: str, sentence: 
     before = Catalogue(str(tmp_path))
     assert check(before) == []
     before.close()
-    change(Path(path_of(str(tmp_path), 1)), statement)
+    change(Path(path_of(str(tmp_path), 1)), *WITHOUT_RULES, statement, *RULES)
     catalogue = Catalogue(str(tmp_path))
     assert any(sentence in each for each in check(catalogue)), check(catalogue)
     catalogue.close()
@@ -54,12 +57,13 @@ def test_check_finds_what_contradicts(tmp_path: Path, statement: str, sentence: 
 @pytest.mark.parametrize("parent", [150, 10, 9999])
 def test_parents_that_cannot_be_are_damage(tmp_path: Path, parent: int) -> None:
     fuzz.make(tmp_path)
-    change(Path(path_of(str(tmp_path), 1)), f"UPDATE parent SET parent = {parent} WHERE child = 10")
+    statement = f"UPDATE parent SET parent = {parent} WHERE child = 10"
+    change(Path(path_of(str(tmp_path), 1)), *WITHOUT_RULES, statement, *RULES)
     catalogue = Catalogue(str(tmp_path))
     for call in (
-        lambda: list(catalogue.load(fuzz.OURS)[1]),
-        lambda: catalogue.changes_since(0, fuzz.OURS),
-        lambda: catalogue.find([name(9)]),
+        lambda: list(catalogue.load(fuzz.MINE)[1]),
+        lambda: catalogue.changes_since(0, fuzz.MINE),
+        lambda: catalogue.find(fuzz.MINE, [object_id(9)]),
     ):
         with pytest.raises(Damaged):
             call()
@@ -71,10 +75,12 @@ def test_more_namespaces_than_anybody_has_are_damage(tmp_path: Path) -> None:
     many = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 10001)"
     change(
         Path(path_of(str(tmp_path), 1)),
-        f"INSERT INTO namespace SELECT 100 + i, printf('%064x', i), NULL, 0, 0 FROM ({many} SELECT i FROM n)",
+        f"INSERT INTO namespace SELECT 100 + i, printf('%064x', i), '', NULL, 0 FROM ({many} SELECT i FROM n)",
     )
-    with pytest.raises(Damaged, match="namespaces"):
-        Catalogue(str(tmp_path)).usage()
+    catalogue = Catalogue(str(tmp_path))
+    for call in (catalogue.usage, lambda: list(catalogue.load_all())):
+        with pytest.raises(Damaged, match="namespaces"):
+            call()
 
 
 def test_a_tree_that_takes_too_long_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,4 +88,4 @@ def test_a_tree_that_takes_too_long_is_damage(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(connection, "_STEPS_A_CALL", 50)
     monkeypatch.setattr(connection, "DEFAULT_CALLS", 3)
     with pytest.raises(Damaged, match="interrupted"):
-        Catalogue(str(tmp_path)).load(fuzz.OURS)
+        Catalogue(str(tmp_path)).load(fuzz.MINE)

@@ -1,22 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The naive twin of the catalogue: dicts, everything recomputed from scratch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import Name, Namespace, Refusal, StoredObject
+from vllm_overlay.tiers.disk.catalogue import Committed, File, Namespace, Refusal, StoredObject
+
+Name = tuple[str, ObjectId]
+
+
+def name_of(item: StoredObject) -> Name:
+    return item.fingerprint, item.object_id
 
 
 @dataclass
 class TwinObject:
     item: StoredObject
     age: int
-    parents: list[Name]
     score: tuple[float, int] | None = None
 
     @property
     def place(self) -> float:
         return self.score[0] if self.score else self.item.last_use
+
+    @property
+    def parents(self) -> list[Name]:
+        return [(self.item.fingerprint, parent) for parent in self.item.planned.parents]
 
 
 def pass_on(gone: TwinObject, left: dict[Name, TwinObject]) -> None:
@@ -27,36 +39,61 @@ def pass_on(gone: TwinObject, left: dict[Name, TwinObject]) -> None:
 
 
 @dataclass
-class TwinMember:
-    served: list[Namespace]
+class TwinWriter:
+    served: str | None
     granted: int = 0
-    is_alive: bool = True
 
 
 @dataclass
 class Twin:
-    """``removals`` has who unlinks a name, and its bytes."""
+    """``garbage`` has the item of each file, and who unlinks it."""
 
     namespaces: dict[str, Namespace] = field(default_factory=dict)
+    learned: dict[str, bytes] = field(default_factory=dict)
     objects: dict[Name, TwinObject] = field(default_factory=dict)
-    members: dict[int, TwinMember] = field(default_factory=dict)
-    removals: dict[Name, tuple[int, int]] = field(default_factory=dict)
+    writers: dict[str, TwinWriter] = field(default_factory=dict)
+    garbage: dict[File, tuple[StoredObject, str | None]] = field(default_factory=dict)
     age: int = 0
+    newest_use: int = 0
+    is_complete: bool = True
 
-    # Members.
+    # Writers.
 
-    def serve(self, slot: int, served: list[Namespace]) -> None:
-        self.members.setdefault(slot, TwinMember([])).served = served
-        for namespace in served:
-            partner = Namespace(namespace.partner, namespace.partner, namespace.is_temporary)
-            self.namespaces.setdefault(namespace.partner, partner)
-            self.namespaces.setdefault(namespace.fingerprint, namespace)
+    def add_namespace(self, new: Namespace) -> None:
+        old = self.namespaces.get(new.fingerprint, new)
+        self.namespaces[new.fingerprint] = Namespace(
+            new.fingerprint, new.words or old.words, new.is_private or old.is_private
+        )
 
-    def bury(self, slot: int) -> int:
-        dead = self.members.pop(slot)
-        freed = dead.granted + sum(num_bytes for owner, num_bytes in self.removals.values() if owner == slot)
-        self.removals = {name: entry for name, entry in self.removals.items() if entry[0] != slot}
-        return freed
+    def serve(self, writer: str, namespace: Namespace) -> None:
+        self.add_namespace(namespace)
+        self.writers.setdefault(writer, TwinWriter(None)).served = namespace.fingerprint
+        self.drop_namespaces()
+
+    def leave(self, writer: str, in_flight_bytes: int) -> None:
+        self.hand_over(writer, None)
+        left = self.writers[writer]
+        left.served, left.granted = None, min(left.granted, in_flight_bytes)
+        if not left.granted:
+            del self.writers[writer]
+        self.drop_namespaces()
+
+    def bury(self, writer: str, heir: str) -> int:
+        self.hand_over(writer, heir)
+        dead = self.writers.pop(writer, TwinWriter(None))
+        self.drop_namespaces()
+        return dead.granted
+
+    def hand_over(self, writer: str, heir: str | None) -> None:
+        for file, (item, collector) in self.garbage.items():
+            if collector == writer:
+                self.garbage[file] = item, heir
+
+    def drop_namespaces(self) -> None:
+        used = {fingerprint for fingerprint, _ in self.objects} | {each.served for each in self.writers.values()}
+        if self.is_complete:
+            self.namespaces = {key: value for key, value in self.namespaces.items() if key in used}
+            self.learned = {key: value for key, value in self.learned.items() if key in used}
 
     # Room.
 
@@ -66,77 +103,90 @@ class Twin:
 
     @property
     def num_bytes(self) -> int:
-        granted = sum(member.granted for member in self.members.values())
-        return self.object_bytes + granted + sum(num_bytes for _, num_bytes in self.removals.values())
+        granted = sum(writer.granted for writer in self.writers.values())
+        return self.object_bytes + granted + sum(item.num_bytes for item, _ in self.garbage.values())
 
-    def grant(self, slot: int, num_bytes: int, at_least: int, capacity: int) -> int:
-        part = max(at_least, capacity // 32 // len(self.members))
-        wanted = min(num_bytes, max(0, part - self.members[slot].granted))
+    def grant(self, writer: str, num_bytes: int, at_least: int, capacity: int) -> int:
+        serving = sum(each.served is not None for each in self.writers.values())
+        wanted = min(num_bytes, max(0, max(at_least, capacity // 32 // serving) - self.writers[writer].granted))
         granted = max(0, min(wanted, capacity - self.num_bytes))
-        self.members[slot].granted += granted
+        self.writers[writer].granted += granted
         return granted
 
     # Objects.
 
+    def used(self, now: int) -> None:
+        self.newest_use = max(now, self.newest_use)
+
     def children(self, name: Name) -> list[Name]:
         return [other for other, entry in self.objects.items() if name in entry.parents]
 
-    def commit(self, slot: int, item: StoredObject) -> Refusal | None:
-        if (namespace := self.namespaces.get(item.fingerprint)) is None:
+    def commit(self, writer: str, item: StoredObject, replaced: File | None) -> Committed | Refusal:
+        if item.fingerprint not in self.namespaces:
             return Refusal.NAMESPACE
-        parents = [Name(namespace.partner, parent) for parent in item.planned.parents]
-        if any(parent not in self.objects for parent in parents):
+        before = self.objects.get(name_of(item))
+        if before is not None and (before.item.file == item.file or before.item.file != replaced):
+            return Committed(before.item.file, is_paid=False)
+        if before is None and any(parent not in self.objects for parent in TwinObject(item, 0).parents):
             return Refusal.PARENT
-        if self.members[slot].granted < item.num_bytes:
+        if self.writers[writer].granted < item.num_bytes:
             return Refusal.NO_GRANT
-        if item.name in self.removals:
-            return Refusal.REMOVING
-        before = self.objects.get(item.name)
-        if before is not None and before.parents != parents:
-            return Refusal.OTHER_PARENTS
-        self.members[slot].granted -= item.num_bytes
+        if item.file in self.garbage:
+            return Refusal.GARBAGE
+        self.writers[writer].granted -= item.num_bytes
         if before is not None:
-            before.item = item
+            self.garbage[before.item.file] = before.item, writer
+            parents = before.item.planned.parents
+            before.item = msgspec.structs.replace(item, planned=msgspec.structs.replace(item.planned, parents=parents))
+            self.used(item.last_use)
         else:
-            self.age += 1
-            self.objects[item.name] = TwinObject(item, self.age, parents)
-        return None
+            self.insert(item)
+        return Committed(item.file, is_paid=True)
 
-    def take_out(self, slot: int, name: Name) -> None:
-        gone = self.objects.pop(name)
-        self.removals[name] = slot, gone.item.num_bytes
-        pass_on(gone, self.objects)
+    def insert(self, item: StoredObject) -> None:
+        self.age += 1
+        self.objects[name_of(item)] = TwinObject(item, self.age)
+        self.used(item.last_use)
 
-    def end_removal(self, slot: int, names: list[Name], keep: int, capacity: int) -> int:
-        freed = 0
-        for name in names:
-            if name in self.removals and self.removals[name][0] == slot:
-                freed += self.removals.pop(name)[1]
-        kept = max(0, min(freed, keep, capacity - self.num_bytes))
-        self.members[slot].granted += kept
-        return kept
-
-    def subtree(self, name: Name) -> set[Name]:
-        found = {name} & set(self.objects)
-        while more := {child for each in found for child in self.children(each)} - found:
-            found |= more
-        return found
+    def adopt(self, item: StoredObject) -> None:
+        self.add_namespace(Namespace(item.fingerprint))
+        before = self.objects.get(name_of(item))
+        if before is not None and before.item.file == item.file:
+            return
+        if item.file in self.garbage or before is not None:
+            self.garbage.setdefault(item.file, (item, None))
+        elif all(parent in self.objects for parent in TwinObject(item, 0).parents):
+            self.insert(item)
+        else:
+            self.garbage[item.file] = item, None
 
     # Eviction.
+
+    def take_out(self, writer: str, file: File) -> None:
+        name = next(name for name, entry in self.objects.items() if entry.item.file == file)
+        gone = self.objects.pop(name)
+        self.garbage[file] = gone.item, writer
+        pass_on(gone, self.objects)
+
+    def collected(self, writer: str, files: Iterable[File], keep: int, capacity: int) -> int:
+        freed = sum(self.garbage.pop(file)[0].num_bytes for file in set(files) & set(self.garbage))
+        kept = max(0, min(freed, keep, capacity - self.num_bytes))
+        self.writers[writer].granted += kept
+        return kept
 
     def forget_scores(self, now: int) -> None:
         for entry in self.objects.values():
             if entry.score and entry.score[1] <= now:
                 entry.score = None
 
-    def victims(self, num_bytes: int, num_objects: int, pinned: set[Name]) -> list[Name]:
+    def victims(self, num_bytes: int, num_objects: int, pinned: set[File]) -> list[File]:
         left = {name: replace(entry) for name, entry in self.objects.items()}
-        chosen: list[Name] = []
+        chosen: list[File] = []
         while num_bytes > 0 and len(chosen) < num_objects:
             leaves = [
                 name
                 for name in left
-                if name not in pinned and not any(name in entry.parents for entry in left.values())
+                if left[name].item.file not in pinned and not any(name in entry.parents for entry in left.values())
             ]
             if not leaves:
                 break
@@ -144,14 +194,10 @@ class Twin:
             gone = left.pop(first)
             pass_on(gone, left)
             num_bytes -= gone.item.num_bytes
-            chosen.append(first)
+            chosen.append(gone.item.file)
         return chosen
 
     def rank(self, name: Name) -> int:
-        for member in self.members.values():
-            if member.is_alive and any(name.fingerprint in (n.fingerprint, n.partner) for n in member.served):
-                return 2
-        return 0 if self.namespaces[name.fingerprint].is_temporary else 1
-
-    def parent_ids(self, name: Name) -> tuple[ObjectId, ...]:
-        return tuple(parent.object_id for parent in self.objects[name].parents)
+        if any(each.served == name[0] for each in self.writers.values()):
+            return 2
+        return 0 if self.namespaces[name[0]].is_private else 1

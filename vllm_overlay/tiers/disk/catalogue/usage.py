@@ -5,8 +5,8 @@ import sqlite3
 from dataclasses import dataclass, field
 
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
-from vllm_overlay.tiers.disk.catalogue.rows import Fingerprint, Flag, Id, Kind, NumBytes, Seconds, read_all
-from vllm_overlay.tiers.disk.catalogue.writers import served
+from vllm_overlay.tiers.disk.catalogue.rows import Flag, Id, Kind, NumBytes, Seconds, read_all
+from vllm_overlay.tiers.disk.catalogue.writers import read_namespaces, served
 
 
 @dataclass(slots=True)
@@ -35,13 +35,12 @@ class NamespaceUsage:
 def measure(db: sqlite3.Connection) -> list[NamespaceUsage]:
     """One a namespace, the largest first. Reads every row."""
     serving = served(db)
-    namespaces = read_all(
-        tuple[Id, Fingerprint, str, Flag, Flag],
-        db.execute("SELECT id, fingerprint, words, is_private, learned IS NOT NULL FROM namespace LIMIT 10000"),
-    )
+    namespaces = read_namespaces(db)
+    beside = db.execute("SELECT id, words, learned IS NOT NULL FROM namespace")
     usages = {
-        number: NamespaceUsage(fingerprint, words, bool(is_private), bool(has_learned), number in serving)
-        for number, fingerprint, words, is_private, has_learned in namespaces
+        number: NamespaceUsage(row.fingerprint, words, bool(row.is_private), bool(has_learned), number in serving)
+        for number, words, has_learned in read_all(tuple[Id, str, Flag], beside)
+        if (row := namespaces.get(number)) is not None
     }
     rows = db.execute(
         "SELECT namespace, kind, count(*), sum(num_bytes), min(last_use), max(last_use) FROM object NOT INDEXED"

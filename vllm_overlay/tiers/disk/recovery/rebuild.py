@@ -148,6 +148,8 @@ class Rebuild:
             try:
                 yield self._read_object(file, directory, of_one)
             except BadObject as bad:
+                if not (bad.is_bad or bad.is_unreadable):  # this process lacks memory or descriptors: read all again
+                    raise OSError(f"{directory}/{number} cannot be read now") from bad
                 _log.warning(bad.reason, "disk tier: not recovered (%s): %s/%s", bad.reason, directory, number)
 
     def _read_object(self, file: File, directory: str, ranks: set[int]) -> Found:
