@@ -157,6 +157,20 @@ def test_a_disk_that_fails_is_no_refusal_and_the_lease_comes_later(machines):
     lease.renew()
 
 
+def test_on_a_full_disk_the_machine_that_has_the_lease_goes_on(machines):
+    device = FailingDevice()
+    lease = machines.lease("one", device)
+    lease.take()
+    device.faults["pwritev"] = errno.ENOSPC
+    for _ in range(3):
+        machines.time.now += RENEW_S
+        lease.renew()
+    (machines.path / LEASE).unlink()  # and who does not have it gets none
+    machines.time.now += RENEW_S
+    with pytest.raises(OSError, match="No space"):
+        lease.renew()
+
+
 def test_after_an_outage_that_nobody_used_the_machine_goes_on(machines):
     device = FailingDevice()
     lease = machines.lease("one", device)

@@ -243,6 +243,13 @@ def test_a_root_that_cannot_be_written_is_refused(as_nobody):
         opened(as_nobody / "below")
 
 
+def test_a_root_whose_mode_lets_nobody_write_is_refused(tmp_path):
+    opened(tmp_path / "root")
+    (tmp_path / "root").chmod(0o500)
+    with pytest.raises(ConfigError, match=r"root=.* is not writable.* mode 0700"):
+        opened(tmp_path / "root")
+
+
 def test_a_root_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "root").write_text("")
     with pytest.raises(ConfigError, match=r"root=.* is not a directory"):
@@ -398,6 +405,8 @@ def test_a_root_on_another_disk_counts_when_it_is_marked(tmp_path):
         one.path.symlink_to(other.path)
         assert is_in_place(root)
         reopen_root(Device(), root)
+        (other.path / "root" / MARKER).write_bytes(b"{")
+        assert not is_in_place(root)
         forget_marker(other.path / "root")
         assert not is_in_place(root)
         with pytest.raises(OSError, match="another file system"):

@@ -2,6 +2,7 @@
 """Which machine a host's sub-root belongs to: on a file system whose locks do not reach other machines."""
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -124,9 +125,12 @@ class Lease:
                 logger.warning("disk tier: %s was not renewed for %.0f s: taken over", self._path, WAIT_S)
             self._settles_at = now + SETTLE_S
         self._others, self._others_lives = b"", False
-        self._written = machine
-        self._write(_Words(machine, socket.gethostname(), time.time_ns()))
-        self._renew_at = now + RENEW_S
+        self._written, self._renew_at = machine, now + RENEW_S
+        try:
+            self._write(_Words(machine, socket.gethostname()[:64], time.time_ns()))
+        except OSError as error:  # on a full disk it goes on: what it is about to evict makes room
+            if not self._is_held or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
         return self._is_held
 
     def _read(self) -> bytes:
