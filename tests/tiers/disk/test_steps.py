@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler has decided is done once, whatever fails in the middle of it."""
 
+import contextlib
 import time
 
 import msgspec
 
-from tests.tiers.disk.files import on_disk
-from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, held_objects, room_bytes, stores_in_flight_bytes
+from tests.tiers.disk.files import object_files, on_disk
+from tests.tiers.disk.inside import (
+    catalogue_of,
+    delay_bookkeeper,
+    delay_following,
+    held_files,
+    room_bytes,
+    stores_in_flight_bytes,
+)
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
 from tests.waiting import until
-from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue, FellBehind, Name
+from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue, FellBehind, Limits, Namespace
 
 
 class FailsOnce:
@@ -28,54 +36,76 @@ class FailsOnce:
         return self._real(*arguments)
 
 
-def remove_as_another(root, planned):
-    """Another process takes away the object's row, and not yet its file."""
-    other = Catalogue(str(root))
-    other.join([], int(time.time()))
-    for removed in other.remove([Name(NAMESPACE.attention, planned.object_id)]):
-        other.end_removal([item.name for item in removed], 0, 0)
-    other.leave()
-    other.close()
+def evict_as_another(root):
+    """Another process takes away the row of the leaf that was used longest ago, and not yet its file."""
+    writer = "e" * 16
+    with contextlib.closing(Catalogue(str(root))) as other:
+        other.join(writer, Namespace(NAMESPACE.fingerprint))
+        (victim,) = other.evict(writer, Limits(1, 1, frozenset()), int(time.time()))
+        other.leave(writer)
+    return victim.file
 
 
 def assert_all_is_given_back(made):
     """No store is under way, and the catalogue has granted what the process thinks that it has."""
     assert stores_in_flight_bytes(made.tier) == 0
-    assert room_bytes(made.tier) == catalogue_of(made.tier).give_back(0)
+    assert room_bytes(made.tier) == catalogue_of(made.tier).give_back(writer_of(made), 0)
+
+
+def writer_of(made):
+    return made.file(chain("w", 1)[0]).writer
+
+
+def store_first(made):
+    """So that it is known whose the files are."""
+    made.store(chain("w", 1))
+    made.settled()
 
 
 def test_a_busy_catalogue_after_a_commit_releases_the_room_once(tmp_path):
-    with tier_pair(tmp_path / "root", capacity_bytes=320 * on_disk()) as made:
-        made.store(chain("w", 2))
-        made.settled()
-        planned = chain("p", 1)[0]
+    """Somebody else was first, so the file is to be unlinked in another transaction."""
+    planned, room, root = chain("p", 1)[0], 320 * on_disk(), tmp_path / "root"
+    with tier_pair(root, capacity_bytes=room) as made, tier_pair(root, capacity_bytes=room) as other:
+        store_first(made)
         ticket = made.write(planned)
-        made.path(planned).unlink()  # another process has removed what had the name before
-        remove = FailsOnce(catalogue_of(made.tier), "remove", Busy("once"))
-        made.tier.commit(ticket)
-        until(lambda: remove.num_calls > 1, "another try")
+        own = made.file(planned)
+        with delay_following(made.tier):
+            other.store([planned])
+            other.settled()
+            named = FailsOnce(catalogue_of(made.tier), "named", Busy("once"))
+            made.tier.commit(ticket)
+            until(lambda: named.num_calls > 1, "another try")
+            made.turned()
         made.settled()
         assert_all_is_given_back(made)
+        assert made.file(planned) == other.file(planned) != own
+        assert made.reasons([planned]) == [""]
+        assert len(object_files(made.root)) == 3
 
 
 def test_a_busy_catalogue_after_a_refusal_releases_holds_once(tmp_path):
     good, refused = chain("good", 3), chain("refused", 2)
     with tier_pair(tmp_path / "root", capacity_bytes=320 * on_disk()) as made:
-        made.store([good[0], refused[0]])
+        made.store(chain("w", 1)[:1])
+        made.store([refused[0]])
+        made.store([good[0]])
         made.settled()
-        assert made.tier.acquire([good[0]])
+        loads = made.tier.acquire([*good[:1], *chain("w", 1)[:1]])
         tickets = [made.write(planned) for planned in (good[1], refused[1])]
-        remove_as_another(made.root, refused[0])
-        find = FailsOnce(catalogue_of(made.tier), "find", Busy("once"))
         with delay_bookkeeper(made.tier):  # both in one batch
+            made.tier.touch([good[0].object_id, chain("w", 1)[0].object_id])
+            catalogue_of(made.tier).touch(NAMESPACE.fingerprint, [refused[0].object_id], 1)
+            assert evict_as_another(made.root) == made.file(refused[0])
+            named = FailsOnce(catalogue_of(made.tier), "named", Busy("once"))
             for ticket in tickets:
                 made.tier.commit(ticket)
-        until(lambda: find.num_calls > 1, "another try")
+        until(lambda: named.num_calls > 1, "another try")
         made.settled()
-        assert held_objects(made.tier) == {good[0].object_id}
+        assert held_files(made.tier) == {load.part.file for load in loads}
         assert_all_is_given_back(made)
-        made.tier.release([good[0].object_id])
-        assert held_objects(made.tier) == frozenset()
+        assert made.coverage([*good[:2], *refused[:2]]) == [True, True, False, False]
+        made.tier.release(loads)
+        assert held_files(made.tier) == frozenset()
 
 
 def test_an_object_that_no_row_can_hold_keeps_no_other_waiting(tmp_path):
@@ -85,11 +115,11 @@ def test_an_object_that_no_row_can_hold_keeps_no_other_waiting(tmp_path):
         made.try_store(msgspec.structs.replace(second, parents=(first.object_id,) * 2))
         made.store(chain("q", 1))
         made.settled()
-        names = [Name(NAMESPACE.attention, planned.object_id) for planned in (first, chain("q", 1)[0])]
-        assert len(catalogue_of(made.tier).find(names)) == 2
+        wanted = [planned.object_id for planned in (first, chain("q", 1)[0])]
+        assert len(catalogue_of(made.tier).find(NAMESPACE.fingerprint, wanted)) == 2
 
 
-def test_a_name_that_was_evicted_before_a_reload_serves_again_once_it_is_stored_anew(tmp_path):
+def test_an_object_that_was_evicted_before_a_reload_serves_again_once_it_is_stored_anew(tmp_path):
     first, second = chain("p", 2)[:2]
     with tier_pair(tmp_path / "root", capacity_bytes=40 * on_disk()) as made:
         made.store([first])
@@ -98,7 +128,7 @@ def test_a_name_that_was_evicted_before_a_reload_serves_again_once_it_is_stored_
         changes_since = catalogue.changes_since
 
         def behind_once(*arguments):
-            if not behind and not catalogue.find([Name(NAMESPACE.attention, first.object_id)]):
+            if not behind and not catalogue.find(NAMESPACE.fingerprint, [first.object_id]):
                 behind.append(FellBehind("many changes of others"))
                 raise behind[0]
             return changes_since(*arguments)
