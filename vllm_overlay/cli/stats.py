@@ -12,6 +12,7 @@ from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
 from vllm_overlay.cli.console import age, progress, shown, size
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import CatalogueError, NamespaceUsage
+from vllm_overlay.tiers.disk.catalogue.generations import newest
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity, integrity_of
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY
 from vllm_overlay.tiers.disk.files.recognition import host_roots, require_root
@@ -43,7 +44,8 @@ def _run(arguments: argparse.Namespace) -> int:
     require_root(arguments.root)
     if (owner := os.stat(arguments.root).st_uid) != os.geteuid():
         raise ConfigError(f"{arguments.root} belongs to user {owner}: run this as that user, `sudo -u '#{owner}' ...`")
-    roots = host_roots(arguments.root) or [arguments.root]
+    hosts = host_roots(arguments.root)
+    roots = hosts if hosts and not newest(arguments.root) else [arguments.root]
     reports = [_look_at(root, integrity, arguments) for root in roots]
     if arguments.json:
         print(json.dumps(reports if len(reports) > 1 else reports[0][0], indent=2))

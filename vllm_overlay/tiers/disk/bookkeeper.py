@@ -193,6 +193,8 @@ class Bookkeeper:
             self._session.close(_JOIN_S)
         if self._life is not None:
             self._life.end()
+        if self._lease is not None:
+            self._try(self._lease.release)
 
     def _try(self, step: Callable[[], None]) -> None:
         try:
@@ -312,8 +314,6 @@ class Bookkeeper:
             self._work_off(session)
             self._keep_learned(session)
             session.leave()
-            if self._lease is not None:
-                self._lease.release()
 
 
 def _scores_of(latest: _Ranking, to_epoch_s: float) -> Iterator[Scored]:
