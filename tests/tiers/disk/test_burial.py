@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A writer is one life of one engine. What a dead one has left is looked after, once nobody of it can write any more."""
+"""A writer is one life of one engine. What a dead one has left is looked after, once none of it can write any more."""
 
 import os
 import shutil
@@ -385,4 +385,3 @@ def test_a_listing_that_fails_is_tried_again_and_unlinks_nothing(tmp_path, monke
         fails.clear()
         until(lambda: not lost.exists(), "a burial")
         assert again.reasons(chain("p", 3)) == [""] * 4
-

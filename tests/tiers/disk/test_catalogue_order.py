@@ -16,12 +16,12 @@ from bench.hit_replay import Clock, HitReplay
 from bench.replay_tiers import IndexShelf
 from bench.trace import TraceRequest
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.objects import CHUNKS, SNAPSHOTS, member, store
+from tests.tiers.disk.catalogue.objects import MODEL, Engine
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.disk.bookkeeper import LATE_S
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Scored, StoredObject
-from vllm_overlay.tiers.disk.ranking import Timed
+from vllm_overlay.tiers.disk.catalogue import File, Limits, Scored, StoredObject
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.entry import Entry
 
 FULL = Group(0, GroupKind.FULL, 64, 10, 640, sliceable=True)
@@ -30,35 +30,33 @@ DENSE = Geometry.build([FULL], 64, 64)
 WINDOWS = Geometry.build([FULL, Group(1, GroupKind.WINDOW, 64, 20, 1280, sliceable=True, window=128)], 64, 64)
 
 
-def name_of(item: Entry) -> Name:
-    return Name((SNAPSHOTS if item.object_id.is_snapshot else CHUNKS).fingerprint, item.object_id)
+NAMESPACE = DiskNamespace(MODEL.fingerprint, "5" * 64, {})
 
 
 class Mirrored(CatalogueOrder):
     """Tells a catalogue the same."""
 
-    def __init__(self, moment: Moment, catalogue: Catalogue) -> None:
+    def __init__(self, moment: Moment, engine: Engine) -> None:
         super().__init__(moment, ranks=True)
-        self.catalogue, self.clock = catalogue, moment.clock
-        self.names: dict[object, Name] = {}
+        self.engine, self.clock = engine, moment.clock
 
     def stored(self, item: Entry) -> None:
         super().stored(item)
-        name = self.names[item.object_id] = name_of(item)
         parents = tuple(parent.object_id for parent in item.parents)
-        planned = PlannedObject(item.object_id, parents, 0, item.end_tokens, item.num_bytes)
-        stored = StoredObject(name.fingerprint, planned, 1, item.num_bytes, item.ticket, int(self.clock()))
-        store(self.catalogue, stored)
+        planned = NAMESPACE.stored(PlannedObject(item.object_id, parents, 0, item.end_tokens, item.num_bytes))
+        file = File(self.engine.name, item.ticket)
+        self.engine.store(StoredObject(MODEL.fingerprint, planned, file, 1, item.num_bytes, int(self.clock())))
 
     def used(self, items: Sequence[Entry]) -> None:
         super().used(items)
-        self.catalogue.touch(map(name_of, items), int(self.clock()))
+        names = [NAMESPACE.stored_id(item.object_id) for item in items]
+        self.engine.catalogue.touch(MODEL.fingerprint, names, int(self.clock()))
 
-    def publish(self, times: Iterable[Timed]) -> None:
+    def publish(self, times: Iterable[Scored]) -> None:
         known = list(times)
         super().publish(known)
-        scores = [Scored(self.names[item.object_id], item.evict_as, item.until + LATE_S) for item in known]
-        self.catalogue.publish_scores(scores, 1 << 39)
+        scores = [Scored(NAMESPACE.stored_id(item.object_id), item.score, item.until + LATE_S) for item in known]
+        self.engine.catalogue.publish_scores(MODEL.fingerprint, scores, 1 << 39)
 
 
 @pytest.mark.parametrize("geometry", [STATES, DENSE, WINDOWS], ids=["states", "dense", "windows"])
@@ -66,8 +64,8 @@ class Mirrored(CatalogueOrder):
 @given(data=st.data())
 def test_the_catalogue_evicts_in_the_order_of_the_replay(geometry: Geometry, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as root:
-        catalogue, clock = member(Path(root)), Clock(1000.0)
-        policy = Mirrored(Moment(clock, 100_000, Future([], 64)), catalogue)
+        engine, clock = Engine(Path(root)), Clock(1000.0)
+        policy = Mirrored(Moment(clock, 100_000, Future([], 64)), engine)
         policy.serve(geometry)
         shelf = IndexShelf(None, policy)
         replay = HitReplay(geometry, shelf, clock, 128)
@@ -78,10 +76,11 @@ def test_the_catalogue_evicts_in_the_order_of_the_replay(geometry: Geometry, dat
             at = clock.now + data.draw(st.sampled_from([0.25, 3.0, 90.0]))
             replay.serve(place, TraceRequest(at, 64 * len(prompts[-1]) + 1, 1, prompts[-1]))
             policy.rank_if_due()
-        order = [item.name.object_id for item in catalogue.choose_victims(Limits(1 << 50, 1 << 20), 0)]
+        known = {item.file: NAMESPACE.own_id(item.object_id) for item in engine.loaded()}
+        order = [known[item.file] for item in engine.catalogue.choose_victims(Limits(1 << 50, 1 << 20), 0)]
         evicted = []
         while (entry := shelf.index.evict_one()) is not None:
             evicted.append(entry.object_id)
         assert evicted == order
-        assert check(catalogue) == []
-        catalogue.close()
+        assert check(engine.catalogue) == []
+        engine.close()

@@ -294,7 +294,9 @@ def writers_in(root):
         catalogue.close()
 
 
-@pytest.mark.parametrize("pattern", ["*/alive", "catalogue-1.sqlite", "catalogue-1.sqlite*", "catalogue*", "vllm-overlay-root.json"])
+@pytest.mark.parametrize(
+    "pattern", ["*/alive", "catalogue-1.sqlite", "catalogue-1.sqlite*", "catalogue*", "vllm-overlay-root.json"]
+)
 def test_what_the_catalogue_needs_and_somebody_removed_is_made_anew(tmp_path, pattern):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))

@@ -1,28 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Namespaces that share a root: what nobody serves gives way to what is served."""
 
-import logging
 import os
 from contextlib import ExitStack
 
 import pytest
 
 from tests.tiers.disk.files import bytes_under, object_files, on_disk
+from tests.tiers.disk.inside import catalogue_of
 from tests.tiers.disk.objects import chain, conversations
-from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, store_many, tier_pair
+from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, store_many, tier_pair
 from tests.waiting import until
-
-
-def test_opening_a_root_tells_what_else_lives_there(tmp_path, caplog, said):
-    caplog.set_level(logging.INFO)
-    with tier_pair(tmp_path / "root", namespace=OTHER_NAMESPACE) as other:
-        other.store(chain("p", 2))
-    assert said("other namespaces", logging.INFO) == []
-    with tier_pair(tmp_path / "root") as made:
-        made.recovered()
-        (words,) = until(lambda: said("other namespaces", logging.INFO), "a word of them")
-    assert f"2 other namespaces of {3 * on_disk()} bytes" in words
-    assert f"{2 * on_disk()} bytes of model 'another' (idle)" in words
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 
 
 def test_of_a_namespace_that_nobody_serves_leaves_go_first(tmp_path):
@@ -67,16 +56,29 @@ def test_a_neighbour_that_needs_a_little_room_leaves_what_others_share(tmp_path,
         assert sum(all(other.coverage(prompt)) for prompt in prompts) >= len(prompts) // 2
 
 
-def test_a_namespace_that_nobody_serves_goes_as_a_whole_in_the_end(tmp_path):
+def test_a_namespace_that_nobody_serves_is_forgotten_once_it_is_empty(tmp_path):
     root = tmp_path / "root"
     capacity = 10 * on_disk()
     with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=capacity) as other:
         other.store(chain("old", 4))
     with tier_pair(root, capacity_bytes=capacity) as made:
         store_many(made, 10, lambda: None)
-        until(lambda: not any((root / name).exists() for name in OTHER_NAMESPACE.fingerprints))
+    with tier_pair(root, capacity_bytes=capacity) as made:
+        made.recovered()
+        assert [usage.fingerprint for usage in catalogue_of(made.tier).usage()] == [NAMESPACE.fingerprint]
     with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=capacity) as other:
         other.store(chain("old", 1)[:1])
+
+
+def test_engines_whose_states_differ_share_chunks_and_not_snapshots(tmp_path):
+    other_states = DiskNamespace(NAMESPACE.attention, "e" * 64, NAMESPACE.description)
+    with tier_pair(tmp_path / "root") as made, tier_pair(tmp_path / "root", namespace=other_states) as other:
+        made.store(chain("p", 3))
+        until(lambda: other.tier.advance() or other.coverage(chain("p", 3)) == [True, True, True, False], "the chunks")
+        assert other.reasons(chain("p", 3)[:3]) == [""] * 3
+        other.store(chain("p", 3)[3:])
+        assert made.reasons(chain("p", 3)) == other.reasons(chain("p", 3)) == [""] * 4
+        assert made.path(chain("p", 3)[3]) != other.path(chain("p", 3)[3])
 
 
 def test_a_newcomer_gets_room_in_a_root_that_another_process_has_filled(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from vllm_overlay.tiers.disk.files.listing import FoundObject, parents_first
 
 from tests.tiers.disk.files import (
     bytes_under,
@@ -32,7 +33,6 @@ from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.files.checksum import Seal
 from vllm_overlay.tiers.disk.files.device import Device, temporary_name
 from vllm_overlay.tiers.disk.files.format import MAX_PAYLOAD_BYTES, FormatError, ObjectHeader
-from vllm_overlay.tiers.disk.files.listing import FoundObject, parents_first
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

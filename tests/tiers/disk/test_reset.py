@@ -2,27 +2,28 @@
 """After a reset the weights may be others: nothing stored before is loaded, and nobody else loads what comes after."""
 
 import threading
+from contextlib import closing
 
 import pytest
 
 from tests.tiers.disk.files import counted, lose_catalogue, object_files, on_disk
-from tests.tiers.disk.inside import is_removing, reset_name
+from tests.tiers.disk.inside import catalogue_of, wanted_namespace
 from tests.tiers.disk.objects import OBJECT, bytes_of, chain, content, fill
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.reset import is_serving_another, store_after_reset
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, close_tier, settings, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.tiers.base import LoadTicket
+from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.files.device import Device
-from vllm_overlay.tiers.disk.files.manifest import manifest_or_empty
-from vllm_overlay.tiers.disk.files.namespace import DESCRIPTION
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.tickets import DiskLoad
+from vllm_overlay.tiers.disk.parts import DiskPart
 
 
 def namespaces(root):
-    """The directories that hold objects."""
-    return {path.parents[1].name for path in object_files(root)}
+    """Objects by the fingerprint of their namespace."""
+    with closing(Catalogue(str(root))) as catalogue:
+        return {usage.fingerprint: usage.num_objects for usage in catalogue.usage() if usage.num_objects}
 
 
 def load(made: TierPair, planned):
@@ -35,7 +36,7 @@ def load(made: TierPair, planned):
     data = None if results[0].buffer is None else bytes_of(results[0].buffer).copy()
     if data is not None:
         worker.end_fetch("one", 0)
-    made.tier.release([planned.object_id])
+    made.tier.release([ticket])
     return data
 
 
@@ -49,8 +50,10 @@ def test_what_was_stored_before_is_not_found_and_the_same_name_gets_new_bytes(tm
         other = 255 - content(objects[0], 0)
         store_after_reset(made, objects[0], other)
         assert (load(made, objects[0]) == other).all()
-        assert len(namespaces(made.root)) == 3
-        assert made.path(objects[0]).exists()
+        private = wanted_namespace(made.tier)
+        expected = {NAMESPACE.fingerprint: 3, private.fingerprint: 1}
+        until(lambda: namespaces(made.root) == expected, "two namespaces")
+        assert private.is_private and len(object_files(made.root)) == 4
 
 
 def test_other_processes_keep_what_they_have_and_do_not_see_what_comes(tmp_path):
@@ -61,6 +64,7 @@ def test_other_processes_keep_what_they_have_and_do_not_see_what_comes(tmp_path)
         other.store(chain("q", 2))
         made.tier.clear()
         store_after_reset(made, objects[0])
+        until(lambda: other.tier.advance() or all(other.coverage(objects)), "what was stored before")
         assert other.reasons([*objects, *chain("q", 2)]) == [""] * 6
         with tier_pair(tmp_path / "root") as third:
             until(lambda: third.tier.advance() or len(third.tier.index) == 6)
@@ -93,11 +97,10 @@ def test_a_store_under_way_goes_where_it_was_promised_and_is_not_found(tmp_path)
         device.go_on.set()
         results = []
         until(lambda: results.extend(made.workers[0].poll()[0]) or results)
-        assert made.path(planned).exists()
-        assert len(namespaces(made.root)) == 2
+        assert len(object_files(made.root)) == 3
         made.tier.commit(ticket.ticket)
         assert not made.has(planned)
-        until(lambda: made.tier.advance() or not is_removing(made.tier, planned.object_id))
+        until(lambda: len(object_files(made.root)) == 2, "the end of a store that nobody wants")
         store_after_reset(made, planned)
         assert made.has(planned)
 
@@ -108,13 +111,14 @@ def test_a_load_under_way_reads_what_it_was_promised(tmp_path):
         made.store([planned])
         (ticket,) = made.tier.acquire([planned])
         made.tier.clear()
-        assert ticket.part.reset == ""
+        assert ticket.part.fingerprint == NAMESPACE.fingerprint
         assert made.reasons([planned]) == [""]
-        made.workers[0].begin_load("new", [LoadTicket(0, planned.object_id, OBJECT, DiskLoad(reset_name(made.tier)))])
+        part = DiskPart(ticket.part.file, wanted_namespace(made.tier).fingerprint)
+        made.workers[0].begin_load("new", [LoadTicket(0, planned.object_id, OBJECT, part)])
         results = []
         until(lambda: results.extend(made.workers[0].poll()[1]) or results)
-        assert results[0].reason == "missing"
-        made.tier.release([planned.object_id])
+        assert results[0].reason == "header"  # a file of before is not one of now
+        made.tier.release([ticket])
 
 
 def test_a_restart_finds_what_was_stored_before_the_reset_and_nothing_of_after(tmp_path):
@@ -124,7 +128,7 @@ def test_a_restart_finds_what_was_stored_before_the_reset_and_nothing_of_after(t
         until(lambda: is_serving_another(made))
         for planned in chain("p", 2)[:2]:
             store_after_reset(made, planned)
-    assert namespaces(made.root) == set(NAMESPACE.fingerprints)  # what nobody finds again goes at the end
+    assert sorted(namespaces(made.root).values()) == [2, 3]
     with tier_pair(tmp_path / "root") as again:
         again.recovered()
         assert again.coverage(chain("p", 2)) == [True] * 3
@@ -156,46 +160,38 @@ def kill_after_a_reset(root):
         assert process.stdout.readline() == "stored\n"
         with tier_pair(root) as made:
             made.store(chain("q", 1))
-            assert len(namespaces(root)) == 3  # it is served
+            until(lambda: len(namespaces(root)) == 2, "what it has stored after the reset")
+            made.settled()
     finally:
         kill(process)
 
 
-def test_what_a_killed_process_stored_after_a_reset_is_removed_by_the_next(tmp_path):
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_a_killed_process_stored_after_a_reset_goes_first(tmp_path, is_lost):
     root = tmp_path / "root"
     kill_after_a_reset(root)
-    with tier_pair(root) as made:
-        until(lambda: namespaces(root) == set(NAMESPACE.fingerprints))
+    if is_lost:
+        lose_catalogue(root)  # headers say which namespace a reset began
+    with tier_pair(root, capacity_bytes=10 * on_disk()) as made:
         made.recovered()
         assert made.reasons([*chain("p", 1), *chain("q", 1)]) == [""] * 4
-        until(lambda: counted(root)[0] == 4 * on_disk())
+        for turn in range(3):
+            made.store(chain(f"new {turn}", 1))
+        made.settled()
+        assert set(namespaces(root)) == {NAMESPACE.fingerprint}
 
 
-def test_what_does_not_say_that_a_reset_began_it_stays_until_room_is_needed(tmp_path):
-    root = tmp_path / "root"
-    kill_after_a_reset(root)
-    (unnamed,) = namespaces(root) - set(NAMESPACE.fingerprints)
-    for path in set(root.glob(f"*/{DESCRIPTION}")) - {root / name / DESCRIPTION for name in NAMESPACE.fingerprints}:
-        path.unlink()  # its process was killed before it had written that
-    lose_catalogue(root)
-    with tier_pair(root, capacity_bytes=12 * on_disk()) as made:
-        made.recovered()
-        made.store(chain("r", 1))
-        assert unnamed in namespaces(root)
-        made.store(chain("s", 9))
-        assert unnamed not in namespaces(root)
-
-
-def test_each_reset_is_a_namespace_and_the_one_before_goes(tmp_path):
+def test_each_reset_is_a_namespace_of_its_own(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
+        fingerprints = {NAMESPACE.fingerprint}
         for _ in range(3):
             made.tier.clear()
             until(lambda: is_serving_another(made))
             store_after_reset(made, chain("p", 1)[0])
-        until(lambda: made.tier.advance() or len(namespaces(made.root)) == 3)
-        words = [manifest_or_empty(str(made.root / name)).is_of_one_process for name in namespaces(made.root)]
-        assert sorted(words) == [False, False, True]
+            fingerprints.add(wanted_namespace(made.tier).fingerprint)
+        until(lambda: set(namespaces(made.root)) == fingerprints, "four namespaces")
+        assert [usage.is_private for usage in catalogue_of(made.tier).usage()].count(True) == 3
 
 
 def test_what_was_stored_before_goes_when_room_is_needed(tmp_path):
@@ -242,5 +238,5 @@ def test_a_clean_end_after_a_reset_gives_the_room_back(tmp_path, said):
         made.tier.clear()
         until(lambda: is_serving_another(made))
         store_after_reset(made, chain("p", 1)[0])
-    assert counted(tmp_path / "root") == (0, 0)
+    assert counted(tmp_path / "root") == (on_disk(), 0)
     assert said() == []
