@@ -115,7 +115,6 @@ class ConnectedScheduler:
             "delayed": sorted(self.scheduler._delayed_frees),
             "blocks": self._num_free - self._pool.get_num_free_blocks(),
             "scheduler": half.tracked,
-            "taken out": sum(map(len, half._outstanding._taken_out.values())),
             "workers": sum(worker._worker.tracked + worker._worker.living_requests for worker in self.lockstep.workers),
             "aggregator": len(aggregator._send_remaining_count)
             + len(aggregator._recv_remaining_count)

@@ -143,6 +143,11 @@ def _check_keys(given: Mapping[str, Any], label: str) -> None:
         )
         raise ConfigError(f"unknown key {key!r} of connector {label}: {hint}{did_you_mean(key, known)}")
     name = given.get("kv_connector")
+    if name == "MoRIIOConnector":
+        raise ConfigError(
+            f"kv_connector={name!r} of connector {label} rewrites the step's reports, which are its siblings' too: "
+            'use "NixlConnector" here, or MoRIIOConnector without the MultiConnector'
+        )
     if not isinstance(name, str) or not name:
         raise ConfigError(f'kv_connector={name!r} of connector {label} must be a class name, such as "NixlConnector"')
     if not given.get("kv_connector_module_path") and name not in KVConnectorFactory._registry:

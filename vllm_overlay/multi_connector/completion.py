@@ -92,10 +92,9 @@ class Completions:
             self._sent_early.pop(request_id, None)
         self._living.update(arrived)
 
-    def release(self, request_id: str, child: int) -> None:
-        """The scheduler's instance of ``child`` has given the request's blocks back itself."""
-        if child in self._saves.get(request_id, ()):
-            self.sent(child, [request_id])
+    def release(self, request_id: str) -> None:
+        """The request's blocks are free: another rank has reported it for all."""
+        self._saves.pop(request_id, None)
 
     def received(self, child: int, finished: Collection[str], failed: Collection[str]) -> int:
         """Takes one child's finished and failed loads. Returns how many reports were not the child's to make.

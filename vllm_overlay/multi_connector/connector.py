@@ -19,7 +19,7 @@ set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown |
 | get_block_ids_with_load_errors | all | union |
 | request_finished, request_finished_all_groups | all | True if any; parameters joined, first of equal keys |
 | register_finished_partial_tail | all | any; counts as one promise with request_finished |
-| update_connector_output | all | each sees its own part, its own saves and all loads; changes of its own count |
+| update_connector_output | all | each sees its own part, its own saves and all loads, and changes nothing |
 | take_events | all | one after the other |
 | get_kv_connector_kv_cache_events | all | kept per child, added up per child |
 | get_kv_connector_stats, build_kv_connector_stats, build_prom_metrics | all | by configured name (stats.py) |

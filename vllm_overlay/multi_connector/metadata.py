@@ -26,7 +26,7 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     children: tuple[KVConnectorMetadata | None, ...]
     loads: dict[str, Load] = field(default_factory=dict)
     """Request -> the load its chosen child was handed since the last step."""
-    saves: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    saves: dict[str, frozenset[int]] = field(default_factory=dict)
     """Request finished since the last step -> the children that hold its blocks."""
     orders: tuple[Order, ...] = ()
     """What every rank has to do with each child; a child that does not serve has no part in ``children``."""
@@ -38,8 +38,8 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     """Requests that have come since the last step and are not finished."""
     departed: frozenset[str] = frozenset()
     """Requests that have finished since the last step."""
-    releases: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Finished request -> children whose scheduler's instance has given its blocks back itself."""
+    releases: frozenset[str] = frozenset()
+    """Finished requests whose blocks are free: ranks that never report them expect nothing of them any more."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,8 @@ Which child loads is in ``lookup.py``, which children are in service in ``superv
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,8 +24,7 @@ from vllm_overlay.multi_connector.control_file import ControlFile
 from vllm_overlay.multi_connector.lifecycle import Phase
 from vllm_overlay.multi_connector.lookup import Lookups
 from vllm_overlay.multi_connector.metadata import MultiKVEvents, MultiMetadata, MultiWorkerMetadata
-from vllm_overlay.multi_connector.outstanding import Accepted, OutstandingReports, children_of
-from vllm_overlay.multi_connector.report_view import Changes, Reports, ReportView
+from vllm_overlay.multi_connector.outstanding import EndedLoad, OutstandingReports
 from vllm_overlay.multi_connector.request_filter import RequestFilter
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.multi_connector.step_times import StepTimes
@@ -91,7 +91,7 @@ class SchedulerSide:
         self._new_unknown: dict[int, frozenset[str]] = {}
         self._arrived: set[str] = set()
         self._departed: set[str] = set()
-        self._new_releases: dict[str, set[int]] = {}
+        self._new_releases: set[str] = set()
 
         self._kv_cache_manager: KVCacheManager | None = None
         self.some_ranks_are_silent = False
@@ -292,17 +292,17 @@ class SchedulerSide:
         metadata = MultiMetadata(
             parts,
             self._new_loads,
-            children_of(self._new_saves),
+            self._new_saves,
             orders,
             self._new_unknown,
             preempted,
             frozenset(self._arrived),
             frozenset(self._departed),
-            children_of(self._new_releases),
+            frozenset(self._new_releases),
         )
-        self._new_loads, self._new_saves, self._new_unknown, self._new_releases = {}, {}, {}, {}
-        self._arrived.clear()
-        self._departed.clear()
+        self._new_loads, self._new_saves, self._new_unknown = {}, {}, {}
+        for table in (self._new_releases, self._arrived, self._departed):
+            table.clear()
         self._step_times.planned(scheduler_output, now)
         return metadata
 
@@ -326,23 +326,23 @@ class SchedulerSide:
         return part
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Gives each child its own view, takes its changes back, and keeps from vLLM the reports it would assert on."""
+        """Shows each child its part, and keeps from vLLM the reports it would assert on."""
         now = self._clock()
         if (measured := self._step_times.ended(now)) is not None:
             self.choice.step_ended(*measured)
         worker_metadata = connector_output.kv_connector_worker_meta
         ranks = worker_metadata if isinstance(worker_metadata, MultiWorkerMetadata) else None
-        reports = Reports.of(connector_output)
-        changes: dict[int, Changes] = {}
         for child in self._children:
-            view = self._view(child, connector_output, reports, ranks)
-            changed = child.call("update_connector_output", None, view.output, parse=view.changes)
-            changes[child.index] = self._outstanding.all_put_in(child.index) if changed is None else changed
+            self._show_reports(child, connector_output, ranks)
+        failed = connector_output.failed_recving
+        ended = self._outstanding.loads_ended(connector_output.finished_recving or (), failed, now)
+        for load in ended:
+            self._load_ended(load)
+        sent = self._outstanding.saves_ended(connector_output.finished_sending or ())
         if self.some_ranks_are_silent:
-            for request_id in reports.sent:
-                self._release(request_id, self._outstanding.holders_of(request_id))
-        if reports or any(changes.values()):
-            self._accept(connector_output, self._outstanding.accept(reports, changes, now))
+            self._new_releases |= sent
+        connector_output.finished_recving = {load.request_id for load in ended} or None
+        connector_output.finished_sending = sent or None
         if connector_output.invalid_block_ids:
             for request_id, index in self._outstanding.synchronous_loads_failed(connector_output.invalid_block_ids):
                 self._load_failed(request_id, index)
@@ -351,46 +351,31 @@ class SchedulerSide:
                 self._filters[child.index].reset(self._living)
                 self._new_unknown[child.index] = frozenset(self._living)
 
-    def _view(
-        self, child: Child, output: "KVConnectorOutput", reports: Reports, ranks: MultiWorkerMetadata | None
-    ) -> ReportView:
-        """A child sees its own parts, all loads, and of the sent requests those that it holds."""
+    def _show_reports(self, child: Child, output: "KVConnectorOutput", ranks: MultiWorkerMetadata | None) -> None:
+        """A child that changes them is isolated: the reports are its siblings' too."""
         events = output.kv_cache_events
-        if reports.sent:
-            own = frozenset(r for r in reports.sent if child.index in self._outstanding.holders_of(r))
-            reports = Reports(own, reports.received, reports.failed)
-        return ReportView(
+        view = self._outstanding.view(
+            child.index,
             output,
-            reports,
             kv_connector_worker_meta=None if ranks is None else ranks.children[child.index],
             kv_cache_events=events.children.get(child.index) if isinstance(events, MultiKVEvents) else None,
             kv_connector_stats=None,
         )
+        shown = view.finished_sending, view.finished_recving
+        child.call("update_connector_output", None, view, parse=partial(_check_unchanged, view, shown))
 
-    def _accept(self, connector_output: "KVConnectorOutput", accepted: Accepted) -> None:
-        connector_output.finished_recving = accepted.may_receive or None
-        connector_output.finished_sending = accepted.may_send or None
-        for request_id, children in accepted.releases.items():
-            self._release(request_id, children)
-        for index, number in accepted.ignored.items():
-            self._children[index].tally.count("ignored_reports", number)
-        for load in accepted.ended:
+    def _load_ended(self, load: EndedLoad) -> None:
+        if load.failed:
+            self._load_failed(load.request_id, load.child)
+        else:
             tally = self._children[load.child].tally
-            if load.failed:
-                self._load_failed(load.request_id, load.child)
-            else:
-                tally.count("loaded_tokens", load.tokens)
-                tally.observe("load_seconds", load.seconds)
-            self.choice.load_ended(load.child, load.tokens, load.seconds, load.failed)
+            tally.count("loaded_tokens", load.tokens)
+            tally.observe("load_seconds", load.seconds)
+        self.choice.load_ended(load.child, load.tokens, load.seconds, load.failed)
 
     def _load_failed(self, request_id: str, index: int) -> None:
         self._children[index].tally.count("failed_loads")
         self.lookups.load_failed(request_id, index)
-
-    def _release(self, request_id: str, children: Collection[int]) -> None:
-        """Tells the workers with the next step that these children hold the request's blocks no longer."""
-        if children:
-            self._new_releases.setdefault(request_id, set()).update(children)
 
     def take_events(self) -> "list[KVCacheEvent]":
         events: list[KVCacheEvent] = []
@@ -418,6 +403,12 @@ class SchedulerSide:
     def record_gauges(self) -> None:
         """Puts what has changed since the last report into the children's tallies."""
         self.supervisor.record_gauges(self._outstanding)
+
+
+def _check_unchanged(view: "KVConnectorOutput", shown: tuple[Any, Any], _answer: object) -> None:
+    """``shown``: what the child was shown of saves and loads. Both sets are frozen."""
+    if (view.finished_sending or None, view.finished_recving or None) != shown:
+        raise TypeError("it changed the reports of the step, which are its siblings' too")
 
 
 def _own_handshake(metadata: Mapping[Any, KVConnectorHandshakeMetadata], index: int) -> dict[Any, Any]:

@@ -97,10 +97,8 @@ class WorkerSide:
                 self._completions.refuse_load(request_id, load)
         for request_id, holders in metadata.saves.items():
             self._completions.expect_saves(request_id, holders)
-        # After the saves: a child may give up what it began to hold in the same step.
-        for request_id, released in metadata.releases.items():
-            for index in released:
-                self._completions.release(request_id, index)
+        for request_id in metadata.releases:
+            self._completions.release(request_id)
         self._completions.requests_changed(metadata.arrived, metadata.departed)
         for child, part in self._parts(metadata):
             child.call("bind_connector_metadata", None, part)
