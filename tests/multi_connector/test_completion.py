@@ -2,7 +2,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_overlay.multi_connector.completion import Completions, Load
+from vllm_overlay.multi_connector.completion import Completions
+from vllm_overlay.multi_connector.metadata import Load
 
 
 def test_a_request_is_sent_when_every_holder_has_reported():

@@ -8,14 +8,7 @@ own account is in ``outstanding.py``.
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-
-@dataclass(slots=True, frozen=True)
-class Load:
-    """One load handed to a child. Crosses from scheduler to workers."""
-
-    child: int
-    synchronous_blocks: tuple[int, ...] | None = None
-    """None for an asynchronous load; else the blocks of all groups that it alone writes: invalid if it fails."""
+from vllm_overlay.multi_connector.metadata import Load
 
 
 @dataclass(slots=True)

@@ -29,9 +29,9 @@ set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown |
 | get_mem_pool_context | all | at most one may have one, else a refusal |
 | get_required_kvcache_layout | all | must agree, else a refusal |
 | get_finished_count | all | None if one says None; must agree, else a refusal |
-| kv_load_failure_policy | none | one for the engine, by what the operator wrote (load_failure.py) |
+| kv_load_failure_policy | none | one for the engine, by what the operator wrote (children.py) |
 
-"All" are those in service (supervisor.py), and for hooks that concern one request those that see it
+"All" are those in service (lifecycle.py), and for hooks that concern one request those that see it
 (request_filter.py). For a child out of service nothing waits but the blocks that it may still touch (worker.py).
 """
 
@@ -52,7 +52,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
@@ -60,9 +59,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child, at_start
-from vllm_overlay.multi_connector.children import ChildSpec, child_specs, warn_of_mixed_weights
+from vllm_overlay.multi_connector.children import ChildSpec, announce, child_specs
 from vllm_overlay.multi_connector.control_file import warn_of_missing_directory
-from vllm_overlay.multi_connector.load_failure import RECOMPUTE, LoadFailurePolicy
+from vllm_overlay.multi_connector.hooks import Watchdog
 from vllm_overlay.multi_connector.metadata import (
     MultiHandshakeMetadata,
     MultiKVEvents,
@@ -72,9 +71,7 @@ from vllm_overlay.multi_connector.metadata import (
 from vllm_overlay.multi_connector.prom_metrics import MultiPromMetrics
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import multi_settings
-from vllm_overlay.multi_connector.start_line import start_line
 from vllm_overlay.multi_connector.stats import LoggedStats, MultiStats
-from vllm_overlay.multi_connector.watchdog import Watchdog
 from vllm_overlay.multi_connector.worker import WorkerSide
 from vllm_overlay.startup import prepare_process
 
@@ -90,7 +87,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = init_logger(f"vllm.{__name__}")
 _STATS = validation.optional(KVConnectorStats)
 
 
@@ -113,9 +109,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         self._watchdog = Watchdog(settings.hang_after_s)
         self._children = _build_children(specs, vllm_config, role, kv_cache_config, self._watchdog)
         if role == KVConnectorRole.SCHEDULER:
-            logger.info("MultiConnector: %s", start_line(settings, specs))
-            warn_of_mixed_weights(specs)
-            self._adopt_load_failure_policy(specs[0].load_failure_policy)
+            announce(settings, specs)
+            # The scheduler reads the policy of the configuration it gave us, right after this constructor.
+            # Workers do not read it; in their process it may be the same configuration, which then says what we wrote.
+            self._kv_transfer_config.kv_load_failure_policy = specs[0].load_failure_policy.value
         groups = kv_cache_config.kv_cache_groups
         # vLLM rewinds a hit of the whole prompt by one token, which a recurrent state cannot follow.
         recurrent = any(
@@ -125,16 +122,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         load_weights = [spec.load_weight for spec in specs]
         self._scheduler = SchedulerSide(self._children, settings, child_settings, recurrent, load_weights)
         self._worker = WorkerSide(self._children, settings)
-
-    def _adopt_load_failure_policy(self, policy: LoadFailurePolicy) -> None:
-        # The scheduler reads the policy of the configuration it gave us, right after this constructor.
-        # Workers do not read it; in their process it may be the same configuration, which then says what we wrote.
-        self._kv_transfer_config.kv_load_failure_policy = policy.value
-        consequence = "is recomputed" if policy.value == RECOMPUTE else "is ended with an error"
-        logger.info(
-            "kv_load_failure_policy is %r for all connectors of the MultiConnector: a request whose load fails %s "
-            "(%s).", policy.value, consequence, policy.reason
-        )  # fmt: skip
 
     @property
     def sub_connectors(self) -> list[Any]:
@@ -292,10 +279,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         return self._worker.build_connector_worker_meta()
 
-    def _call_all(self, hook: str, *args: Any, **kwargs: Any) -> None:
+    def _call_all(self, hook: str, *args: Any, **options: Any) -> None:
         for child in self._children:
-            if hook not in child.empty_hooks:
-                child.call(hook, None, *args, options=kwargs)
+            child.call(hook, None, *args, **options)
 
     # ---- Scheduler side: vLLM calls these on the scheduler's thread.
 

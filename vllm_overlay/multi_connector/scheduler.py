@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's half of the MultiConnector: a request's way and a step's way through the children.
 
-Which child loads is in ``lookup.py``, which children are in service in ``supervisor.py``.
+Which child loads is in ``lookup.py``, which children are in service in ``lifecycle.py``.
 """
 
 import time
@@ -19,17 +19,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.choice import Choice
-from vllm_overlay.multi_connector.completion import Load
 from vllm_overlay.multi_connector.control_file import ControlFile
-from vllm_overlay.multi_connector.lifecycle import Phase
+from vllm_overlay.multi_connector.lifecycle import Phase, Supervisor
 from vllm_overlay.multi_connector.lookup import Lookups
-from vllm_overlay.multi_connector.metadata import MultiKVEvents, MultiMetadata, MultiWorkerMetadata
+from vllm_overlay.multi_connector.metadata import Load, MultiKVEvents, MultiMetadata, MultiWorkerMetadata
 from vllm_overlay.multi_connector.outstanding import EndedLoad, OutstandingReports
 from vllm_overlay.multi_connector.request_filter import RequestFilter
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
-from vllm_overlay.multi_connector.step_times import StepTimes
-from vllm_overlay.multi_connector.supervisor import Supervisor
-from vllm_overlay.multi_connector.weights import LoadWeight
+from vllm_overlay.multi_connector.weights import LoadWeight, StepTimes
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -303,7 +300,8 @@ class SchedulerSide:
         self._new_loads, self._new_saves, self._new_unknown = {}, {}, {}
         for table in (self._new_releases, self._arrived, self._departed):
             table.clear()
-        self._step_times.planned(scheduler_output, now)
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._step_times.planned(scheduler_output.total_num_scheduled_tokens, len(scheduled), now)
         return metadata
 
     def _end_overdue_loads(self, now: float) -> None:

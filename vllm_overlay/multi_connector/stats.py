@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from vllm_overlay.common.log_summary import hit_rate, present
-from vllm_overlay.multi_connector.harmless import harmless
+from vllm_overlay.multi_connector.child import harmless
 from vllm_overlay.multi_connector.lifecycle import Phase
 from vllm_overlay.tally import Tally
 

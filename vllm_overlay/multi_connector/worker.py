@@ -24,12 +24,13 @@ from vllm_overlay.common.backoff import Backoff
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.completion import Completions
-from vllm_overlay.multi_connector.lifecycle import Duty, Order
 from vllm_overlay.multi_connector.metadata import (
+    Duty,
     MultiHandshakeMetadata,
     MultiKVEvents,
     MultiMetadata,
     MultiWorkerMetadata,
+    Order,
 )
 from vllm_overlay.multi_connector.settings import MultiSettings
 
