@@ -103,7 +103,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         settings = multi_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
             warn_of_missing_directory(settings.control_file)
-        specs = _specs_of(vllm_config)
+        specs = _specs_of(vllm_config.kv_transfer_config)
         _check_hybrid_support(vllm_config, specs)
         self._clock = time.monotonic
         self._watchdog = Watchdog(settings.hang_after_s)
@@ -133,22 +133,21 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     @classmethod
     def all_children_support_hma(cls, kv_transfer_config: "KVTransferConfig") -> bool:
         """Whether the hybrid KV cache manager may stay on. For the name MultiConnector vLLM asks its own class."""
-        return all(issubclass(spec.cls, SupportsHMA) for spec in _specs_of_transfer_config(kv_transfer_config))
+        return all(issubclass(spec.cls, SupportsHMA) for spec in _specs_of(kv_transfer_config))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        hook = "requires_piecewise_for_cudagraph"
-        return any(
-            at_start(
-                spec.name, hook, partial(getattr(spec.cls, hook), spec.kv_transfer_config.kv_connector_extra_config)
-            )
-            for spec in child_specs(extra_config, kv_role="kv_both", engine_id=None)
-        )
+        def asked(spec: ChildSpec) -> bool:
+            found = spec.cls.requires_piecewise_for_cudagraph(spec.kv_transfer_config.kv_connector_extra_config)
+            return bool(found)
+
+        specs = child_specs(extra_config, kv_role="kv_both", engine_id=None)
+        return any(at_start(spec.name, "requires_piecewise_for_cudagraph", partial(asked, spec)) for spec in specs)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         layouts: dict[str, str] = {}
-        for spec in _specs_of(vllm_config):
+        for spec in _specs_of(vllm_config.kv_transfer_config):
             ask = partial(spec.cls.get_required_kvcache_layout, spec.vllm_config(vllm_config))
             layout = at_start(spec.name, "get_required_kvcache_layout", ask)
             if layout is not None:
@@ -169,7 +168,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> MultiPromMetrics:
-        children = [(spec.name, spec.cls, spec.vllm_config(vllm_config)) for spec in _specs_of(vllm_config)]
+        specs = _specs_of(vllm_config.kv_transfer_config)
+        children = [(spec.name, spec.cls, spec.vllm_config(vllm_config)) for spec in specs]
         return MultiPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, children)
 
     # ---- Both sides.
@@ -358,26 +358,27 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         return self._scheduler.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        return self._scheduler.take_events()
+        events: list[KVCacheEvent] = []
+        for child in self._children:
+            events += child.call("take_events", [], parse=validation.events)
+        return events
 
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler.has_pending_block_frees()
+        return any(child.call("has_pending_block_frees", False, parse=validation.truth) for child in self._children)
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_push_work()
 
     def reset_cache(self) -> bool:
-        return self._scheduler.reset_cache()
+        """A child out of service comes back empty anyway."""
+        answers = [child.call("reset_cache", False) for child in self._children if child.in_service]
+        return all(answer is not False for answer in answers)
 
 
-def _specs_of_transfer_config(config: "KVTransferConfig") -> list[ChildSpec]:
+def _specs_of(config: "KVTransferConfig") -> list[ChildSpec]:
     return child_specs(
         config.kv_connector_extra_config, config.kv_role, config.engine_id, config.kv_load_failure_policy
     )
-
-
-def _specs_of(vllm_config: "VllmConfig") -> list[ChildSpec]:
-    return _specs_of_transfer_config(vllm_config.kv_transfer_config)
 
 
 def _check_hybrid_support(vllm_config: "VllmConfig", specs: list[ChildSpec]) -> None:

@@ -29,7 +29,6 @@ from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.multi_connector.weights import LoadWeight, StepTimes
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -109,11 +108,11 @@ class SchedulerSide:
 
     def on_new_request(self, request: "Request") -> None:
         self._arrive(request.request_id)
-        for child, request_filter in zip(self._children, self._filters, strict=True):
+        for child in self._children:
             if child.in_service:
                 child.call("on_new_request", None, request)
             else:
-                request_filter.add_unknown(request.request_id)
+                self._filters[child.index].add_unknown(request.request_id)
 
     def _arrive(self, request_id: str) -> None:
         if request_id not in self._living:
@@ -148,10 +147,9 @@ class SchedulerSide:
         request_id = request.request_id
         loader = self.lookups.chosen(request_id) if num_external_tokens > 0 else None
         self._decide_who_works(request_id, loader)
-        for child, request_filter in zip(self._children, self._filters, strict=True):
-            if request_filter.works_on(request_id):
-                tokens = num_external_tokens if child is loader else 0
-                child.call("update_state_after_alloc", None, request, blocks, tokens)
+        for child in self._working_on(request_id):
+            tokens = num_external_tokens if child is loader else 0
+            child.call("update_state_after_alloc", None, request, blocks, tokens)
         self.lookups.count(request_id, num_external_tokens, self._clock())
         if loader is None:
             return
@@ -197,20 +195,15 @@ class SchedulerSide:
         self, request: "Request", block_ids: tuple[list[int], ...], partial_tail_offloads: list[tuple[int, int, int]]
     ) -> bool:
         """Called just before ``request_finished_all_groups``; a child that says True in either owes one report."""
-        holders = set()
-        for child, request_filter in zip(self._children, self._filters, strict=True):
-            if request_filter.works_on(request.request_id) and child.call(
-                "register_finished_partial_tail",
-                False,
-                request,
-                block_ids,
-                partial_tail_offloads,
-                parse=validation.truth,
-            ):
-                holders.add(child.index)
-        if holders:
+        hook, arguments = "register_finished_partial_tail", (request, block_ids, partial_tail_offloads)
+        working = self._working_on(request.request_id)
+        if holders := {child.index for child in working if child.call(hook, False, *arguments, parse=validation.truth)}:
             self._partial_tails[request.request_id] = holders
         return bool(holders)
+
+    def _working_on(self, request_id: str) -> list[Child]:
+        """Children that see the request's blocks and steps."""
+        return [child for child in self._children if self._filters[child.index].works_on(request_id)]
 
     def request_finished(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -233,16 +226,13 @@ class SchedulerSide:
             if holds:
                 holders.add(child.index)
             if own and (clashes := sorted(set(own) & set(parameters))):
-                child.log_once(
-                    "parameters",
-                    "returned kv_transfer_params %s that another child has set. They are dropped.",
-                    clashes,
-                )
+                message = "returned kv_transfer_params %s that another child has set. They are dropped."
+                child.log_once("parameters", message, clashes)
             parameters = {**(own or {}), **parameters}
         self._forget(request_id)
         if holders:
             self._new_saves[request_id] = frozenset(holders)
-            self._outstanding.hold(request_id, frozenset(holders))
+            self._outstanding.hold(request_id, holders)
         return bool(holders), parameters or None
 
     def _may_still_read(self, child: Child) -> bool:
@@ -375,28 +365,12 @@ class SchedulerSide:
         self._children[index].tally.count("failed_loads")
         self.lookups.load_failed(request_id, index)
 
-    def take_events(self) -> "list[KVCacheEvent]":
-        events: list[KVCacheEvent] = []
-        for child in self._children:
-            events += child.call("take_events", [], parse=validation.events)
-        return events
-
-    def has_pending_block_frees(self) -> bool:
-        return any(child.call("has_pending_block_frees", False, parse=validation.truth) for child in self._children)
-
     def has_pending_push_work(self) -> bool:
         working = any(child.call("has_pending_push_work", False, parse=validation.truth) for child in self._children)
         self.supervisor.notice_isolations(self._clock())
-        return working or self.supervisor.needs_steps or self._holds_for_the_stopped()
-
-    def _holds_for_the_stopped(self) -> bool:
-        """Whether blocks are held for a child that is being stopped, and the workers do not know of it yet."""
-        return any(self.supervisor.phase(index) is not Phase.SERVING for index in self._held_for)
-
-    def reset_cache(self) -> bool:
-        """A child out of service comes back empty anyway."""
-        found = [child.call("reset_cache", False) for child in self._children if child.in_service]
-        return all(answer is not False for answer in found)
+        # Or the workers do not know yet of blocks that are held for a child that is being stopped.
+        holds = any(self.supervisor.phase(index) is not Phase.SERVING for index in self._held_for)
+        return working or self.supervisor.needs_steps or holds
 
     def record_gauges(self) -> None:
         """Puts what has changed since the last report into the children's tallies."""
