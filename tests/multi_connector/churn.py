@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from tests.engine.client import cpu_child, multi, prompt
 from tests.engine.driver import Driver
 from tests.engine.states import FLOAT32
+from tests.multi_connector import tables
 from tests.multi_connector.faulty import KINDS, Fault, Faults, hooks
 from tests.waiting import until
 
@@ -134,8 +135,8 @@ class Churn:
         return {
             "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             "requests": len(scheduler.requests),
-            "scheduler": connector._scheduler.tracked,
-            "worker": worker._worker.tracked,
+            "scheduler": tables.of_scheduler(connector),
+            "worker": tables.of_worker(worker),
             "children": sum(len(child._scheduler._tracked) for child in connector.sub_connectors),
         }
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from tests.multi_connector import tables
 from tests.multi_connector.fakes import Boom
 from tests.patches.lab import Lab, LabConnector, N, prompt, same
 
@@ -114,7 +115,7 @@ def main() -> None:
     for cell in cells:
         print("CELL " + json.dumps(cell), flush=True)
     engine.lab.run(prompt(8, seed=99))  # a step more, in which the last request is forgotten
-    left = engine.lab.scheduler.connector._scheduler.tracked
+    left = tables.of_scheduler(engine.lab.scheduler.connector)
     print("TOTAL " + json.dumps({"cells": len(cells), "left": left}), flush=True)
 
 

@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from tests.multi_connector import tables
 from tests.multi_connector.fakes import (
     FakeBase,
     blocks,
@@ -126,7 +127,7 @@ class Lockstep:
         return self.aggregator.aggregate(outputs).kv_connector_output
 
     def tables_are_empty(self):
-        return not self.scheduler._scheduler.tracked and not any(w._worker.tracked for w in self.workers)
+        return not tables.of_scheduler(self.scheduler) and not any(map(tables.of_worker, self.workers))
 
 
 class Returning(Lockstep):

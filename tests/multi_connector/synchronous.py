@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from tests.multi_connector import tables
 from tests.multi_connector.fakes import Boom, Panic
 from tests.multi_connector.faulty import HANG_AFTER_S, HANG_S, HookClock
 from tests.patches.lab import Lab, LabConnector, N, near, prompt, same
@@ -144,7 +145,7 @@ def main() -> None:
     pool = engine.lab.scheduler.kv_cache_manager.block_pool
     engine.lab.reset()
     left = {
-        "scheduler": connector._scheduler.tracked,
+        "scheduler": tables.of_scheduler(connector),
         "blocks": len(pool.blocks) - 1 - pool.get_num_free_blocks(),
     }
     print(

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from tests.multi_connector import tables
 from tests.multi_connector.fakes import Boom, FakeMetadata, blocks, child, multi, request, scheduler_output
 from tests.multi_connector.lockstep import Lockstep, tally_of
 from tests.multi_connector.vllms_own import MODULE, to_be_decoded_elsewhere
@@ -41,8 +42,7 @@ def acknowledge(engine, r):
 
 
 def is_over(engine):
-    living = sum(connector._worker.living_requests for connector in engine.workers)
-    return engine.tables_are_empty() and not living
+    return engine.tables_are_empty() and not any(map(tables.living, engine.workers))
 
 
 # ---- Reports that come before the request is finished (NIXL).
@@ -153,7 +153,7 @@ def test_with_a_report_from_one_rank_alone_the_others_owe_nothing_once_it_has_co
     engine.finish("r", 0)
     engine.report(0, rank=0, sending={"r"})
     assert engine.step().finished_sending == {"r"}
-    assert engine.workers[1]._worker.open_requests == 1
+    assert tables.of_worker(engine.workers[1]) == 1
     assert engine.step().finished_sending is None
     assert engine.tables_are_empty()
 

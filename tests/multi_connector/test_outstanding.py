@@ -24,4 +24,4 @@ def test_it_passes_both_reports_of_an_aborted_request(load_first):
     outstanding.hold("r", {1})
     ends = [lambda: bool(outstanding.loads_ended({"r"}, set(), 2.0)), lambda: outstanding.saves_ended({"r"}) == {"r"}]
     assert all(end() for end in (ends if load_first else reversed(ends)))
-    assert outstanding.open_requests == 0
+    assert not outstanding._loads and not outstanding._held

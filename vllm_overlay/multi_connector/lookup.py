@@ -179,11 +179,6 @@ class Lookups:
         for table in (self.by_request, self._waiting_since, self._failed_attempts):
             table.pop(request_id, None)
 
-    @property
-    def tracked(self) -> int:
-        """Entries in its tables."""
-        return len(self.by_request) + len(self._waiting_since) + len(self._failed_attempts)
-
 
 def merge_junctions(schedulers: int, childrens: Iterable[object], resume_tokens: int, num_tokens: int) -> int:
     """The one junction the scheduler stops at, of the values the children left in ``shared_prefix_boundary``.

@@ -39,10 +39,6 @@ class OutstandingReports:
         self._synchronous: dict[str, tuple[int, frozenset[int]]] = {}
         self._held: dict[str, frozenset[int]] = {}
 
-    @property
-    def open_requests(self) -> int:
-        return len(self._loads.keys() | self._held.keys() | self._synchronous.keys())
-
     def load_started(self, request_id: str, child: int, tokens: int, now: float) -> None:
         self._loads[request_id] = _OpenLoad(child, tokens, now)
 

@@ -251,16 +251,6 @@ class SchedulerSide:
         for request_filter in self._filters:
             request_filter.finished(request_id)
 
-    @property
-    def tracked(self) -> int:
-        """Entries in all tables of requests."""
-        tables = (
-            *(self._living, self._admitted, self._partial_tails),
-            *(self._new_loads, self._new_saves, self._new_unknown, self._new_releases),
-        )
-        filtered = sum(request_filter.tracked for request_filter in self._filters)
-        return sum(map(len, tables)) + self.lookups.tracked + self._outstanding.open_requests + filtered
-
     # ---- A step's way.
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> MultiMetadata:

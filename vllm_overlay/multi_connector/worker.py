@@ -52,7 +52,6 @@ class WorkerSide:
         self._children = children
         self._clock = clock
         self._completions = Completions()
-        self._load_errors: set[int] = set()
         self._obeyed: KVConnectorMetadata | None = None
         self._orders: tuple[Order, ...] = ()
         self._stop_attempts = [Backoff(settings.retry_first_s, settings.retry_longest_s) for _ in children]
@@ -157,11 +156,7 @@ class WorkerSide:
                 self._completions.abandon(child.index)
         for unknown in self._unknown_requests:
             unknown -= finished_req_ids
-        done = self._completions.take()
-        self._load_errors |= done.invalid_blocks
-        return KVConnectorTransferResults(
-            finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
-        )
+        return self._completions.take()
 
     def _without_unknown(self, child: Child, request_ids: set[str]) -> set[str]:
         return request_ids - self._unknown_requests[child.index]
@@ -198,8 +193,7 @@ class WorkerSide:
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """What the last ``get_transfer_results`` found, which vLLM calls just before in every step."""
-        errors, self._load_errors = self._load_errors, set()
-        return errors
+        return self._completions.take_invalid_blocks()
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
         events: dict[int, KVConnectorKVEvents] = {}
@@ -225,21 +219,6 @@ class WorkerSide:
         standing_by = {index: duty for index, duty in enumerate(duties) if duty is Duty.STAND_BY}
         handshakes = {index: own for index, own in self._handshakes.items() if index in standing_by}
         return MultiWorkerMetadata(parts, self._orders, broken, unstopped, handshakes)
-
-    @property
-    def open_requests(self) -> int:
-        """Requests on which some child still owes a report."""
-        return self._completions.open_requests
-
-    @property
-    def tracked(self) -> int:
-        """Entries in all tables of requests."""
-        return self.open_requests + self._completions.early_reports + sum(map(len, self._unknown_requests))
-
-    @property
-    def living_requests(self) -> int:
-        """Requests that are not finished, as far as this rank was told."""
-        return self._completions.living_requests
 
 
 def _rank() -> tuple[int, int]:
