@@ -222,10 +222,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         return next(iter(found.values()), None)
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        self._worker.register_kv_caches(kv_caches)
+        self._worker.start("register_kv_caches", kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        self._worker.set_host_xfer_buffer_ops(copy_operation)
+        self._worker.start("set_host_xfer_buffer_ops", copy_operation)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
         return self._worker.get_handshake_metadata()

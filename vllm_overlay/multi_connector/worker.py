@@ -10,11 +10,11 @@ child failed.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    CopyBlocksOp,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorTransferResults,
@@ -34,9 +34,6 @@ from vllm_overlay.multi_connector.metadata import (
 )
 from vllm_overlay.multi_connector.settings import MultiSettings
 
-if TYPE_CHECKING:
-    import torch
-
 _EVENTS = validation.optional(KVConnectorKVEvents)
 
 
@@ -54,21 +51,16 @@ class WorkerSide:
         self._completions = Completions()
         self._obeyed: KVConnectorMetadata | None = None
         self._orders: tuple[Order, ...] = ()
-        self._stop_attempts = [Backoff(settings.retry_first_s, settings.retry_longest_s) for _ in children]
+        self._new_backoff = partial(Backoff, settings.retry_first_s, settings.retry_longest_s)
+        self._stop_attempts = [self._new_backoff() for _ in children]
         self._unknown_requests: list[set[str]] = [set() for _ in children]
         self._start_hooks: dict[str, Any] = {}
         self._handshakes: dict[int, dict[tuple[int, int], KVConnectorHandshakeMetadata]] = {}
 
     # ---- Start.
 
-    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        self._start_everywhere("register_kv_caches", kv_caches)
-
-    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        self._start_everywhere("set_host_xfer_buffer_ops", copy_operation)
-
-    def _start_everywhere(self, hook: str, argument: Any) -> None:
-        """Remembered for the instances to come."""
+    def start(self, hook: str, argument: Any) -> None:
+        """Calls a hook of every child before serving, and remembers it for the instances to come."""
         self._start_hooks[hook] = argument
         for child in self._children:
             child.start(hook, argument)
@@ -132,9 +124,7 @@ class WorkerSide:
     def _renew(self, child: Child, generation: int) -> None:
         """Builds the new instance. The old one has been stopped on every rank."""
         self._handshakes.pop(child.index, None)
-        self._stop_attempts[child.index] = Backoff(
-            self._stop_attempts[child.index].first_s, self._stop_attempts[child.index].longest_s
-        )
+        self._stop_attempts[child.index] = self._new_backoff()
         if not child.renew(generation, *self._start_hooks.items()):
             return
         own = child.ask("get_handshake_metadata", None, parse=validation.optional(KVConnectorHandshakeMetadata))
@@ -208,17 +198,14 @@ class WorkerSide:
             child.call("build_connector_worker_meta", None, parse=validation.worker_metadata)
             for child in self._children
         )
-        is_usual = all(order.duty is Duty.SERVE for order in self._orders)
-        if is_usual and not any(part is not None for part in parts) and not any(c.isolated for c in self._children):
-            return None
-        duties = [order.duty for order in self._orders] or [Duty.SERVE] * len(self._children)
+        stopping = {index for index, order in enumerate(self._orders) if order.duty is Duty.STOP}
+        standing_by = {index for index, order in enumerate(self._orders) if order.duty is Duty.STAND_BY}
         isolated = {child.index for child in self._children if child.isolated}
-        broken = frozenset(index for index in isolated if duties[index] is not Duty.STOP)
-        ordered = {index for index, duty in enumerate(duties) if duty is Duty.STOP}
-        unstopped = frozenset(index for index in ordered if not self._children[index].stopped)
-        standing_by = {index: duty for index, duty in enumerate(duties) if duty is Duty.STAND_BY}
+        if not (stopping or standing_by or isolated or any(part is not None for part in parts)):
+            return None
+        unstopped = frozenset(index for index in stopping if not self._children[index].stopped)
         handshakes = {index: own for index, own in self._handshakes.items() if index in standing_by}
-        return MultiWorkerMetadata(parts, self._orders, broken, unstopped, handshakes)
+        return MultiWorkerMetadata(parts, self._orders, frozenset(isolated - stopping), unstopped, handshakes)
 
 
 def _rank() -> tuple[int, int]:
