@@ -2,6 +2,7 @@
 """MultiConnectors over fakes, one a process, joined step by step as vLLM joins them."""
 
 import pickle
+from collections import Counter
 from types import SimpleNamespace
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -131,10 +132,14 @@ class Lockstep:
 
 
 class Returning(Lockstep):
-    """An engine whose clock the test moves, and which rests for a second after a first failure."""
+    """An engine whose clock the test moves, and which rests for a second after a first failure.
+
+    ``told``, ``gauges``: what all processes report of the first child, added up as vLLM's front end does.
+    """
 
     def __init__(self, *children, ranks=1, **settings):
         super().__init__(*children, ranks=ranks, retry_first_s=1.0, **settings)
+        self.told, self.gauges = Counter(), {}
         self.clock = Clock()
         self.scheduler._scheduler._clock = self.clock
         self.manager = SimpleNamespace(block_pool="pool")
@@ -143,6 +148,14 @@ class Returning(Lockstep):
             connector._worker._clock = self.clock
             connector.register_kv_caches({"layer": rank})
             connector.set_host_xfer_buffer_ops("copy")
+
+    def step(self):
+        output = super().step()
+        for stats in (output.kv_connector_stats, self.scheduler.get_kv_connector_stats()):
+            if stats is not None and (found := stats.data["*"].tallies.get("a")):
+                self.told.update(found.counters)
+                self.gauges.update(found.gauges)
+        return output
 
     def state(self, index=0):
         return self.scheduler._scheduler.supervisor.lifecycles[index].phase
