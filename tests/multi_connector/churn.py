@@ -21,6 +21,7 @@ from tests.engine.driver import Driver
 from tests.engine.states import FLOAT32
 from tests.multi_connector import tables
 from tests.multi_connector.faulty import KINDS, Fault, Faults, hooks
+from tests.multi_connector.matrix import CHILDREN
 from tests.waiting import until
 
 N = FLOAT32.block_size
@@ -31,12 +32,7 @@ class Churn:
     """One engine with so few blocks that requests are preempted."""
 
     def __init__(self, model: str, seed: int) -> None:
-        faulty = {
-            **cpu_child(name="faulty", load_weight=2.0, capacity_bytes="64 MiB"),
-            "kv_connector": "FaultyHybridOffloadConnector",
-            "kv_connector_module_path": "tests.multi_connector.faulty",
-        }
-        children = faulty, cpu_child(name="steady", capacity_bytes="64 MiB")
+        children = CHILDREN["ours"], cpu_child(name="steady", capacity_bytes="64 MiB")
         self.driver = Driver(
             {
                 "model": model,
@@ -131,9 +127,8 @@ class Churn:
         until(serves_and_rests, "the return of all children, and the end of all stores", longest_pause_s=0.0)
         self.driver.reset()
         self.driver._step()
-        pool = scheduler.kv_cache_manager.block_pool
         return {
-            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "blocks": tables.blocks_in_use(scheduler),
             "requests": len(scheduler.requests),
             "scheduler": tables.of_scheduler(connector),
             "worker": tables.of_worker(worker),

@@ -232,11 +232,11 @@ class Matrix:
         for _ in range(3):
             self.driver._step()
         self._reset_device()
-        pool = self.driver.engine_core.scheduler.kv_cache_manager.block_pool
+        scheduler = self.driver.engine_core.scheduler
         return {
-            "scheduler": tables.of_scheduler(self.driver.engine_core.scheduler.connector),
+            "scheduler": tables.of_scheduler(scheduler.connector),
             "worker": tables.of_worker(get_kv_transfer_group()),
-            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "blocks": tables.blocks_in_use(scheduler),
         }
 
 

@@ -155,11 +155,8 @@ class Cells:
     def left(self) -> dict[str, int]:
         self._without_loads(prompt(8, seed=99))  # a step more, in which the last request is forgotten
         self.lab.reset()
-        pool = self.lab.scheduler.kv_cache_manager.block_pool
-        return {
-            "scheduler": tables.of_scheduler(self.connector),
-            "blocks": len(pool.blocks) - 1 - pool.get_num_free_blocks(),
-        }
+        blocks = tables.blocks_in_use(self.lab.scheduler)
+        return {"scheduler": tables.of_scheduler(self.connector), "blocks": blocks}
 
 
 def _cell(name: str, checks: dict[str, bool]) -> dict[str, Any]:

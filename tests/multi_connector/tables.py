@@ -34,3 +34,9 @@ def of_worker(connector: MultiConnector) -> int:
 def living(connector: MultiConnector) -> int:
     """Requests that are not finished, as far as this rank was told."""
     return len(connector._worker._completions._living)
+
+
+def blocks_in_use(scheduler: Any) -> int:
+    """Device blocks of vLLM's scheduler that are not free."""
+    pool = scheduler.kv_cache_manager.block_pool
+    return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # type: ignore[no-any-return]

@@ -176,7 +176,8 @@ def test_hisparse_sees_what_its_sibling_has_received(failed):
     engine.step()
     engine.report(0, recving={"r"}, failed={"r"} if failed else ())
     engine.step()
-    assert engine.scheduler.sub_connectors[1].coordinator.imports == [("r", failed)]
+    imported = engine.scheduler.sub_connectors[1].coordinator.finish_host_import
+    imported.assert_called_once_with("r", failed=failed)
 
 
 def test_every_child_sees_every_load():

@@ -82,39 +82,18 @@ def _nixl_worker() -> Any:
     )
 
 
-class Coordinator:
-    """In place of HiSparse's, which needs a cache manager with a host pool: it records what it is told."""
-
-    def __init__(self) -> None:
-        self.imports: list[tuple[str, bool]] = []
-        self.host_group_id = 0
-
-    def finish_host_import(self, request_id: str, *, failed: bool) -> None:
-        self.imports.append((request_id, failed))
-
-    def advance_scheduled(self, ranges: Any) -> None:
-        list(ranges)
-
-    def build_offload_command(self) -> None:
-        return None
-
-    def take_host_block_copies(self) -> tuple[()]:
-        return ()
-
-    def all_context_pages_resident(self, scheduled: Any) -> bool:
-        return True
-
-    def take_residency_updates(self, scheduled: Any) -> dict[str, Any]:
-        return {}
-
-    def build_row_mirrors(self, rows: Any) -> tuple[()]:
-        return ()
-
-    def has_pending_work(self) -> bool:
-        return False
-
-    def has_pending_reclamation(self) -> bool:
-        return False
+def coordinator() -> MagicMock:
+    """In place of HiSparse's, which needs a cache manager with a host pool. It has nothing to do."""
+    nothing = {
+        "build_offload_command": None,
+        "take_host_block_copies": (),
+        "all_context_pages_resident": True,
+        "take_residency_updates": {},
+        "build_row_mirrors": (),
+        "has_pending_work": False,
+        "has_pending_reclamation": False,
+    }
+    return MagicMock(host_group_id=0, **{f"{method}.return_value": answer for method, answer in nothing.items()})
 
 
 class HiSparse(HiSparseConnector):
@@ -124,7 +103,7 @@ class HiSparse(HiSparseConnector):
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self.connector_worker = None
         self.connector_scheduler = HiSparseConnectorScheduler(async_speculative=False)
-        self.connector_scheduler.bind_coordinator(Coordinator())  # type: ignore[arg-type]
+        self.connector_scheduler.bind_coordinator(coordinator())
 
     @property
     def coordinator(self) -> Any:
