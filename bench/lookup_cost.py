@@ -14,9 +14,9 @@ from typing import Any
 from bench.measure import table
 from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.choice import decide
+from vllm_overlay.multi_connector.hooks import Watchdog
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
-from vllm_overlay.multi_connector.watchdog import Watchdog
 from vllm_overlay.multi_connector.weights import LoadWeight
 
 ROUNDS, CALLS = 7, 2000

@@ -19,7 +19,9 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from tests.engine.client import cpu_child, multi, prompt
 from tests.engine.driver import Driver
 from tests.engine.states import FLOAT32
+from tests.multi_connector import tables
 from tests.multi_connector.faulty import KINDS, Fault, Faults, hooks
+from tests.multi_connector.matrix import CHILDREN
 from tests.waiting import until
 
 N = FLOAT32.block_size
@@ -30,12 +32,7 @@ class Churn:
     """One engine with so few blocks that requests are preempted."""
 
     def __init__(self, model: str, seed: int) -> None:
-        faulty = {
-            **cpu_child(name="faulty", load_weight=2.0, capacity_bytes="64 MiB"),
-            "kv_connector": "FaultyHybridOffloadConnector",
-            "kv_connector_module_path": "tests.multi_connector.faulty",
-        }
-        children = faulty, cpu_child(name="steady", capacity_bytes="64 MiB")
+        children = CHILDREN["ours"], cpu_child(name="steady", capacity_bytes="64 MiB")
         self.driver = Driver(
             {
                 "model": model,
@@ -130,12 +127,11 @@ class Churn:
         until(serves_and_rests, "the return of all children, and the end of all stores", longest_pause_s=0.0)
         self.driver.reset()
         self.driver._step()
-        pool = scheduler.kv_cache_manager.block_pool
         return {
-            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "blocks": tables.blocks_in_use(scheduler),
             "requests": len(scheduler.requests),
-            "scheduler": connector._scheduler.tracked,
-            "worker": worker._worker.tracked,
+            "scheduler": tables.of_scheduler(connector),
+            "worker": tables.of_worker(worker),
             "children": sum(len(child._scheduler._tracked) for child in connector.sub_connectors),
         }
 

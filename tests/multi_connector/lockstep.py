@@ -2,12 +2,14 @@
 """MultiConnectors over fakes, one a process, joined step by step as vLLM joins them."""
 
 import pickle
+from collections import Counter
 from types import SimpleNamespace
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from tests.multi_connector import tables
 from tests.multi_connector.fakes import (
     FakeBase,
     blocks,
@@ -126,14 +128,18 @@ class Lockstep:
         return self.aggregator.aggregate(outputs).kv_connector_output
 
     def tables_are_empty(self):
-        return not self.scheduler._scheduler.tracked and not any(w._worker.tracked for w in self.workers)
+        return not tables.of_scheduler(self.scheduler) and not any(map(tables.of_worker, self.workers))
 
 
 class Returning(Lockstep):
-    """An engine whose clock the test moves, and which rests for a second after a first failure."""
+    """An engine whose clock the test moves, and which rests for a second after a first failure.
+
+    ``told``, ``gauges``: what all processes report of the first child, added up as vLLM's front end does.
+    """
 
     def __init__(self, *children, ranks=1, **settings):
         super().__init__(*children, ranks=ranks, retry_first_s=1.0, **settings)
+        self.told, self.gauges = Counter(), {}
         self.clock = Clock()
         self.scheduler._scheduler._clock = self.clock
         self.manager = SimpleNamespace(block_pool="pool")
@@ -142,6 +148,14 @@ class Returning(Lockstep):
             connector._worker._clock = self.clock
             connector.register_kv_caches({"layer": rank})
             connector.set_host_xfer_buffer_ops("copy")
+
+    def step(self):
+        output = super().step()
+        for stats in (output.kv_connector_stats, self.scheduler.get_kv_connector_stats()):
+            if stats is not None and (found := stats.data["*"].tallies.get("a")):
+                self.told.update(found.counters)
+                self.gauges.update(found.gauges)
+        return output
 
     def state(self, index=0):
         return self.scheduler._scheduler.supervisor.lifecycles[index].phase

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from tests.engine.client import cpu_child, multi, prompt
 from tests.engine.driver import Driver
+from tests.multi_connector import tables
 from tests.multi_connector.faulty import AT_RETURN, HANG_AFTER_S, KINDS, Fault, Faults, HookClock, hooks
 from tests.waiting import until
 
@@ -231,11 +232,11 @@ class Matrix:
         for _ in range(3):
             self.driver._step()
         self._reset_device()
-        pool = self.driver.engine_core.scheduler.kv_cache_manager.block_pool
+        scheduler = self.driver.engine_core.scheduler
         return {
-            "scheduler": self._scheduler.tracked,
-            "worker": get_kv_transfer_group()._worker.tracked,
-            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "scheduler": tables.of_scheduler(scheduler.connector),
+            "worker": tables.of_worker(get_kv_transfer_group()),
+            "blocks": tables.blocks_in_use(scheduler),
         }
 
 

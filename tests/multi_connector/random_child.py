@@ -34,9 +34,6 @@ LOAD_FAILS = 0.1
 HOLDS = 0.5
 MAY_REPORT_EARLY = 0.3
 REPORTS_EARLY = 0.2
-TAKES_OUT = 0.2
-PUTS_IN = 0.3
-GIVES_UP = 0.05
 SHUTDOWN_RAISES = 0.3
 
 
@@ -49,8 +46,6 @@ class World:
         self.raises = raises
         self.workers: list[RandomChild] = []
         """The worker-side instances that have not been shut down."""
-        self.given_up: set[tuple[str, str]] = set()
-        """(child, request) whose blocks the child gave up before the workers had reported them."""
         self.seen: Counter[str] = Counter()
 
     def happens(self, likelihood: float, what: str = "") -> bool:
@@ -62,11 +57,10 @@ class World:
         return True
 
     def touched(self) -> Iterable[tuple[str, str]]:
-        """(child, request) that some worker may still read or write, and whose blocks are not given up."""
+        """(child, request) that some worker may still read or write."""
         for instance in self.workers:
             for request_id in (*instance.loads, *instance.saves):
-                if (instance.name, request_id) not in self.given_up:
-                    yield instance.name, request_id
+                yield instance.name, request_id
 
 
 @dataclass
@@ -85,10 +79,10 @@ def random_child(name: str) -> dict[str, Any]:
 
 
 class RandomChild(KVConnectorBase_V1, SupportsHMA):
-    """Keeps the rules of ``outstanding.py``, and uses all the freedom that they leave.
+    """Uses all the freedom that the interface leaves, but that it changes no report of the scheduler's.
 
-    It loads at once or over some steps, holds blocks of finished requests, reports before it is told to, takes reports
-    out and puts them in later, gives blocks up, fails and raises.
+    It loads at once or over some steps, holds blocks of finished requests, reports before it is told to, fails and
+    raises.
     """
 
     world: ClassVar[World] = World()
@@ -100,12 +94,8 @@ class RandomChild(KVConnectorBase_V1, SupportsHMA):
         # The scheduler's half.
         self._offered: dict[str, bool] = {}
         self._new_loads: dict[str, bool] = {}
-        self._loading: set[str] = set()
-        self._loads_out: set[str] = set()
         self._early: set[str] = set()
         self._new_saves: set[str] = set()
-        self._held: set[str] = set()
-        self._saves_out: set[str] = set()
         # The workers' half.
         self.loads: dict[str, int] = {}
         """Request -> steps until its load has ended."""
@@ -144,7 +134,6 @@ class RandomChild(KVConnectorBase_V1, SupportsHMA):
         self._may_raise("build_connector_meta")
         early = sorted(self._early & scheduler_output.num_scheduled_tokens.keys())
         metadata = RandomMetadata(self._new_loads, sorted(self._new_saves), early)
-        self._loading |= {request_id for request_id, is_asynchronous in self._new_loads.items() if is_asynchronous}
         self._new_loads, self._new_saves = {}, set()
         return metadata
 
@@ -161,34 +150,11 @@ class RandomChild(KVConnectorBase_V1, SupportsHMA):
         self._early.discard(request_id)
         if holds:
             self.world.seen["held" if any(block_ids) else "held without blocks"] += 1
-            self._held.add(request_id)
             self._new_saves.add(request_id)
         return holds, None
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         self._may_raise("update_connector_output")
-        sent = self._changed(connector_output.finished_sending, self._held, self._saves_out, "save")
-        for request_id in sorted(self._held - self._saves_out):
-            if self.world.happens(GIVES_UP, "gave up"):
-                self._held.discard(request_id)
-                self.world.given_up.add((self.name, request_id))
-                sent.add(request_id)
-        connector_output.finished_sending = sent
-        connector_output.finished_recving = self._changed(
-            connector_output.finished_recving, self._loading, self._loads_out, "load"
-        )
-
-    def _changed(self, reported: set[str] | None, own: set[str], taken_out: set[str], kind: str) -> set[str]:
-        """The reports without some of its own that are new, and with some that it had taken out."""
-        passed = {request_id for request_id in sorted(taken_out) if self.world.happens(PUTS_IN, f"put a {kind} in")}
-        taken_out -= passed
-        for request_id in sorted(reported or ()):
-            if request_id in own and self.world.happens(TAKES_OUT, f"took a {kind} out"):
-                taken_out.add(request_id)
-            else:
-                passed.add(request_id)
-        own -= passed
-        return passed
 
     # ---- The workers' half.
 

@@ -21,6 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from devtools.scheduler_lab import LabSettings, make_request, make_scheduler, runner_output, sampled_tokens
+from tests.multi_connector import tables
 from tests.multi_connector.fakes import BLOCK, vllm_config
 from tests.multi_connector.lockstep import Clock, Lockstep
 from tests.multi_connector.random_child import RandomChild, World, random_child
@@ -109,14 +110,13 @@ class ConnectedScheduler:
 
     def left(self) -> dict[str, Any]:
         """What is not empty of the tables of all processes and of the block pool."""
-        half, aggregator = self._half, self.lockstep.aggregator
+        aggregator = self.lockstep.aggregator
         found = {
             "requests": sorted(self.scheduler.requests),
             "delayed": sorted(self.scheduler._delayed_frees),
             "blocks": self._num_free - self._pool.get_num_free_blocks(),
-            "scheduler": half.tracked,
-            "taken out": sum(map(len, half._outstanding._taken_out.values())),
-            "workers": sum(worker._worker.tracked + worker._worker.living_requests for worker in self.lockstep.workers),
+            "scheduler": tables.of_scheduler(self.scheduler.connector),
+            "workers": sum(tables.of_worker(worker) + tables.living(worker) for worker in self.lockstep.workers),
             "aggregator": len(aggregator._send_remaining_count)
             + len(aggregator._recv_remaining_count)
             + len(aggregator._reported)

@@ -4,9 +4,10 @@ import os
 
 import pytest
 
-from tests.multi_connector.fakes import ENDINGS, FAULTS, child, multi, request
+from tests.multi_connector.fakes import ENDINGS, Boom, child, multi, request
+from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector import control_file
-from vllm_overlay.multi_connector.control_file import ControlError, ControlFile, read_switches
+from vllm_overlay.multi_connector.control_file import ControlFile, read_switches
 from vllm_overlay.multi_connector.settings import ChildSettings
 
 CONFIGURED = {"cpu": ChildSettings(min_tokens=64), "disk": ChildSettings(load_weight=0.5)}
@@ -51,7 +52,7 @@ def test_what_is_named_changes_and_the_rest_is_as_configured():
     ],
 )
 def test_content_that_cannot_be_meant_is_refused_with_a_sentence(content, words):
-    with pytest.raises(ControlError) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_switches(content, CONFIGURED)
     assert words in str(caught.value)
 
@@ -100,7 +101,7 @@ def test_a_path_that_cannot_be_read_is_a_warning(tmp_path, warnings):
     assert switches.settings == CONFIGURED and len(warnings) == 1
 
 
-@pytest.mark.parametrize("error", [MemoryError, *FAULTS])
+@pytest.mark.parametrize("error", [MemoryError, Boom])
 def test_whatever_reading_raises_is_a_warning(error, tmp_path, warnings, monkeypatch):
     path = tmp_path / "switches.json"
     write(path, {"cpu": {"load": False}})

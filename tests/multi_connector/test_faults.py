@@ -84,6 +84,6 @@ def test_a_synchronous_load_that_fails_halfway_is_computed_on_a_model_with_sever
 def test_what_was_computed_from_a_third_partys_failed_load_is_neither_answered_nor_kept(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    total, cells = run("failed_beside_tier", tiny_model, tmp_path / "log")
+    total, cells = run("synchronous", tiny_model, tmp_path / "log", "--beside-tier")
     assert [cell for cell in cells if cell["wrong"]] == []
-    assert total == {"cells": 3, "left": 0}
+    assert total == {"cells": 3, "fired": 0, "left": {"scheduler": 0, "blocks": 0}}

@@ -8,9 +8,7 @@ import pytest
 
 from tests.multi_connector.fakes import request
 from tests.multi_connector.lockstep import Clock, Returning, answering, by_label, tally_of
-from vllm_overlay.multi_connector.hook_times import HookTimes
-from vllm_overlay.multi_connector.hooks import HOOKS
-from vllm_overlay.multi_connector.watchdog import Watchdog
+from vllm_overlay.multi_connector.hooks import HOOKS, HookTimes, Watchdog
 
 
 def timed(connector):

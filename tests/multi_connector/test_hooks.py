@@ -57,6 +57,16 @@ def test_a_hook_that_an_instance_was_given_is_not_empty() -> None:
     assert "take_events" not in empty_hooks(made)
 
 
+def test_hooks_of_a_connector_that_finds_its_attributes_its_own_way_are_all_called() -> None:
+    """vLLM's own tests of its MultiConnector do so."""
+
+    class Recording(Inheriting):
+        def __getattribute__(self, name: str) -> object:
+            return object.__getattribute__(self, name)
+
+    assert empty_hooks(object.__new__(Recording)) == frozenset()
+
+
 def test_a_tier_has_no_work_for_single_layers() -> None:
     found = empty_hooks(object.__new__(HybridOffloadConnector))
     assert {"wait_for_layer_load", "save_kv_layer", "take_events", "handle_preemptions"} <= found

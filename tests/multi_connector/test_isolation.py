@@ -83,17 +83,6 @@ def test_loads_sent_while_the_scheduler_does_not_know_yet_are_refused():
     assert output.failed_recving == {"second"}
 
 
-def test_what_a_child_that_cannot_be_shut_down_holds_stays_held():
-    engine = Lockstep()
-    engine.admit("r", 0)
-    engine.finish("s", 0)
-    engine.workers[0].sub_connectors[0].raising = {"start_load_kv", "shutdown"}
-    for _ in range(3):
-        output = engine.step()
-        assert (output.finished_recving, output.finished_sending) == (None, None)
-    assert len(engine.workers[0].sub_connectors[0].called("shutdown")) == 1
-
-
 def test_a_load_that_a_child_out_of_service_never_saw_is_told_failed_even_if_it_cannot_be_shut_down():
     engine = Lockstep()
     engine.workers[0].sub_connectors[0].raising = {"start_load_kv", "shutdown"}
@@ -130,16 +119,6 @@ def test_a_worker_tells_of_an_isolation_until_the_scheduler_has_heard():
     assert tally_of(engine.scheduler).total("isolations") == 1
 
 
-def test_a_load_that_fails_after_its_request_is_gone_leaves_nothing():
-    engine = Lockstep()
-    engine.admit("r", 0)
-    engine.step()
-    engine.finish("r")
-    engine.report(0, recving={"r"}, failed={"r"})
-    engine.step()
-    assert engine.tables_are_empty()
-
-
 def test_a_save_promised_by_a_child_that_raises_in_finishing_is_held_until_the_workers_stop_it():
     engine = Lockstep()
     engine.scheduler.sub_connectors[0].raising = {"request_finished_all_groups"}
@@ -147,24 +126,6 @@ def test_a_save_promised_by_a_child_that_raises_in_finishing_is_held_until_the_w
     assert engine.step().finished_sending == {"r"}
     assert not engine.finish("later")
     assert engine.tables_are_empty()
-
-
-def test_the_other_child_goes_on_after_an_isolation():
-    engine = Lockstep()
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    engine.step()
-    engine.admit("r", 1)
-    engine.report(1, recving={"r"})
-    output = engine.step()
-    assert (output.finished_recving, output.failed_recving) == ({"r"}, set())
-
-
-def test_a_failed_synchronous_load_invalidates_its_blocks():
-    engine = Lockstep()
-    engine.admit("r", 0, asynchronous=False)
-    engine.workers[0].sub_connectors[0].raising = {"wait_for_layer_load"}
-    output = engine.step()
-    assert (output.invalid_block_ids, output.finished_recving, output.failed_recving) == ({4, 5}, None, set())
 
 
 def test_a_preempted_request_is_not_blamed_for_another_childs_bad_blocks():

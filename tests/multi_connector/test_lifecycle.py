@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.common.backoff import Backoff
-from vllm_overlay.multi_connector.lifecycle import Duty, Lifecycle, Order, Phase
+from vllm_overlay.multi_connector.lifecycle import Lifecycle, Phase
+from vllm_overlay.multi_connector.metadata import Duty, Order
 
 
 def test_one_life():
@@ -46,7 +47,7 @@ def test_a_failed_attempt_is_stopped_before_the_next_and_waits_longer():
     assert lifecycle.may_try(103.0)
 
 
-@given(st.lists(st.sampled_from(["isolate", "stopped", "try", "serve", "attempt_failed"]), max_size=60))
+@given(st.lists(st.sampled_from(["isolate", "stopped", "try", "serve"]), max_size=60))
 def test_generations_never_go_back_and_nothing_serves_without_being_half_open(events):
     lifecycle, now, lives = Lifecycle(Backoff(1.0, 60.0)), 0.0, []
     for event in events:
@@ -57,8 +58,6 @@ def test_generations_never_go_back_and_nothing_serves_without_being_half_open(ev
             lifecycle.stopped()
         elif event == "try" and lifecycle.may_try(now):
             lifecycle.half_open()
-        elif event == "attempt_failed" and lifecycle.phase is Phase.OPEN:
-            lifecycle.attempt_failed(now)
         elif event == "serve" and lifecycle.phase is Phase.HALF_OPEN:
             lifecycle.serve(now)
         lives.append((lifecycle.generation, lifecycle.order.duty))

@@ -5,14 +5,14 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from tests.multi_connector.fakes import cache_config, child, vllm_config
-from vllm_overlay.multi_connector import MultiConnector, connector
-from vllm_overlay.multi_connector.load_failure import load_failure_policy
+from vllm_overlay.multi_connector import MultiConnector, children
+from vllm_overlay.multi_connector.children import load_failure_policy
 
 
 @pytest.fixture
 def lines(monkeypatch):
     found = []
-    monkeypatch.setattr(connector.logger, "info", lambda message, *args: found.append(message % args))
+    monkeypatch.setattr(children.logger, "info", lambda message, *args: found.append(message % args))
     return found
 
 
@@ -27,20 +27,19 @@ def failing(name):
 
 
 @pytest.mark.parametrize(
-    ("own", "at_top", "childrens", "value", "word"),
+    ("own", "at_top", "failing", "value", "word"),
     [
-        (None, "fail", {}, "recompute", "that is the default"),
-        (None, "recompute", {}, "recompute", "kv_load_failure_policy of --kv-transfer-config"),
-        (None, "fail", {"a": "fail"}, "fail", "connector a"),
-        (None, "fail", {"a": "fail", "b": "recompute", "c": "fail"}, "fail", "connector a, c"),
-        (None, "fail", {"a": "recompute"}, "recompute", "that is the default"),
-        (None, "recompute", {"a": "fail"}, "recompute", "kv_load_failure_policy of --kv"),
-        ("fail", "recompute", {"a": "recompute"}, "fail", "load_failure_policy of the MultiConnector"),
-        ("recompute", "fail", {"a": "fail"}, "recompute", "load_failure_policy of the MultiConnector"),
+        (None, "fail", [], "recompute", "that is the default"),
+        (None, "recompute", [], "recompute", "kv_load_failure_policy of --kv-transfer-config"),
+        (None, "fail", ["a"], "fail", "connector a"),
+        (None, "fail", ["a", "c"], "fail", "connector a, c"),
+        (None, "recompute", ["a"], "recompute", "kv_load_failure_policy of --kv"),
+        ("fail", "recompute", [], "fail", "load_failure_policy of the MultiConnector"),
+        ("recompute", "fail", ["a"], "recompute", "load_failure_policy of the MultiConnector"),
     ],
 )
-def test_whose_word_counts(own, at_top, childrens, value, word):
-    policy = load_failure_policy(own, at_top, childrens)
+def test_whose_word_counts(own, at_top, failing, value, word):
+    policy = load_failure_policy(own, at_top, failing)
     assert policy.value == value
     assert policy.reason.startswith(word)
 

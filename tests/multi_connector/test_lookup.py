@@ -6,6 +6,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector.fakes import (
+    FAULTS,
     Boom,
     blocks,
     child,
@@ -128,6 +129,24 @@ def test_an_impossible_answer_is_taken_as_nothing_and_counted(answer):
     connector = answering(answer, 16)
     assert connector.get_num_new_matched_tokens(request(num_tokens=1000), 0) == (16, True)
     assert tally_of(connector).total("invalid_answers") == 1
+
+
+class Raising:
+    """A number that raises when it is asked for its value."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def __index__(self):
+        raise self._error
+
+
+@pytest.mark.parametrize("error", [*FAULTS, TypeError])
+def test_an_answer_that_raises_is_taken_as_nothing(error):
+    connector = answering(Raising(error), 16)
+    assert connector.get_num_new_matched_tokens(request(), 0) == (16, True)
+    tally = tally_of(connector)
+    assert (tally.total("errors"), tally.total("invalid_answers")) == ((0, 1) if error is TypeError else (1, 0))
 
 
 @pytest.mark.parametrize("answer", [None, 5, (1, 2, 3)])

@@ -6,7 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from tests.multi_connector.fakes import FAULTS, FakeStats, child, vllm_config
 from vllm_overlay.common.reasons import IGNORED_OFFERS
 from vllm_overlay.metrics import HOOK, MULTI_CONNECTOR, REASON, Kind
-from vllm_overlay.multi_connector import MultiConnector, harmless, prom_metrics
+from vllm_overlay.multi_connector import MultiConnector, prom_metrics
+from vllm_overlay.multi_connector import child as child_module
 from vllm_overlay.multi_connector.hooks import HOOKS
 from vllm_overlay.tally import Tally
 
@@ -16,7 +17,7 @@ SUFFIXES = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_count"}
 
 @pytest.fixture(autouse=True)
 def forget_what_was_logged():
-    harmless.log_once.cache_clear()
+    child_module._log_exception_once.cache_clear()
 
 
 class Front:

@@ -4,6 +4,7 @@ import dataclasses
 import pytest
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 
+from tests.multi_connector import tables
 from tests.multi_connector.fakes import (
     blocks,
     child,
@@ -116,7 +117,7 @@ def test_a_switch_that_is_flipped_concerns_requests_admitted_afterwards():
     for name in ("before", "after"):
         connector.request_finished_all_groups(request(name), ([],))
     connector.build_connector_meta(scheduler_output())
-    assert not connector._scheduler.tracked
+    assert not tables.of_scheduler(connector)
 
 
 def test_a_child_may_still_take_blocks_off_the_list_to_be_zeroed():

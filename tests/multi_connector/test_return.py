@@ -15,7 +15,7 @@ from tests.multi_connector.fakes import (
     request,
     scheduler_output,
 )
-from tests.multi_connector.lockstep import Returning, tally_of
+from tests.multi_connector.lockstep import Returning
 from vllm_overlay.multi_connector.lifecycle import Phase
 from vllm_overlay.multi_connector.metadata import MultiWorkerMetadata
 
@@ -43,7 +43,6 @@ def test_a_child_comes_back_as_a_new_instance_everywhere(ranks):
         assert fake.called("register_kv_caches") == [[{"layer": rank}]]
         assert fake.called("set_host_xfer_buffer_ops") == [["copy"]]
         assert fake.called("bind_connector_metadata") == [[FakeMetadata("a")]]
-    assert tally_of(engine.scheduler).total("returns") == 1
     engine.admit("r", 0)
     engine.step()
     for rank in range(ranks):
@@ -83,19 +82,6 @@ def test_it_gets_no_hook_between_its_failure_and_its_return():
     assert [name for name, *_ in old.calls[before:]] == []
 
 
-def test_an_instance_that_fails_again_rests_longer():
-    engine = Returning()
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    engine.step()
-    rests = []
-    for _ in range(3):
-        assert engine.recover()
-        engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-        engine.step()
-        rests.append(engine.scheduler._scheduler.supervisor.lifecycles[0].backoff.pause_s)
-    assert rests[0] <= 2.0  # it had served, though not for long
-
-
 @pytest.mark.parametrize("error", FAULTS)
 @pytest.mark.parametrize("where", ["scheduler", "worker"])
 @pytest.mark.parametrize("hook", ["__init__", "bind_kv_cache_manager", "register_kv_caches", "reset_cache"])
@@ -122,6 +108,9 @@ def test_an_instance_that_cannot_be_built_leaves_the_child_out_and_is_tried_agai
     assert engine.step().finished_recving == {"r"}
     broken[0] = False
     assert engine.recover(steps=6) or engine.recover(steps=6)
+    engine.step()
+    # A failed attempt is no new isolation.
+    assert (engine.told["isolations"], engine.told["returns"]) == (1, 1)
 
 
 def test_requests_older_than_the_instance_are_never_shown_to_it():
@@ -193,8 +182,7 @@ def test_a_child_that_cannot_be_stopped_keeps_its_blocks_until_it_has_reported_t
         output = engine.step()
         assert (output.finished_recving, output.finished_sending) == (None, None)
     assert not engine.recover()
-    engine.scheduler._scheduler.record_gauges()
-    assert tally_of(engine.scheduler).gauges.items() >= {"state": 1.0, "quarantined_requests": 2.0}.items()
+    assert engine.gauges.items() >= {"state": 1.0, "quarantined_requests": 2.0}.items()
     engine.report(0, recving={"r"}, failed={"r"}, sending={"s"})
     output = engine.step()
     assert (output.failed_recving, output.finished_sending) == ({"r"}, {"s"})
@@ -300,3 +288,40 @@ def test_a_new_instance_that_hangs_while_it_starts_is_named_too(hook, monkeypatc
     assert engine.recover()
     assert seen == [hook]
     assert hanging._watchdog._call is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_each_time_a_child_leaves_service_is_one_isolation_in_however_many_processes_it_fails(ranks):
+    engine = Returning(ranks=ranks)
+    for number in range(1, 4):
+        scheduler_side, *worker_sides = engine.fakes(0)
+        scheduler_side.raising = {"update_connector_output"}
+        for fake in worker_sides:
+            fake.raising = {"start_load_kv"}
+        for _ in range(4):
+            engine.step()
+        assert (engine.told["isolations"], engine.told["returns"]) == (number, number - 1)
+        assert engine.recover()
+        engine.step()
+        assert (engine.told["isolations"], engine.told["returns"]) == (number, number)
+
+
+def test_a_child_out_of_service_is_in_every_report_and_its_return_in_one():
+    engine, states = Returning(), []
+    original = engine.scheduler.get_kv_connector_stats
+
+    def collecting():
+        stats = original()
+        found = stats.data["*"].tallies.get("a") if stats else None
+        states.append(found.gauges.get("state") if found else None)
+        return stats
+
+    engine.scheduler.get_kv_connector_stats = collecting
+    engine.step()
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    for _ in range(4):
+        engine.step()
+    assert states == [None, 2, 2, 2, 2]
+    assert engine.recover()
+    engine.step()
+    assert [state for state in states[5:] if state != 3] == [0, None]

@@ -134,6 +134,7 @@ NAMED = {"kv_connector_extra_config": {"name": "cpu"}}
         ({**child("cpu"), "kv_conector": "x"}, "in kv_connector_extra_config; did you mean kv_connector?"),
         ({"kv_connector": "NixlConector", **NAMED}, "kv_connector='NixlConector' of connector 'cpu' is not registered"),
         ({"kv_connector": "NixlConector", **NAMED}, "module that has it; did you mean NixlConnector?"),
+        ({"kv_connector": "MoRIIOConnector", **NAMED}, 'use "NixlConnector" here, or MoRIIOConnector without the'),
     ],
 )
 def test_a_child_that_cannot_be_configured_is_refused_by_child(entry, words):

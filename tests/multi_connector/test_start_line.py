@@ -5,13 +5,13 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from tests.multi_connector.fakes import child, multi
-from vllm_overlay.multi_connector import connector
+from vllm_overlay.multi_connector import children
 
 
 @pytest.fixture
 def lines(monkeypatch):
     found = []
-    monkeypatch.setattr(connector.logger, "info", lambda message, *args: found.append(message % args))
+    monkeypatch.setattr(children.logger, "info", lambda message, *args: found.append(message % args))
     return found
 
 

@@ -8,14 +8,15 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from tests.multi_connector.fakes import ENDINGS, FAULTS, FakeChild, FakeStats, child, multi
 from tests.multi_connector.lockstep import Clock
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.multi_connector import MultiConnector, harmless
+from vllm_overlay.multi_connector import MultiConnector
+from vllm_overlay.multi_connector import child as child_module
 from vllm_overlay.multi_connector.stats import MultiStats
 from vllm_overlay.tally import Tally
 
 
 @pytest.fixture(autouse=True)
 def forget_what_was_logged():
-    harmless.log_once.cache_clear()
+    child_module._log_exception_once.cache_clear()
 
 
 def connector_with_stats(*loads, **settings):

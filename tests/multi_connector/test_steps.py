@@ -7,6 +7,7 @@ import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from tests.multi_connector import tables
 from tests.multi_connector.fakes import (
     ENDINGS,
     FAULTS,
@@ -150,7 +151,7 @@ def test_an_aborted_lookup_leaves_nothing():
     connector._scheduler._clock.now += 1
     connector.get_num_new_matched_tokens(request(), 0)
     connector.request_finished_all_groups(request(), ([],))
-    assert not connector._scheduler.tracked
+    assert not tables.of_scheduler(connector)
 
 
 def test_parameters_of_all_children_are_returned_and_the_first_of_equal_keys_wins():

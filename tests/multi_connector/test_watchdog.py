@@ -5,14 +5,14 @@ import pytest
 
 from tests.multi_connector.fakes import FAULTS, child, multi, scheduler_output
 from tests.waiting import until
-from vllm_overlay.multi_connector import watchdog
-from vllm_overlay.multi_connector.watchdog import Watchdog
+from vllm_overlay.multi_connector import hooks
+from vllm_overlay.multi_connector.hooks import Watchdog
 
 
 @pytest.fixture
 def lines(monkeypatch):
     found = []
-    monkeypatch.setattr(watchdog.logger, "error", lambda message, *args: found.append(message % args))
+    monkeypatch.setattr(hooks.logger, "error", lambda message, *args: found.append(message % args))
     return found
 
 
@@ -60,7 +60,7 @@ def test_a_hook_is_named_even_when_its_place_cannot_be_read(error, lines, monkey
     def frames():
         raise error("frames")
 
-    monkeypatch.setattr(watchdog.sys, "_current_frames", frames)
+    monkeypatch.setattr(hooks.sys, "_current_frames", frames)
     dog, clock = watched()
     dog.began("cpu", "wait_for_save")
     clock.now += 10.5

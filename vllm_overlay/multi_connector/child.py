@@ -2,52 +2,30 @@
 """One child and the fence around it. What the child raises or garbles is logged, counted and answered for.
 
 A child that raised, or answered what cannot be an answer, has done an unknown part of its work, so it is *isolated*: no
-hook of it is called any more, here and (supervisor.py) in all processes. It comes back as a new instance. Blocks that
+hook of it is called any more, here and (lifecycle.py) in all processes. It comes back as a new instance. Blocks that
 the old one may still touch are given back only once it cannot touch them: see ``WorkerSide``.
 
 The fence holds every exception, also those of native code that are no ``Exception``; common/fence.py says which pass.
 """
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.logger import init_logger
 
 from vllm_overlay.common.fence import SHUTDOWN
-from vllm_overlay.multi_connector.hook_times import HookTimes
-from vllm_overlay.multi_connector.hooks import LOOKUP, empty_hooks
-from vllm_overlay.multi_connector.watchdog import Watchdog
+from vllm_overlay.multi_connector.hooks import LOOKUP, HookTimes, Watchdog, empty_hooks, logger
 from vllm_overlay.tally import Tally
 
-# Below vLLM's own logger, whose handlers and level it shares.
-logger = init_logger(f"vllm.{__name__}")
 Result = TypeVar("Result")
-_NO_OPTIONS: Mapping[str, Any] = {}
+_FAILED = object()
 
 
 class Child:
     """A child connector under its configured name. One per child and process; its instances come and go."""
-
-    __slots__ = (
-        "_build",
-        "_logged",
-        "_watchdog",
-        "connector",
-        "empty_hooks",
-        "generation",
-        "hook_times",
-        "index",
-        "isolated",
-        "keeps_memory",
-        "name",
-        "standing_by",
-        "stopped",
-        "tally",
-        "wants_preempted_ids",
-    )
 
     def __init__(
         self, index: int, name: str, connector: Any, build: Callable[[], Any], watchdog: Watchdog | None = None
@@ -85,12 +63,7 @@ class Child:
         return own_shutdown and not self.keeps_memory
 
     def call(
-        self,
-        hook: str,
-        default: Result,
-        *args: Any,
-        parse: Callable[[Any], Result] | None = None,
-        options: Mapping[str, Any] = _NO_OPTIONS,
+        self, hook: str, default: Result, *args: Any, parse: Callable[[Any], Result] | None = None, **options: Any
     ) -> Result:
         """The child's answer to ``hook(*args, **options)``, or ``default`` when it is out of service or raises.
 
@@ -99,67 +72,48 @@ class Child:
         """
         if self.isolated or self.standing_by or hook in self.empty_hooks:
             return default
-        return self._fenced(hook, default, args, parse, options)
+        return self.ask(hook, default, *args, parse=parse, **options)
 
-    def ask(self, hook: str, default: Result, *args: Any, parse: Callable[[Any], Result] | None = None) -> Result:
+    def ask(
+        self, hook: str, default: Result, *args: Any, parse: Callable[[Any], Result] | None = None, **options: Any
+    ) -> Result:
         """As ``call``, also of a child out of service."""
-        return self._fenced(hook, default, args, parse, _NO_OPTIONS)
+
+        def asked() -> Result:
+            answer = getattr(self.connector, hook)(*args, **options)
+            return parse(answer) if parse is not None else answer
+
+        return self._fenced(hook, default, asked)
 
     def read(self, hook: str, default: Result, parse: Callable[[Any], Result]) -> Result:
         """As ``call`` for a property."""
         if not self.in_service:
             return default
-        self._watchdog.began(self.name, hook)
-        try:
-            return parse(getattr(self.connector, hook))
-        except SHUTDOWN:
-            raise
-        except BaseException as error:
-            self.failed(hook, error)
-            return default
-        finally:
-            self._ended(hook)
+        return self._fenced(hook, default, lambda: parse(getattr(self.connector, hook)))
 
-    def _fenced(
-        self,
-        hook: str,
-        default: Result,
-        args: tuple[Any, ...],
-        parse: Callable[[Any], Result] | None,
-        options: Mapping[str, Any],
-    ) -> Result:
+    def _fenced(self, hook: str, default: Result, action: Callable[[], Result]) -> Result:
         self._watchdog.began(self.name, hook)
         try:
-            answer = getattr(self.connector, hook)(*args, **options)
-            return parse(answer) if parse is not None else answer
+            return action()
         except SHUTDOWN:
             raise
         except BaseException as error:
-            self.failed(hook, error)
+            self.tally.count("errors", label=hook)
+            self.log_once(hook, "failed in %s; it is logged once and counted from here on.", hook, exc_info=error)
+            self.isolate(f"it failed in {hook}")
             return default
         finally:
-            seconds = self._ended(hook)
-            if self._watchdog.is_hang(seconds):
+            seconds = self._watchdog.ended()
+            self.hook_times.add(hook, seconds)
+            if hook == LOOKUP:
+                self.tally.observe("lookup_seconds", seconds)
+            if self._watchdog.is_hang(seconds) and not self.isolated:
                 self.tally.count("hangs")
                 self.isolate(f"it took {seconds:.1f} s in {hook} (hang_after_s)")
-
-    def _ended(self, hook: str) -> float:
-        """Called when a hook of the present instance has returned. Counts and returns the seconds it took."""
-        seconds = self._watchdog.ended()
-        self.hook_times.add(hook, seconds)
-        if hook == LOOKUP:
-            self.tally.observe("lookup_seconds", seconds)
-        return seconds
 
     def start(self, hook: str, *args: Any) -> Any:
         """As ``call`` for a hook that runs before serving; see ``at_start``."""
         return at_start(self.name, hook, lambda: getattr(self.connector, hook)(*args))
-
-    def failed(self, hook: str, error: BaseException) -> None:
-        """Counts and logs one exception, and isolates the child."""
-        self.tally.count("errors", label=hook)
-        self.log_once(hook, "failed in %s; it is logged once and counted from here on.", hook, exc_info=error)
-        self.isolate(f"it failed in {hook}")
 
     def isolate(self, reason: str) -> None:
         """Takes the present instance out of service in this process. Its asynchronous transfers may still run."""
@@ -169,49 +123,30 @@ class Child:
 
     def stop(self) -> bool:
         """Shuts the present instance down. True if that worked, now or before; else it may be tried again."""
-        if self.stopped:
-            return True
-        self._watchdog.began(self.name, "shutdown")
-        try:
-            self.connector.shutdown()
-            self.stopped = True
-        except SHUTDOWN:
-            raise
-        except BaseException as error:
-            self.tally.count("errors", label="shutdown")
-            self.log_once("shutdown", "could not be shut down. What it still holds stays held.", exc_info=error)
-        finally:
-            self._ended("shutdown")
+        if not self.stopped:
+            self.stopped = self._fenced("shutdown", _FAILED, lambda: self.connector.shutdown()) is not _FAILED
         return self.stopped
 
     def renew(self, generation: int, *start_hooks: tuple[str, Any]) -> bool:
         """Replaces the stopped instance by a new one, which stands by; False when it cannot be built or started.
 
-        ``start_hooks``: what else vLLM gives an instance before serving, with its one argument.
+        ``start_hooks``: what else vLLM gives an instance before serving, with its one argument. Until all is done the
+        child counts as isolated, so that a new instance may take its time.
         """
-        self.generation = generation
-        hook = "__init__"
-        try:
-            if self.keeps_memory:
-                raise RuntimeError("the KV cache lives in its memory, so that it cannot be replaced")
-            self._adopt(self._watched(hook, self._build))
-            self.isolated = self.stopped = False
-            for hook, argument in start_hooks:
-                self._watched(hook, partial(getattr(self.connector, hook), argument))
-        except SHUTDOWN:
-            raise
-        except BaseException as error:
-            self.failed(hook, error)
+        self.generation, self.isolated = generation, True
+        if self._fenced("__init__", _FAILED, self._rebuild) is _FAILED:
             return False
-        self.standing_by = True
+        for hook, argument in start_hooks:
+            if self.ask(hook, _FAILED, argument) is _FAILED:
+                return False
+        self.isolated, self.standing_by = False, True
         return True
 
-    def _watched(self, hook: str, action: Callable[[], Result]) -> Result:
-        self._watchdog.began(self.name, hook)
-        try:
-            return action()
-        finally:
-            self._ended(hook)
+    def _rebuild(self) -> None:
+        if self.keeps_memory:
+            raise RuntimeError("the KV cache lives in its memory, so that it cannot be replaced")
+        self._adopt(self._build())
+        self.stopped = False
 
     def log_once(self, topic: str, message: str, *args: object, exc_info: BaseException | None = None) -> None:
         if topic not in self._logged:
@@ -229,12 +164,30 @@ def at_start(name: str, hook: str, action: Callable[[], Result]) -> Result:
         raise RuntimeError(f"connector {name!r} of the MultiConnector failed in {hook}: {error}") from error
 
 
-def _wants_preempted_ids(connector: Any) -> bool:
-    """Whether ``handle_preemptions`` is the older one that takes ``set[str]`` instead of the metadata."""
+@contextlib.contextmanager
+def harmless(message: str) -> Iterator[None]:
+    """The fence for what a child hands over outside its hooks: its stats, metrics and events.
+
+    What raises inside is left out, and logged once in a process. A shutdown passes.
+    """
     try:
-        (parameter, *_) = inspect.signature(connector.handle_preemptions).parameters.values()
-        return "req" in parameter.name or str(parameter.annotation).startswith("set[")
+        yield
     except SHUTDOWN:
         raise
-    except BaseException:  # no signature, or foreign code behind the name: then it is called as the interface says
+    except BaseException:
+        _log_exception_once(message)
+
+
+@functools.cache
+def _log_exception_once(message: str) -> None:
+    logger.exception(message)
+
+
+def _wants_preempted_ids(connector: Any) -> bool:
+    """Whether ``handle_preemptions`` is the older one that takes ``set[str]`` instead of the metadata."""
+    method: Any = inspect.getattr_static(connector, "handle_preemptions", None)
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # no signature: then it is called as the interface says
         return False
+    return any("req" in parameter.name or str(parameter.annotation).startswith("set[") for parameter in parameters)

@@ -15,11 +15,11 @@ from vllm.logger import init_logger
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
-from vllm_overlay.multi_connector.load_failure import LoadFailurePolicy, load_failure_policy
 from vllm_overlay.multi_connector.settings import (
     OURS_ALONE,
     SHARED,
     ChildSettings,
+    MultiSettings,
     child_settings,
     multi_settings,
 )
@@ -29,6 +29,15 @@ from vllm_overlay.named_child import NamedChild
 from vllm_overlay.setting_check import did_you_mean
 
 logger = init_logger(f"vllm.{__name__}")
+RECOMPUTE, FAIL = "recompute", "fail"
+
+
+@dataclass(slots=True, frozen=True)
+class LoadFailurePolicy:
+    """``value`` is one of vLLM's ``kv_load_failure_policy``; ``reason`` says who wanted it, for the log."""
+
+    value: str
+    reason: str
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,17 +69,13 @@ class _Entry:
     kv_transfer_config: KVTransferConfig
 
     @property
-    def given_name(self) -> str | None:
-        return self.extra_config.get("name")
+    def takes_name(self) -> bool:
+        return issubclass(self.cls, NamedChild)
 
     @property
     def default_name(self) -> str:
         named = self.cls.child_name(self.extra_config) if self.takes_name else None
         return named or str(self.given["kv_connector"])
-
-    @property
-    def takes_name(self) -> bool:
-        return issubclass(self.cls, NamedChild)
 
     @property
     def load_failure_policy(self) -> str | None:
@@ -85,15 +90,18 @@ def child_specs(
 ) -> list[ChildSpec]:
     """The configured children, their names made unique; raises ConfigError naming the child.
 
-    A child that gives no ``kv_role`` or ``engine_id`` inherits the given ones. All have one ``kv_load_failure_policy``,
-    which ``load_failure.py`` decides.
+    A child that gives no ``kv_role`` or ``engine_id`` inherits the given ones.
     """
     settings = multi_settings(extra_config)
     inherited = {"kv_role": kv_role, "engine_id": engine_id}
     entries = [_entry(given, position, inherited) for position, given in enumerate(settings.connectors)]
     named = dict(zip(_names(entries), entries, strict=True))
-    _check_exclusive({name: _exclusive(entry, name) for name, entry in named.items()})
-    policy = _policy(extra_config, kv_load_failure_policy, named)
+    _check_exclusive(named)
+    policy = load_failure_policy(
+        extra_config.get("load_failure_policy"),
+        kv_load_failure_policy,
+        [name for name, entry in named.items() if entry.load_failure_policy == FAIL],
+    )
     specs = [_child_spec(entry, name, policy) for name, entry in named.items()]
     _check_roles(kv_role, specs)
     _check_weights(specs)
@@ -105,6 +113,7 @@ def _entry(given: Mapping[str, Any], position: int, inherited: Mapping[str, Any]
     _check_name(extra.get("name"), position)
     label = str(position) if extra.get("name") is None else repr(extra["name"])
     _check_keys(given, label)
+    _check_class(given, label)
     # The child gets its own copy of the nested settings: what it changes there is not its siblings' or ours.
     with _refused(f"connector {label} cannot be configured"):
         config = KVTransferConfig(**{**inherited, **copy.deepcopy(dict(given))})
@@ -142,9 +151,17 @@ def _check_keys(given: Mapping[str, Any], label: str) -> None:
             else f"it takes {', '.join(known)}, and what is the connector's own goes in kv_connector_extra_config"
         )
         raise ConfigError(f"unknown key {key!r} of connector {label}: {hint}{did_you_mean(key, known)}")
+
+
+def _check_class(given: Mapping[str, Any], label: str) -> None:
     name = given.get("kv_connector")
     if not isinstance(name, str) or not name:
         raise ConfigError(f'kv_connector={name!r} of connector {label} must be a class name, such as "NixlConnector"')
+    if name == "MoRIIOConnector":
+        raise ConfigError(
+            f"kv_connector={name!r} of connector {label} rewrites the step's reports, which are its siblings' too: "
+            'use "NixlConnector" here, or MoRIIOConnector without the MultiConnector'
+        )
     if not given.get("kv_connector_module_path") and name not in KVConnectorFactory._registry:
         registered = sorted(KVConnectorFactory._registry)
         raise ConfigError(
@@ -155,13 +172,12 @@ def _check_keys(given: Mapping[str, Any], label: str) -> None:
 
 def _names(entries: list[_Entry]) -> list[str]:
     """Each child's ``name``, else its default name, made unique among all."""
-    given = [entry.given_name for entry in entries]
-    if twice := [name for name in given if name is not None and given.count(name) > 1]:
-        raise ConfigError(f"two connectors of the MultiConnector have the name {twice[0]!r}: give each its own")
+    given = [entry.extra_config.get("name") for entry in entries]
     taken = {name for name in given if name is not None}
+    if twice := [name for name in taken if given.count(name) > 1]:
+        raise ConfigError(f"two connectors of the MultiConnector have the name {twice[0]!r}: give each its own")
     names: list[str] = []
-    for entry in entries:
-        name = entry.given_name
+    for entry, name in zip(entries, given, strict=True):
         if name is None:
             base = entry.default_name
             candidates = [base, *(f"{base}#{n}" for n in range(2, len(entries) + 2))]
@@ -171,18 +187,14 @@ def _names(entries: list[_Entry]) -> list[str]:
     return names
 
 
-def _exclusive(entry: _Entry, name: str) -> Mapping[str, str]:
-    """What no other child may have."""
-    if not entry.takes_name:
-        return {}
-    with _refused(f"connector {name!r}"):
-        found: Mapping[str, str] = entry.cls.check_child(entry.kv_transfer_config.kv_connector_extra_config)
-    return found
-
-
-def _check_exclusive(by_child: Mapping[str, Mapping[str, str]]) -> None:
+def _check_exclusive(named: Mapping[str, _Entry]) -> None:
+    """No two children may have what a class says that only one may have."""
     holders: dict[tuple[str, str], str] = {}
-    for name, exclusive in by_child.items():
+    for name, entry in named.items():
+        if not entry.takes_name:
+            continue
+        with _refused(f"connector {name!r}"):
+            exclusive: Mapping[str, str] = entry.cls.check_child(entry.kv_transfer_config.kv_connector_extra_config)
         for setting, value in exclusive.items():
             holder = holders.setdefault((setting, value), name)
             if holder != name:
@@ -193,10 +205,26 @@ def _check_exclusive(by_child: Mapping[str, Mapping[str, str]]) -> None:
                 )
 
 
-def _policy(extra_config: Mapping[str, Any], at_top: str, named: Mapping[str, _Entry]) -> LoadFailurePolicy:
-    childrens = {name: entry.load_failure_policy for name, entry in named.items()}
-    said = {name: policy for name, policy in childrens.items() if policy is not None}
-    return load_failure_policy(extra_config.get("load_failure_policy"), at_top, said)
+def load_failure_policy(own: str | None, at_top: str, failing: Sequence[str]) -> LoadFailurePolicy:
+    """What a failed load does to its request. vLLM has one policy for an engine; here is whose word counts.
+
+    vLLM's own default is to fail the request, and a ``KVTransferConfig`` does not tell that default from the same value
+    set by an operator. So ``"fail"`` at the top says nothing; everywhere else it is an operator's word.
+
+    ``own``: the MultiConnector's setting, or None. ``at_top``: ``kv_load_failure_policy`` beside ``kv_connector``.
+    ``failing``: the children whose own entry says ``"fail"``.
+    """
+    if own is not None:
+        return LoadFailurePolicy(own, "load_failure_policy of the MultiConnector says so")
+    if at_top == RECOMPUTE:
+        return LoadFailurePolicy(RECOMPUTE, "kv_load_failure_policy of --kv-transfer-config says so")
+    if failing:
+        return LoadFailurePolicy(FAIL, f"connector {', '.join(failing)} says so")
+    return LoadFailurePolicy(
+        RECOMPUTE,
+        'that is the default; "fail" beside kv_connector cannot be told from vLLM\'s own default, so set '
+        "load_failure_policy of the MultiConnector to change it",
+    )
 
 
 def _child_spec(entry: _Entry, name: str, policy: LoadFailurePolicy) -> ChildSpec:
@@ -205,29 +233,12 @@ def _child_spec(entry: _Entry, name: str, policy: LoadFailurePolicy) -> ChildSpe
     config.kv_load_failure_policy = policy.value
     if entry.takes_name:
         config.kv_connector_extra_config.update(name=name, load_failure_policy=policy.value)
-    return ChildSpec(name, settings, entry.cls, config, policy, _load_weight(entry, settings))
-
-
-def _load_weight(entry: _Entry, settings: ChildSettings) -> LoadWeight:
     if not isinstance(settings.load_weight, str):
-        return LoadWeight(settings.load_weight)
-    prior = (
-        entry.cls.prior_load_weight(entry.kv_transfer_config.kv_connector_extra_config) if entry.takes_name else UNKNOWN
-    )
-    return LoadWeight(prior, is_measured=True)
-
-
-def warn_of_mixed_weights(specs: Sequence[ChildSpec]) -> None:
-    """Called at start in the scheduler's process."""
-    numbers = [spec.name for spec in specs if spec.settings.load and not spec.load_weight.is_measured]
-    measured = [spec.name for spec in specs if spec.settings.load and spec.load_weight.is_measured]
-    if numbers and measured:
-        logger.warning(
-            'load_weight of %s is a number, and of %s "auto", which is measured. A number that was not measured here '
-            'makes these lose or win wrongly. Set load_weight of all to "auto", or of all to numbers.',
-            ", ".join(numbers),
-            ", ".join(measured),
-        )
+        weight = LoadWeight(settings.load_weight)
+    else:
+        extra = config.kv_connector_extra_config
+        weight = LoadWeight(entry.cls.prior_load_weight(extra) if entry.takes_name else UNKNOWN, is_measured=True)
+    return ChildSpec(name, settings, entry.cls, config, policy, weight)
 
 
 def _check_roles(kv_role: str | None, specs: list[ChildSpec]) -> None:
@@ -247,6 +258,43 @@ def _check_weights(specs: list[ChildSpec]) -> None:
             f"load_weight=0 of every connector of the MultiConnector ({', '.join(spec.name for spec in specs)}), so "
             'that none would ever load: set load_weight of one to "auto" or above 0, or load of each to false'
         )
+
+
+def announce(settings: MultiSettings, specs: Sequence[ChildSpec]) -> None:
+    """What the log says at start. Called in the scheduler's process."""
+    logger.info("MultiConnector: %s", start_line(settings, specs))
+    loading = [spec for spec in specs if spec.settings.load]
+    numbers = [spec.name for spec in loading if not spec.load_weight.is_measured]
+    measured = [spec.name for spec in loading if spec.load_weight.is_measured]
+    if numbers and measured:
+        logger.warning(
+            'load_weight of %s is a number, and of %s "auto", which is measured. A number that was not measured here '
+            'makes these lose or win wrongly. Set load_weight of all to "auto", or of all to numbers.',
+            ", ".join(numbers),
+            ", ".join(measured),
+        )
+    policy = specs[0].load_failure_policy
+    logger.info(
+        "kv_load_failure_policy is %r for all connectors of the MultiConnector: a request whose load fails %s (%s).",
+        policy.value,
+        "is recomputed" if policy.value == RECOMPUTE else "is ended with an error",
+        policy.reason,
+    )
+
+
+def start_line(settings: MultiSettings, specs: Sequence[ChildSpec]) -> str:
+    """``cpu (HybridOffloadConnector, weight 1), disk (..., store off); control file ...``: what is not by default."""
+    children = ", ".join(f"{spec.name} ({', '.join(_words(spec))})" for spec in specs)
+    return children + (f"; control file {settings.control_file}" if settings.control_file else "")
+
+
+def _words(spec: ChildSpec) -> Iterator[str]:
+    own, weight = spec.settings, spec.load_weight
+    yield spec.cls.__name__
+    yield f"weight auto, {weight.number:g} until measured" if weight.is_measured else f"weight {weight.number:g}"
+    yield from (f"{switch} off" for switch in ("load", "store", "promote") if not getattr(own, switch))
+    if own.min_tokens:
+        yield f"min_tokens {own.min_tokens}"
 
 
 @contextlib.contextmanager

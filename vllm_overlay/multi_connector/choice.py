@@ -114,11 +114,8 @@ class Choice:
 
 def best_offer(offers: Sequence[int | None], worth: Worth) -> int | None:
     """The child whose offered tokens are worth most, the first of equals; None when none is worth more than 0."""
-    return _best([worth(child, tokens) if tokens else 0.0 for child, tokens in enumerate(offers)])
-
-
-def _best(scores: Sequence[float]) -> int | None:
-    best = max(range(len(scores)), key=scores.__getitem__, default=None)
+    scores = {child: worth(child, tokens) for child, tokens in enumerate(offers) if tokens}
+    best = max(scores, key=scores.__getitem__, default=None)
     return None if best is None or scores[best] <= 0 else best
 
 
@@ -128,20 +125,11 @@ def decide(offers: Sequence[int | None], worth: Worth, ceiling: int, may_wait: b
     ``ceiling`` is the largest number of tokens anyone may offer. While ``may_wait``, a child that is still looking
     postpones the decision only if its best possible answer would win.
     """
-    scores = [worth(child, tokens) if tokens else 0.0 for child, tokens in enumerate(offers)]
-    best = _best(scores)
-    if may_wait and None in offers and _someone_could_win(offers, worth, ceiling, best, scores):
-        return Verdict(None, wait=True)
-    return Verdict(best)
-
-
-def _someone_could_win(
-    offers: Sequence[int | None], worth: Worth, ceiling: int, best: int | None, scores: Sequence[float]
-) -> bool:
-    to_beat = 0.0 if best is None else scores[best]
-    for child, tokens in enumerate(offers):
-        if tokens is None and ceiling:
-            reach = worth(child, ceiling)
+    best = best_offer(offers, worth)
+    if may_wait and ceiling:
+        to_beat = 0.0 if best is None else worth(best, offers[best] or 0)
+        for child, tokens in enumerate(offers):
+            reach = 0.0 if tokens is not None else worth(child, ceiling)
             if reach > to_beat or (best is not None and child < best and reach == to_beat):
-                return True
-    return False
+                return Verdict(None, wait=True)
+    return Verdict(best)

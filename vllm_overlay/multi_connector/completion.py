@@ -6,26 +6,10 @@ own account is in ``outstanding.py``.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-@dataclass(slots=True, frozen=True)
-class Load:
-    """One load handed to a child. Crosses from scheduler to workers."""
-
-    child: int
-    synchronous_blocks: tuple[int, ...] | None = None
-    """None for an asynchronous load; else the blocks of all groups that it alone writes: invalid if it fails."""
-
-
-@dataclass(slots=True)
-class Completed:
-    """What one rank reports for one step."""
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    invalid_blocks: set[int] = field(default_factory=set)
+from vllm_overlay.multi_connector.metadata import Load
 
 
 class Completions:
@@ -42,21 +26,8 @@ class Completions:
         self._failed_early: set[str] = set()
         self._living: set[str] = set()
         self._sent_early: dict[str, set[int]] = {}
-        self._done = Completed()
-
-    @property
-    def open_requests(self) -> int:
-        return len(self._loads.keys() | self._saves.keys() | self._synchronous.keys())
-
-    @property
-    def early_reports(self) -> int:
-        """Requests that some child has reported early."""
-        return len(self._sent_early)
-
-    @property
-    def living_requests(self) -> int:
-        """Requests that are not finished, as far as this rank was told."""
-        return len(self._living)
+        self._done = KVConnectorTransferResults()
+        self._invalid_blocks: set[int] = set()
 
     def owes(self, child: int) -> bool:
         """Whether ``child`` still has something to report."""
@@ -92,10 +63,9 @@ class Completions:
             self._sent_early.pop(request_id, None)
         self._living.update(arrived)
 
-    def release(self, request_id: str, child: int) -> None:
-        """The scheduler's instance of ``child`` has given the request's blocks back itself."""
-        if child in self._saves.get(request_id, ()):
-            self.sent(child, [request_id])
+    def release(self, request_id: str) -> None:
+        """The request's blocks are free: another rank has reported it for all."""
+        self._saves.pop(request_id, None)
 
     def received(self, child: int, finished: Collection[str], failed: Collection[str]) -> int:
         """Takes one child's finished and failed loads. Returns how many reports were not the child's to make.
@@ -113,10 +83,10 @@ class Completions:
                 ignored += 1
                 continue
             del self._loads[request_id]
-            self._done.received.add(request_id)
+            self._done.finished_recving.add(request_id)
             if request_id in self._failed_early:
                 self._failed_early.discard(request_id)
-                self._done.failed.add(request_id)
+                self._done.failed_recving.add(request_id)
         return ignored
 
     def sent(self, child: int, finished: Collection[str]) -> int:
@@ -135,12 +105,12 @@ class Completions:
     def _end_if_sent(self, request_id: str) -> None:
         if not self._saves[request_id]:
             del self._saves[request_id]
-            self._done.sent.add(request_id)
+            self._done.finished_sending.add(request_id)
 
     def load_errors(self, blocks: Collection[int]) -> None:
         """Blocks that a child says are bad, of a load that is open or of a request that computes with them already:
         the scheduler maps them to requests (patch 0006)."""
-        self._done.invalid_blocks.update(blocks)
+        self._invalid_blocks.update(blocks)
 
     def fail_synchronous(self, child: int) -> None:
         """Fails this step's synchronous loads of ``child``: the forward pass has used what they left."""
@@ -157,15 +127,20 @@ class Completions:
     def _fail(self, request_id: str, load: Load) -> None:
         if load.synchronous_blocks is not None:
             del self._synchronous[request_id]
-            self._done.invalid_blocks.update(load.synchronous_blocks)
+            self._invalid_blocks.update(load.synchronous_blocks)
             return
         del self._loads[request_id]
         self._failed_early.discard(request_id)
-        self._done.received.add(request_id)
-        self._done.failed.add(request_id)
+        self._done.finished_recving.add(request_id)
+        self._done.failed_recving.add(request_id)
 
-    def take(self) -> Completed:
+    def take(self) -> KVConnectorTransferResults:
         """This step's reports. Synchronous loads end here: the forward pass has used them."""
-        done, self._done = self._done, Completed()
+        done, self._done = self._done, KVConnectorTransferResults()
         self._synchronous.clear()
         return done
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks of loads that have failed since this was last called."""
+        blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return blocks

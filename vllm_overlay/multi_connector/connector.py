@@ -19,7 +19,7 @@ set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown |
 | get_block_ids_with_load_errors | all | union |
 | request_finished, request_finished_all_groups | all | True if any; parameters joined, first of equal keys |
 | register_finished_partial_tail | all | any; counts as one promise with request_finished |
-| update_connector_output | all | each sees its own part, its own saves and all loads; changes of its own count |
+| update_connector_output | all | each sees its own part, its own saves and all loads, and changes nothing |
 | take_events | all | one after the other |
 | get_kv_connector_kv_cache_events | all | kept per child, added up per child |
 | get_kv_connector_stats, build_kv_connector_stats, build_prom_metrics | all | by configured name (stats.py) |
@@ -29,9 +29,9 @@ set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown |
 | get_mem_pool_context | all | at most one may have one, else a refusal |
 | get_required_kvcache_layout | all | must agree, else a refusal |
 | get_finished_count | all | None if one says None; must agree, else a refusal |
-| kv_load_failure_policy | none | one for the engine, by what the operator wrote (load_failure.py) |
+| kv_load_failure_policy | none | one for the engine, by what the operator wrote (children.py) |
 
-"All" are those in service (supervisor.py), and for hooks that concern one request those that see it
+"All" are those in service (lifecycle.py), and for hooks that concern one request those that see it
 (request_filter.py). For a child out of service nothing waits but the blocks that it may still touch (worker.py).
 """
 
@@ -52,7 +52,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
@@ -60,9 +59,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child, at_start
-from vllm_overlay.multi_connector.children import ChildSpec, child_specs, warn_of_mixed_weights
+from vllm_overlay.multi_connector.children import ChildSpec, announce, child_specs
 from vllm_overlay.multi_connector.control_file import warn_of_missing_directory
-from vllm_overlay.multi_connector.load_failure import RECOMPUTE, LoadFailurePolicy
+from vllm_overlay.multi_connector.hooks import Watchdog
 from vllm_overlay.multi_connector.metadata import (
     MultiHandshakeMetadata,
     MultiKVEvents,
@@ -72,9 +71,7 @@ from vllm_overlay.multi_connector.metadata import (
 from vllm_overlay.multi_connector.prom_metrics import MultiPromMetrics
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import multi_settings
-from vllm_overlay.multi_connector.start_line import start_line
 from vllm_overlay.multi_connector.stats import LoggedStats, MultiStats
-from vllm_overlay.multi_connector.watchdog import Watchdog
 from vllm_overlay.multi_connector.worker import WorkerSide
 from vllm_overlay.startup import prepare_process
 
@@ -90,7 +87,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = init_logger(f"vllm.{__name__}")
 _STATS = validation.optional(KVConnectorStats)
 
 
@@ -107,15 +103,16 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         settings = multi_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
             warn_of_missing_directory(settings.control_file)
-        specs = _specs_of(vllm_config)
+        specs = _specs_of(vllm_config.kv_transfer_config)
         _check_hybrid_support(vllm_config, specs)
         self._clock = time.monotonic
         self._watchdog = Watchdog(settings.hang_after_s)
         self._children = _build_children(specs, vllm_config, role, kv_cache_config, self._watchdog)
         if role == KVConnectorRole.SCHEDULER:
-            logger.info("MultiConnector: %s", start_line(settings, specs))
-            warn_of_mixed_weights(specs)
-            self._adopt_load_failure_policy(specs[0].load_failure_policy)
+            announce(settings, specs)
+            # The scheduler reads the policy of the configuration it gave us, right after this constructor.
+            # Workers do not read it; in their process it may be the same configuration, which then says what we wrote.
+            self._kv_transfer_config.kv_load_failure_policy = specs[0].load_failure_policy.value
         groups = kv_cache_config.kv_cache_groups
         # vLLM rewinds a hit of the whole prompt by one token, which a recurrent state cannot follow.
         recurrent = any(
@@ -125,16 +122,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         load_weights = [spec.load_weight for spec in specs]
         self._scheduler = SchedulerSide(self._children, settings, child_settings, recurrent, load_weights)
         self._worker = WorkerSide(self._children, settings)
-
-    def _adopt_load_failure_policy(self, policy: LoadFailurePolicy) -> None:
-        # The scheduler reads the policy of the configuration it gave us, right after this constructor.
-        # Workers do not read it; in their process it may be the same configuration, which then says what we wrote.
-        self._kv_transfer_config.kv_load_failure_policy = policy.value
-        consequence = "is recomputed" if policy.value == RECOMPUTE else "is ended with an error"
-        logger.info(
-            "kv_load_failure_policy is %r for all connectors of the MultiConnector: a request whose load fails %s "
-            "(%s).", policy.value, consequence, policy.reason
-        )  # fmt: skip
 
     @property
     def sub_connectors(self) -> list[Any]:
@@ -146,22 +133,21 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     @classmethod
     def all_children_support_hma(cls, kv_transfer_config: "KVTransferConfig") -> bool:
         """Whether the hybrid KV cache manager may stay on. For the name MultiConnector vLLM asks its own class."""
-        return all(issubclass(spec.cls, SupportsHMA) for spec in _specs_of_transfer_config(kv_transfer_config))
+        return all(issubclass(spec.cls, SupportsHMA) for spec in _specs_of(kv_transfer_config))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        hook = "requires_piecewise_for_cudagraph"
-        return any(
-            at_start(
-                spec.name, hook, partial(getattr(spec.cls, hook), spec.kv_transfer_config.kv_connector_extra_config)
-            )
-            for spec in child_specs(extra_config, kv_role="kv_both", engine_id=None)
-        )
+        def asked(spec: ChildSpec) -> bool:
+            found = spec.cls.requires_piecewise_for_cudagraph(spec.kv_transfer_config.kv_connector_extra_config)
+            return bool(found)
+
+        specs = child_specs(extra_config, kv_role="kv_both", engine_id=None)
+        return any(at_start(spec.name, "requires_piecewise_for_cudagraph", partial(asked, spec)) for spec in specs)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
         layouts: dict[str, str] = {}
-        for spec in _specs_of(vllm_config):
+        for spec in _specs_of(vllm_config.kv_transfer_config):
             ask = partial(spec.cls.get_required_kvcache_layout, spec.vllm_config(vllm_config))
             layout = at_start(spec.name, "get_required_kvcache_layout", ask)
             if layout is not None:
@@ -182,7 +168,8 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> MultiPromMetrics:
-        children = [(spec.name, spec.cls, spec.vllm_config(vllm_config)) for spec in _specs_of(vllm_config)]
+        specs = _specs_of(vllm_config.kv_transfer_config)
+        children = [(spec.name, spec.cls, spec.vllm_config(vllm_config)) for spec in specs]
         return MultiPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, children)
 
     # ---- Both sides.
@@ -235,10 +222,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         return next(iter(found.values()), None)
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        self._worker.register_kv_caches(kv_caches)
+        self._worker.start("register_kv_caches", kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        self._worker.set_host_xfer_buffer_ops(copy_operation)
+        self._worker.start("set_host_xfer_buffer_ops", copy_operation)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
         return self._worker.get_handshake_metadata()
@@ -292,10 +279,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         return self._worker.build_connector_worker_meta()
 
-    def _call_all(self, hook: str, *args: Any, **kwargs: Any) -> None:
+    def _call_all(self, hook: str, *args: Any, **options: Any) -> None:
         for child in self._children:
-            if hook not in child.empty_hooks:
-                child.call(hook, None, *args, options=kwargs)
+            child.call(hook, None, *args, **options)
 
     # ---- Scheduler side: vLLM calls these on the scheduler's thread.
 
@@ -372,26 +358,27 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         return self._scheduler.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        return self._scheduler.take_events()
+        events: list[KVCacheEvent] = []
+        for child in self._children:
+            events += child.call("take_events", [], parse=validation.events)
+        return events
 
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler.has_pending_block_frees()
+        return any(child.call("has_pending_block_frees", False, parse=validation.truth) for child in self._children)
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_push_work()
 
     def reset_cache(self) -> bool:
-        return self._scheduler.reset_cache()
+        """A child out of service comes back empty anyway."""
+        answers = [child.call("reset_cache", False) for child in self._children if child.in_service]
+        return all(answer is not False for answer in answers)
 
 
-def _specs_of_transfer_config(config: "KVTransferConfig") -> list[ChildSpec]:
+def _specs_of(config: "KVTransferConfig") -> list[ChildSpec]:
     return child_specs(
         config.kv_connector_extra_config, config.kv_role, config.engine_id, config.kv_load_failure_policy
     )
-
-
-def _specs_of(vllm_config: "VllmConfig") -> list[ChildSpec]:
-    return _specs_of_transfer_config(vllm_config.kv_transfer_config)
 
 
 def _check_hybrid_support(vllm_config: "VllmConfig", specs: list[ChildSpec]) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 from vllm.logger import init_logger
 
-from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.settings import ChildSettings
 from vllm_overlay.setting_check import checked, did_you_mean
@@ -24,10 +23,6 @@ logger = init_logger(f"vllm.{__name__}")
 
 LOOK_EVERY_S = 1.0
 _SWITCHES = ("min_tokens", "store", "load")
-
-
-class ControlError(ValueError):
-    """A control file that cannot be meant."""
 
 
 def warn_of_missing_directory(path: str) -> None:
@@ -44,28 +39,23 @@ def warn_of_missing_directory(path: str) -> None:
 
 
 def read_switches(content: bytes, configured: Mapping[str, ChildSettings]) -> dict[str, ChildSettings]:
-    """Every child's settings under this content; raises ControlError with a sentence."""
+    """Every child's settings under this content; raises ConfigError with a sentence."""
     try:
         given = msgspec.json.decode(content, type=dict[str, dict[str, Any]])
     except msgspec.ValidationError as error:
         example = '{"cpu": {"store": false}}'
-        raise ControlError(f"it must be an object that has an object for each child, such as {example}") from error
+        raise ConfigError(f"it must be an object that has an object for each child, such as {example}") from error
     except (msgspec.DecodeError, ValueError) as error:
-        raise ControlError(f"it is no JSON: {error}") from error
+        raise ConfigError(f"it is no JSON: {error}") from error
     if unknown := sorted(set(given) - set(configured)):
         near = did_you_mean(unknown[0], configured)
-        raise ControlError(f"there is no child {unknown[0]!r}: its children are {', '.join(configured)}{near}")
+        raise ConfigError(f"there is no child {unknown[0]!r}: its children are {', '.join(configured)}{near}")
     settings = dict(configured)
     for name, switches in given.items():
         if wrong := sorted(set(switches) - set(_SWITCHES)):
             near = did_you_mean(wrong[0], _SWITCHES)
-            raise ControlError(f"{wrong[0]!r} of {name!r} cannot be changed: {', '.join(_SWITCHES)} can{near}")
-        try:
-            settings[name] = checked(
-                {**msgspec.structs.asdict(configured[name]), **switches}, ChildSettings, repr(name)
-            )
-        except ConfigError as error:
-            raise ControlError(str(error)) from error
+            raise ConfigError(f"{wrong[0]!r} of {name!r} cannot be changed: {', '.join(_SWITCHES)} can{near}")
+        settings[name] = checked({**msgspec.structs.asdict(configured[name]), **switches}, ChildSettings, repr(name))
     return settings
 
 
@@ -97,11 +87,11 @@ class ControlFile:
             if self._seen is not None:
                 self._seen, self.settings = None, self._configured
                 logger.info("%s is gone: the children's switches are as configured", self._path)
-        except SHUTDOWN:
-            raise
-        except BaseException as error:  # besides ControlError and OSError say MemoryError: no file ends the engine
+        except Exception as error:  # besides ConfigError and OSError say MemoryError: no file ends the engine
             logger.warning("%s changes nothing, the last good switches hold: %s", self._path, error)
 
     def _changed(self) -> dict[str, dict[str, object]]:
-        now = {name: msgspec.structs.asdict(settings) for name, settings in self.settings.items()}
-        return {name: {switch: settings[switch] for switch in _SWITCHES} for name, settings in now.items()}
+        return {
+            name: {switch: getattr(settings, switch) for switch in _SWITCHES}
+            for name, settings in self.settings.items()
+        }

@@ -1,9 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks of vLLM's connector interface that a MultiConnector calls of a child once it serves, by introspection."""
+"""The hooks of vLLM's connector interface: those that do something, how long they take, and one that hangs.
+
+A hook runs on the thread that called it, because a worker's current stream and inference mode are that thread's. So a
+hook that never returns stops the engine whatever we do. What we can do is name the child and the hook.
+"""
 
 import inspect
+import sys
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.logger import init_logger
+
+from vllm_overlay.common.fence import SHUTDOWN
+
+# Below vLLM's own logger, whose handlers and level it shares.
+logger = init_logger(f"vllm.{__name__}")
 
 LOOKUP = "get_num_new_matched_tokens"
 """The hook that a request waits for before it is scheduled."""
@@ -22,30 +38,36 @@ NOT_CALLED = {
 
 
 def _hooks() -> tuple[str, ...]:
-    names = {name for cls in (KVConnectorBase_V1, SupportsHMA) for name in dir(cls) if not name.startswith("_")}
-    of_the_class = {
-        name
-        for name in names
-        for cls in (KVConnectorBase_V1, SupportsHMA)
-        if isinstance(inspect.getattr_static(cls, name, None), classmethod)
+    members = {
+        name: inspect.getattr_static(cls, name)
+        for cls in (SupportsHMA, KVConnectorBase_V1)
+        for name in dir(cls)
+        if not name.startswith("_")
     }
-    return ("__init__", *sorted(names - of_the_class - NOT_CALLED.keys()))
+    of_an_instance = {name for name, member in members.items() if not isinstance(member, classmethod)}
+    return ("__init__", *sorted(of_an_instance - NOT_CALLED.keys()))
 
 
-_MAY_BE_EMPTY = frozenset(
-    {
-        *("wait_for_layer_load", "save_kv_layer", "handle_preemptions", "finish_forward", "reset_capture_state"),
-        *("get_kv_connector_kv_cache_events", "build_connector_worker_meta", "get_kv_connector_stats"),
-        *("on_new_request", "update_connector_output", "take_events"),
-        *("has_pending_push_work", "has_pending_block_frees"),
-    }
+HOOKS = _hooks()
+"""The values of the metric label ``hook``. ``__init__`` is the construction of an instance that comes back."""
+
+_MAY_BE_EMPTY = (
+    *("wait_for_layer_load", "save_kv_layer", "handle_preemptions", "finish_forward", "reset_capture_state"),
+    *("get_kv_connector_kv_cache_events", "build_connector_worker_meta", "get_kv_connector_stats"),
+    *("on_new_request", "update_connector_output", "take_events"),
+    *("has_pending_push_work", "has_pending_block_frees"),
 )
 """Hooks that many connectors have no use for. Those that vLLM's interface does not leave to them do nothing there."""
 
 
 def empty_hooks(connector: object) -> frozenset[str]:
-    """Hooks that this instance has from vLLM's interface, or that are marked ``empty_hook``. They need not be called,
-    and an engine calls some of them for each layer of each step. Runs no code of the connector."""
+    """Hooks that this instance has from vLLM's interface, or that are marked ``empty_hook``.
+
+    They need not be called, and an engine calls some of them for each layer of each step. Runs no code of the
+    connector. One that finds its attributes its own way may have any hook.
+    """
+    if type(connector).__getattribute__ is not object.__getattribute__:
+        return frozenset()
     own = {name: inspect.getattr_static(connector, name, None) for name in _MAY_BE_EMPTY}
     return frozenset(
         name
@@ -54,5 +76,100 @@ def empty_hooks(connector: object) -> frozenset[str]:
     )
 
 
-HOOKS = _hooks()
-"""The values of the metric label ``hook``. ``__init__`` is the construction of an instance that comes back."""
+class HookTimes:
+    """Seconds in the hooks of one child, in one process. An idle engine keeps what is not handed on."""
+
+    REPORT_EVERY_S = 1.0
+    """A report with every step would cost more than most hooks do."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._taken_at: float | None = None
+
+    def add(self, hook: str, seconds: float) -> None:
+        self._seconds[hook] += seconds
+
+    def take(self, now: float) -> dict[str, float]:
+        """Seconds by hook since they were last handed on. Empty before a second has passed since then."""
+        if self._taken_at is None:
+            self._taken_at = now
+        if now - self._taken_at < self.REPORT_EVERY_S:
+            return {}
+        taken, self._seconds, self._taken_at = dict(self._seconds), defaultdict(float), now
+        return taken
+
+
+_Call = tuple[str, str, float, int]
+"""Child, hook, when it began, and the thread that it is called on."""
+
+
+class Watchdog:
+    """One per MultiConnector. ``began`` and ``ended`` bracket each hook; they cost well under a microsecond."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """``limit_s``: a call that lasts longer is reported. With 0 none is."""
+        self._limit_s = limit_s
+        self._clock = clock
+        self._call: _Call | None = None
+        self._reported: _Call | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def began(self, child: str, hook: str) -> None:
+        """A child's hook is about to be called on this thread."""
+        self._call = child, hook, self._clock(), threading.get_ident()
+        if self._thread is None and self._limit_s > 0:
+            self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="multi-connector-watchdog", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the process may have no more threads; how long hooks take is still measured
+            logger.error("The watchdog has no thread, so hooks that hang are not named: %s", error)
+
+    def ended(self) -> float:
+        """Called when the hook has returned. Returns how many seconds it took."""
+        call, self._call = self._call, None
+        return 0.0 if call is None else self._clock() - call[2]
+
+    def is_hang(self, seconds: float) -> bool:
+        """Whether a hook that took so long is one that hung."""
+        return 0 < self._limit_s < seconds
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._limit_s / 4):
+            self.look()
+
+    def look(self) -> None:
+        """Reports the present call once if it has lasted too long."""
+        call = self._call
+        if call is None or call is self._reported:
+            return
+        child, hook, started, thread_id = call
+        seconds = self._clock() - started
+        if not self.is_hang(seconds):
+            return
+        self._reported = call
+        logger.error(
+            "Connector %r has not returned from %s for %.1f s (hang_after_s). The engine waits for it here:\n%s",
+            child,
+            hook,
+            seconds,
+            _stack_of(thread_id),
+        )
+
+
+def _stack_of(thread_id: int) -> str:
+    """Where a thread is now. Reading its frames and their sources may fail while it runs on."""
+    try:
+        frame = sys._current_frames().get(thread_id)
+        return "".join(traceback.format_stack(frame)[-12:]) if frame is not None else "(its thread is gone)"
+    except SHUTDOWN:
+        raise
+    except BaseException as error:
+        return f"(its stack cannot be read: {error!r})"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of one child as the scheduler directs it: a circuit breaker with the workers in its loop. Pure.
+"""The lives of the children as the scheduler directs them: a circuit breaker each, with the workers in its loop.
 
     SERVING --isolate--> STOPPING --all ranks have stopped it--> OPEN --the pause is over--> HALF_OPEN --> SERVING
                             ^                                                                    |
@@ -10,27 +10,17 @@ becomes half open. The scheduler sends an ``Order`` for each child with each ste
 orders it has seen, so an answer to an older order is not taken for one to the present order.
 """
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from vllm_overlay.common.backoff import Backoff
-
-
-class Duty(Enum):
-    """What a rank has to do with its instance of a child."""
-
-    SERVE = "serve"
-    STOP = "stop"
-    STAND_BY = "stand by"
-    """Build the new instance; give it no work yet."""
-
-
-@dataclass(slots=True, frozen=True)
-class Order:
-    """Scheduler to ranks, one a child and step."""
-
-    generation: int
-    duty: Duty
+from vllm_overlay.multi_connector.child import Child
+from vllm_overlay.multi_connector.hooks import logger
+from vllm_overlay.multi_connector.metadata import Duty, MultiWorkerMetadata, Order
+from vllm_overlay.multi_connector.outstanding import OutstandingReports
 
 
 class Phase(Enum):
@@ -55,15 +45,18 @@ _DUTIES = {
 
 
 class Lifecycle:
-    """One child. ``Supervisor`` builds the scheduler's own instance and then calls ``half_open`` and ``serve``."""
+    """One child's. Pure: ``Supervisor`` builds the scheduler's own instance."""
 
     def __init__(self, backoff: Backoff) -> None:
         self.backoff = backoff
         self.phase = Phase.SERVING
         self.generation = 0
-        self.order = Order(0, Duty.SERVE)
         self.sent = True
         """Whether the ranks have been sent the present order."""
+
+    @property
+    def order(self) -> Order:
+        return Order(self.generation, _DUTIES[self.phase])
 
     @property
     def needs_steps(self) -> bool:
@@ -78,32 +71,119 @@ class Lifecycle:
         was_serving = self.phase is Phase.SERVING
         if was_serving or self.phase is Phase.HALF_OPEN:
             self.backoff.failed(now)
-            self._enter(Phase.STOPPING)
+            self.phase, self.sent = Phase.STOPPING, False
         return was_serving
 
     def stopped(self) -> None:
         """All ranks have stopped their instances."""
         if self.phase is Phase.STOPPING:
-            self.phase = Phase.OPEN  # the order stays the same
+            self.phase = Phase.OPEN
 
     def may_try(self, now: float) -> bool:
         """Whether the pause is over."""
         return self.phase is Phase.OPEN and self.backoff.may_try(now)
 
-    def attempt_failed(self, now: float) -> None:
-        """The scheduler could not build its own instance: the ranks need not hear of this attempt."""
-        self.backoff.failed(now)
-
     def half_open(self) -> None:
         """The scheduler has built its own instance."""
         self.generation += 1
-        self._enter(Phase.HALF_OPEN)
+        self.phase, self.sent = Phase.HALF_OPEN, False
 
     def serve(self, now: float) -> None:
         """All processes have an instance."""
         self.backoff.succeeded(now)
-        self._enter(Phase.SERVING)
+        self.phase, self.sent = Phase.SERVING, False
 
-    def _enter(self, phase: Phase) -> None:
-        self.phase, self.sent = phase, False
-        self.order = Order(self.generation, _DUTIES[phase])
+
+class Supervisor:
+    """Takes children out of service in all processes and brings them back. In the scheduler's process and thread.
+
+    ``now``: seconds of one monotonic clock.
+    """
+
+    def __init__(self, children: Sequence[Child], retry_first_s: float, retry_longest_s: float) -> None:
+        """``retry_first_s``, ``retry_longest_s``: the pauses before a child is tried again."""
+        self._children = children
+        self.lifecycles = [Lifecycle(Backoff(retry_first_s, retry_longest_s)) for _ in children]
+        self._start_hooks: list[tuple[str, Any]] = []
+        self._sent_gauges: list[dict[str, float]] = [{"state": 0.0, "quarantined_requests": 0.0} for _ in children]
+
+    def start(self, hook: str, argument: Any) -> None:
+        """Calls a hook of every child before serving, and remembers it for the instances to come."""
+        self._start_hooks.append((hook, argument))
+        for child in self._children:
+            child.start(hook, argument)
+
+    def notice_isolations(self, now: float) -> None:
+        """A child is isolated in the process where it fails. From here the other processes hear of it.
+
+        It is counted here, once, and not where it happens: a failed attempt to come back is no new isolation.
+        """
+        for child, lifecycle in zip(self._children, self.lifecycles, strict=True):
+            if child.isolated and lifecycle.isolate(now):
+                child.tally.count("isolations")
+
+    def phase(self, child: int) -> Phase:
+        return self.lifecycles[child].phase
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether an idle engine should go on stepping."""
+        return any(lifecycle.needs_steps for lifecycle in self.lifecycles)
+
+    def send_orders(self) -> tuple[Order, ...]:
+        """The orders that go out with this step's metadata."""
+        for lifecycle in self.lifecycles:
+            lifecycle.sent = True
+        return tuple(lifecycle.order for lifecycle in self.lifecycles)
+
+    def receive(self, reports: MultiWorkerMetadata, now: float) -> list[Child]:
+        """What the ranks say to the orders they have seen. Returns the children that are back in service."""
+        self.notice_isolations(now)
+        returned = []
+        for child, lifecycle, order in zip(self._children, self.lifecycles, reports.orders, strict=False):
+            if order != lifecycle.order:
+                continue  # an answer to an older order is none to the present one
+            if child.index in reports.broken:
+                child.isolate("a worker process took it out of service")
+            elif order.duty is Duty.STOP and child.index not in reports.unstopped:
+                lifecycle.stopped()
+            elif order.duty is Duty.STAND_BY and self._admit(child, reports.handshakes.get(child.index, {})):
+                lifecycle.serve(now)
+                child.tally.count("returns")
+                logger.info("Connector %r is back in service, as instance %d.", child.name, lifecycle.generation)
+                returned.append(child)
+        self.notice_isolations(now)
+        return returned
+
+    def _admit(self, child: Child, handshakes: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> bool:
+        """All processes have a new instance, which begins empty: it may have missed a reset. False when it fails."""
+        child.standing_by = False
+        child.call("set_xfer_handshake_metadata_pp_aware", None, dict(handshakes))
+        child.call("reset_cache", None)
+        return not child.isolated
+
+    def try_again(self, held_for: Collection[int], now: float) -> None:
+        """Builds a new instance of each child when its pause is over: the child is half open.
+
+        ``held_for``: children for which this step tells the workers that blocks are held. They are left for a later
+        step, because the workers would expect those blocks of the new instance.
+        """
+        for child, lifecycle in zip(self._children, self.lifecycles, strict=True):
+            if not lifecycle.may_try(now) or child.index in held_for:
+                continue
+            child.stop()
+            if child.renew(lifecycle.generation + 1, *self._start_hooks):
+                lifecycle.half_open()
+            else:
+                lifecycle.backoff.failed(now)  # the ranks need not hear of this attempt
+
+    def record_gauges(self, outstanding: OutstandingReports) -> None:
+        """Puts what has changed since the last report into the children's tallies, and who is out of service."""
+        for child, lifecycle, sent in zip(self._children, self.lifecycles, self._sent_gauges, strict=True):
+            is_out = lifecycle.phase is not Phase.SERVING
+            held = outstanding.owed_by(child.index) if is_out else 0
+            for name, value in {"state": float(lifecycle.phase.value), "quarantined_requests": float(held)}.items():
+                # The state of one that is out goes into every report: vLLM's log line has what came since the last.
+                if sent[name] != value or (is_out and name == "state"):
+                    sent[name] = value
+                    child.tally.gauge(name, value)

@@ -101,16 +101,14 @@ class Lookups:
         if found is None:
             return nothing
         junction = request.shared_prefix_boundary
-        answer, asynchronous = found
-        tokens = None if answer is None else validation.valid_tokens(answer, ceiling)
-        if answer is not None and tokens is None:
-            child.tally.count("invalid_answers")
-            child.log_once("answer", "offered %r tokens where 0 to %d are possible. That counts as 0.", answer, ceiling)
-            return nothing
-        ignored, ignored_tokens = self._why_ignored(child, request.request_id, tokens), 0
-        if ignored is not None:
-            ignored_tokens, tokens = tokens or 0, 0
-        return Reply(tokens, asynchronous, junction, ignored, ignored_tokens)
+        tokens, asynchronous = found
+        if tokens is None or validation.is_possible(tokens, ceiling):
+            if (ignored := self._why_ignored(child, request.request_id, tokens)) is not None:
+                return Reply(0, asynchronous, junction, ignored, ignored_tokens=tokens or 0)
+            return Reply(tokens, asynchronous, junction)
+        child.tally.count("invalid_answers")
+        child.log_once("answer", "offered %r tokens where 0 to %d are possible. That counts as 0.", tokens, ceiling)
+        return nothing
 
     def _why_ignored(self, child: Child, request_id: str, tokens: int | None) -> Reason | None:
         """Why ``child`` may not load so many tokens, or may not load at all; None when it may."""
@@ -180,11 +178,6 @@ class Lookups:
         """The request is finished."""
         for table in (self.by_request, self._waiting_since, self._failed_attempts):
             table.pop(request_id, None)
-
-    @property
-    def tracked(self) -> int:
-        """Entries in its tables."""
-        return len(self.by_request) + len(self._waiting_since) + len(self._failed_attempts)
 
 
 def merge_junctions(schedulers: int, childrens: Iterable[object], resume_tokens: int, num_tokens: int) -> int:

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from vllm.distributed.kv_events import KVConnectorKVEvents
@@ -14,9 +15,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.multi_connector import validation
-from vllm_overlay.multi_connector.completion import Load
-from vllm_overlay.multi_connector.harmless import harmless
-from vllm_overlay.multi_connector.lifecycle import Order
+from vllm_overlay.multi_connector.child import harmless
+
+
+class Duty(Enum):
+    """What a rank has to do with its instance of a child."""
+
+    SERVE = "serve"
+    STOP = "stop"
+    STAND_BY = "stand by"
+    """Build the new instance; give it no work yet."""
+
+
+@dataclass(slots=True, frozen=True)
+class Order:
+    """Scheduler to ranks, one a child and step. ``generation``: which instance is meant."""
+
+    generation: int
+    duty: Duty
+
+
+@dataclass(slots=True, frozen=True)
+class Load:
+    """One load handed to a child."""
+
+    child: int
+    synchronous_blocks: tuple[int, ...] | None = None
+    """None for an asynchronous load; else the blocks of all groups that it alone writes: invalid if it fails."""
 
 
 @dataclass(slots=True)
@@ -26,7 +51,7 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     children: tuple[KVConnectorMetadata | None, ...]
     loads: dict[str, Load] = field(default_factory=dict)
     """Request -> the load its chosen child was handed since the last step."""
-    saves: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    saves: dict[str, frozenset[int]] = field(default_factory=dict)
     """Request finished since the last step -> the children that hold its blocks."""
     orders: tuple[Order, ...] = ()
     """What every rank has to do with each child; a child that does not serve has no part in ``children``."""
@@ -38,8 +63,8 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     """Requests that have come since the last step and are not finished."""
     departed: frozenset[str] = frozenset()
     """Requests that have finished since the last step."""
-    releases: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Finished request -> children whose scheduler's instance has given its blocks back itself."""
+    releases: frozenset[str] = frozenset()
+    """Finished requests whose blocks are free: ranks that never report them expect nothing of them any more."""
 
 
 @dataclass(slots=True)

@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's account of what the workers still have to report: loads handed out, and blocks that children hold.
 
-A child's scheduler-side instance may change the reports (report_view.py), under these rules:
-
-- It changes only what is its own: the loads that it was handed, and the blocks that it holds.
-- What it takes out stays owed until it puts it in again.
-- It may give up blocks that it holds before the workers report them. It may not end a load that the workers have not
-  reported, because they may still write. It cannot make a load fail: vLLM reads the failures before the hook.
+It knows what was handed out, so it stops a report that vLLM would assert on. An aborted request may have a load and
+saves that are both open. vLLM's scheduler waits for the report of each (patch 0003), so each passes.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from vllm_overlay.multi_connector.report_view import Changes, Reports
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class _OpenLoad:
     child: int
     tokens: int
     started: float
-    taken_out: bool = False
-    """Whether the workers have reported it and its child does not want it known yet."""
-    failed: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,35 +31,13 @@ class EndedLoad:
     failed: bool
 
 
-@dataclass(slots=True)
-class Accepted:
-    """What of a step's reports vLLM may see, and what else follows from them."""
-
-    may_receive: set[str] = field(default_factory=set)
-    may_send: set[str] = field(default_factory=set)
-    ended: list[EndedLoad] = field(default_factory=list)
-    releases: dict[str, set[int]] = field(default_factory=dict)
-    """Request -> children that gave up its blocks without a report of the workers."""
-    ignored: dict[int, int] = field(default_factory=dict)
-    """Child -> how many changes were not its to make."""
-
-
 class OutstandingReports:
-    """Asynchronous loads handed out, and finished requests that some children hold blocks of.
-
-    It knows what was handed out, so it stops a report that vLLM would assert on.
-    """
+    """Loads handed out, and finished requests that some children hold blocks of. Children are named by their index."""
 
     def __init__(self) -> None:
         self._loads: dict[str, _OpenLoad] = {}
         self._synchronous: dict[str, tuple[int, frozenset[int]]] = {}
-        self._held: dict[str, set[int]] = {}
-        self._taken_out: dict[int, set[str]] = {}
-        """Child -> requests whose blocks it keeps though the workers have reported them."""
-
-    @property
-    def open_requests(self) -> int:
-        return len(self._loads.keys() | self._held.keys() | self._synchronous.keys())
+        self._held: dict[str, frozenset[int]] = {}
 
     def load_started(self, request_id: str, child: int, tokens: int, now: float) -> None:
         self._loads[request_id] = _OpenLoad(child, tokens, now)
@@ -89,7 +62,7 @@ class OutstandingReports:
         self._synchronous.pop(request_id, None)
 
     def hold(self, request_id: str, children: Collection[int]) -> None:
-        self._held[request_id] = set(children)
+        self._held[request_id] = frozenset(children)
 
     def owed_by(self, child: int) -> int:
         """How many requests have blocks that ``child`` may still touch."""
@@ -101,83 +74,36 @@ class OutstandingReports:
         return {load.child for load in self._loads.values() if load.started < started_before}
 
     def loads_under_way(self, now: float) -> list[tuple[int, int, float]]:
-        """(child, tokens, seconds so far) of each load that the workers have not reported."""
-        return [(load.child, load.tokens, now - load.started) for load in self._loads.values() if not load.taken_out]
+        """(child, tokens, seconds so far) of each asynchronous load."""
+        return [(load.child, load.tokens, now - load.started) for load in self._loads.values()]
 
-    def loader_of(self, request_id: str) -> int | None:
-        load = self._loads.get(request_id)
-        return None if load is None else load.child
+    def loads_ended(self, received: Iterable[str], failed: Collection[str], now: float) -> list[EndedLoad]:
+        """Takes in the loads that a step's reports name; those that were not handed out are left out."""
+        return [
+            EndedLoad(request_id, load.child, load.tokens, now - load.started, request_id in failed)
+            for request_id in received
+            if (load := self._loads.pop(request_id, None)) is not None
+        ]
 
-    def holders_of(self, request_id: str) -> frozenset[int]:
-        return frozenset(self._held.get(request_id, ()))
+    def saves_ended(self, sent: Iterable[str]) -> set[str]:
+        """Takes in the requests whose blocks all holders are done with, and returns those that were held."""
+        return {request_id for request_id in sent if self._held.pop(request_id, None) is not None}
 
-    def all_put_in(self, child: int) -> Changes:
-        """For a child out of service: it puts in whatever it had taken out, which the workers are done with."""
-        loads = frozenset(r for r, load in self._loads.items() if load.child == child and load.taken_out)
-        return Changes(sent_added=frozenset(self._taken_out.get(child, ())), received_added=loads)
+    def view(self, child: int, output: "KVConnectorOutput", **parts: Any) -> "KVConnectorOutput":
+        """One child's copy of a step's reports: all loads, and of the sent requests those that it holds.
 
-    def accept(self, reports: Reports, changes: Mapping[int, Changes], now: float) -> Accepted:
-        """Takes in a step's reports, with what each child changed in them.
-
-        An aborted request may have a load and saves that are both open. The scheduler waits for the report of each
-        (patch 0003), so each passes.
+        ``parts``: other fields that it gets instead of ``output``'s.
         """
-        accepted = Accepted()
-        self._accept_loads(reports, changes, now, accepted)
-        self._accept_saves(reports, changes, accepted)
-        return accepted
-
-    def _accept_loads(self, reports: Reports, changes: Mapping[int, Changes], now: float, accepted: Accepted) -> None:
-        for request_id in reports.received:
-            if (load := self._loads.get(request_id)) is None:
-                continue
-            own = changes.get(load.child, Changes())
-            load.failed = request_id in reports.failed
-            load.taken_out = request_id in own.received_removed
-            if not load.taken_out:
-                self._end_load(request_id, now, accepted)
-        for child, own in changes.items():
-            for request_id in own.received_added:
-                known = self._loads.get(request_id)
-                if known is None or known.child != child or not known.taken_out:
-                    accepted.ignored[child] = accepted.ignored.get(child, 0) + 1
-                    continue
-                self._end_load(request_id, now, accepted)
-
-    def _end_load(self, request_id: str, now: float, accepted: Accepted) -> None:
-        load = self._loads.pop(request_id)
-        accepted.ended.append(EndedLoad(request_id, load.child, load.tokens, now - load.started, load.failed))
-        accepted.may_receive.add(request_id)
-
-    def _accept_saves(self, reports: Reports, changes: Mapping[int, Changes], accepted: Accepted) -> None:
-        for request_id in reports.sent:
-            for child in self.holders_of(request_id):
-                if request_id in changes.get(child, Changes()).sent_removed:
-                    self._taken_out.setdefault(child, set()).add(request_id)
-                else:
-                    self._let_go(request_id, child, accepted)
-        for child, own in changes.items():
-            for request_id in own.sent_added:
-                if child not in self.holders_of(request_id):
-                    accepted.ignored[child] = accepted.ignored.get(child, 0) + 1
-                    continue
-                if request_id not in self._taken_out.get(child, ()):
-                    accepted.releases.setdefault(request_id, set()).add(child)
-                self._let_go(request_id, child, accepted)
-
-    def _let_go(self, request_id: str, child: int, accepted: Accepted) -> None:
-        """``child`` holds the request's blocks no longer."""
-        if (taken_out := self._taken_out.get(child)) is not None:
-            taken_out.discard(request_id)
-            if not taken_out:
-                del self._taken_out[child]
-        holders = self._held[request_id]
-        holders.discard(child)
-        if not holders:
-            del self._held[request_id]
-            accepted.may_send.add(request_id)
-
-
-def children_of(requests: Mapping[str, Collection[int]]) -> dict[str, tuple[int, ...]]:
-    """Requests with their children as they cross to the workers: hashable, ordered."""
-    return {request_id: tuple(sorted(children)) for request_id, children in requests.items()}
+        own = (request_id for request_id in output.finished_sending or () if child in self._held.get(request_id, ()))
+        # Every step makes one for each child, and copy.copy or dataclasses.replace would be most of its time.
+        view = object.__new__(type(output))
+        view.__dict__.update(
+            {
+                **vars(output),
+                "finished_sending": frozenset(own) or None,
+                "finished_recving": frozenset(output.finished_recving or ()) or None,
+                "failed_recving": frozenset(output.failed_recving),
+                **parts,
+            }
+        )
+        return view

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from vllm_overlay.exporter import Exporter
 from vllm_overlay.metrics import CONNECTOR, MULTI_CONNECTOR
-from vllm_overlay.multi_connector.harmless import harmless
+from vllm_overlay.multi_connector.child import harmless
 from vllm_overlay.multi_connector.hooks import HOOKS
 from vllm_overlay.multi_connector.stats import OWN, OwnStats
 

@@ -69,11 +69,6 @@ class RequestFilter:
         if request_id in self._unknown:
             self._finished_unknown.add(request_id)
 
-    @property
-    def tracked(self) -> int:
-        """Entries in its tables."""
-        return len(self._unknown) + len(self._without_work) + len(self._after_this_step)
-
     def view(self, output: "SchedulerOutput") -> "SchedulerOutput":
         """``output`` without what the child must not see. ``output`` itself if it may see all."""
         hidden = self._unknown | self._without_work

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's half of the MultiConnector: a request's way and a step's way through the children.
 
-Which child loads is in ``lookup.py``, which children are in service in ``supervisor.py``.
+Which child loads is in ``lookup.py``, which children are in service in ``lifecycle.py``.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,21 +19,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.choice import Choice
-from vllm_overlay.multi_connector.completion import Load
 from vllm_overlay.multi_connector.control_file import ControlFile
-from vllm_overlay.multi_connector.lifecycle import Phase
+from vllm_overlay.multi_connector.lifecycle import Phase, Supervisor
 from vllm_overlay.multi_connector.lookup import Lookups
-from vllm_overlay.multi_connector.metadata import MultiKVEvents, MultiMetadata, MultiWorkerMetadata
-from vllm_overlay.multi_connector.outstanding import Accepted, OutstandingReports, children_of
-from vllm_overlay.multi_connector.report_view import Changes, Reports, ReportView
+from vllm_overlay.multi_connector.metadata import Load, MultiKVEvents, MultiMetadata, MultiWorkerMetadata
+from vllm_overlay.multi_connector.outstanding import EndedLoad, OutstandingReports
 from vllm_overlay.multi_connector.request_filter import RequestFilter
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
-from vllm_overlay.multi_connector.step_times import StepTimes
-from vllm_overlay.multi_connector.supervisor import Supervisor
-from vllm_overlay.multi_connector.weights import LoadWeight
+from vllm_overlay.multi_connector.weights import LoadWeight, StepTimes
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -91,7 +87,7 @@ class SchedulerSide:
         self._new_unknown: dict[int, frozenset[str]] = {}
         self._arrived: set[str] = set()
         self._departed: set[str] = set()
-        self._new_releases: dict[str, set[int]] = {}
+        self._new_releases: set[str] = set()
 
         self._kv_cache_manager: KVCacheManager | None = None
         self.some_ranks_are_silent = False
@@ -112,11 +108,11 @@ class SchedulerSide:
 
     def on_new_request(self, request: "Request") -> None:
         self._arrive(request.request_id)
-        for child, request_filter in zip(self._children, self._filters, strict=True):
+        for child in self._children:
             if child.in_service:
                 child.call("on_new_request", None, request)
             else:
-                request_filter.add_unknown(request.request_id)
+                self._filters[child.index].add_unknown(request.request_id)
 
     def _arrive(self, request_id: str) -> None:
         if request_id not in self._living:
@@ -151,10 +147,9 @@ class SchedulerSide:
         request_id = request.request_id
         loader = self.lookups.chosen(request_id) if num_external_tokens > 0 else None
         self._decide_who_works(request_id, loader)
-        for child, request_filter in zip(self._children, self._filters, strict=True):
-            if request_filter.works_on(request_id):
-                tokens = num_external_tokens if child is loader else 0
-                child.call("update_state_after_alloc", None, request, blocks, tokens)
+        for child in self._working_on(request_id):
+            tokens = num_external_tokens if child is loader else 0
+            child.call("update_state_after_alloc", None, request, blocks, tokens)
         self.lookups.count(request_id, num_external_tokens, self._clock())
         if loader is None:
             return
@@ -200,20 +195,15 @@ class SchedulerSide:
         self, request: "Request", block_ids: tuple[list[int], ...], partial_tail_offloads: list[tuple[int, int, int]]
     ) -> bool:
         """Called just before ``request_finished_all_groups``; a child that says True in either owes one report."""
-        holders = set()
-        for child, request_filter in zip(self._children, self._filters, strict=True):
-            if request_filter.works_on(request.request_id) and child.call(
-                "register_finished_partial_tail",
-                False,
-                request,
-                block_ids,
-                partial_tail_offloads,
-                parse=validation.truth,
-            ):
-                holders.add(child.index)
-        if holders:
+        hook, arguments = "register_finished_partial_tail", (request, block_ids, partial_tail_offloads)
+        working = self._working_on(request.request_id)
+        if holders := {child.index for child in working if child.call(hook, False, *arguments, parse=validation.truth)}:
             self._partial_tails[request.request_id] = holders
         return bool(holders)
+
+    def _working_on(self, request_id: str) -> list[Child]:
+        """Children that see the request's blocks and steps."""
+        return [child for child in self._children if self._filters[child.index].works_on(request_id)]
 
     def request_finished(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -236,16 +226,13 @@ class SchedulerSide:
             if holds:
                 holders.add(child.index)
             if own and (clashes := sorted(set(own) & set(parameters))):
-                child.log_once(
-                    "parameters",
-                    "returned kv_transfer_params %s that another child has set. They are dropped.",
-                    clashes,
-                )
+                message = "returned kv_transfer_params %s that another child has set. They are dropped."
+                child.log_once("parameters", message, clashes)
             parameters = {**(own or {}), **parameters}
         self._forget(request_id)
         if holders:
             self._new_saves[request_id] = frozenset(holders)
-            self._outstanding.hold(request_id, frozenset(holders))
+            self._outstanding.hold(request_id, holders)
         return bool(holders), parameters or None
 
     def _may_still_read(self, child: Child) -> bool:
@@ -263,16 +250,6 @@ class SchedulerSide:
         self._admitted.discard(request_id)
         for request_filter in self._filters:
             request_filter.finished(request_id)
-
-    @property
-    def tracked(self) -> int:
-        """Entries in all tables of requests."""
-        tables = (
-            *(self._living, self._admitted, self._partial_tails),
-            *(self._new_loads, self._new_saves, self._new_unknown, self._new_releases),
-        )
-        filtered = sum(request_filter.tracked for request_filter in self._filters)
-        return sum(map(len, tables)) + self.lookups.tracked + self._outstanding.open_requests + filtered
 
     # ---- A step's way.
 
@@ -292,18 +269,19 @@ class SchedulerSide:
         metadata = MultiMetadata(
             parts,
             self._new_loads,
-            children_of(self._new_saves),
+            self._new_saves,
             orders,
             self._new_unknown,
             preempted,
             frozenset(self._arrived),
             frozenset(self._departed),
-            children_of(self._new_releases),
+            frozenset(self._new_releases),
         )
-        self._new_loads, self._new_saves, self._new_unknown, self._new_releases = {}, {}, {}, {}
-        self._arrived.clear()
-        self._departed.clear()
-        self._step_times.planned(scheduler_output, now)
+        self._new_loads, self._new_saves, self._new_unknown = {}, {}, {}
+        for table in (self._new_releases, self._arrived, self._departed):
+            table.clear()
+        scheduled = scheduler_output.num_scheduled_tokens
+        self._step_times.planned(scheduler_output.total_num_scheduled_tokens, len(scheduled), now)
         return metadata
 
     def _end_overdue_loads(self, now: float) -> None:
@@ -326,23 +304,23 @@ class SchedulerSide:
         return part
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Gives each child its own view, takes its changes back, and keeps from vLLM the reports it would assert on."""
+        """Shows each child its part, and keeps from vLLM the reports it would assert on."""
         now = self._clock()
         if (measured := self._step_times.ended(now)) is not None:
             self.choice.step_ended(*measured)
         worker_metadata = connector_output.kv_connector_worker_meta
         ranks = worker_metadata if isinstance(worker_metadata, MultiWorkerMetadata) else None
-        reports = Reports.of(connector_output)
-        changes: dict[int, Changes] = {}
         for child in self._children:
-            view = self._view(child, connector_output, reports, ranks)
-            changed = child.call("update_connector_output", None, view.output, parse=view.changes)
-            changes[child.index] = self._outstanding.all_put_in(child.index) if changed is None else changed
+            self._show_reports(child, connector_output, ranks)
+        failed = connector_output.failed_recving
+        ended = self._outstanding.loads_ended(connector_output.finished_recving or (), failed, now)
+        for load in ended:
+            self._load_ended(load)
+        sent = self._outstanding.saves_ended(connector_output.finished_sending or ())
         if self.some_ranks_are_silent:
-            for request_id in reports.sent:
-                self._release(request_id, self._outstanding.holders_of(request_id))
-        if reports or any(changes.values()):
-            self._accept(connector_output, self._outstanding.accept(reports, changes, now))
+            self._new_releases |= sent
+        connector_output.finished_recving = {load.request_id for load in ended} or None
+        connector_output.finished_sending = sent or None
         if connector_output.invalid_block_ids:
             for request_id, index in self._outstanding.synchronous_loads_failed(connector_output.invalid_block_ids):
                 self._load_failed(request_id, index)
@@ -351,73 +329,48 @@ class SchedulerSide:
                 self._filters[child.index].reset(self._living)
                 self._new_unknown[child.index] = frozenset(self._living)
 
-    def _view(
-        self, child: Child, output: "KVConnectorOutput", reports: Reports, ranks: MultiWorkerMetadata | None
-    ) -> ReportView:
-        """A child sees its own parts, all loads, and of the sent requests those that it holds."""
+    def _show_reports(self, child: Child, output: "KVConnectorOutput", ranks: MultiWorkerMetadata | None) -> None:
+        """A child that changes them is isolated: the reports are its siblings' too."""
         events = output.kv_cache_events
-        if reports.sent:
-            own = frozenset(r for r in reports.sent if child.index in self._outstanding.holders_of(r))
-            reports = Reports(own, reports.received, reports.failed)
-        return ReportView(
+        view = self._outstanding.view(
+            child.index,
             output,
-            reports,
             kv_connector_worker_meta=None if ranks is None else ranks.children[child.index],
             kv_cache_events=events.children.get(child.index) if isinstance(events, MultiKVEvents) else None,
             kv_connector_stats=None,
         )
+        shown = view.finished_sending, view.finished_recving
+        child.call("update_connector_output", None, view, parse=partial(_check_unchanged, view, shown))
 
-    def _accept(self, connector_output: "KVConnectorOutput", accepted: Accepted) -> None:
-        connector_output.finished_recving = accepted.may_receive or None
-        connector_output.finished_sending = accepted.may_send or None
-        for request_id, children in accepted.releases.items():
-            self._release(request_id, children)
-        for index, number in accepted.ignored.items():
-            self._children[index].tally.count("ignored_reports", number)
-        for load in accepted.ended:
+    def _load_ended(self, load: EndedLoad) -> None:
+        if load.failed:
+            self._load_failed(load.request_id, load.child)
+        else:
             tally = self._children[load.child].tally
-            if load.failed:
-                self._load_failed(load.request_id, load.child)
-            else:
-                tally.count("loaded_tokens", load.tokens)
-                tally.observe("load_seconds", load.seconds)
-            self.choice.load_ended(load.child, load.tokens, load.seconds, load.failed)
+            tally.count("loaded_tokens", load.tokens)
+            tally.observe("load_seconds", load.seconds)
+        self.choice.load_ended(load.child, load.tokens, load.seconds, load.failed)
 
     def _load_failed(self, request_id: str, index: int) -> None:
         self._children[index].tally.count("failed_loads")
         self.lookups.load_failed(request_id, index)
 
-    def _release(self, request_id: str, children: Collection[int]) -> None:
-        """Tells the workers with the next step that these children hold the request's blocks no longer."""
-        if children:
-            self._new_releases.setdefault(request_id, set()).update(children)
-
-    def take_events(self) -> "list[KVCacheEvent]":
-        events: list[KVCacheEvent] = []
-        for child in self._children:
-            events += child.call("take_events", [], parse=validation.events)
-        return events
-
-    def has_pending_block_frees(self) -> bool:
-        return any(child.call("has_pending_block_frees", False, parse=validation.truth) for child in self._children)
-
     def has_pending_push_work(self) -> bool:
         working = any(child.call("has_pending_push_work", False, parse=validation.truth) for child in self._children)
         self.supervisor.notice_isolations(self._clock())
-        return working or self.supervisor.needs_steps or self._holds_for_the_stopped()
-
-    def _holds_for_the_stopped(self) -> bool:
-        """Whether blocks are held for a child that is being stopped, and the workers do not know of it yet."""
-        return any(self.supervisor.phase(index) is not Phase.SERVING for index in self._held_for)
-
-    def reset_cache(self) -> bool:
-        """A child out of service comes back empty anyway."""
-        found = [child.call("reset_cache", False) for child in self._children if child.in_service]
-        return all(answer is not False for answer in found)
+        # Or the workers do not know yet of blocks that are held for a child that is being stopped.
+        holds = any(self.supervisor.phase(index) is not Phase.SERVING for index in self._held_for)
+        return working or self.supervisor.needs_steps or holds
 
     def record_gauges(self) -> None:
         """Puts what has changed since the last report into the children's tallies."""
         self.supervisor.record_gauges(self._outstanding)
+
+
+def _check_unchanged(view: "KVConnectorOutput", shown: tuple[Any, Any], _answer: object) -> None:
+    """``shown``: what the child was shown of saves and loads. Both sets are frozen."""
+    if (view.finished_sending or None, view.finished_recving or None) != shown:
+        raise TypeError("it changed the reports of the step, which are its siblings' too")
 
 
 def _own_handshake(metadata: Mapping[Any, KVConnectorHandshakeMetadata], index: int) -> dict[Any, Any]:

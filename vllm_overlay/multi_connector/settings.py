@@ -119,7 +119,11 @@ def multi_settings(extra_config: Mapping[str, Any]) -> MultiSettings:
     settings = checked(extra_config, MultiSettings, THE_MULTI_CONNECTOR)
     if "retry_longest_s" not in extra_config:
         settings.retry_longest_s = max(settings.retry_longest_s, settings.retry_first_s)
-    _check_pauses(settings)
+    if settings.retry_longest_s < settings.retry_first_s:
+        raise ConfigError(
+            f"retry_longest_s={settings.retry_longest_s:g} of the MultiConnector is less than "
+            f"retry_first_s={settings.retry_first_s:g}: set retry_longest_s to at least {settings.retry_first_s:g}"
+        )
     if os.path.isdir(settings.control_file):
         works = json.dumps(os.path.join(settings.control_file, "switches.json"))
         raise ConfigError(
@@ -127,14 +131,6 @@ def multi_settings(extra_config: Mapping[str, Any]) -> MultiSettings:
             f"need not be there yet, such as {works}"
         )
     return settings
-
-
-def _check_pauses(settings: MultiSettings) -> None:
-    if settings.retry_longest_s < settings.retry_first_s:
-        raise ConfigError(
-            f"retry_longest_s={settings.retry_longest_s:g} of the MultiConnector is less than "
-            f"retry_first_s={settings.retry_first_s:g}: set retry_longest_s to at least {settings.retry_first_s:g}"
-        )
 
 
 def child_settings(extra: Mapping[str, Any], name: str) -> ChildSettings:

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from vllm_overlay.common.log_summary import hit_rate, present
-from vllm_overlay.multi_connector.harmless import harmless
+from vllm_overlay.multi_connector.child import harmless
 from vllm_overlay.multi_connector.lifecycle import Phase
 from vllm_overlay.tally import Tally
 
@@ -76,26 +76,16 @@ class OwnStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
 
 def _words(tally: Tally) -> dict[str, Any]:
     """What vLLM's log line says of a child: nothing when it was not asked and nothing is wrong with it."""
+    tokens, seconds = tally.total("loaded_tokens"), tally.histograms.get("load_seconds")
     return present(
         hit=hit_rate(tally.total("offered_tokens"), tally.total("asked_tokens")),
-        loaded=_loaded(tally),
+        loaded=f"{tokens} tokens{f' in {seconds.sum:.3f} s' if seconds else ''}" if tokens else "",
         ignored_tokens=tally.total("ignored_offer_tokens"),
         failed_loads=tally.total("failed_loads"),
         exceptions=tally.total("errors"),
         hangs=tally.total("hangs"),
         state=_PHASES.get(tally.gauges.get("state"), ""),
     )
-
-
-def _loaded(tally: Tally) -> str:
-    tokens, seconds = tally.total("loaded_tokens"), tally.histograms.get("load_seconds")
-    return f"{tokens} tokens{f' in {seconds.sum:.3f} s' if seconds else ''}" if tokens else ""
-
-
-def _joined(ours: Mapping[str, Any], childs: Mapping[str, Any]) -> dict[str, Any]:
-    """Our words, then the child's own. Where both have a word, ours holds."""
-    own = ((word, value) for word, value in childs.items() if word not in ours)
-    return {**ours, **dict(islice(own, MOST_WORDS))}
 
 
 class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
@@ -120,15 +110,12 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
         A payload without our own part is none of ours: as with the shipped MultiConnector its names are those of
         registered connectors, and one that is not registered raises ValueError.
         """
-        found: dict[str, KVConnectorStats] = {}
-        own = data.get(OWN)
+        parts = dict(data)
+        own = parts.pop(OWN, None)
         if own is not None and not isinstance(own, OwnStats):
             own = OwnStats.from_dict(own)
-        if own is not None:
-            found[OWN] = own
-        for name, part in data.items():
-            if name == OWN:
-                continue
+        found: dict[str, KVConnectorStats] = {} if own is None else {OWN: own}
+        for name, part in parts.items():
             stats = _rebuilt(name, part, None if own is None else own.classes.get(name, ""))
             if stats is not None:
                 found[name] = stats
@@ -155,26 +142,28 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
                 part.reset()
 
     def reduce(self) -> dict[str, Any]:
-        """A few words on each child that has done something, ours and its own. vLLM writes them into one line."""
-        own = self.data.get(OWN)
+        """A few words on each child that has done something. vLLM writes them into one line.
+
+        Ours come first, then the child's own. Where both have a word, ours holds.
+        """
+        parts = dict(self.data)
+        own = parts.pop(OWN, None)
         reduced: dict[str, Any] = {} if own is None else own.reduce()
-        for name, part in self.data.items():
-            if name == OWN:
-                continue
+        for name, part in parts.items():
             with harmless(f"Stats of connector {name!r} could not be reduced. They are not logged."):
-                if not part.is_empty() and (words := _joined(reduced.get(name, {}), part.reduce())):
+                ours = reduced.get(name, {})
+                theirs = {} if part.is_empty() else part.reduce()
+                more = ((word, value) for word, value in theirs.items() if word not in ours)
+                if words := {**ours, **dict(islice(more, MOST_WORDS))}:
                     reduced[name] = words
         return reduced
 
     def is_empty(self) -> bool:
         for name, part in self.data.items():
-            empty = False
-            with harmless(
-                f"Stats of connector {name!r} could not say whether they are empty. They count as not empty."
-            ):
-                empty = part.is_empty()
-            if not empty:
-                return False
+            with harmless(f"Stats of connector {name!r} could not say whether they are empty. They count as not."):
+                if part.is_empty():
+                    continue
+            return False
         return True
 
 

@@ -4,15 +4,14 @@
 An answer that passes here does no more harm in vLLM's scheduler, or on its way to another process, than a wrong number.
 """
 
+import contextlib
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
-from vllm_overlay.common.fence import SHUTDOWN
 
 Kind = TypeVar("Kind")
 
@@ -43,26 +42,20 @@ def truth(answer: Any) -> bool:
 
 
 def lookup(answer: Any) -> tuple[object, bool] | None:
-    """The two parts of an answer to a lookup; whether the number is possible is not judged here."""
+    """The two parts of an answer to a lookup. Tokens that are some kind of integer are an int then."""
     tokens, asynchronous = answer
+    with contextlib.suppress(TypeError):
+        tokens = tokens if isinstance(tokens, bool) else int(operator.index(tokens))
     return tokens, bool(asynchronous)
 
 
-def valid_tokens(answer: object, ceiling: int) -> int | None:
-    """``answer`` as a number of tokens between 0 and ``ceiling``, or None when it is not one.
+def is_possible(tokens: object, ceiling: int) -> TypeGuard[int]:
+    """Whether a child can mean so many tokens.
 
     A too large answer is not cut down to the ceiling: a child that keeps recurrent states has one at the boundary it
     named, not at the one it would be cut down to.
     """
-    if isinstance(answer, bool):
-        return None
-    try:
-        tokens = int(operator.index(answer))  # type: ignore[arg-type]
-    except SHUTDOWN:
-        raise
-    except BaseException:  # no number, or a foreign one that raises: a tensor of several, say
-        return None
-    return tokens if 0 <= tokens <= ceiling else None
+    return type(tokens) is int and 0 <= tokens <= ceiling
 
 
 def integers(answer: Any) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a child's ``load_weight`` is: the operator's number, or measured from loads and steps. Pure: no clock, no vLLM.
+"""What is measured for a child's ``load_weight``: what loads take, and what computing takes. Pure: no clock, no vLLM.
 
     load_seconds(tokens) = level x (fixed + tokens)
 
@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-AUTO = "auto"
-"""The setting's value for a weight that is measured."""
 UNKNOWN = 0.8
 """What an "auto" weight is until it is measured, for a connector of which nothing is known."""
 Load = tuple[int, float]
@@ -151,3 +149,25 @@ class PrefillRate:
         self._steps.append(seconds / tokens)
         if len(self._steps) >= _ENOUGH_STEPS:
             self.seconds_per_token = statistics.median(self._steps)
+
+
+class StepTimes:
+    """How long engine steps take: between the scheduler's plan and the workers' answer. Times are of one clock."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[float, int]] = deque(maxlen=8)
+        self._last_ended = 0.0
+
+    def planned(self, tokens: int, requests: int, now: float) -> None:
+        """Remembers a step that computes. One that mostly decodes says nothing of prefill."""
+        if tokens:
+            self._under_way.append((now, tokens if tokens > 2 * requests else 0))
+
+    def ended(self, now: float) -> tuple[int, float] | None:
+        """The oldest step has ended: its tokens and seconds, or None when it says nothing of prefill."""
+        if not self._under_way:
+            return None
+        planned_at, tokens = self._under_way.popleft()
+        # Steps overlap with asynchronous scheduling: the later of both beginnings.
+        started, self._last_ended = max(planned_at, self._last_ended), now
+        return (tokens, now - started) if tokens else None

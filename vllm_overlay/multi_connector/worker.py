@@ -10,11 +10,11 @@ child failed.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    CopyBlocksOp,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorTransferResults,
@@ -24,17 +24,15 @@ from vllm_overlay.common.backoff import Backoff
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.completion import Completions
-from vllm_overlay.multi_connector.lifecycle import Duty, Order
 from vllm_overlay.multi_connector.metadata import (
+    Duty,
     MultiHandshakeMetadata,
     MultiKVEvents,
     MultiMetadata,
     MultiWorkerMetadata,
+    Order,
 )
 from vllm_overlay.multi_connector.settings import MultiSettings
-
-if TYPE_CHECKING:
-    import torch
 
 _EVENTS = validation.optional(KVConnectorKVEvents)
 
@@ -51,24 +49,18 @@ class WorkerSide:
         self._children = children
         self._clock = clock
         self._completions = Completions()
-        self._load_errors: set[int] = set()
         self._obeyed: KVConnectorMetadata | None = None
         self._orders: tuple[Order, ...] = ()
-        self._stop_attempts = [Backoff(settings.retry_first_s, settings.retry_longest_s) for _ in children]
+        self._new_backoff = partial(Backoff, settings.retry_first_s, settings.retry_longest_s)
+        self._stop_attempts = [self._new_backoff() for _ in children]
         self._unknown_requests: list[set[str]] = [set() for _ in children]
         self._start_hooks: dict[str, Any] = {}
         self._handshakes: dict[int, dict[tuple[int, int], KVConnectorHandshakeMetadata]] = {}
 
     # ---- Start.
 
-    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        self._start_everywhere("register_kv_caches", kv_caches)
-
-    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        self._start_everywhere("set_host_xfer_buffer_ops", copy_operation)
-
-    def _start_everywhere(self, hook: str, argument: Any) -> None:
-        """Remembered for the instances to come."""
+    def start(self, hook: str, argument: Any) -> None:
+        """Calls a hook of every child before serving, and remembers it for the instances to come."""
         self._start_hooks[hook] = argument
         for child in self._children:
             child.start(hook, argument)
@@ -97,10 +89,8 @@ class WorkerSide:
                 self._completions.refuse_load(request_id, load)
         for request_id, holders in metadata.saves.items():
             self._completions.expect_saves(request_id, holders)
-        # After the saves: a child may give up what it began to hold in the same step.
-        for request_id, released in metadata.releases.items():
-            for index in released:
-                self._completions.release(request_id, index)
+        for request_id in metadata.releases:
+            self._completions.release(request_id)
         self._completions.requests_changed(metadata.arrived, metadata.departed)
         for child, part in self._parts(metadata):
             child.call("bind_connector_metadata", None, part)
@@ -134,9 +124,7 @@ class WorkerSide:
     def _renew(self, child: Child, generation: int) -> None:
         """Builds the new instance. The old one has been stopped on every rank."""
         self._handshakes.pop(child.index, None)
-        self._stop_attempts[child.index] = Backoff(
-            self._stop_attempts[child.index].first_s, self._stop_attempts[child.index].longest_s
-        )
+        self._stop_attempts[child.index] = self._new_backoff()
         if not child.renew(generation, *self._start_hooks.items()):
             return
         own = child.ask("get_handshake_metadata", None, parse=validation.optional(KVConnectorHandshakeMetadata))
@@ -158,11 +146,7 @@ class WorkerSide:
                 self._completions.abandon(child.index)
         for unknown in self._unknown_requests:
             unknown -= finished_req_ids
-        done = self._completions.take()
-        self._load_errors |= done.invalid_blocks
-        return KVConnectorTransferResults(
-            finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
-        )
+        return self._completions.take()
 
     def _without_unknown(self, child: Child, request_ids: set[str]) -> set[str]:
         return request_ids - self._unknown_requests[child.index]
@@ -199,8 +183,7 @@ class WorkerSide:
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """What the last ``get_transfer_results`` found, which vLLM calls just before in every step."""
-        errors, self._load_errors = self._load_errors, set()
-        return errors
+        return self._completions.take_invalid_blocks()
 
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
         events: dict[int, KVConnectorKVEvents] = {}
@@ -215,32 +198,14 @@ class WorkerSide:
             child.call("build_connector_worker_meta", None, parse=validation.worker_metadata)
             for child in self._children
         )
-        is_usual = all(order.duty is Duty.SERVE for order in self._orders)
-        if is_usual and not any(part is not None for part in parts) and not any(c.isolated for c in self._children):
-            return None
-        duties = [order.duty for order in self._orders] or [Duty.SERVE] * len(self._children)
+        stopping = {index for index, order in enumerate(self._orders) if order.duty is Duty.STOP}
+        standing_by = {index for index, order in enumerate(self._orders) if order.duty is Duty.STAND_BY}
         isolated = {child.index for child in self._children if child.isolated}
-        broken = frozenset(index for index in isolated if duties[index] is not Duty.STOP)
-        ordered = {index for index, duty in enumerate(duties) if duty is Duty.STOP}
-        unstopped = frozenset(index for index in ordered if not self._children[index].stopped)
-        standing_by = {index: duty for index, duty in enumerate(duties) if duty is Duty.STAND_BY}
+        if not (stopping or standing_by or isolated or any(part is not None for part in parts)):
+            return None
+        unstopped = frozenset(index for index in stopping if not self._children[index].stopped)
         handshakes = {index: own for index, own in self._handshakes.items() if index in standing_by}
-        return MultiWorkerMetadata(parts, self._orders, broken, unstopped, handshakes)
-
-    @property
-    def open_requests(self) -> int:
-        """Requests on which some child still owes a report."""
-        return self._completions.open_requests
-
-    @property
-    def tracked(self) -> int:
-        """Entries in all tables of requests."""
-        return self.open_requests + self._completions.early_reports + sum(map(len, self._unknown_requests))
-
-    @property
-    def living_requests(self) -> int:
-        """Requests that are not finished, as far as this rank was told."""
-        return self._completions.living_requests
+        return MultiWorkerMetadata(parts, self._orders, frozenset(isolated - stopping), unstopped, handshakes)
 
 
 def _rank() -> tuple[int, int]:
