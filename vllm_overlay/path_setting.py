@@ -35,7 +35,7 @@ def _why_no_path(path: str, example: str) -> tuple[str, str]:
     """Why it cannot be taken, and what to write."""
     if template := _TEMPLATE.search(path):
         expanded = os.path.expandvars(path)
-        works = os.path.isabs(expanded) and not _TEMPLATE.search(expanded)
+        works = path[0] == "$" and os.path.isabs(expanded) and not _TEMPLATE.search(expanded)
         return f"holds {template[0]}, which nobody has replaced", expanded if works else example
     if "\0" in path:
         return "holds a null character", example

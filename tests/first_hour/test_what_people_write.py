@@ -71,6 +71,10 @@ def _root(written: str, words: str, works: str = ROOT) -> Row:
     return Row(f"a root {written!r}", disk(root=written), (f"root={written!r} {words}", f"such as {works!r}"))
 
 
+VLLMS_MULTI = 'write "kv_connector_module_path": "vllm_overlay.multi_connector" beside it'
+FLAG = "--kv-offloading-size 1 would put vLLM's own connector in the place of"
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+
 SIZES = [
     # Helm writes large numbers as floats.
     _size(6.442450944e10, 60 * GIB),
@@ -282,7 +286,73 @@ ROOTS = [
     Row("no file", multi(tier(), control_file=""), taken=({"tier": "cpu"},)),
 ]
 
-ROWS = [*SIZES, *VALUES, *KEYS, *ROOTS]
+CONNECTORS = [
+    Row(
+        "a class misspelt",
+        given({**tier(), "kv_connector": "HybridOfloadConnector", "kv_role": "kv_both"}),
+        ("kv_connector='HybridOfloadConnector' is not there", "did you mean HybridOffloadConnector?"),
+    ),
+    Row(
+        "a module misspelt",
+        multi(tier(), path="vllm_overlay.multiconnector"),
+        ("kv_connector_module_path='vllm_overlay.multiconnector' is not there", f"MultiConnector in {OURS}"),
+    ),
+    Row(
+        "a module path left empty",
+        given({**tier(), "kv_connector_module_path": "", "kv_role": "kv_both"}),
+        ("kv_connector_module_path='' is not there: ours are ",),
+    ),
+    Row(
+        "a module with its class",
+        multi(tier(), path=f"{OURS}.MultiConnector"),
+        (f"kv_connector_module_path='{OURS}.MultiConnector' is not there", f"MultiConnector in {OURS}"),
+    ),
+    Row("the flag beside a tier", [*alone(), "--kv-offloading-size", "1"], (FLAG, '"capacity_bytes": "1 GiB"')),
+    Row("the flag beside ours", [*multi(tier()), "--kv-offloading-size", "1"], (FLAG, "remove the flag")),
+    Row(
+        "the flag with a backend",
+        [*multi(tier()), "--kv-offloading-size", "1", "--kv-offloading-backend", "lmcache"],
+        (FLAG,),
+    ),
+    Row(
+        "the flag, and the hybrid manager on",
+        [*alone(), "--kv-offloading-size", "1", "--no-disable-hybrid-kv-cache-manager"],
+        (FLAG,),
+    ),
+    Row("an unknown key, and the hybrid manager on", [*alone(x=1), "--no-disable-hybrid-kv-cache-manager"], ("'x'",)),
+    Row("the flag alone", ["--kv-offloading-size", "1"], taken=()),
+    Row("the flag beside vLLM's", [*given(OFFLOADING), "--kv-offloading-size", "1"], taken=()),
+    Row("vLLM's MultiConnector over a tier", multi(tier(), path=None), (VLLMS_MULTI, "a HybridOffloadConnector")),
+    Row(
+        "the same, with more of ours",
+        multi({**tier(), "kv_role": "kv_both"}, path=None, control_file="/tmp/x", lookup_timeout_ms=5),
+        (VLLMS_MULTI,),
+    ),
+    Row("the same, misspelt", multi({**tier(), "kv_connector": "HybridOfloadConnector"}, path=None), (VLLMS_MULTI,)),
+    Row(
+        "our setting in vLLM's", multi(OFFLOADING, path=None, control_file="/x"), (VLLMS_MULTI, "setting control_file")
+    ),
+    Row(
+        "a child's setting in vLLM's",
+        multi({**OFFLOADING, "kv_connector_extra_config": {"load_weight": 1}}, path=None),
+        (VLLMS_MULTI, "the setting load_weight"),
+    ),
+    Row("vLLM's MultiConnector over vLLM's", multi(OFFLOADING, path=None), taken=()),
+    Row("our class by its own name", given({**tier(), "kv_role": "kv_both"}), taken=({"tier": "cpu"},)),
+    Row(
+        "dotted flags",
+        [
+            "--kv-transfer-config.kv_connector=HybridOffloadConnector",
+            "--kv-transfer-config.kv_role=kv_both",
+            "--kv-transfer-config.kv_connector_extra_config.tier=cpu",
+            "--kv-transfer-config.kv_connector_extra_config.capacity_bytes=1Gi",
+        ],
+        taken=({"tier": "cpu", "capacity_bytes": GIB},),
+    ),
+    Row("underscores", ["--kv_transfer_config", alone()[1]], taken=({"tier": "cpu"},)),
+]
+
+ROWS = [*SIZES, *VALUES, *KEYS, *ROOTS, *CONNECTORS]
 
 
 @pytest.fixture(scope="module")
