@@ -280,7 +280,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     with (
         tempfile.TemporaryDirectory(dir=arguments.directory) as directory,
         Progress(*columns, console=console) as progress,
-        Bench(Path(directory), progress) as bench,
+        Bench(Path(directory).resolve(), progress) as bench,
     ):
         text, figures, num_failed = run_trace(bench, arguments)
     print(text)

@@ -52,7 +52,7 @@ def refusal(**given: Any) -> str:
         ({"optional": 5}, 'optional=5 of the sample must be a string, such as "text"'),
         ({"flag": 1}, "flag=1 of the sample must be true or false, such as true"),
         ({"count": 0}, "count=0 of the sample must be a whole number from 1 to 64, such as 4"),
-        ({"count": "4"}, "count='4' of the sample must be a whole number from 1 to 64, such as 4"),
+        ({"count": "four"}, "count='four' of the sample must be a whole number from 1 to 64, such as 4"),
         ({"seconds": 0}, "seconds=0 of the sample must be a number above 0, such as 30.0"),
         ({"share": 1}, "share=1 of the sample must be a number of at least 0 and below 1, such as 0.5"),
         ({"word": "on"}, 'word=\'on\' of the sample must be "auto" or "off", such as "auto"'),
@@ -97,6 +97,8 @@ def test_every_setting_says_what_it_takes_and_names_a_value_that_works(
                 checked({**others, field.name: wrong}, cls, "its owner")
             sentence = str(caught.value)
             start = f"{field.name}={wrong!r} of its owner must be {allowed(field)}, such as {json.dumps(works)}"
+            if "_bytes" in field.name:
+                start = f'{field.name}={wrong!r} is not a size: give bytes or a string such as "4 GiB"'
             assert sentence.startswith(start) and "\n" not in sentence
             refused += 1
     assert refused

@@ -98,7 +98,7 @@ def transfer_config(root: Path) -> dict[str, Any]:
     """The ``--kv-transfer-config``: both tiers store; the one with more tokens x load_weight loads."""
     tiers: tuple[dict[str, Any], ...] = (
         {"name": "cpu", "tier": "cpu", "capacity_bytes": "256 MiB", "load_weight": 1.0},
-        {"name": "disk", "tier": "disk", "root": str(root), "capacity_bytes": "1 GiB", "load_weight": 0.5},
+        {"name": "disk", "tier": "disk", "root": str(root.resolve()), "capacity_bytes": "1 GiB", "load_weight": 0.5},
     )
     children = [
         {"kv_connector": "HybridOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": tier}

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting, its default, unit and check. The tables of docs/configuration.md are made from this file."""
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?\s*$")
-_UNITS = {None: 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?) *(?:([kmgtp])(i)?)?(?:b|bytes?)?", re.IGNORECASE)
+_MOST_BYTES = 1 << 63
+IS_A_PATH = {"kind": "path"}
+"""``Meta(extra=IS_A_PATH)``: the setting is a path on this machine, and is read by ``path_setting.parse_path``."""
 
 
 class ConfigError(ValueError):
@@ -19,12 +23,40 @@ class ConfigError(ValueError):
 
 
 def parse_bytes(value: object, setting: str) -> int:
-    """A size in bytes from an int or a string such as ``"4 GiB"``; raises ConfigError naming ``setting``."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    if isinstance(value, str) and (match := _SIZE.match(value)):
-        return int(float(match[1]) * _UNITS[match[2]])
-    raise ConfigError(f'{setting}={value!r} is not a size: give bytes or a string such as "4 GiB"')
+    """A size in bytes, of an int, a whole float or a string; raises ConfigError naming ``setting``.
+
+    Units are Kubernetes' and their long forms in any case: ``4Gi`` and ``4 GiB`` are 4 * 2^30, ``4G`` and ``4gb`` are
+    4 * 10^9. Helm writes large numbers as floats, such as ``6.442450944e+10``.
+    """
+    num_bytes = _size(value, is_rate=setting.endswith("_per_s"))
+    if num_bytes is None:
+        raise ConfigError(
+            f"{setting}={value!r} is not a size: give bytes or a string such as "
+            f'"4 GiB" (4Gi is the same, 4G is 4 * 10^9){_if_null(value)}'
+        )
+    return num_bytes
+
+
+def _size(value: object, is_rate: bool) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    words = str(value).strip()
+    match = _SIZE.fullmatch(words.removesuffix("/s") if is_rate else words)
+    if match is None:
+        return None
+    number, unit = Decimal(match[1]), _unit(match[2], bool(match[3]))
+    if number * unit >= _MOST_BYTES:
+        return None
+    return int(number * unit) if unit > 1 or number == int(number) else None
+
+
+def _unit(letter: str | None, is_binary: bool) -> int:
+    power = "kmgtp".index(letter.lower()) + 1 if letter else 0
+    return int((1024 if is_binary else 1000) ** power)
+
+
+def _if_null(value: object) -> str:
+    return "; leave it out for the default" if value is None else ""
 
 
 MaxLoadAttempts = Annotated[
@@ -121,8 +153,11 @@ class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def load_weight_of(extra_config: Mapping[str, Any], name: str) -> float | Literal["auto"]:
     """The checked ``load_weight`` of a MultiConnector's child; any connector may carry one."""
     weight = extra_config.get("load_weight", "auto")
-    if weight == "auto":
-        return "auto"
+    if isinstance(weight, str):
+        if weight.strip().lower() == "auto":
+            return "auto"
+        with contextlib.suppress(ValueError):
+            weight = float(weight)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
         raise ConfigError(
             f'load_weight={weight!r} of connector {name!r} must be "auto" or a number of at least 0, such as 0.8'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point in ``vllm.general_plugins``: makes our connectors known to vLLM by name."""
+"""The entry point in ``vllm.general_plugins``: makes our connectors known to vLLM by name, and checks settings."""
 
 CONNECTORS = {
     "HybridOffloadConnector": ("vllm_overlay.connector.connector", "HybridOffloadConnector"),
@@ -18,3 +18,7 @@ def register() -> None:
     for name, (module, cls) in CONNECTORS.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, cls)
+    if hasattr(KVConnectorFactory, "register_check"):  # of the series, which vLLM may not have yet
+        from vllm_overlay.early_check import check
+
+        KVConnectorFactory.register_check(check)

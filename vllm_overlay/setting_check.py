@@ -6,15 +6,19 @@ The allowed values are read from the field's own type and ``Meta``; the value th
 ``Meta(examples=...)``, else its default. ``whose`` names the owner in such a sentence: ``"the disk tier"``.
 """
 
+import contextlib
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
-from vllm_overlay.config import ConfigError
+from vllm_overlay.config import IS_A_PATH, ConfigError, parse_bytes
+from vllm_overlay.foreign_names import OF_OTHERS, PLACES
+from vllm_overlay.path_setting import parse_path
 
 _NEAR = 0.7
 """How alike two words are that are offered for one another: "cots" and "cost" are, "gpu" and "cpu" are not."""
@@ -22,13 +26,24 @@ Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
 def checked(given: Mapping[str, Any], cls: type[Settings], whose: str) -> Settings:
-    """``given`` as a ``cls``. Raises ConfigError for the first setting, in the order of ``cls``, that is wrong."""
+    """``given`` as a ``cls``. Raises ConfigError for the first setting, in the order of ``cls``, that is wrong.
+
+    Charts, environment variables and ``--set-string`` change how a value is written: a number or a word in quotes, a
+    whole number with a point, ``off`` as false. What can be meant in one way only is taken.
+    """
     fields = msgspec.structs.fields(cls)
     refuse_unknown(given, [field.encode_name for field in fields], whose)
+    taken: dict[str, Any] = {}
     for field in fields:
-        _check_field(given, field, whose)
+        name = field.encode_name
+        if _is_size(field) and (name in given or not field.required):
+            taken[name] = parse_bytes(given.get(name, field.default), name)
+        elif name in given:
+            taken[name] = _taken(given[name], field, whose)
+        elif field.required:
+            raise ConfigError(f"{name} of {whose} is not set: set it to {allowed(field)}{_such_as(field)}")
     try:
-        return msgspec.convert(dict(given), cls)
+        return msgspec.convert(taken, cls)
     except msgspec.ValidationError as error:  # of the struct's own __post_init__
         raise ConfigError(f"settings of {whose}: {error}") from error
 
@@ -36,35 +51,92 @@ def checked(given: Mapping[str, Any], cls: type[Settings], whose: str) -> Settin
 def refuse_unknown(
     given: Iterable[str], known: Iterable[str], whose: str, belongs: Mapping[str, str] | None = None
 ) -> None:
-    """Raises ConfigError for the first of ``given`` that is not ``known``.
+    """Raises ConfigError that names all of ``given`` that are not ``known``.
 
-    ``belongs``: where settings of another owner are to be written.
+    ``belongs``: where settings of another owner are to be written, before what is said of all in ``foreign_names.py``.
     """
-    known = list(known)
-    if unknown := sorted(set(given) - set(known)):
-        name = unknown[0]
-        place = (belongs or {}).get(name)
-        hint = f"; {name} belongs in {place}" if place else did_you_mean(name, known)
-        raise ConfigError(f"unknown setting {name!r} of {whose}: it takes {', '.join(known)}{hint}")
+    known, places = list(known), {**PLACES, **(belongs or {})}
+    if unknown := sorted(set(map(str, given)) - set(known)):
+        hints = [f"it takes {', '.join(known)}"]
+        hints += [f"{name} belongs in {places[name]}" for name in unknown if name in places]
+        near = {name: word for name in unknown if name not in places and (word := nearest(name, known))}
+        meant = [word if len(unknown) == 1 else f"{word} for {name}" for name, word in near.items()]
+        hints += [f"did you mean {', '.join(meant)}?"] if meant else []
+        noun = "setting" if len(unknown) == 1 else "settings"
+        raise ConfigError(f"unknown {noun} {', '.join(map(repr, unknown))} of {whose}: {'; '.join(hints)}")
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """What ``word`` most likely means, of ``known``: what another product calls so, or what is written alike."""
+    known = {_spelt(one): one for one in known}
+    for other in OF_OTHERS.get(_spelt(word), ()):
+        if other in known:
+            return known[other]
+    near = difflib.get_close_matches(_spelt(word), known, n=1, cutoff=_NEAR)
+    return known[near[0]] if near else None
+
+
+def _spelt(word: str) -> str:
+    """Without what only tells one spelling from another: capacityBytes, capacity-bytes, capacity_bytes."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|[-. ]", "_", word).lower()
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of a sentence about ``word``, which is none of ``known``: the nearest of them, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=_NEAR) if isinstance(word, str) else []
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest(word, known) if isinstance(word, str) else None
+    return f"; did you mean {near}?" if near else ""
 
 
-def _check_field(given: Mapping[str, Any], field: msgspec.structs.FieldInfo, whose: str) -> None:
-    name = field.encode_name
-    if name not in given:
-        if field.required:
-            raise ConfigError(f"{name} of {whose} is not set: set it to {allowed(field)}{_such_as(field)}")
-        return
-    try:
-        msgspec.convert(given[name], field.type)
-    except msgspec.ValidationError as error:
-        wrong = f"{name}={given[name]!r} of {whose} must be {allowed(field)}{_such_as(field)}"
-        raise ConfigError(wrong + did_you_mean(given[name], _words(_type_of(field)))) from error
+def _taken(value: Any, field: msgspec.structs.FieldInfo, whose: str) -> Any:
+    kind = _type_of(field)
+    written = value.strip() if _is_path(field) and isinstance(value, str) else value
+    for reading in _readings(written, _words(kind)):
+        try:
+            taken = msgspec.convert(reading, field.type)
+        except msgspec.ValidationError:
+            continue
+        return parse_path(taken, field.encode_name, example(field)) if _is_path(field) else taken
+    wrong = f"{field.encode_name}={value!r} of {whose} must be {allowed(field)}{_such_as(field)}"
+    raise ConfigError(wrong + did_you_mean(value, _words(kind)) + _why(value, field, kind))
+
+
+def _readings(value: Any, words: Iterable[str]) -> Iterator[Any]:
+    """What ``value`` may stand for, itself first."""
+    yield value
+    if isinstance(value, str):
+        text = value.strip()
+        yield text
+        yield text.lower()
+        with contextlib.suppress(ValueError):
+            value = json.loads(text.lower())
+            if isinstance(value, bool | int | float):
+                yield value
+    if isinstance(value, float) and value.is_integer():
+        yield int(value)
+    if isinstance(value, bool):
+        yield from {"on" if value else "off"} & set(words)
+
+
+def _why(value: Any, field: msgspec.structs.FieldInfo, kind: inspect.Type) -> str:
+    """The end of a refusal, for what a chart or a template has done."""
+    if value is None and not field.required:
+        return "; leave it out for the default"
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") and not isinstance(kind, inspect.StrType):
+        return "; it is JSON inside a string: leave the outer quotes out"
+    if isinstance(value, int | float) and not isinstance(value, bool) and isinstance(kind, inspect.StrType):
+        return f'; put it into quotes: "{value}"'
+    return ""
+
+
+def _is_size(field: msgspec.structs.FieldInfo) -> bool:
+    kind = _type_of(field)
+    takes = {type(one) for one in kind.types} if isinstance(kind, inspect.UnionType) else set()
+    return field.encode_name.endswith(("_bytes", "_bytes_per_s")) and takes == {inspect.IntType, inspect.StrType}
+
+
+def _is_path(field: msgspec.structs.FieldInfo) -> bool:
+    described = inspect.type_info(field.type)
+    return isinstance(described, inspect.Metadata) and (described.extra or {}).items() >= IS_A_PATH.items()
 
 
 def allowed(field: msgspec.structs.FieldInfo) -> str:

@@ -96,8 +96,8 @@ def test_a_state_whose_block_is_gone_is_not_stored() -> None:
         ({"tier": "cpu", "eviction_policy": "lru"}, 0),
         ({"tier": "cpu", "eviction_policy": "lru", "speculative_snapshot_tokens": 4096}, 4096),
         ({"tier": "cpu", "speculative_snapshot_tokens": 0}, 0),
-        ({"tier": "disk", "root": "root"}, AUTO_SPECULATIVE_TOKENS),
-        ({"tier": "disk", "root": "root", "eviction_policy": "lru"}, 0),
+        ({"tier": "disk", "root": "/root"}, AUTO_SPECULATIVE_TOKENS),
+        ({"tier": "disk", "root": "/root", "eviction_policy": "lru"}, 0),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ import pytest
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.connector import weights
+from vllm_overlay.connector.model_files import safetensors_files
 from vllm_overlay.connector.weights import weights_digest
 
 OLD, NEW = b"old weights " * 1000, b"new weights " * 1000
@@ -211,3 +212,42 @@ def test_a_name_that_is_no_utf8_ends_no_start(tmp_path: Path, cache: Path, reads
     path.write_bytes(OLD)
     assert weights_digest([path], cache) == weights_digest([path], cache)
     assert len(reads) == 1
+
+
+def test_how_a_models_directory_is_laid_out_changes_nothing(tmp_path: Path) -> None:
+    """The same files as a plain directory, its copy elsewhere, links to it, and links to blobs as in the Hub's cache.
+
+    Blobs have names that say nothing, and another order.
+    """
+    shards = {"model-00001-of-00002.safetensors": OLD, "model-00002-of-00002.safetensors": NEW}
+    layouts = {name: tmp_path / name for name in ("plain", "copy", "links", "hub/snapshots/0a1b", "relative")}
+    blobs = tmp_path / "hub" / "blobs"
+    for directory in (*layouts.values(), blobs):
+        directory.mkdir(parents=True)
+    for number, (name, content) in enumerate(shards.items()):
+        for layout in ("plain", "copy"):
+            (layouts[layout] / name).write_bytes(content)
+        (blobs / f"{9 - number}f3c").write_bytes(content)
+        (layouts["links"] / name).symlink_to(layouts["plain"] / name)
+        (layouts["hub/snapshots/0a1b"] / name).symlink_to(f"../../blobs/{9 - number}f3c")
+        (layouts["relative"] / name).hardlink_to(layouts["plain"] / name)
+    (tmp_path / "linked").symlink_to(layouts["plain"])
+    found = {}
+    for number, directory in enumerate([*layouts.values(), tmp_path / "linked"]):
+        root = tmp_path / f"root-{number}"
+        root.mkdir(mode=0o700)
+        found[directory] = weights_digest(safetensors_files(str(directory), None), root / "weights.json")
+    assert len(set(found.values())) == 1, found
+
+
+def test_weights_under_each_others_names_have_another_digest(tmp_path: Path) -> None:
+    """Where two files have one tensor, the names decide which is loaded last."""
+    one, two = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
+    digests = []
+    for number, contents in enumerate([(OLD, NEW), (NEW, OLD)]):
+        for path, content in zip((one, two), contents, strict=True):
+            path.write_bytes(content)
+        root = tmp_path / f"root-{number}"
+        root.mkdir(mode=0o700)
+        digests.append(weights_digest([one, two], root / "weights.json"))
+    assert digests[0] != digests[1]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines that compute other numbers share a disk root, and neither restores the other's."""
+"""Two engines share a disk root: neither restores the other's where they compute other numbers, and each where not."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,4 +62,21 @@ def test_states_of_another_precision_have_other_attention_chunks(tiny_model: Pat
         restored = outputs(engine)
         assert_same(restored, cold)
         for length, output in restored.items():
+            assert_restored(cold[length], output, length)
+
+
+def test_a_model_that_moved_into_the_hubs_cache_restores_what_it_stored(tiny_model: Path, tmp_path: Path) -> None:
+    """There each file is a link to a blob, whose name says nothing."""
+    config = multi(disk_child(tmp_path / "root"))
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=config) as engine:
+        cold = outputs(engine)
+        engine.wait_for_stores()
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "0a1b", tmp_path / "hub" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(tiny_model.iterdir(), reverse=True)):
+        shutil.copy(file, blobs / f"{number}f3c")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}f3c")
+    with Engine(snapshot, **FLOAT32.arguments, kv_transfer_config=config) as engine:
+        for length, output in outputs(engine).items():
             assert_restored(cold[length], output, length)

@@ -100,20 +100,21 @@ def test_two_children_of_one_name_are_refused():
     )
 
 
-@pytest.mark.parametrize("weight", [-1, "2", True, float("nan"), float("inf"), []])
+@pytest.mark.parametrize("weight", [-1, "much", "nan", True, float("nan"), float("inf"), []])
 def test_a_weight_that_is_none_is_refused_by_child(weight):
     assert "of connector 'cpu' must be \"auto\" or a number of at least 0" in refusal(child("cpu", weight=weight))
 
 
 def test_an_unknown_key_of_a_child_is_refused_by_child():
-    assert "unknown key 'kv_conector' of connector 'cpu': it takes " in refusal({**child("cpu"), "kv_conector": "x"})
+    assert "unknown setting 'kv_conector' of connector 'cpu': it takes " in refusal(
+        {**child("cpu"), "kv_conector": "x"}
+    )
 
 
 def test_a_setting_of_the_child_in_the_wrong_place_is_refused_with_the_place():
     sentence = refusal({**child("cpu"), "load_weight": 2.0})
-    assert sentence == (
-        "unknown key 'load_weight' of connector 'cpu': it belongs in this connector's kv_connector_extra_config"
-    )
+    assert sentence.startswith("unknown setting 'load_weight' of connector 'cpu': it takes kv_connector, ")
+    assert sentence.endswith("; load_weight belongs in this connector's kv_connector_extra_config")
 
 
 NAMED = {"kv_connector_extra_config": {"name": "cpu"}}
@@ -131,7 +132,7 @@ NAMED = {"kv_connector_extra_config": {"name": "cpu"}}
             "in kv_connector_module_path='no.such.module' of",
         ),
         ({**child("cpu"), "kv_connector": None}, 'must be a class name, such as "NixlConnector"'),
-        ({**child("cpu"), "kv_conector": "x"}, "in kv_connector_extra_config; did you mean kv_connector?"),
+        ({**child("cpu"), "kv_conector": "x"}, "; did you mean kv_connector?"),
         ({"kv_connector": "NixlConector", **NAMED}, "kv_connector='NixlConector' of connector 'cpu' is not registered"),
         ({"kv_connector": "NixlConector", **NAMED}, "module that has it; did you mean NixlConnector?"),
         ({"kv_connector": "MoRIIOConnector", **NAMED}, 'use "NixlConnector" here, or MoRIIOConnector without the'),
@@ -170,7 +171,7 @@ def test_a_setting_of_a_child_beside_the_children_is_refused_with_the_place():
     ("settings", "sentence"),
     [
         ({"lookup_timeout_ms": -1}, "lookup_timeout_ms=-1 of the MultiConnector must be a number of at least 0"),
-        ({"lookup_timeout_ms": "5"}, "lookup_timeout_ms='5' of the MultiConnector must be a number"),
+        ({"lookup_timeout_ms": "5 ms"}, "lookup_timeout_ms='5 ms' of the MultiConnector must be a number"),
         ({"isolate_after_s": -1}, "isolate_after_s=-1 of the MultiConnector must be a number of at least 0"),
         ({"load_failure_policy": "ignore"}, 'must be "fail" or "recompute", such as "recompute"'),
         (
@@ -291,7 +292,7 @@ def test_children_get_configurations_of_their_own():
             {"max_load_attempts": 0},
             "max_load_attempts=0 of connector 'cpu' must be a whole number of at least 1, such as 3",
         ),
-        ({"max_load_attempts": "3"}, "max_load_attempts='3' of connector 'cpu' must be a whole number"),
+        ({"max_load_attempts": "few"}, "max_load_attempts='few' of connector 'cpu' must be a whole number"),
     ],
 )
 def test_a_switch_of_a_child_that_is_none_is_refused_by_child(given, words):
@@ -315,9 +316,8 @@ def test_attempts_are_each_childs_own_and_the_child_is_shown_them_like_its_weigh
 
 
 def test_attempts_beside_the_childs_own_settings_are_refused_with_the_place():
-    assert refusal({**child("cpu"), "max_load_attempts": 2}) == (
-        "unknown key 'max_load_attempts' of connector 'cpu': it belongs in this connector's kv_connector_extra_config"
-    )
+    sentence = refusal({**child("cpu"), "max_load_attempts": 2})
+    assert sentence.endswith("; max_load_attempts belongs in this connector's kv_connector_extra_config")
 
 
 def test_a_child_whose_module_panics_while_it_is_imported_is_refused_by_child(monkeypatch):

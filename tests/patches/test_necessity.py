@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.patches.trees import linked_vllm_without
 from tests.python_path import python_path
@@ -26,7 +27,11 @@ REPRODUCTIONS = Path(__file__).parent / "reproductions"
 NAMES = load().patches
 ABOUT_BLOCKS = ("0002-", "0007-", "0008-", "0009-", "0010-", "0012-", "0021-")
 """Their reproductions count in blocks: they failed on lesser processors until ``Lab`` said which states it means."""
-CASES = [pytest.param(name, marks=pytest.mark.processor) if name.startswith(ABOUT_BLOCKS) else name for name in NAMES]
+NEEDS_BF16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="vLLM takes another convolution on this processor"
+)
+MARKS = {**dict.fromkeys(ABOUT_BLOCKS, pytest.mark.processor), "0023-": NEEDS_BF16}
+CASES = [pytest.param(name, marks=MARKS.get(name[:5], ())) for name in NAMES]
 
 
 def reproduction_of(name: str) -> Path:

@@ -17,7 +17,7 @@ from vllm_overlay.tiers.factory import tier_spec
 
 CHILDREN = [
     {"tier": "cpu", "capacity_bytes": "32GiB"},
-    {"tier": "disk", "root": '/mnt/it\'s "mine" $HOME', "capacity_bytes": "1TiB"},
+    {"tier": "disk", "root": '/mnt/it\'s "mine" $5', "capacity_bytes": "1TiB"},
 ]
 
 

@@ -11,7 +11,8 @@ import msgspec
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
 from vllm_overlay.cli.console import shown, size
 from vllm_overlay.cli.table import Rows, show_table
-from vllm_overlay.config import ConfigError
+from vllm_overlay.config import ConfigError, parse_bytes
+from vllm_overlay.path_setting import parse_path
 from vllm_overlay.planning.capacity import Conversation
 from vllm_overlay.planning.plan import Plan, make_plan
 from vllm_overlay.planning.question import FLAGS, Question
@@ -69,14 +70,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _children(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The settings of each tier, the CPU's first."""
+    """The settings of each tier, the CPU's first. Raises ConfigError that names the flag."""
     children: list[dict[str, Any]] = []
-    if arguments.cpu:
+    if arguments.cpu is not None:
+        parse_bytes(arguments.cpu, "--cpu")
         children.append({"tier": "cpu", "capacity_bytes": arguments.cpu})
-    if arguments.disk:
+    if arguments.disk is not None:
         root, _, capacity = arguments.disk.rpartition(":")
         if not root:
             raise ConfigError(f"--disk {arguments.disk!r} must be a root and a size, such as /mnt/kv:1TiB")
+        parse_bytes(capacity, "the size in --disk")
+        root = parse_path(root, "the root in --disk", "/mnt/kv")
         children.append({"tier": "disk", "root": root, "capacity_bytes": capacity})
     return children
 

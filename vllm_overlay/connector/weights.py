@@ -40,13 +40,14 @@ class _FileDigest:
 def weights_digest(files: Iterable[Path], cache_file: Path) -> str:
     """One digest of all bytes of ``files``, in 64 hex digits. Called by every worker at start.
 
-    One process reads at a time, so that the ranks of an engine do the work once. ``key`` seals the cache: see
-    ``DigestCache``. Raises ConfigError when a file does not stay as it is, and OSError when one cannot be read.
+    A file counts by the name that the model's directory gives it. What a link leads to has any name, such as a blob's
+    in the Hub's cache. One process reads at a time, so that the ranks of an engine do the work once. Raises ConfigError
+    when a file does not stay as it is, and OSError when one cannot be read.
     """
     with _one_at_a_time(cache_file.with_suffix(".lock")):
         cache = DigestCache(cache_file)
         known = cache.read()
-        found = {path: _known_or_new(path, known) for path in dict.fromkeys(path.resolve() for path in files)}
+        found = {path: _known_or_new(path.resolve(), known) for path in dict.fromkeys(files)}
         settled = {file.identity: file.digest for file in found.values() if file.is_settled}
         if not settled.items() <= known.items():
             others = {identity: digest for identity, digest in known.items() if identity not in settled}

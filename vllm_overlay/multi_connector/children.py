@@ -17,7 +17,6 @@ from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.settings import (
     OURS_ALONE,
-    SHARED,
     ChildSettings,
     MultiSettings,
     child_settings,
@@ -26,7 +25,7 @@ from vllm_overlay.multi_connector.settings import (
 from vllm_overlay.multi_connector.stats import OWN
 from vllm_overlay.multi_connector.weights import UNKNOWN, LoadWeight
 from vllm_overlay.named_child import NamedChild
-from vllm_overlay.setting_check import did_you_mean
+from vllm_overlay.setting_check import did_you_mean, nearest, refuse_unknown
 
 logger = init_logger(f"vllm.{__name__}")
 RECOMPUTE, FAIL = "recompute", "fail"
@@ -143,14 +142,8 @@ def _check_name(name: object, position: int) -> None:
 
 def _check_keys(given: Mapping[str, Any], label: str) -> None:
     known = [field.name for field in dataclasses.fields(KVTransferConfig)]
-    if unknown := sorted(set(given) - set(known)):
-        key = unknown[0]
-        hint = (
-            "it belongs in this connector's kv_connector_extra_config"
-            if key in ("name", "tier", *SHARED, *OURS_ALONE)
-            else f"it takes {', '.join(known)}, and what is the connector's own goes in kv_connector_extra_config"
-        )
-        raise ConfigError(f"unknown key {key!r} of connector {label}: {hint}{did_you_mean(key, known)}")
+    inside = {key: "this connector's kv_connector_extra_config" for key in given if nearest(key, known) is None}
+    refuse_unknown(given, known, f"connector {label}", inside)
 
 
 def _check_class(given: Mapping[str, Any], label: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from vllm_overlay.config import ConfigError, MaxLoadAttempts, load_weight_of
+from vllm_overlay.config import IS_A_PATH, ConfigError, MaxLoadAttempts, load_weight_of
 from vllm_overlay.setting_check import checked, refuse_unknown
 
 
@@ -69,6 +69,7 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             description="A JSON file that changes the children's switches while the server runs. "
             "It is read again when it changes.",
             examples=["/etc/vllm/switches.json"],
+            extra=IS_A_PATH,
         ),
     ] = ""
     load_failure_policy: Annotated[

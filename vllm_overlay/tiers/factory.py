@@ -7,7 +7,7 @@ A tier of somebody else needs no change here: ``"tier": "their.module:TheirSpec"
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_overlay.config import ConfigError, TierSettings, load_weight_of, parse_bytes
+from vllm_overlay.config import ConfigError, TierSettings, load_weight_of
 from vllm_overlay.registry import Registry
 from vllm_overlay.setting_check import checked
 from vllm_overlay.tiers.base import TierSpec
@@ -32,11 +32,7 @@ def tier_spec(extra_config: Mapping[str, Any]) -> TierSpec[Any]:
 def _settings(cls: type[TierSettings], extra_config: Mapping[str, Any]) -> TierSettings:
     tier = extra_config["tier"]
     load_weight_of(extra_config, str(extra_config.get("name") or tier))
-    sizes = {name for name in cls.__struct_fields__ if name.endswith(("_bytes", "_bytes_per_s"))}
-    in_bytes = {name: parse_bytes(value, name) for name, value in extra_config.items() if name in sizes}
-    settings = checked({**extra_config, **in_bytes}, cls, f"the {tier} tier")
+    settings = checked(extra_config, cls, f"the {tier} tier")
     settings.name = settings.name or tier
     check_policy(settings.eviction_policy)
-    for name in sizes:
-        setattr(settings, name, parse_bytes(getattr(settings, name), name))
     return settings

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from vllm_overlay.config import TierSettings
+from vllm_overlay.config import IS_A_PATH, TierSettings
 
 
 class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
@@ -19,6 +19,7 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
             "A new one gets mode 0700.",
             examples=["/var/cache/vllm-kv"],
             min_length=1,
+            extra=IS_A_PATH,
         ),
     ]
     host_name: Annotated[
@@ -62,5 +63,6 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
             description="A private file of at least 32 bytes. Objects are encrypted with AES-256-GCM. What was not "
             "written with this key is a miss.",
             examples=["/etc/vllm/kv-encryption.key"],
+            extra=IS_A_PATH,
         ),
     ] = ""
