@@ -39,7 +39,10 @@ from vllm_overlay.tiers.disk.catalogue.writers import (
 BY_NAME = "namespace = ? AND key = ? AND kind = ?"
 _INSERTED = "namespace, kind, key"
 _FIELDS = "writer, number, world_size, num_bytes, payload_bytes, start_tokens, end_tokens, last_use"
-_INSERT = f"INSERT INTO object ({_INSERTED}, {_FIELDS}, num_children) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"
+_FIND = f"SELECT id, writer, number FROM object WHERE {BY_NAME}"
+_INSERT = (
+    f"INSERT OR ROLLBACK INTO object ({_INSERTED}, {_FIELDS}, num_children) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"
+)
 _REPLACE = f"UPDATE object SET ({_FIELDS}) = (?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?"
 
 
@@ -129,7 +132,7 @@ class _Arrivals:
     ) -> None:
         number = self._db.execute(_INSERT, (namespace, object_id.tag, object_id.key, *fields)).lastrowid or 0
         for place, parent in enumerate(parents):
-            self._db.execute("INSERT INTO parent VALUES (?, ?, ?)", (number, place, parent))
+            self._db.execute("INSERT OR ROLLBACK INTO parent VALUES (?, ?, ?)", (number, place, parent))
         self._ids[namespace, object_id] = number
 
     def find_namespace(self, fingerprint: str) -> int | None:
@@ -140,9 +143,7 @@ class _Arrivals:
 
     def _find_file(self, namespace: int, object_id: ObjectId) -> tuple[int, File] | None:
         """The number of an object's row and its file; None when it is not there."""
-        row = self._db.execute(
-            f"SELECT id, writer, number FROM object WHERE {BY_NAME}", (namespace, object_id.key, object_id.tag)
-        ).fetchone()
+        row = self._db.execute(_FIND, (namespace, object_id.key, object_id.tag)).fetchone()
         if row is None:
             return None
         number, writer, file = read_one(tuple[Id, WriterId, Number], row)
