@@ -4,6 +4,7 @@
 import argparse
 import hashlib
 import os
+import secrets
 import statistics
 import tempfile
 import time
@@ -17,9 +18,9 @@ from typing import TypeVar
 
 from bench.measure import percentile, table
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Limits, Name, Namespace, StoredObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Committed, File, Limits, Namespace, StoredObject
 
-_CHUNKS = Namespace("a" * 64, "a" * 64)
+_MODEL = Namespace("a" * 64)
 _OBJECT_BYTES = 1 << 20
 _BATCH = 16
 _PROMPT = 32
@@ -59,7 +60,7 @@ class Report:
         return [seconds for of_one in self.seconds.values() for seconds in of_one]
 
 
-def prompts(part: int) -> Iterator[StoredObject]:
+def prompts(part: int, writer: str) -> Iterator[StoredObject]:
     """Endless chains of ``_PROMPT`` chunks, parents first. No two parts have a name in common."""
     parents: tuple[ObjectId, ...] = ()
     number = 0
@@ -67,56 +68,58 @@ def prompts(part: int) -> Iterator[StoredObject]:
         place = number % _PROMPT
         object_id = ObjectId("f0", hashlib.sha256(b"%d %d" % (part, number)).digest())
         planned = PlannedObject(object_id, parents if place else (), place * 64, place * 64 + 64, _OBJECT_BYTES - 4096)
-        yield StoredObject(_CHUNKS.fingerprint, planned, 1, _OBJECT_BYTES, number, int(time.time()))
+        yield StoredObject(_MODEL.fingerprint, planned, File(writer, number), 1, _OBJECT_BYTES, int(time.time()))
         parents = (object_id,)
         number += 1
 
 
-class Member:
+class Engine:
     """Commits, touches, grants, evicts and follows the others, as a tier's thread would."""
 
     def __init__(self, root: str, part: int, report: Report) -> None:
         self._report = report
+        self._writer = secrets.token_hex(8)
         self._catalogue = Catalogue(root)
-        self._catalogue.join([_CHUNKS], int(time.time()))
-        self._seq, _ = self._catalogue.load([_CHUNKS.fingerprint])
-        self._items = prompts(part)
+        self._catalogue.join(self._writer, _MODEL)
+        self._seq, _ = self._catalogue.load(_MODEL.fingerprint)
+        self._items = prompts(part, self._writer)
         self._pending: list[StoredObject] = []
-        self._recent: list[Name] = []
+        self._recent: list[ObjectId] = []
 
     def step(self, num_rows: int) -> None:
-        report, catalogue = self._report, self._catalogue
+        report, catalogue, writer = self._report, self._catalogue, self._writer
         report.asked += num_rows
         self._pending += [next(self._items) for _ in range(num_rows)]
         batch, now = self._pending[: 4 * _BATCH], int(time.time())
         num_bytes = len(batch) * _OBJECT_BYTES
-        grant = report.time("grant", lambda: catalogue.grant(num_bytes, _OBJECT_BYTES, _CAPACITY))
+        grant = report.time("grant", lambda: catalogue.grant(writer, num_bytes, _OBJECT_BYTES, _CAPACITY))
         if grant.short_bytes:
             limits = Limits(grant.short_bytes, 64)
-            gone = [item.name for item in report.time("evict", lambda: catalogue.evict(limits, now))]
-            report.time("end_removal", lambda: catalogue.end_removal(gone, grant.short_bytes, _CAPACITY))
-        refused = report.time("commit", lambda: catalogue.commit(batch)).refused
-        self._keep([item for item, _ in refused], batch)
-        report.time("touch", lambda: catalogue.touch(self._recent, now))
-        changes = report.time("changes_since", lambda: catalogue.changes_since(self._seq, [_CHUNKS.fingerprint]))
+            gone = [item.file for item in report.time("evict", lambda: catalogue.evict(writer, limits, now))]
+            report.time("collected", lambda: catalogue.collected(writer, gone, grant.short_bytes, _CAPACITY))
+        answers = report.time("commit", lambda: catalogue.commit(writer, [(item, None) for item in batch]))
+        self._keep([isinstance(answer, Committed) for answer in answers], batch)
+        report.time("touch", lambda: catalogue.touch(_MODEL.fingerprint, self._recent, now))
+        changes = report.time("changes_since", lambda: catalogue.changes_since(self._seq, _MODEL.fingerprint))
         self._seq = changes.seq
 
-    def _keep(self, refused: list[StoredObject], batch: list[StoredObject]) -> None:
-        """What had no room is tried again. A chunk whose parent was evicted meanwhile is not: its prompt is over."""
-        again = {item.name for item in refused}
-        self._report.committed += len(batch) - len(again)
+    def _keep(self, is_taken: list[bool], batch: list[StoredObject]) -> None:
+        """What was refused is tried again."""
+        taken = [item.object_id for item, taken in zip(batch, is_taken, strict=True) if taken]
+        refused = [item for item, taken in zip(batch, is_taken, strict=True) if not taken]
+        self._report.committed += len(taken)
         self._pending = refused + self._pending[len(batch) :]
-        self._recent = [item.name for item in batch if item.name not in again][-4 * _BATCH :]
+        self._recent = taken[-4 * _BATCH :]
 
     def close(self) -> None:
-        self._catalogue.leave()
+        self._catalogue.leave(self._writer)
         self._catalogue.close()
 
 
-def run_member(root: str, part: int, pace: Pace, parent: Connection) -> None:
+def run_engine(root: str, part: int, pace: Pace, parent: Connection) -> None:
     """One process: a batch each time that one is due."""
     report = Report()
-    member = Member(root, part, report)
+    engine = Engine(root, part, report)
     parent.send("ready")
     parent.recv()
     began = time.perf_counter()
@@ -127,8 +130,8 @@ def run_member(root: str, part: int, pace: Pace, parent: Connection) -> None:
         if time.perf_counter() - began > pace.seconds:
             report.asked += (num_steps - number) * _BATCH  # it fell behind: what was due and not begun
             break
-        member.step(_BATCH)
-    member.close()
+        engine.step(_BATCH)
+    engine.close()
     parent.send(report)
 
 
@@ -157,8 +160,6 @@ def compete(root: str, num_processes: int, rows_per_s: float, seconds: float, ki
     most_bytes = max(most_bytes, watch(watcher, seconds / 2))
     reports = collect(children[1:] if kill else children)
     used = watcher.totals().object_bytes / _CAPACITY
-    for dead in watcher.dead_members():
-        watcher.bury(dead.slot)
     watcher.close()
     return Outcome(reports, used, most_bytes)
 
@@ -166,7 +167,7 @@ def compete(root: str, num_processes: int, rows_per_s: float, seconds: float, ki
 def start(root: str, part: int, pace: Pace) -> tuple[BaseProcess, Connection]:
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_member, args=(root, part, pace, theirs))
+    process = context.Process(target=run_engine, args=(root, part, pace, theirs))
     process.start()
     return process, ours
 
@@ -182,19 +183,17 @@ def collect(children: Iterable[tuple[BaseProcess, Connection]]) -> list[Report]:
 
 
 def fill(root: str, num_objects: int) -> Catalogue:
-    """A complete catalogue with so many objects, and no member."""
+    """A complete catalogue with so many objects, and no writer."""
+    os.mkdir(root, 0o700)
     catalogue = Catalogue(root)
-    catalogue.join([_CHUNKS], int(time.time()))
-    catalogue.begin_rebuild()
-    items = prompts(_MOST_PROCESSES + 1)
-    catalogue.adopt(next(items) for _ in range(num_objects))
+    items = prompts(_MOST_PROCESSES + 1, secrets.token_hex(8))
+    catalogue.adopt((next(items) for _ in range(num_objects)), [_MODEL])
     catalogue.end_rebuild()
-    catalogue.leave()
     return catalogue
 
 
 def watch(catalogue: Catalogue, seconds: float) -> int:
-    """The most bytes that objects, grants and removals were together."""
+    """The most bytes that objects, grants and garbage were together."""
     most_bytes = 0
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -212,7 +211,7 @@ def time_load(root: str, num_rows: int, rounds: int = 3) -> tuple[float, float]:
     for _ in range(rounds):
         catalogue = Catalogue(root)
         began = time.perf_counter()
-        found = sum(len(part) for part in catalogue.load([_CHUNKS.fingerprint])[1])
+        found = sum(len(part) for part in catalogue.load(_MODEL.fingerprint)[1])
         seconds.append(time.perf_counter() - began)
         catalogue.close()
         if found != num_rows:
@@ -232,7 +231,7 @@ def rows_of(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield f"`{operation}`: median, p99", f"{_ms(statistics.median(values))}, {_ms(percentile(values, 0.99))}"
     shares = [report.committed / report.asked for report in outcome.reports]
     yield "least-served process's share of what it asked", f"{min(shares):.1%}"
-    yield "most bytes of objects, grants and removals, of the capacity", f"{outcome.most_bytes / _CAPACITY:.1%}"
+    yield "most bytes of objects, grants and garbage, of the capacity", f"{outcome.most_bytes / _CAPACITY:.1%}"
 
 
 def _ms(seconds: float) -> str:

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from msgspec import structs
+
 from bench.geometries import DEFAULT_MODEL, MODELS
 from bench.hit_replay import Clock
 from bench.measure import percentile, table
-from vllm_overlay.planner.objects import PlannedObject
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.cpu import CpuTierManager
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Name, Namespace, Scored, StoredObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Namespace, Scored, StoredObject
 from vllm_overlay.tiers.disk.manager import STEP_S
 from vllm_overlay.tiers.disk.ranking import MOST_S, Ranker, times_of
 from vllm_overlay.tiers.entry import Entry
@@ -46,7 +48,8 @@ POLICIES: dict[str, Callable[[Clock], EvictionPolicy[Entry]]] = {
     "lru": lambda _: LeastRecentlyUsed[Entry](),
     "learned": lambda clock: GuardedPolicy(LearnedEviction(clock)),
 }
-_SERVED = Namespace("a" * 64, "a" * 64)
+_SERVED = Namespace("a" * 64)
+_WRITER = "0" * 16
 
 
 @dataclass(slots=True)
@@ -173,25 +176,34 @@ def filled_catalogue(root: str, num_points: int) -> Catalogue:
     """With the same objects."""
     catalogue = Catalogue(root)
     now = int(time.time())
-    catalogue.join([_SERVED], now)
-    catalogue.begin_rebuild()
+    catalogue.join(_WRITER, _SERVED)
     catalogue.adopt(
-        StoredObject(_SERVED.fingerprint, item, 1, item.num_bytes, 1, now) for item in objects_of(num_points)
+        StoredObject(_SERVED.fingerprint, in_catalogue(item), File(_WRITER, number), 1, item.num_bytes, now)
+        for number, item in enumerate(objects_of(num_points))
     )
     catalogue.end_rebuild()
     return catalogue
 
 
+def in_catalogue(item: PlannedObject) -> PlannedObject:
+    """As the tier writes it: a snapshot's kind names the facts that decide about its numbers."""
+    return structs.replace(item, object_id=kept_as(item.object_id))
+
+
+def kept_as(object_id: ObjectId) -> ObjectId:
+    return ObjectId("s" + "0" * 16, object_id.key) if object_id.is_snapshot else object_id
+
+
 def published(catalogue: Catalogue, ranking: Iterable[Ranked]) -> list[float]:
     """Seconds of each turn of the bookkeeper, without the sorting before the first."""
     scores = (
-        Scored(Name(_SERVED.fingerprint, item.object_id), item.evict_as, item.until + 1.0)
+        Scored(kept_as(item.object_id), item.evict_as, item.until + 1.0)
         for item in times_of(list(ranking), time.time() - MOST_S)
     )
     turns = []
     while part := list(itertools.islice(scores, PUBLISHED)):
         began = time.perf_counter()
-        catalogue.publish_scores(part, int(time.time() + MOST_S))
+        catalogue.publish_scores(_SERVED.fingerprint, part, int(time.time() + MOST_S))
         turns.append(time.perf_counter() - began)
     return turns
 

@@ -110,7 +110,7 @@ def _changes(db: sqlite3.Connection) -> Iterator[str]:
         " FROM change LEFT JOIN object ON object.id = change.object GROUP BY change.object"
     )
     for number, is_added, writer, file, writer_now, file_now, _ in read_all(
-        tuple[Id, Flag, WriterId, Number, WriterId | None, Number | None, Id],  # type: ignore[arg-type]
+        tuple[Id, Flag, WriterId, Number, WriterId | None, Number | None, Id],
         rows,
     ):
         if (writer_now, file_now) != ((writer, file) if is_added else (None, None)):

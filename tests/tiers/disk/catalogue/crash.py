@@ -69,7 +69,7 @@ def kill_in_statement(count: int, after_commit: bool) -> None:
         count_one()
 
     if after_commit:
-        connection.Connection._commit = commit_and_count  # type: ignore[method-assign]
+        connection.Connection._commit = commit_and_count  # type: ignore[assignment, method-assign]
     else:
         schema.configure = configure_and_count
 

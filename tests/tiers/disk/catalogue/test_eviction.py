@@ -92,9 +92,8 @@ def test_a_use_is_later_than_a_score_of_before_whoever_published_it(tmp_path: Pa
 
 def test_what_hangs_on_nothing_else_goes_with_what_has_a_score(tmp_path: Path) -> None:
     one = Engine(tmp_path)
-    late = {"last_use": NOW + 9}
-    one.store(one.stored(0, **late), one.stored(1, (0,), **late), one.stored(2, last_use=NOW + 5))
-    one.store(one.stored(3, (1,), **late), one.stored(4, (0,), **late))
+    late = [one.stored(number, parents, last_use=NOW + 9) for number, parents in ((0, ()), (1, (0,)), (3, (1,)))]
+    one.store(*late, one.stored(2, last_use=NOW + 5), one.stored(4, (0,), last_use=NOW + 9))
     score(one, NOW + 1000, _3=NOW, _4=NOW + 7)
     assert chosen(one, NOW + 9) == [3, 1, 2, 4, 0]
     assert one.evicted(1) + one.evicted(1) == [3, 1]

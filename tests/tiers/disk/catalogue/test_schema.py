@@ -84,7 +84,7 @@ def test_no_statement_of_a_trigger_can_be_left_out(
         schema._expected_schema.cache_clear()
 
 
-WRONG = {
+WRONG: dict[str, dict[str, tuple[object, ...]]] = {
     "meta": {"is_complete": (2, "x"), "num_bytes": (-1, 1.5), "num_objects": (-1, b""), "newest_use": (-1, 1 << 41)},
     "namespace": {"fingerprint": ("f", b"0" * 64), "words": ("x" * 65537, b""), "learned": (b"x" * 16385, "x"),
                   "is_private": (2,)},

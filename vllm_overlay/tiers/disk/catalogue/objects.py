@@ -2,7 +2,7 @@
 """Objects come in, and are looked up by name."""
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from enum import Enum
 
 import msgspec
@@ -22,8 +22,8 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     ObjectRow,
     StoredObject,
     WriterId,
-    file_columns,
     name_of,
+    number_of,
     read_all,
     read_one,
 )
@@ -39,7 +39,10 @@ from vllm_overlay.tiers.disk.catalogue.writers import (
 BY_NAME = "namespace = ? AND key = ? AND kind = ?"
 _INSERTED = "namespace, kind, key"
 _FIELDS = "writer, number, world_size, num_bytes, payload_bytes, start_tokens, end_tokens, last_use"
-_INSERT = f"INSERT INTO object ({_INSERTED}, {_FIELDS}, num_children) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"
+_FIND = f"SELECT id, writer, number FROM object WHERE {BY_NAME}"
+_INSERT = (
+    f"INSERT OR ROLLBACK INTO object ({_INSERTED}, {_FIELDS}, num_children) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"
+)
 _REPLACE = f"UPDATE object SET ({_FIELDS}) = (?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?"
 
 
@@ -68,7 +71,7 @@ def commit(
 ) -> list[Committed | Refusal]:
     """Take in objects; their bytes come from the writer's grant."""
     act_as(db, writer)
-    arrivals = _Arrivals(db, read_grant(db, writer))
+    arrivals = _Arrivals(db, read_grant(db, writer), garbage.among(db, [item.file for item, _ in batch]))
     answers = [arrivals.add(item, replaced) for item, replaced in batch]
     write_grant(db, writer, arrivals.room_bytes)
     return answers
@@ -78,7 +81,8 @@ def adopt(db: sqlite3.Connection, batch: Sequence[StoredObject]) -> None:
     """Take in objects whose files were there before the catalogue was. A file that another one of the same name or a
     missing parent keeps out is garbage."""
     act_as(db, None)
-    arrivals = _Arrivals(db, sum(item.num_bytes for item in batch))
+    unwanted = garbage.among(db, [item.file for item in batch])
+    arrivals = _Arrivals(db, sum(item.num_bytes for item in batch), unwanted)
     for item in batch:
         if arrivals.find_namespace(item.fingerprint) is None:
             arrivals.namespaces[item.fingerprint] = add_namespace(db, Namespace(item.fingerprint))
@@ -89,8 +93,10 @@ def adopt(db: sqlite3.Connection, batch: Sequence[StoredObject]) -> None:
 class _Arrivals:
     """One transaction's. The rows that it has found or made need not be looked up again as parents."""
 
-    def __init__(self, db: sqlite3.Connection, room_bytes: int) -> None:
+    def __init__(self, db: sqlite3.Connection, room_bytes: int, unwanted: Set[File]) -> None:
+        """``unwanted`` are files that are garbage."""
         self._db = db
+        self._unwanted = unwanted
         self._ids: dict[tuple[int, ObjectId], int] = {}
         self.namespaces: dict[str, int | None] = {}
         self.room_bytes = room_bytes
@@ -107,13 +113,12 @@ class _Arrivals:
             return Refusal.PARENT
         if item.num_bytes > self.room_bytes:
             return Refusal.NO_GRANT
-        columns = file_columns(item.file)
-        if self._db.execute("SELECT 1 FROM garbage WHERE writer = ? AND number = ?", columns).fetchone():
+        if item.file in self._unwanted:
             return Refusal.GARBAGE
         planned = item.planned
         fields = (
-            *columns, item.world_size, item.num_bytes, planned.num_bytes, planned.start_tokens, planned.end_tokens,
-            item.last_use,
+            number_of(item.file.writer), item.file.number, item.world_size, item.num_bytes, planned.num_bytes,
+            planned.start_tokens, planned.end_tokens, item.last_use,
         )  # fmt: skip
         if found is not None:
             self._db.execute(_REPLACE, (*fields, found[0]))
@@ -127,7 +132,7 @@ class _Arrivals:
     ) -> None:
         number = self._db.execute(_INSERT, (namespace, object_id.tag, object_id.key, *fields)).lastrowid or 0
         for place, parent in enumerate(parents):
-            self._db.execute("INSERT INTO parent VALUES (?, ?, ?)", (number, place, parent))
+            self._db.execute("INSERT OR ROLLBACK INTO parent VALUES (?, ?, ?)", (number, place, parent))
         self._ids[namespace, object_id] = number
 
     def find_namespace(self, fingerprint: str) -> int | None:
@@ -138,9 +143,7 @@ class _Arrivals:
 
     def _find_file(self, namespace: int, object_id: ObjectId) -> tuple[int, File] | None:
         """The number of an object's row and its file; None when it is not there."""
-        row = self._db.execute(
-            f"SELECT id, writer, number FROM object WHERE {BY_NAME}", (namespace, object_id.key, object_id.tag)
-        ).fetchone()
+        row = self._db.execute(_FIND, (namespace, object_id.key, object_id.tag)).fetchone()
         if row is None:
             return None
         number, writer, file = read_one(tuple[Id, WriterId, Number], row)

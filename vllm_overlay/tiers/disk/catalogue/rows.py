@@ -158,8 +158,8 @@ def check_object(item: StoredObject) -> None:
     """Raise ValueError unless the row of ``item`` could be read back."""
     planned = item.planned
     row = (
-        1, 1, planned.object_id.tag, planned.object_id.key, *file_columns(item.file), item.world_size,
-        item.num_bytes, planned.num_bytes, planned.start_tokens, planned.end_tokens, item.last_use,
+        1, 1, planned.object_id.tag, planned.object_id.key, number_of(item.file.writer), item.file.number,
+        item.world_size, item.num_bytes, planned.num_bytes, planned.start_tokens, planned.end_tokens, item.last_use,
     )  # fmt: skip
     try:
         read_one(ObjectRow, row)

@@ -90,7 +90,7 @@ _TABLES = (
         collector INTEGER CHECK (typeof(collector) IN ('integer', 'null')),
         PRIMARY KEY (writer, number)) WITHOUT ROWID""",
     f"""CREATE TABLE change (
-        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        seq INTEGER PRIMARY KEY CHECK (seq BETWEEN 1 AND {MAX_ID}),
         {_NAMESPACE}, {_integer("is_added", 0, 1)}, {_integer("object", 1, MAX_ID)}, {_KIND}, {_KEY}, {_FILE})""",
 )
 
