@@ -151,6 +151,7 @@ def _faulty_method(name: str, inherited: Any) -> Any:
     def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _strike(name, self._role, functools.partial(inherited, self, *args, **kwargs))
 
+    hook.is_empty_hook = False  # type: ignore[attr-defined]  # or one that does nothing in ours would not be called
     return hook
 
 

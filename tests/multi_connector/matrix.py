@@ -39,6 +39,7 @@ NOT_CALLED = {
     "reset_capture_state": "called while CUDA graphs are captured",
     "finish_forward": "called by the V2 model runner",
     "has_pending_block_frees": "asked when a request would be preempted: churn.py does that",
+    "has_pending_push_work": "asked by the loop of an engine in a process of its own; here the driver steps",
 }
 """Hooks that do not reach a child in a running CPU engine, and why; a fault in them cannot fire."""
 
