@@ -259,4 +259,3 @@ def test_two_processes_in_one_small_namespace_keep_what_they_promise(tmp_path):
                         promised, missing = promised + counts[0], missing + counts[1]
     assert promised > 1000
     assert missing < 0.02 * promised
-
