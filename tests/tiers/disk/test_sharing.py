@@ -7,15 +7,19 @@ import numpy as np
 import pytest
 
 from tests.tiers.disk.devices import GatedDevice
-from tests.tiers.disk.files import counted, object_files, on_disk
+from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
+from tests.tiers.disk.inside import catalogue_of, delay_following, tell
+from tests.tiers.disk.objects import GEOMETRY as TIER_GEOMETRY
 from tests.tiers.disk.objects import bytes_of, chain, content
+from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.prompts import KEYS, NUM_TOKENS, PLANNER, objects_of
 from tests.tiers.disk.reset import is_serving_another
-from tests.tiers.disk.tier_pair import TierPair, load_ticket, tier_pair
+from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.waiting import PATIENCE_S, until
-from vllm_overlay.planner.objects import PlannedObject
-from vllm_overlay.tiers.disk import recent
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.catalogue import File, Limits
+from vllm_overlay.tiers.disk.updates import Gone
 
 
 def lookup(made: TierPair) -> int:
@@ -77,27 +81,111 @@ def test_chunks_without_a_snapshot_are_found_so_that_a_junction_is(two):
     assert (found.restore_point, found.junction) == (0, 640)
 
 
-def test_what_one_finds_to_be_wrong_is_gone_for_the_other(two):
+# One object in two files.
+
+
+def row_files(made: TierPair) -> dict[ObjectId, File]:
+    """What the catalogue has."""
+    loaded = catalogue_of(made.tier).load(made.namespace.fingerprint)[1]
+    return {item.object_id: item.file for part in loaded for item in part}
+
+
+def test_two_engines_that_store_the_same_objects_count_them_once_and_the_first_ones_files_stay(two):
     one, other = two
-    one.store(objects_of(KEYS, [320, 640]))
-    until(lambda: lookup(other) == 640)
-    snapshot = PLANNER.snapshot(KEYS, 640)
-    other.tier.drop(snapshot.object_id)
-    assert lookup(other) == 320
-    until(lambda: lookup(one) == 320)
-    assert not one.path(snapshot).exists()
-    one.store([snapshot])
-    until(lambda: lookup(other) == 640)
+    objects = chain("p", 4)[:4]
+    tickets = [(made, made.write(planned)) for planned in objects for made in (one, other)]
+    assert len(object_files(one.root)) == 8
+    for made, ticket in tickets:
+        made.tier.commit(ticket)
+        if made is one:
+            one.settled()
+    until(lambda: len(object_files(one.root)) == 4, "the end of the second files")
+    one.settled()
+    other.settled()
+    assert {file.writer for file in row_files(one).values()} == {one.file(objects[0]).writer}
+    assert all(one.file(planned) == other.file(planned) for planned in objects)
+    assert counted(one.root)[0] == bytes_under(one.root) == 4 * on_disk()
+    assert one.reasons(objects) == other.reasons(objects) == [""] * 4
+    assert problems(one.root) == []
 
 
-def test_what_others_dropped_while_we_store_it_is_stored_once_more(two):
+def is_offered(made: TierPair, planned: PlannedObject) -> bool:
+    made.tier.advance()
+    return made.tier.hits(TIER_GEOMETRY, [planned.object_id.key], 64).has(planned.object_id)
+
+
+def test_an_object_that_does_not_verify_is_hidden_stored_anew_and_what_builds_on_it_stays(two):
+    one, other = two
+    objects = chain("p", 4)
+    one.store(objects)
+    until(lambda: other.tier.advance() or all(other.coverage(objects)))
+    before = [one.path(planned) for planned in objects]
+    with before[0].open("r+b") as file:
+        file.seek(5000)
+        file.write(b"wrong")
+    assert one.reasons(objects[:1]) == ["checksum"]
+    one.tier.drop(objects[0].object_id)
+    assert not is_offered(one, objects[0]) and is_offered(other, objects[0])
+    assert not one.tier.has_or_awaits(objects[0].object_id)
+    one.store_at_last(objects[0])
+    assert is_offered(one, objects[0])
+    one.settled()
+    until(lambda: not before[0].exists(), "the end of the bad file")
+    until(lambda: other.tier.advance() or other.file(objects[0]) == one.file(objects[0]), "word of it")
+    assert [one.path(planned) for planned in objects][1:] == before[1:]
+    assert one.reasons(objects) == other.reasons(objects) == [""] * 5
+    assert counted(one.root)[0] == bytes_under(one.root) == 5 * on_disk()
+    assert problems(one.root) == []
+
+
+def test_of_two_engines_that_store_a_bad_object_anew_the_first_ones_file_stays(two):
+    one, other = two
+    objects = chain("p", 2)
+    one.store(objects)
+    until(lambda: other.tier.advance() or all(other.coverage(objects)))
+    bad = one.file(objects[0])
+    for made in two:
+        made.tier.drop(objects[0].object_id)
+    tickets = [made.write_anew(objects[0]) for made in two]
+    with delay_following(other.tier):
+        one.tier.commit(tickets[0])
+        first = one.settled().file(objects[0])
+        other.tier.commit(tickets[1])
+        until(lambda: len(object_files(one.root)) == 3, "the end of the second file, and of the bad one")
+        assert row_files(one)[objects[0].object_id] == first != bad
+    until(lambda: other.tier.advance() or other.file(objects[0]) == first)
+    assert one.reasons(objects) == other.reasons(objects) == [""] * 3
+    assert problems(one.root) == []
+
+
+def test_word_that_another_file_of_an_object_went_leaves_the_object_and_its_children_alone(two):
+    one, _ = two
+    objects = chain("p", 2)
+    one.store(objects)
+    one.settled()
+    tell(one.tier, Gone(objects[2].object_id, File("0" * 16, 1)))
+    tell(one.tier, Gone(objects[0].object_id, File(one.file(objects[0]).writer, 999)))
+    one.tier.advance()
+    assert one.coverage(objects) == [True] * 3
+    tell(one.tier, Gone(objects[2].object_id, one.file(objects[2])))
+    one.tier.advance()
+    assert one.coverage(objects) == [True, True, False]
+
+
+def test_what_was_evicted_while_it_was_stored_anew_is_there(two):
+    """The feed tells of the old file's end after the new one is in use."""
     one, other = two
     (chunk, _) = chain("p", 1)
     one.store([chunk])
     until(lambda: other.tier.advance() or other.has(chunk))
     other.tier.drop(chunk.object_id)
-    until(lambda: other.tier.advance() or other.outcome(chunk) == "")
-    until(lambda: one.tier.advance() or (one.has(chunk) and counted(one.root)[0] == on_disk()))
+    ticket = other.write_anew(chunk)
+    with delay_following(other.tier):
+        catalogue_of(one.tier).evict(one.file(chunk).writer, Limits(1 << 40, 1), 1 << 38)
+        other.tier.commit(ticket)
+        until(lambda: row_files(one) == {chunk.object_id: other.file(chunk)}, "its row")
+    until(lambda: one.settled() and one.has(chunk))
+    assert other.settled().has(chunk)
     assert one.reasons([chunk]) == other.reasons([chunk]) == [""]
 
 
@@ -121,13 +209,14 @@ def test_what_another_removes_while_it_is_read_is_read_to_its_end(tmp_path):
         device.gate.set()
         other.recovered()
         one.store(objects)
+        until(lambda: other.tier.advance() or all(other.coverage(objects)))
         device.gate.clear()
         worker = other.workers[0]
-        worker.begin_load("slow", [load_ticket(planned) for planned in objects[:2]])
+        worker.begin_load("slow", [other.load_ticket(planned) for planned in objects[:2]])
         for _ in range(2):
             assert device.waiting.acquire(timeout=PATIENCE_S)  # opened, and not yet read
-        one.tier.drop(objects[0].object_id)
-        until(lambda: not object_files(one.root))
+        for path in object_files(one.root):  # as an eviction does
+            path.unlink()
         device.gate.set()
         results = []
         until(lambda: results.extend(worker.poll()[1]) or len(results) == 2)
@@ -139,10 +228,10 @@ def promised_and_missing(made: TierPair, objects: list[PlannedObject]) -> tuple[
     """Loads what of these can be found, as an engine does."""
     made.tier.advance()
     wanted = [planned for planned in objects if made.has(planned)]
-    if not wanted or made.tier.acquire(wanted) is None:
+    if not wanted or (tickets := made.tier.acquire(wanted)) is None:
         return 0, 0
     reasons = made.reasons(wanted)
-    made.tier.release([planned.object_id for planned in wanted])
+    made.tier.release(tickets)
     assert set(reasons) <= {"", "missing"}
     for planned, reason in zip(wanted, reasons, strict=True):
         if reason:
@@ -170,14 +259,3 @@ def test_two_processes_in_one_small_namespace_keep_what_they_promise(tmp_path):
                         promised, missing = promised + counts[0], missing + counts[1]
     assert promised > 1000
     assert missing < 0.02 * promised
-
-
-def test_names_are_forgotten_in_time_and_in_number(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    names = recent.Recent(5.0)
-    for name in range(recent._MOST_NAMES + 1):
-        names.add(name)
-    assert 0 not in names and 1 in names
-    now[0] = 5.0
-    assert 1 not in names

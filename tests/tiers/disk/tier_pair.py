@@ -128,6 +128,13 @@ class TierPair:
         assert [result.reason for result in self._write(ticket, None)] == [None] * self.world_size
         return ticket.ticket
 
+    def write_anew(self, planned: PlannedObject) -> int:
+        """As ``write``, of an object that is hidden here."""
+        ticket = until(lambda: self.tier.advance() or self.tier.reserve(planned), "room")
+        assert ticket is not None
+        assert [result.reason for result in self._write(ticket, None)] == [None] * self.world_size
+        return ticket.ticket
+
     def _write(self, ticket: StoreTicket, data: np.ndarray | None) -> list[StoreResult]:
         results: list[StoreResult] = []
         self._files[ticket.planned.object_id] = ticket.part.file

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells a new catalogue of every whole object under its root, of whatever model, by the headers of its files."""
 
+import errno
 import logging
+import math
 import os
 import queue
 import time
@@ -24,6 +26,9 @@ from vllm_overlay.tiers.disk.files.object_file import BadObject, read_header
 from vllm_overlay.tiers.disk.files.writer import directories_under, parse_name, writers_under
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
 
+GIVE_UP_S = 60.0
+"""So long a rebuild waits for files that cannot be read, and nothing is stored. After that they are lost, unless these
+are more than those that can be read: then it is the disk that has to come back."""
 _PROGRESS_S = 10.0
 _READ_THREADS = 4
 logger = logging.getLogger(__name__)
@@ -62,11 +67,16 @@ class Rebuild:
         self._device = device
         self._integrity = integrity
         self._is_closing = is_closing
+        self._give_up_at = math.inf
+        self._unread: list[str] = []
+        """Files of which nothing is known."""
 
     def run(self) -> bool:
         """The newest whole file of an object counts, and all other whole ones are garbage. Returns whether all was
-        read. Raises CatalogueError, OSError."""
+        read. Raises CatalogueError, OSError: then call it again soon."""
         started = time.monotonic()
+        self._give_up_at = min(self._give_up_at, started + GIVE_UP_S)
+        self._unread.clear()
         newest: dict[tuple[str, ObjectId], Found] = {}
         useless: list[Found] = []
         for found in self._read_all():
@@ -79,6 +89,8 @@ class Rebuild:
                 useless.append(before)
         if self._is_closing():
             return False
+        if self._unread and (time.monotonic() < self._give_up_at or len(self._unread) > len(newest)):
+            raise OSError(errno.EIO, f"{len(self._unread)} files cannot be read now", self._unread[0])
         good, lost = parents_first(newest.values())
         private = {found.item.fingerprint for found in good if found.is_private}
         namespaces = {found.item.fingerprint for found in good}
@@ -150,6 +162,8 @@ class Rebuild:
             except BadObject as bad:
                 if not (bad.is_bad or bad.is_unreadable):  # this process lacks memory or descriptors: read all again
                     raise OSError(f"{directory}/{number} cannot be read now") from bad
+                if bad.is_unreadable:
+                    self._unread.append(f"{directory}/{number}")
                 _log.warning(bad.reason, "disk tier: not recovered (%s): %s/%s", bad.reason, directory, number)
 
     def _read_object(self, file: File, directory: str, ranks: set[int]) -> Found:
