@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from bench.baselines import Moment
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.disk.bookkeeper import LATE_S
-from vllm_overlay.tiers.disk.ranking import Ranker, Timed, times_of
+from vllm_overlay.tiers.disk.catalogue import Scored
+from vllm_overlay.tiers.disk.ranking import Ranker, times_of
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 
@@ -99,10 +100,10 @@ class CatalogueOrder(EvictionPolicy[Entry]):
         if self._ranker is not None and (ranking := self._ranker.advance(math.inf)) is not None:
             self.publish(times_of(ranking, to_epoch_s=0.0))
 
-    def publish(self, times: Iterable[Timed]) -> None:
+    def publish(self, scores: Iterable[Scored]) -> None:
         """Scores by name, as the bookkeeper gives them to the catalogue."""
         entries = {item.object_id: item for item in self._places}
-        for timed in times:
-            item = entries[timed.object_id]
-            if self._last_uses[item] <= timed.until + LATE_S:
-                self._score(item, timed.evict_as)
+        for scored in scores:
+            item = entries[scored.object_id]
+            if self._last_uses[item] <= scored.until + LATE_S:
+                self._score(item, scored.score)
