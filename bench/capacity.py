@@ -16,8 +16,10 @@ from bench.measure import table
 from vllm_overlay.config import MIB
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import Catalogue
+from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import file_bytes
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.root import choose_root
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
@@ -78,7 +80,8 @@ def measure(root: str, num_processes: int, seconds: float) -> tuple[str, ...]:
     for member in members:
         member.start()
     all_are_ready.wait(_READY_S)
-    catalogue = Catalogue(root)
+    chosen = choose_root(Device(), root)
+    catalogue = Catalogue(chosen.path, chosen.journal)
     objects, counted = [], []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -107,7 +110,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
         for number in arguments.processes:
             rows.append(measure(os.path.join(scratch, str(number)), number, arguments.seconds))
-    columns = ("processes", "most bytes of objects", "median", "least", "most with grants and removals")
+    columns = ("processes", "most bytes of objects", "median", "least", "most with grants and garbage")
     print(f"of a capacity of {_CAPACITY_BYTES // MIB} MiB, load average {load:.1f}\n\n{table(columns, rows)}")
 
 

@@ -18,7 +18,6 @@ from vllm_overlay.tiers.base import LoadTicket, StoreTicket
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
-from vllm_overlay.tiers.disk.tickets import DiskLoad
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import unit_size
 
@@ -81,7 +80,7 @@ class Ours:
     def load(self) -> None:
         load_id = str(next(self._loads))
         tickets = [
-            LoadTicket(ticket.ticket, ticket.planned.object_id, ticket.planned.num_bytes, DiskLoad())
+            LoadTicket(ticket.ticket, ticket.planned.object_id, ticket.planned.num_bytes, ticket.part)
             for ticket in self._tickets
         ]
         self._worker.begin_load(load_id, tickets)
@@ -97,9 +96,9 @@ class Ours:
                 time.sleep(_POLL_S)
 
     def remove(self) -> None:
+        """As what nobody wants: objects would stay until they are evicted."""
         for ticket in self._tickets:
-            self.tier.commit(ticket.ticket)
-            self.tier.drop(ticket.planned.object_id)
+            self.tier.abort(ticket.ticket)
 
     def close(self) -> None:
         self._worker.close(4.0)

@@ -22,7 +22,8 @@ from bench.measure import Subject, table, take_turns
 from bench.rawdisk import RawFiles, settle
 from vllm_overlay.config import KIB, MIB
 from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of
-from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 from vllm_overlay.tiers.memory import HostPool
 
 SIZES = (256 * KIB, MIB, 4 * MIB, 64 * MIB)
@@ -53,7 +54,7 @@ def bench_size(directory: Path, object_bytes: int, total_bytes: int, rounds: int
     """All sides take turns with the same objects' sizes and numbers."""
     count = max(1, total_bytes // object_bytes)
     num_bytes = count * object_bytes
-    direct = takes_direct_io(Device(), str(directory))
+    direct = takes_direct_io(Device(), choose_root(Device(), str(directory / "tier")))
     pool = HostPool(STAGING_BYTES // MIB, MIB)
     pool.array[:] = 7
     memory = pool.array.reshape(-1).data

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.catalogue import File
 from vllm_overlay.tiers.disk.files.checksum import Integrity
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
-from vllm_overlay.tiers.disk.files.marker import write_marker
-from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.object_file import read_object, write_object
+from vllm_overlay.tiers.disk.files.writer import begin_life, path_of
 from vllm_overlay.tiers.memory import HostPool, unit_size, units_needed
 
 _TOTAL_BYTES = 256 << 20
@@ -22,7 +22,7 @@ _LEAST_ROUNDS = 7
 
 
 class ObjectCpu(NamedTuple):
-    """Microseconds an object, medians. Without temporary names, the catalogue, queues and locks."""
+    """Microseconds an object, medians. Without the catalogue, queues and locks."""
 
     write_us: float
     read_us: float
@@ -31,24 +31,26 @@ class ObjectCpu(NamedTuple):
 def measure(root: Path, num_bytes: int, integrity: Integrity, direct: bool) -> ObjectCpu:
     """Write, verify and remove objects of one size under ``root``, a new directory, in this thread."""
     root.mkdir(mode=0o700)
-    device, namespace = Device(), DiskNamespace("a" * 64, "b" * 64, {})
-    write_marker(device, str(root))
+    device = Device()
+    life = begin_life(str(root), device)
     unit_bytes = unit_size(num_bytes)
     num_units = units_needed(num_bytes, unit_bytes)
     pool = HostPool(num_units, unit_bytes)
     pool.array[:] = 7
     buffer = pool.buffer(range(num_units), num_bytes)
     written, read = [], []
-    for _ in range(max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _TOTAL_BYTES // num_bytes))):
-        object_id = ObjectId("f0", b"\0" + os.urandom(31))
-        path = namespace.path_of(str(root), object_id, 0)
-        header = ObjectHeader(b"\xaa" * 32, object_id, (object_id,), 0, 64, num_bytes, 0, 1, 7)
+    for number in range(max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _TOTAL_BYTES // num_bytes))):
+        object_id, file = ObjectId("f0", os.urandom(32)), File(life.writer, number)
+        path = path_of(str(root), file, 0)
+        header = ObjectHeader(b"\xaa" * 32, object_id, (object_id,), 0, 64, num_bytes, 0, 1, file)
+        identity = Identity(b"\xaa" * 32, object_id, file, 0, 1, num_bytes)
         start = time.thread_time()
         write_object(device, path, header, buffer, direct, integrity)
         between = time.thread_time()
-        read_object(device, path, Identity(b"\xaa" * 32, object_id, 0, 1, num_bytes), buffer, direct, integrity)
+        read_object(device, path, identity, buffer, direct, integrity)
         end = time.thread_time()
         device.unlink(path)
         written.append(between - start)
         read.append(end - between)
+    life.end()
     return ObjectCpu(statistics.median(written) * 1e6, statistics.median(read) * 1e6)

@@ -69,7 +69,7 @@ class RawFiles:
 
 def settle(directory: Path) -> None:
     """Wait until files removed under ``directory`` are gone and the file system's journal is written."""
-    while any(directory.glob("tier/*/??/*")):
+    while any(directory.glob("tier/*/*/*")):
         time.sleep(0.01)
     fd = os.open(directory, os.O_RDONLY)
     try:

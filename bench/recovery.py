@@ -6,6 +6,7 @@ import gc
 import hashlib
 import logging
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from statistics import median
 from bench.measure import percentile, table
 from vllm_overlay.config import GIB
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Namespace, StoredObject
-from vllm_overlay.tiers.disk.files.device import Device, make_directory
+from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Namespace, StoredObject
+from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import ObjectHeader, file_bytes
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.object_file import write_object
+from vllm_overlay.tiers.disk.files.root import Root, choose_root
+from vllm_overlay.tiers.disk.files.writer import begin_life, path_of
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.memory import HostPool
@@ -43,38 +46,41 @@ def prompts(num_objects: int) -> Iterator[PlannedObject]:
 
 def fill(settings: DiskTierSettings, num_objects: int) -> None:
     """Write the objects' files, a page of header and a page of payload each, and no catalogue."""
-    DiskTierManager(settings, _NAMESPACE, 1, _OBJECT_BYTES).close()
-    device, buffer = Device(), HostPool(1, _OBJECT_BYTES).buffer([0], _OBJECT_BYTES)
-    fingerprint = bytes.fromhex(_NAMESPACE.attention)
-    for first in range(256):
-        make_directory(device, os.path.join(settings.root, _NAMESPACE.attention, f"{first:02x}"))
-    for item in prompts(num_objects):
+    root, device, buffer = root_of(settings), Device(), HostPool(1, _OBJECT_BYTES).buffer([0], _OBJECT_BYTES)
+    fingerprint = bytes.fromhex(_NAMESPACE.fingerprint)
+    life = begin_life(root.path, device)
+    for number, item in enumerate(prompts(num_objects)):
+        file = File(life.writer, number)
         header = ObjectHeader(
-            fingerprint, item.object_id, item.parents, item.start_tokens, item.end_tokens, item.num_bytes, 0, 1, 1
+            fingerprint, item.object_id, item.parents, item.start_tokens, item.end_tokens, item.num_bytes, 0, 1, file
         )
-        path = _NAMESPACE.path_of(settings.root, item.object_id, 0)
-        write_object(device, path, header, buffer, direct=False)
-    lose_catalogue(settings)
+        write_object(device, path_of(root.path, file, 0), header, buffer, direct=False)
+    life.end()
 
 
 def fill_rows(settings: DiskTierSettings, num_objects: int) -> None:
     """Tell a catalogue of objects that have no files: a start with its catalogue reads none."""
-    DiskTierManager(settings, _NAMESPACE, 1, _OBJECT_BYTES).close()
-    lose_catalogue(settings)
-    catalogue, now = Catalogue(settings.root), int(time.time())
-    catalogue.join([Namespace(_NAMESPACE.attention, _NAMESPACE.attention)], now)
-    catalogue.begin_rebuild()
+    root, writer, now = root_of(settings), secrets.token_hex(8), int(time.time())
+    catalogue = Catalogue(root.path, root.journal)
     catalogue.adopt(
-        StoredObject(_NAMESPACE.attention, item, 1, file_bytes(item.num_bytes), 1, now) for item in prompts(num_objects)
+        (
+            StoredObject(_NAMESPACE.fingerprint, item, File(writer, number), 1, file_bytes(item.num_bytes), now)
+            for number, item in enumerate(prompts(num_objects))
+        ),
+        [Namespace(_NAMESPACE.fingerprint)],
     )
     catalogue.end_rebuild()
-    catalogue.leave()
     catalogue.close()
+
+
+def root_of(settings: DiskTierSettings) -> Root:
+    """The directory that the tier chooses, made if it is not there."""
+    return choose_root(Device(), settings.root, settings.host_name)
 
 
 def lose_catalogue(settings: DiskTierSettings) -> None:
     """So that the next start makes it anew."""
-    for path in Path(settings.root).glob("catalogue*"):
+    for path in Path(root_of(settings).path).glob("catalogue*"):
         path.unlink()
 
 

@@ -26,8 +26,9 @@ from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierWorker
 from vllm_overlay.tiers.cpu import CpuTierManager, CpuTierWorker
-from vllm_overlay.tiers.disk.files.device import Device, takes_direct_io
+from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
@@ -167,7 +168,7 @@ def _cpu_row(
     reference = Subject("memcpy", num_bytes, memcpy)
     subjects = [Subject("store", num_bytes, store), Subject("load", num_bytes, load)]
     take_turns([[reference], subjects], rounds, time.thread_time)
-    tier.release([planned.object_id for planned in objects])
+    tier.release(loads)
     for planned in objects:
         tier.drop(planned.object_id)
     return Row.of(what, subjects, [reference, reference])
@@ -186,7 +187,7 @@ def bench_disk(directory: Path, total_bytes: int, rounds: int) -> tuple[list[Row
     tier = DiskTierManager(settings, namespace, 1, largest)
     worker = DiskTierWorker(settings, namespace, 0, 1, unit_bytes, largest)
     driver = Driver(transfer, worker)
-    direct = takes_direct_io(Device(), str(directory))
+    direct = takes_direct_io(Device(), choose_root(Device(), settings.root))
     staging = _staging_of(worker, unit_bytes)
 
     def chunks(name: str) -> list[PlannedObject]:
@@ -237,7 +238,6 @@ def _disk_row(
     places = model.placements(objects, num_blocks)
     num_bytes = sum(planned.num_bytes for planned in objects)
     stores: list[StoreTicket] = []
-    loads: list[LoadTicket] = []
 
     def pause() -> None:
         """Disks of virtual machines save up an allowance while they rest: everyone begins with the same."""
@@ -248,13 +248,13 @@ def _disk_row(
         stores[:] = _reserve(tier, objects)
         pause()
 
-    def acquire() -> None:
-        loads[:] = _acquire(tier, stores)
+    def load() -> None:
+        driver.load([_load_of(ticket) for ticket in stores], places)
 
     def remove() -> None:
-        tier.release([planned.object_id for planned in objects])
-        for planned in objects:
-            tier.drop(planned.object_id)
+        """As what nobody wants: objects would stay until they are evicted."""
+        for ticket in stores:
+            tier.abort(ticket.ticket)
         settle(directory)
 
     def remove_raw() -> None:
@@ -263,10 +263,12 @@ def _disk_row(
 
     raw_write = Subject("raw write", num_bytes, lambda: raw.write(num_bytes), prepare=pause)
     raw_read = Subject("raw read", num_bytes, raw.read, prepare=pause, clean_up=remove_raw)
-    store = Subject("store", num_bytes, lambda: driver.store(stores, places), prepare=reserve, clean_up=acquire)
-    load = Subject("load", num_bytes, lambda: driver.load(loads, places), prepare=pause, clean_up=remove)
-    take_turns([[raw_write, raw_read], [store, load]], rounds)
-    return Row.of(what, [store, load], [raw_write, raw_read])
+    subjects = [
+        Subject("store", num_bytes, lambda: driver.store(stores, places), prepare=reserve),
+        Subject("load", num_bytes, load, prepare=pause, clean_up=remove),
+    ]
+    take_turns([[raw_write, raw_read], subjects], rounds)
+    return Row.of(what, subjects, [raw_write, raw_read])
 
 
 def _snapshots(planner: HybridOffloadPlanner, keys: list[bytes], count: int) -> list[PlannedObject]:
@@ -294,6 +296,11 @@ def _acquire(tier: TierManager, stores: Sequence[StoreTicket]) -> list[LoadTicke
     if tickets is None:
         raise RuntimeError("an object that was stored is gone")
     return tickets
+
+
+def _load_of(ticket: StoreTicket) -> LoadTicket:
+    """For the worker that has stored the object, whether or not the scheduler's half counts it as stored."""
+    return LoadTicket(ticket.ticket, ticket.planned.object_id, ticket.planned.num_bytes, ticket.part)
 
 
 class CountingView:
