@@ -33,10 +33,13 @@ class Loader:
             return []
         fingerprints = {number: row.fingerprint for number, row in read_namespaces(db).items()}
         first, self._last = self._last, rows[-1].id
-        self._names.update((row.id, ObjectId(row.kind, row.key)) for row in rows)
+        self._names.update((row.id, row.object_id) for row in rows)
         parents = self._read_parents(db, first, {row.id for row in rows})
         try:
-            return [row.stored(fingerprints[row.namespace], tuple(parents.get(row.id, ()))) for row in rows]
+            return [
+                row.stored(fingerprints[row.namespace], self._names[row.id], tuple(parents.get(row.id, ())))
+                for row in rows
+            ]
         except KeyError as error:
             raise Damaged(f"there is no namespace {error}") from None
 

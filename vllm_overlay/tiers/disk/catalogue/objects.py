@@ -177,7 +177,7 @@ def find(db: sqlite3.Connection, fingerprint: str, object_ids: Sequence[ObjectId
     found = []
     for each in object_ids:
         rows = db.execute(f"SELECT {COLUMNS} FROM object WHERE {BY_NAME}", (namespace, each.key, each.tag))
-        found += [row.stored(fingerprint, _parents_of(db, row.id)) for row in read_all(ObjectRow, rows)]
+        found += [row.stored(fingerprint, row.object_id, _parents_of(db, row.id)) for row in read_all(ObjectRow, rows)]
     return found
 
 

@@ -93,9 +93,12 @@ class ObjectRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     end_tokens: Tokens
     last_use: Seconds
 
-    def stored(self, fingerprint: str, parents: tuple[ObjectId, ...]) -> StoredObject:
-        """The object of this row."""
-        object_id = ObjectId(self.kind, self.key)
+    @property
+    def object_id(self) -> ObjectId:
+        return ObjectId(self.kind, self.key)
+
+    def stored(self, fingerprint: str, object_id: ObjectId, parents: tuple[ObjectId, ...]) -> StoredObject:
+        """The object of this row, whose name the caller may have."""
         planned = PlannedObject(object_id, parents, self.start_tokens, self.end_tokens, self.payload_bytes)
         file = File(name_of(self.writer), self.number)
         return StoredObject(fingerprint, planned, file, self.world_size, self.num_bytes, self.last_use)
