@@ -2,7 +2,7 @@
 """What goes in and comes out, with the bounds that both must keep."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -45,6 +45,10 @@ class File(NamedTuple):
 
     writer: str
     number: int
+
+
+_file: Callable[[tuple[str, int]], File] = functools.partial(tuple.__new__, File)
+"""As ``File`` in half the time; a load makes a hundred thousand."""
 
 
 class StoredObject(msgspec.Struct, frozen=True, gc=False):
@@ -100,7 +104,7 @@ class ObjectRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def stored(self, fingerprint: str, object_id: ObjectId, parents: tuple[ObjectId, ...]) -> StoredObject:
         """The object of this row, whose name the caller may have."""
         planned = PlannedObject(object_id, parents, self.start_tokens, self.end_tokens, self.payload_bytes)
-        file = File(name_of(self.writer), self.number)
+        file = _file((name_of(self.writer), self.number))
         return StoredObject(fingerprint, planned, file, self.world_size, self.num_bytes, self.last_use)
 
 
