@@ -37,7 +37,7 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     StoredObject,
     Victim,
     WorldSize,
-    check_object,
+    check_objects,
     check_value,
     file_columns,
     number_of,
@@ -159,7 +159,10 @@ class Catalogue:
         """
         number = number_of(writer)
         answers: list[Committed | Refusal] = []
-        for part in _batches(_checked_commits(writer, batch)):
+        for part in _batches(batch):
+            check_objects([item for item, _ in part])
+            if others := {item.file.writer for item, _ in part} - {writer}:
+                raise ValueError(f"writer {writer} cannot commit a file of {others.pop()}")
             with self._connection.writing() as db:
                 answers += objects.commit(db, number, part)
                 changes.trim(db)
@@ -293,7 +296,8 @@ class Catalogue:
         with self._rebuilding() as db:
             for namespace in checked:
                 writers.add_namespace(db, namespace)
-        for part in _batches(_checked_objects(batch)):
+        for part in _batches(batch):
+            check_objects(part)
             with self._rebuilding() as db:
                 objects.adopt(db, part)
                 changes.trim(db)
@@ -348,19 +352,3 @@ def _batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
     iterator = iter(items)
     while part := list(itertools.islice(iterator, BATCH_ROWS)):
         yield part
-
-
-def _checked_objects(batch: Iterable[StoredObject]) -> Iterator[StoredObject]:
-    for item in batch:
-        check_object(item)
-        yield item
-
-
-def _checked_commits(
-    writer: str, batch: Iterable[tuple[StoredObject, File | None]]
-) -> Iterator[tuple[StoredObject, File | None]]:
-    for item, replaced in batch:
-        check_object(item)
-        if item.file.writer != writer:
-            raise ValueError(f"writer {writer} cannot commit a file of {item.file.writer}")
-        yield item, replaced

@@ -71,14 +71,14 @@ def read(db: sqlite3.Connection, seq: int, fingerprint: str) -> Changes:
         raise FellBehind(f"the catalogue keeps changes {first} to {last}, not all after {seq}")
     end = min(last, seq + _READ_ROWS)
     found: list[StoredObject | Gone] = []
-    if (namespace := find_namespace(db, fingerprint)) is not None:
+    if end > seq and (namespace := find_namespace(db, fingerprint)) is not None:
         part = _Part(db, seq, end, namespace)
-        rows, parents = part.read_objects(), part.read_parents()
-        for is_added, number, kind, key, writer, file in part.read_changes():
+        rows, parents, gone = part.read_objects(), part.read_parents(), part.read_gone()
+        for is_added, number in part.read_changes():
             if not is_added:
-                found.append(Gone(ObjectId(kind, key), File(name_of(writer), file)))
+                found.append(gone[number])
             elif (row := rows.get(number)) is not None:  # else it has gone since, and a later change says so
-                found.append(row.stored(fingerprint, tuple(parents.get(number, ()))))
+                found.append(row.stored(fingerprint, row.object_id, tuple(parents.get(number, ()))))
     return Changes(found, end, end < last)
 
 
@@ -89,10 +89,17 @@ class _Part:
         self._db = db
         self._arguments = (seq, end, namespace)
 
-    def read_changes(self) -> list[tuple[int, int, str, bytes, int, int]]:
-        """Whether it was added, the number of its row, name, and file."""
-        rows = self._select("is_added, object, kind, key, writer, number FROM change", "ORDER BY seq")
-        return read_all(tuple[Flag, Id, Kind, Key, WriterId, Number], rows)
+    def read_changes(self) -> list[tuple[int, int]]:
+        """Whether it was added, and the number of its row."""
+        return read_all(tuple[Flag, Id], self._select("is_added, object FROM change", "ORDER BY seq"))
+
+    def read_gone(self) -> dict[int, Gone]:
+        """What went, by the number of its row, which no other object has after it."""
+        rows = self._select("object, kind, key, writer, number FROM change", "AND is_added = 0")
+        return {
+            number: Gone(ObjectId(kind, key), File(name_of(writer), file))
+            for number, kind, key, writer, file in read_all(tuple[Id, Kind, Key, WriterId, Number], rows)
+        }
 
     def read_objects(self) -> dict[int, ObjectRow]:
         """What was added and is still there, by number."""

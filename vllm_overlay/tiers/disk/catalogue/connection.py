@@ -16,6 +16,8 @@ from vllm_overlay.tiers.disk.catalogue import generations, schema
 from vllm_overlay.tiers.disk.catalogue.errors import Busy, Damaged, Superseded, Unavailable, is_busy, translated
 
 _POLL_S = 0.004
+_WRITES_A_LOOK = 16
+"""After so many of its own a process looks how long the log is."""
 _STEPS_A_CALL = 1_000_000
 DEFAULT_CALLS = 64
 LONG_CALLS = 8192
@@ -38,7 +40,8 @@ class Connection:
         self._pid = os.getpid()
         self._turn = threading.Lock()
         self._calls_left = DEFAULT_CALLS
-        self._num_bytes = 0
+        self._num_bytes = self._num_writes = 0
+        self._log_is_long = False
         with translated(0):
             generations.check_root(root)
             with generations.root_locked(root, timeout_s):
@@ -123,12 +126,14 @@ class Connection:
 
     def _cut_log(self) -> None:
         """Who is stopped while it reads keeps the log from being used anew. Raises Unavailable once it is too long."""
+        self._num_writes += 1
+        if self._num_writes % _WRITES_A_LOOK and not self._log_is_long:
+            return
         with contextlib.suppress(FileNotFoundError):
-            if os.lstat(f"{self._path}-wal").st_size > schema.MOST_LOG_BYTES:
-                is_busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-                if is_busy:
-                    who = _find_holder(self._path, _READERS)
-                    raise Unavailable(f"{self._path}-wal cannot be cut off because {who} reads: continue or end it")
+            self._log_is_long = os.lstat(f"{self._path}-wal").st_size > schema.MOST_LOG_BYTES
+            if self._log_is_long and self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                who = _find_holder(self._path, _READERS)
+                raise Unavailable(f"{self._path}-wal cannot be cut off because {who} reads: continue or end it")
 
     def _commit(self) -> None:
         """With a rollback journal it has to wait for who reads."""

@@ -33,10 +33,12 @@ class Loader:
             return []
         fingerprints = {number: row.fingerprint for number, row in read_namespaces(db).items()}
         first, self._last = self._last, rows[-1].id
-        self._names.update((row.id, ObjectId(row.kind, row.key)) for row in rows)
-        parents = self._read_parents(db, first, {row.id for row in rows})
+        self._names.update((row.id, row.object_id) for row in rows)
+        parents = self._read_parents(db, first)
         try:
-            return [row.stored(fingerprints[row.namespace], tuple(parents.get(row.id, ()))) for row in rows]
+            return [
+                row.stored(fingerprints[row.namespace], self._names[row.id], parents.get(row.id, ())) for row in rows
+            ]
         except KeyError as error:
             raise Damaged(f"there is no namespace {error}") from None
 
@@ -53,17 +55,18 @@ class Loader:
             arguments,
         ).fetchall()
 
-    def _read_parents(self, db: sqlite3.Connection, first: int, wanted: set[int]) -> dict[int, list[ObjectId]]:
+    def _read_parents(self, db: sqlite3.Connection, first: int) -> dict[int, tuple[ObjectId, ...]]:
         rows = db.execute(
             "SELECT child, parent FROM parent WHERE child > ? AND child <= ? ORDER BY child, position",
             (first, self._last),
         )
-        parents: dict[int, list[ObjectId]] = {}
+        names = self._names
+        parents: dict[int, tuple[ObjectId, ...]] = {}
         for child, parent in read_all(tuple[Id, Id], rows):
-            if child in wanted:
-                if parent >= child or parent not in self._names:
+            if child in names:  # else it is of another namespace
+                if parent >= child or parent not in names:
                     raise Damaged(f"object {child} has {parent} as a parent")
-                parents.setdefault(child, []).append(self._names[parent])
-        if any(len(of_one) > MAX_PARENTS for of_one in parents.values()):
-            raise Damaged("an object has too many parents")
+                parents[child] = (*parents.get(child, ()), names[parent])
+                if len(parents[child]) > MAX_PARENTS:
+                    raise Damaged(f"object {child} has too many parents")
         return parents

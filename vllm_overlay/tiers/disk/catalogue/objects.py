@@ -37,11 +37,11 @@ from vllm_overlay.tiers.disk.catalogue.writers import (
 )
 
 BY_NAME = "namespace = ? AND key = ? AND kind = ?"
-_INSERTED = "namespace, kind, key"
 _FIELDS = "writer, number, world_size, num_bytes, payload_bytes, start_tokens, end_tokens, last_use"
 _FIND = f"SELECT id, writer, number FROM object WHERE {BY_NAME}"
 _INSERT = (
-    f"INSERT OR ROLLBACK INTO object ({_INSERTED}, {_FIELDS}, num_children) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"
+    f"INSERT INTO object (namespace, kind, key, {_FIELDS}, num_children) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"
+    " ON CONFLICT (namespace, key, kind) DO NOTHING"
 )
 _REPLACE = f"UPDATE object SET ({_FIELDS}) = (?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?"
 
@@ -105,35 +105,41 @@ class _Arrivals:
         """Take one object in, say who was first, or say why not."""
         if (namespace := self.find_namespace(item.fingerprint)) is None:
             return Refusal.NAMESPACE
+        parents = [self._find_id(namespace, each) for each in item.planned.parents]
+        why_not = self._why_not(item, parents)
+        if why_not is None and self._insert(namespace, item, parents):
+            return self._paid(item)
         found = self._find_file(namespace, item.object_id)
         if found is not None and (found[1] == item.file or found[1] != replaced):
             return Committed(found[1], is_paid=False)
-        parents = [] if found is not None else [self._find_id(namespace, each) for each in item.planned.parents]
+        if why_not is not None:
+            return why_not
+        if found is None:
+            raise Damaged(f"{item.object_id} is there and is not found")
+        self._db.execute(_REPLACE, (*_fields(item), found[0]))
+        return self._paid(item)
+
+    def _why_not(self, item: StoredObject, parents: Sequence[int | None]) -> Refusal | None:
         if None in parents:
             return Refusal.PARENT
         if item.num_bytes > self.room_bytes:
             return Refusal.NO_GRANT
-        if item.file in self._unwanted:
-            return Refusal.GARBAGE
-        planned = item.planned
-        fields = (
-            number_of(item.file.writer), item.file.number, item.world_size, item.num_bytes, planned.num_bytes,
-            planned.start_tokens, planned.end_tokens, item.last_use,
-        )  # fmt: skip
-        if found is not None:
-            self._db.execute(_REPLACE, (*fields, found[0]))
-        else:
-            self._insert(namespace, item.object_id, fields, parents)
+        return Refusal.GARBAGE if item.file in self._unwanted else None
+
+    def _paid(self, item: StoredObject) -> Committed:
         self.room_bytes -= item.num_bytes
         return Committed(item.file, is_paid=True)
 
-    def _insert(
-        self, namespace: int, object_id: ObjectId, fields: tuple[int, ...], parents: Sequence[int | None]
-    ) -> None:
-        number = self._db.execute(_INSERT, (namespace, object_id.tag, object_id.key, *fields)).lastrowid or 0
+    def _insert(self, namespace: int, item: StoredObject, parents: Sequence[int | None]) -> bool:
+        """False, and nothing changed, when a row of this name is there."""
+        object_id = item.object_id
+        cursor = self._db.execute(_INSERT, (namespace, object_id.tag, object_id.key, *_fields(item)))
+        if not cursor.rowcount:
+            return False
+        self._ids[namespace, object_id] = number = cursor.lastrowid or 0
         for place, parent in enumerate(parents):
-            self._db.execute("INSERT OR ROLLBACK INTO parent VALUES (?, ?, ?)", (number, place, parent))
-        self._ids[namespace, object_id] = number
+            self._db.execute("INSERT INTO parent VALUES (?, ?, ?)", (number, place, parent))
+        return True
 
     def find_namespace(self, fingerprint: str) -> int | None:
         """Its number; None when it is not there."""
@@ -156,6 +162,14 @@ class _Arrivals:
         return self._ids[namespace, object_id]
 
 
+def _fields(item: StoredObject) -> tuple[int, ...]:
+    planned, file = item.planned, item.file
+    return (
+        number_of(file.writer), file.number, item.world_size, item.num_bytes, planned.num_bytes, planned.start_tokens,
+        planned.end_tokens, item.last_use,
+    )  # fmt: skip
+
+
 def find(db: sqlite3.Connection, fingerprint: str, object_ids: Sequence[ObjectId]) -> list[StoredObject]:
     """Those of these objects that are there."""
     if (namespace := find_namespace(db, fingerprint)) is None:
@@ -163,7 +177,7 @@ def find(db: sqlite3.Connection, fingerprint: str, object_ids: Sequence[ObjectId
     found = []
     for each in object_ids:
         rows = db.execute(f"SELECT {COLUMNS} FROM object WHERE {BY_NAME}", (namespace, each.key, each.tag))
-        found += [row.stored(fingerprint, _parents_of(db, row.id)) for row in read_all(ObjectRow, rows)]
+        found += [row.stored(fingerprint, row.object_id, _parents_of(db, row.id)) for row in read_all(ObjectRow, rows)]
     return found
 
 
