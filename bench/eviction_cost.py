@@ -93,8 +93,9 @@ class Subject:
     def hit(self, prompt: Prompt) -> None:
         lookup = self.planner.lookup(prompt.keys, prompt.num_tokens, 0, self.tier.index)
         planned = self.planner.load_plan(prompt.keys, 0, lookup.restore_point)
-        assert self.tier.acquire(planned), "a prompt that was just stored is gone"
-        self.tier.release([item.object_id for item in planned])
+        tickets = self.tier.acquire(planned)
+        assert tickets, "a prompt that was just stored is gone"
+        self.tier.release(tickets)
 
     def measure(self, action: Callable[[Prompt], None], prompt: Prompt, times: list[float]) -> None:
         self.clock.now += 1.0
@@ -197,7 +198,7 @@ def kept_as(object_id: ObjectId) -> ObjectId:
 def published(catalogue: Catalogue, ranking: Iterable[Ranked]) -> list[float]:
     """Seconds of each turn of the bookkeeper, without the sorting before the first."""
     scores = (
-        Scored(kept_as(item.object_id), item.evict_as, item.until + 1.0)
+        Scored(kept_as(item.object_id), item.score, item.until + 1.0)
         for item in times_of(list(ranking), time.time() - MOST_S)
     )
     turns = []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import File, StoredObject
-from vllm_overlay.tiers.disk.catalogue.rows import check_object
+from vllm_overlay.tiers.disk.catalogue.rows import check_objects
 from vllm_overlay.tiers.disk.files.checksum import XXH3, EncryptedIntegrity, Seal
 from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, MAX_TOKENS, FormatError, ObjectHeader, file_bytes
 from vllm_overlay.tiers.disk.files.namespace import MAX_RANKS, DiskNamespace
@@ -198,7 +198,9 @@ def sealed_headers(draw):
 def test_the_catalogue_takes_any_object_whose_header_can_be_written(made):
     _, header = made
     num_bytes = file_bytes(header.payload_bytes)
-    check_object(StoredObject(header.fingerprint.hex(), header.planned, header.file, header.world_size, num_bytes, 0))
+    check_objects(
+        [StoredObject(header.fingerprint.hex(), header.planned, header.file, header.world_size, num_bytes, 0)]
+    )
 
 
 @given(made=sealed_headers(), place=st.integers(0, HEADER_BYTES - 1), change=st.integers(1, 255))

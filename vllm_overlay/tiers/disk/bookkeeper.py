@@ -124,6 +124,12 @@ class Bookkeeper:
             self._wake()
         return writer
 
+    def expect_stores(self) -> None:
+        """A request has come: there is to be room for what it computes."""
+        if not self._room.is_wanted:
+            self._room.is_wanted = True
+            self._wake()
+
     def commit(self, store: "Store") -> None:
         """Every rank has stored an object."""
         namespace = store.served.namespace

@@ -65,9 +65,10 @@ class Evictor:
         grant = self._catalogue.grant(self._writer, max(0, target - self._room.available), at_least, capacity)
         self._room.grow(grant.num_bytes)
         self._give_back(grant.surplus_bytes)
-        if not grant.short_bytes or self._unlinker.num_stuck >= _MOST_STUCK or not may_evict:
+        short_bytes = grant.short_bytes if self._room.is_wanted else max(0, totals.num_bytes - capacity)
+        if not short_bytes or self._unlinker.num_stuck >= _MOST_STUCK or not may_evict:
             return 0, False
-        return self._evict(served, now, grant.short_bytes, capacity)
+        return self._evict(served, now, short_bytes, capacity)
 
     def _give_back(self, num_bytes: int) -> None:
         """As far as no store has taken it."""

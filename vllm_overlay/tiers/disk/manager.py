@@ -201,6 +201,7 @@ class DiskTierManager(TierManager):
     # Lookups.
 
     def hits(self, geometry: Geometry, keys: Sequence[bytes], num_tokens: int) -> HitSource:
+        self._bookkeeper.expect_stores()
         if self._hidden and (hidden := self._hidden.among(set(keys))):
             return VisibleHits(self.index, hidden, geometry, keys)
         return self.index

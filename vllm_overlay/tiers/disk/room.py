@@ -17,6 +17,8 @@ class Room:
         self._in_flight = 0
         self.largest_bytes = 0
         """The most that a store has asked for."""
+        self.is_wanted = False
+        """Whether stores are to be expected. Until then nothing need go for them."""
 
     @property
     def available(self) -> int:
@@ -37,6 +39,7 @@ class Room:
         """Take bytes for a store; returns whose file it is to be. Empty, and nothing taken, when there are too few."""
         with self._lock:
             self.largest_bytes = max(self.largest_bytes, num_bytes)
+            self.is_wanted = True
             if num_bytes > self.available:
                 return ""
             self._in_flight += num_bytes
