@@ -25,6 +25,11 @@ def room_bytes(tier: DiskTierManager) -> int:
     return tier._bookkeeper._room.available
 
 
+def expect_stores(tier: DiskTierManager) -> None:
+    """As a lookup does: a request has come."""
+    tier._bookkeeper.expect_stores()
+
+
 def stores_in_flight_bytes(tier: DiskTierManager) -> int:
     """Bytes that stores have taken and the catalogue does not count as objects' yet."""
     return tier._bookkeeper._room.in_flight

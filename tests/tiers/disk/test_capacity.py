@@ -15,7 +15,7 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.files import bytes_under, counted, lose_catalogue, object_files, on_disk
-from tests.tiers.disk.inside import put_device, room_bytes
+from tests.tiers.disk.inside import expect_stores, put_device, room_bytes
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, store_many, tier_pair
@@ -295,12 +295,13 @@ def test_engines_that_are_started_one_after_another_use_nearly_all_of_the_capaci
 SHORT_LIVES = """
 import os, signal, sys
 from pathlib import Path
-from tests.tiers.disk.inside import room_bytes
+from tests.tiers.disk.inside import expect_stores, room_bytes
 from tests.tiers.disk.tier_pair import TierPair
 from tests.waiting import until
 for life in range(int(sys.argv[3])):
     if not os.fork():
         made = TierPair(Path(sys.argv[1]), capacity_bytes=int(sys.argv[2])).recovered()
+        expect_stores(made.tier)
         until(lambda: room_bytes(made.tier) > 0)
         os.kill(os.getpid(), signal.SIGKILL)
     os.wait()
@@ -309,7 +310,7 @@ print("ready", flush=True)
 
 
 def test_twenty_lives_of_a_moment_that_are_killed_cost_no_object(tmp_path):
-    """What the dead held is there before anything is evicted for room that nobody has asked for."""
+    """What the dead held is there before anything is evicted for what a request may store."""
     root, capacity = tmp_path / "root", 128 * on_disk()
     with tier_pair(root, capacity_bytes=capacity) as made:
         store_many(made, 60, lambda: None)
@@ -318,6 +319,7 @@ def test_twenty_lives_of_a_moment_that_are_killed_cost_no_object(tmp_path):
     kill(start(SHORT_LIVES, root, capacity, 20))
     with tier_pair(root, capacity_bytes=capacity) as again:
         again.recovered()
+        expect_stores(again.tier)
         until(lambda: room_bytes(again.tier) > 0, "room")
         assert again.settled().tier.usage().evicted_objects == 0
         assert object_files(root) == files

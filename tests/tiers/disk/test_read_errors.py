@@ -20,6 +20,7 @@ from vllm_overlay.tiers.disk import hidden
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.object_file import READ_ATTEMPTS
 from vllm_overlay.tiers.disk.hidden import UNREADABLE_S
+from vllm_overlay.tiers.disk.recovery import rebuild
 
 SNAPSHOT = PLANNER.snapshot(KEYS, 640)
 CHUNK = PLANNER.chunk(KEYS, GEOMETRY.full[0], 4)
@@ -216,7 +217,10 @@ def test_a_reset_forgets_what_could_not_be_read(made):
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_a_header_that_a_rebuild_cannot_read_costs_what_builds_on_it_and_leaves_nothing_uncounted(tmp_path, error):
+def test_a_header_that_a_rebuild_cannot_read_costs_what_builds_on_it_and_leaves_nothing_uncounted(
+    tmp_path, monkeypatch, error
+):
+    monkeypatch.setattr(rebuild, "GIVE_UP_S", 0.0)
     device = FailingDevice()
     with tier_pair(tmp_path / "root") as before:
         before.store([*WHOLE, *chain("p", 2)])
