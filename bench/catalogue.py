@@ -184,7 +184,7 @@ def collect(children: Iterable[tuple[BaseProcess, Connection]]) -> list[Report]:
 
 def fill(root: str, num_objects: int) -> Catalogue:
     """A complete catalogue with so many objects, and no writer."""
-    os.mkdir(root, 0o700)
+    os.makedirs(root, 0o700, exist_ok=True)
     catalogue = Catalogue(root)
     items = prompts(_MOST_PROCESSES + 1, secrets.token_hex(8))
     catalogue.adopt((next(items) for _ in range(num_objects)), [_MODEL])

@@ -11,6 +11,7 @@ from tests.engine.binding import BINDING
 from tests.engine.client import Engine, EngineError, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
+from tests.tiers.disk.files import object_files, snapshot_files
 from tools.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -47,10 +48,10 @@ def first(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstLi
             assert_restored(cold[length], engine.generate(prompt(length, seed=length)), length)
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu") > 0
         engine.wait_for_stores()
-        before = set(root.rglob("*.s.r1"))
+        before = set(object_files(root))
         halved_cold = engine.generate(halved)
         engine.wait_for_stores()
-    snapshots = set(root.rglob("*.s.r1")) - before
+    snapshots = snapshot_files(root, rank=1) - before
     assert snapshots
     for path in snapshots:
         path.unlink()

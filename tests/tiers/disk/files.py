@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.objects import OBJECT
+from vllm_overlay.planner.objects import SNAPSHOT_TAG
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Damaged, Superseded
 from vllm_overlay.tiers.disk.catalogue.generations import newest
 from vllm_overlay.tiers.disk.files.format import file_bytes
-from vllm_overlay.tiers.disk.files.writer import parse_name
+from vllm_overlay.tiers.disk.files.writer import parse_name, path_of
 
 
 def _files_under(root: Path) -> Iterator[Path]:
@@ -25,6 +26,13 @@ def _files_under(root: Path) -> Iterator[Path]:
 
 def object_files(root: Path) -> list[Path]:
     return sorted(path for path in _files_under(root) if parse_name(path.name))
+
+
+def snapshot_files(root: Path, rank: int) -> set[Path]:
+    """Those of one rank that the catalogue knows."""
+    with contextlib.closing(Catalogue(str(root))) as catalogue:
+        known = [item for found in catalogue.load_all() for item in found]
+    return {Path(path_of(str(root), item.file, rank)) for item in known if item.object_id.tag.startswith(SNAPSHOT_TAG)}
 
 
 def writers_of(root: Path) -> list[str]:
