@@ -128,8 +128,9 @@ def test_a_disk_that_turns_read_only_is_read_and_its_writes_left_alone_for_a_whi
 
 
 def test_a_disk_that_is_unmounted_costs_a_recomputation_and_is_found_again(
-    engine: Engine, disk: SmallDisk, answers: Answers
+    engine: Engine, roots: tuple[Path, Path], disk: SmallDisk, answers: Answers
 ) -> None:
+    """Nothing is written where it was."""
     tokens, cold = stored(engine, 500)
     missed = counted(engine, "failed_loads", reason="missing")
     with disk.gone():
@@ -138,7 +139,7 @@ def test_a_disk_that_is_unmounted_costs_a_recomputation_and_is_found_again(
         assert recomputed.num_cached_tokens == 0
         assert counted(engine, "failed_loads", reason="missing") > missed
         serve(engine, answers, 500)
-        works(engine, 501)
+        assert disk.run(["sh", "-c", 'test -z "$(find "$0" -name "*.r[0-9]")"', str(roots[0])]) == 0
     engine.reset_device_cache()
     assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
     works(engine, 502)
