@@ -100,7 +100,7 @@ def test_a_writer_is_dead_when_its_process_is_though_a_child_lives_on(tmp_path):
     assert is_living(str(tmp_path), writer)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    assert not is_living(str(tmp_path), writer)
+    until(lambda: not is_living(str(tmp_path), writer), "the child's first step, in which it gives the lock up")
     kill(parent)
 
 
