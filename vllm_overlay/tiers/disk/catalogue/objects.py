@@ -112,6 +112,8 @@ class _Arrivals:
         found = self._find_file(namespace, item.object_id)
         if found is not None and (found[1] == item.file or found[1] != replaced):
             return Committed(found[1], is_paid=False)
+        if found is not None:
+            why_not = self._why_not(item, ())  # its row has its parents
         if why_not is not None:
             return why_not
         if found is None:
