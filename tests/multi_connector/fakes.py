@@ -339,6 +339,12 @@ def blocks(*ids: int, groups: int = 1) -> Any:
     return SimpleNamespace(get_block_ids=lambda: (list(ids),) * groups)
 
 
+def cache_manager(*block_sizes: int) -> Any:
+    """vLLM's, as far as it is asked: the block size of each group."""
+    managers = [SimpleNamespace(block_size=block_size) for block_size in block_sizes]
+    return SimpleNamespace(block_pool="pool", coordinator=SimpleNamespace(single_type_managers=managers))
+
+
 def scheduler_output(preempted: Iterable[str] = ()) -> SchedulerOutput:
     output = SchedulerOutput.make_empty()
     output.preempted_req_ids = set(preempted)

@@ -3,7 +3,6 @@
 
 import pickle
 from collections import Counter
-from types import SimpleNamespace
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -11,8 +10,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.multi_connector import tables
 from tests.multi_connector.fakes import (
+    BLOCK,
     FakeBase,
     blocks,
+    cache_manager,
     child,
     multi,
     request,
@@ -142,8 +143,7 @@ class Returning(Lockstep):
         self.told, self.gauges = Counter(), {}
         self.clock = Clock()
         self.scheduler._scheduler._clock = self.clock
-        self.manager = SimpleNamespace(block_pool="pool")
-        self.scheduler.bind_kv_cache_manager(self.manager)
+        self.scheduler.bind_kv_cache_manager(cache_manager(BLOCK))
         for rank, connector in enumerate(self.workers):
             connector._worker._clock = self.clock
             connector.register_kv_caches({"layer": rank})

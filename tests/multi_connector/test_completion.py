@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.multi_connector.completion import Completions
-from vllm_overlay.multi_connector.metadata import Load
+from vllm_overlay.multi_connector.metadata import NULL_BLOCK, Load
 
 
 def remembered(open_):
     """How many entries its tables of requests have."""
-    return sum(len(table) for name, table in vars(open_).items() if isinstance(table, dict | set) and name != "_done")
+    return sum(len(table) for table in vars(open_).values() if isinstance(table, dict | set))
 
 
 def test_a_request_is_sent_when_every_holder_has_reported():
@@ -88,12 +89,13 @@ def test_a_refused_load_fails_at_once():
     open_.refuse_load("r", Load(0))
     done = open_.take()
     assert (done.finished_recving, done.failed_recving) == ({"r"}, {"r"})
+    open_.requests_changed((), {"r"})
     assert remembered(open_) == 0
 
 
 def test_a_failed_synchronous_load_invalidates_its_blocks_and_is_not_received():
     open_ = Completions()
-    open_.expect_load("r", Load(0, (4, 5)))
+    open_.expect_load("r", Load(0, (4, 5), is_synchronous=True))
     open_.abandon(0)
     done = open_.take()
     assert (open_.take_invalid_blocks(), done.finished_recving, done.failed_recving) == ({4, 5}, set(), set())
@@ -101,10 +103,10 @@ def test_a_failed_synchronous_load_invalidates_its_blocks_and_is_not_received():
 
 def test_a_synchronous_load_that_its_child_calls_failed_is_told_by_its_blocks():
     open_ = Completions()
-    open_.expect_load("r", Load(1, (4, 5)))
+    open_.expect_load("r", Load(1, (4, 5), is_synchronous=True))
     open_.received(0, (), {"r"})
     assert open_.take_invalid_blocks() == set()
-    open_.expect_load("r", Load(1, (4, 5)))
+    open_.expect_load("r", Load(1, (4, 5), is_synchronous=True))
     open_.received(1, (), {"r"})
     done = open_.take()
     assert (open_.take_invalid_blocks(), done.finished_recving, done.failed_recving) == ({4, 5}, set(), set())
@@ -112,19 +114,36 @@ def test_a_synchronous_load_that_its_child_calls_failed_is_told_by_its_blocks():
 
 def test_a_synchronous_load_ends_with_its_step():
     open_ = Completions()
-    open_.expect_load("r", Load(0, (4, 5)))
+    open_.expect_load("r", Load(0, (4, 5), is_synchronous=True))
     open_.take()
     open_.abandon(0)
     assert open_.take_invalid_blocks() == set()
 
 
-def test_block_errors_are_passed_on():
-    open_ = Completions()
-    open_.expect_load("r", Load(0))
-    open_.load_errors({9})
+def test_bad_blocks_are_those_of_a_childs_loads_till_their_requests_are_finished():
+    open_ = living("r")
+    open_.expect_load("r", Load(0, (8, 9)))
+    for child in (0, 1):
+        with pytest.raises(ValueError, match=r"\[7\]" if child == 0 else r"\[7, 9\]"):
+            open_.load_errors(child, {NULL_BLOCK, 7, 9})
+    assert open_.take_invalid_blocks() == {9}
     open_.received(0, {"r"}, ())
-    done = open_.take()
-    assert (open_.take_invalid_blocks(), done.failed_recving) == ({9}, set())
+    open_.load_errors(0, {8})
+    assert (open_.take().failed_recving, open_.take_invalid_blocks()) == (set(), {8})
+    open_.requests_changed((), {"r"})
+    with pytest.raises(ValueError, match="not told to load"):
+        open_.load_errors(0, {8})
+    assert remembered(open_) == 0
+
+
+def test_bad_blocks_of_an_aborted_request_are_known_till_its_load_has_ended():
+    open_ = living("r")
+    open_.expect_load("r", Load(0, (8, 9)))
+    open_.requests_changed((), {"r"})
+    open_.load_errors(0, {8})
+    assert open_.take_invalid_blocks() == {8}
+    open_.received(0, {"r"}, ())
+    assert remembered(open_) == 0
 
 
 def living(*requests):
@@ -173,7 +192,7 @@ def test_what_the_scheduler_released_is_owed_no_longer():
 
 def test_synchronous_loads_can_fail_while_the_rest_is_still_owed():
     open_ = Completions()
-    open_.expect_load("now", Load(0, (4, 5)))
+    open_.expect_load("now", Load(0, (4, 5), is_synchronous=True))
     open_.expect_load("later", Load(0))
     open_.fail_synchronous(0)
     done = open_.take()

@@ -8,12 +8,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from tests.multi_connector.fakes import (
     Boom,
+    blocks,
+    cache_manager,
     multi,
     request,
     scheduler_output,
     worker,
 )
 from tests.multi_connector.lockstep import Lockstep, by_label, tally_of
+from vllm_overlay.multi_connector.metadata import NULL_BLOCK
 
 
 @pytest.mark.parametrize("hook", ["update_state_after_alloc", "build_connector_meta"])
@@ -158,10 +161,7 @@ def test_a_failed_synchronous_load_invalidates_its_blocks_of_every_group_but_the
 
 def test_blocks_of_the_local_hit_are_not_declared_invalid():
     engine = Lockstep(groups=2)
-    managers = [SimpleNamespace(block_size=16), SimpleNamespace(block_size=32)]
-    engine.scheduler.bind_kv_cache_manager(
-        SimpleNamespace(block_pool=None, coordinator=SimpleNamespace(single_type_managers=managers))
-    )
+    engine.scheduler.bind_kv_cache_manager(cache_manager(16, 32))
     r = engine.offer("r", 0, tokens=48, asynchronous=False, num_local=32)
     engine.scheduler.update_state_after_alloc(
         r, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5], [6, 0, 7])), 48
@@ -184,21 +184,36 @@ def test_a_synchronous_load_of_a_child_that_cannot_be_stopped_fails_all_the_same
     assert engine.step().invalid_block_ids == set()
 
 
-def test_block_errors_are_a_union():
-    connector = worker()
-    for fake, ids in zip(connector.sub_connectors, ({1}, {2}), strict=True):
-        fake.answers["get_block_ids_with_load_errors"] = ids
-    connector.get_transfer_results(set())
-    assert connector.get_block_ids_with_load_errors() == {1, 2}
-
-
-def test_block_errors_on_several_groups_are_passed_on_whether_a_load_is_open_or_not():
-    engine = Lockstep(groups=2)
-    engine.admit("s", 1)
-    engine.workers[0].sub_connectors[0].answers["get_block_ids_with_load_errors"] = {9}
-    engine.report(1, recving={"s"})
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_child_may_call_blocks_of_its_loads_bad_until_their_request_is_finished(asynchronous):
+    engine = Lockstep()
+    engine.admit("r", 0, asynchronous=asynchronous)
+    bad_blocks = engine.workers[0].sub_connectors[0].answers
+    bad_blocks["get_block_ids_with_load_errors"] = {NULL_BLOCK, 4}
+    engine.report(0, recving={"r"} if asynchronous else ())
     output = engine.step()
-    assert (output.invalid_block_ids, output.finished_recving, output.failed_recving) == ({9}, {"s"}, set())
+    assert (output.invalid_block_ids, output.failed_recving) == ({4}, set())
+    assert engine.step().invalid_block_ids == {4}
+    assert not engine.workers[0]._children[0].isolated
+    engine.finish("r")
+    assert engine.step().invalid_block_ids == set()
+    assert engine.workers[0]._children[0].isolated
+
+
+def test_a_child_that_calls_blocks_bad_that_it_did_not_load_has_failed_and_only_its_own_count():
+    engine = Lockstep()
+    for request_id, child_index, ids in (("mine", 0, (4, 5)), ("open", 0, (6,)), ("other", 1, (7, 8))):
+        engine.scheduler.update_state_after_alloc(engine.offer(request_id, child_index), blocks(*ids), 64)
+    mine, _ = engine.workers[0].sub_connectors
+    mine.answers["get_block_ids_with_load_errors"] = {5, 7, 99}
+    engine.report(0, recving={"mine"})
+    engine.report(1, recving={"other"})
+    output = engine.step()
+    assert output.invalid_block_ids == {5}
+    assert output.finished_recving == {"mine", "open", "other"}
+    assert output.failed_recving == {"mine", "open"}
+    assert len(mine.called("shutdown")) == 1
+    assert engine.scheduler._children[0].isolated
 
 
 def test_an_exception_is_logged_once_with_child_hook_and_traceback(monkeypatch):

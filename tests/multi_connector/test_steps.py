@@ -44,6 +44,7 @@ def test_a_load_is_done_when_its_child_says_so():
     assert (output.finished_recving, output.failed_recving) == ({"r"}, set())
     assert tally_of(engine.scheduler, "b").total("loaded_tokens") == 64
     engine.finish("r")
+    engine.step()
     assert engine.tables_are_empty()
 
 

@@ -16,7 +16,7 @@ How the children's answers become one (``tests/multi_connector/test_interface.py
 finish_forward, reset_capture_state, handle_preemptions, on_new_request, register_kv_caches, \
 set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown | all | nothing to merge |
 | get_transfer_results, get_finished | all | load: the chosen child's report; save: all holders' (completion.py) |
-| get_block_ids_with_load_errors | all | union |
+| get_block_ids_with_load_errors | all | union; of each child what it was told to load |
 | request_finished, request_finished_all_groups | all | True if any; parameters joined, first of equal keys |
 | register_finished_partial_tail | all | any; counts as one promise with request_finished |
 | update_connector_output | all | each sees its own part, its own saves and all loads, and changes nothing |

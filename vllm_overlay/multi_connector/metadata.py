@@ -17,6 +17,9 @@ from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import harmless
 
+NULL_BLOCK = 0
+"""vLLM's block that stands for none: always the first that the pool hands out."""
+
 
 class Duty(Enum):
     """What a rank has to do with its instance of a child."""
@@ -40,8 +43,9 @@ class Load:
     """One load handed to a child."""
 
     child: int
-    synchronous_blocks: tuple[int, ...] | None = None
-    """None for an asynchronous load; else the blocks of all groups that it alone writes: invalid if it fails."""
+    blocks: tuple[int, ...] = ()
+    """The blocks of all groups that it alone writes."""
+    is_synchronous: bool = False
 
 
 @dataclass(slots=True)

@@ -22,7 +22,13 @@ from vllm_overlay.multi_connector.choice import Choice
 from vllm_overlay.multi_connector.control_file import ControlFile
 from vllm_overlay.multi_connector.lifecycle import Phase, Supervisor
 from vllm_overlay.multi_connector.lookup import Lookups
-from vllm_overlay.multi_connector.metadata import Load, MultiKVEvents, MultiMetadata, MultiWorkerMetadata
+from vllm_overlay.multi_connector.metadata import (
+    NULL_BLOCK,
+    Load,
+    MultiKVEvents,
+    MultiMetadata,
+    MultiWorkerMetadata,
+)
 from vllm_overlay.multi_connector.outstanding import EndedLoad, OutstandingReports
 from vllm_overlay.multi_connector.request_filter import RequestFilter
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
@@ -35,9 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _METADATA = validation.optional(KVConnectorMetadata)
-
-NULL_BLOCK = 0
-"""vLLM's block that stands for none: always the first that the pool hands out."""
 
 PAID_ELSEWHERE = 10**6
 """Taken for the number of waiting requests if another engine has computed the prompt of a request for this engine. So
@@ -155,14 +158,14 @@ class SchedulerSide:
             return
         # If the child has just raised it is isolated, its part of the metadata is never sent, and the workers refuse
         # this load, so the request is told that it failed.
-        if self.lookups.is_asynchronous(request_id, loader):
-            self._new_loads[request_id] = Load(loader.index)
-            self._outstanding.load_started(request_id, loader.index, num_external_tokens, self._clock())
-        else:
-            loaded = self._loaded_blocks(request_id, blocks)
-            self._new_loads[request_id] = Load(loader.index, loaded)
+        loaded = self._loaded_blocks(request_id, blocks)
+        is_synchronous = not self.lookups.is_asynchronous(request_id, loader)
+        self._new_loads[request_id] = Load(loader.index, loaded, is_synchronous)
+        if is_synchronous:
             self._outstanding.synchronous_load_started(request_id, loader.index, loaded)
             loader.tally.count("loaded_tokens", num_external_tokens)
+        else:
+            self._outstanding.load_started(request_id, loader.index, num_external_tokens, self._clock())
 
     def _loaded_blocks(self, request_id: str, blocks: "KVCacheBlocks") -> tuple[int, ...]:
         """The request's blocks of all groups that hold what follows its local hit: no other request reads them.

@@ -65,7 +65,7 @@ def integers(answer: Any) -> tuple[int, ...]:
     raise TypeError(f"{found!r} are not integers")
 
 
-def block_ids(answer: Any) -> set[int] | None:
+def block_ids(answer: Any) -> set[int]:
     return set(integers(answer or ()))
 
 

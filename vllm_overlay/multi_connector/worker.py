@@ -81,17 +81,17 @@ class WorkerSide:
 
     def bind_connector_metadata(self, metadata: MultiMetadata) -> None:
         self._obey(metadata)
+        for request_id, holders in metadata.saves.items():
+            self._completions.expect_saves(request_id, holders)
+        for request_id in metadata.releases:
+            self._completions.release(request_id)
+        self._completions.requests_changed(metadata.arrived, metadata.departed)
         for request_id, load in metadata.loads.items():
             if self._children[load.child].in_service:
                 self._completions.expect_load(request_id, load)
             else:
                 # Its part of this metadata reaches no hook of it, so nothing will write.
                 self._completions.refuse_load(request_id, load)
-        for request_id, holders in metadata.saves.items():
-            self._completions.expect_saves(request_id, holders)
-        for request_id in metadata.releases:
-            self._completions.release(request_id)
-        self._completions.requests_changed(metadata.arrived, metadata.departed)
         for child, part in self._parts(metadata):
             child.call("bind_connector_metadata", None, part)
 
@@ -155,14 +155,17 @@ class WorkerSide:
         results = child.ask("get_transfer_results", None, finished_req_ids, parse=validation.transfer_results)
         if results is None:
             return
+
+        def take_errors(answer: Any) -> bool:
+            self._completions.load_errors(child.index, validation.block_ids(answer))
+            return True
+
         # Asked now rather than when vLLM asks us: a load must not be reported good before its errors are known.
-        blocks = child.ask("get_block_ids_with_load_errors", None, parse=validation.block_ids)
+        knows_errors = child.ask("get_block_ids_with_load_errors", False, parse=take_errors)
         received, failed = results.finished_recving, results.failed_recving
-        if blocks is None:
-            # It raised: any of these may have failed.
+        if not knows_errors:
             failed = failed | received
         ignored = self._completions.received(child.index, received, failed)
-        self._completions.load_errors(blocks or ())
         ignored += self._completions.sent(child.index, results.finished_sending)
         child.tally.count("ignored_reports", ignored)
 
