@@ -7,7 +7,6 @@ from typing import Any
 from vllm_overlay.multi_connector import MultiConnector
 
 _OF_LIVING_REQUESTS = {"_living", "_latest_loads"}
-_UNTIL_THE_NEXT_STEP = {"_arrived", "_departed"}
 _OF_NO_REQUEST = {"_start_hooks", "_handshakes", "_invalid_blocks"}
 
 
@@ -23,7 +22,10 @@ def _entries(parts: Iterable[object], left_out: set[str]) -> int:
 
 def of_scheduler(connector: MultiConnector) -> int:
     half = connector._scheduler
-    return _entries((half, half.lookups, half._outstanding, *half._filters), _UNTIL_THE_NEXT_STEP)
+    news = half._next
+    return _entries((half, half.lookups, half._outstanding, *half._filters), set()) + sum(
+        map(len, (news.loads, news.saves, news.unknown_requests, news.releases))
+    )
 
 
 def of_worker(connector: MultiConnector) -> int:

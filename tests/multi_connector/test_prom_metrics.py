@@ -160,7 +160,6 @@ def test_a_child_whose_metrics_cannot_be_built_keeps_our_tally(error, monkeypatc
 @pytest.mark.parametrize(
     "payload",
     [
-        None,
         {"a": None},
         {"*": None},
         {"*": {"tallies": {"a": None}, "classes": {}}},

@@ -112,7 +112,6 @@ def test_a_childs_stats_that_raise_harm_nobody(what, error, monkeypatch):
         {"a": "tests.multi_connector.fakes:NoSuchClass"},
         {"a": ""},
         {},
-        None,
     ],
 )
 def test_stats_of_a_child_that_cannot_be_rebuilt_keep_our_tally(classes):
@@ -131,11 +130,6 @@ def test_a_class_that_raises_while_its_stats_are_rebuilt_harms_nobody(own, error
     monkeypatch.setattr(FakeChild, "build_kv_connector_stats", classmethod(raises))
     monkeypatch.setattr(KVConnectorFactory, "get_connector_class_by_name", lambda name: FakeChild)
     assert MultiConnector.build_kv_connector_stats({**own, "a": {"loads": 1}}).is_empty()
-
-
-@pytest.mark.parametrize("own", [None, 5, [], {"tallies": None}, {"tallies": {"a": {"counters": 5}}}])
-def test_what_is_no_payload_is_nothing(own):
-    assert MultiConnector.build_kv_connector_stats({"*": own}).is_empty()
 
 
 @pytest.mark.parametrize("error", ENDINGS)

@@ -85,12 +85,7 @@ class SchedulerSide:
         self._living: set[str] = set()
         self._admitted: set[str] = set()
         self._partial_tails: dict[str, set[int]] = {}
-        self._new_loads: dict[str, Load] = {}
-        self._new_saves: dict[str, frozenset[int]] = {}
-        self._new_unknown: dict[int, frozenset[str]] = {}
-        self._arrived: set[str] = set()
-        self._departed: set[str] = set()
-        self._new_releases: set[str] = set()
+        self._next = MultiMetadata()
 
         self._kv_cache_manager: KVCacheManager | None = None
         self.some_ranks_are_silent = False
@@ -100,7 +95,8 @@ class SchedulerSide:
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         self._kv_cache_manager = kv_cache_manager
-        self.supervisor.start("bind_kv_cache_manager", kv_cache_manager)
+        for child in self._children:
+            child.start("bind_kv_cache_manager", kv_cache_manager, again=True)
 
     def set_handshake(self, hook: str, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
         """Gives each child its own part of every rank's."""
@@ -120,7 +116,7 @@ class SchedulerSide:
     def _arrive(self, request_id: str) -> None:
         if request_id not in self._living:
             self._living.add(request_id)
-            self._arrived.add(request_id)
+            self._next.arrived.add(request_id)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         now = self._clock()
@@ -160,7 +156,7 @@ class SchedulerSide:
         # this load, so the request is told that it failed.
         loaded = self._loaded_blocks(request_id, blocks)
         is_synchronous = not self.lookups.is_asynchronous(request_id, loader)
-        self._new_loads[request_id] = Load(loader.index, loaded, is_synchronous)
+        self._next.loads[request_id] = Load(loader.index, loaded, is_synchronous)
         if is_synchronous:
             self._outstanding.synchronous_load_started(request_id, loader.index, loaded)
             loader.tally.count("loaded_tokens", num_external_tokens)
@@ -234,7 +230,7 @@ class SchedulerSide:
             parameters = {**(own or {}), **parameters}
         self._forget(request_id)
         if holders:
-            self._new_saves[request_id] = frozenset(holders)
+            self._next.saves[request_id] = frozenset(holders)
             self._outstanding.hold(request_id, holders)
         return bool(holders), parameters or None
 
@@ -246,10 +242,10 @@ class SchedulerSide:
         self.lookups.forget(request_id)
         self._outstanding.blocks_are_given_back(request_id)
         self._living.discard(request_id)
-        if request_id in self._arrived:
-            self._arrived.discard(request_id)
+        if request_id in self._next.arrived:
+            self._next.arrived.discard(request_id)
         else:
-            self._departed.add(request_id)
+            self._next.departed.add(request_id)
         self._admitted.discard(request_id)
         for request_filter in self._filters:
             request_filter.finished(request_id)
@@ -260,29 +256,15 @@ class SchedulerSide:
         now = self._clock()
         self._control.look(now)
         self._end_overdue_loads(now)
-        parts = tuple(self._part(child, scheduler_output) for child in self._children)
-        for request_id in (scheduler_output.preempted_req_ids or set()) - self._new_loads.keys():
+        metadata = self._next
+        metadata.children = tuple(self._part(child, scheduler_output) for child in self._children)
+        metadata.preempted = set(scheduler_output.preempted_req_ids or ())
+        for request_id in metadata.preempted - metadata.loads.keys():
             self._outstanding.blocks_are_given_back(request_id)
         self.supervisor.notice_isolations(now)
         self.supervisor.try_again(self._held_for, now)
-        preempted: frozenset[str] = frozenset()
-        if any(child.wants_preempted_ids for child in self._children):
-            preempted = frozenset(scheduler_output.preempted_req_ids or ())
-        orders = self.supervisor.send_orders()
-        metadata = MultiMetadata(
-            parts,
-            self._new_loads,
-            self._new_saves,
-            orders,
-            self._new_unknown,
-            preempted,
-            frozenset(self._arrived),
-            frozenset(self._departed),
-            frozenset(self._new_releases),
-        )
-        self._new_loads, self._new_saves, self._new_unknown = {}, {}, {}
-        for table in (self._new_releases, self._arrived, self._departed):
-            table.clear()
+        metadata.orders = self.supervisor.send_orders()
+        self._next = MultiMetadata()
         scheduled = scheduler_output.num_scheduled_tokens
         self._step_times.planned(scheduler_output.total_num_scheduled_tokens, len(scheduled), now)
         return metadata
@@ -295,7 +277,7 @@ class SchedulerSide:
     @property
     def _held_for(self) -> set[int]:
         """Children for which blocks are held since the last step; the workers do not know of it yet."""
-        return {index for children in self._new_saves.values() for index in children}
+        return {index for children in self._next.saves.values() for index in children}
 
     def _part(self, child: Child, output: "SchedulerOutput") -> KVConnectorMetadata | None:
         request_filter = self._filters[child.index]
@@ -321,7 +303,7 @@ class SchedulerSide:
             self._load_ended(load)
         sent = self._outstanding.saves_ended(connector_output.finished_sending or ())
         if self.some_ranks_are_silent:
-            self._new_releases |= sent
+            self._next.releases |= sent
         connector_output.finished_recving = {load.request_id for load in ended} or None
         connector_output.finished_sending = sent or None
         if connector_output.invalid_block_ids:
@@ -330,7 +312,7 @@ class SchedulerSide:
         if ranks is not None:
             for child in self.supervisor.receive(ranks, now):
                 self._filters[child.index].reset(self._living)
-                self._new_unknown[child.index] = frozenset(self._living)
+                self._next.unknown_requests[child.index] = frozenset(self._living)
 
     def _show_reports(self, child: Child, output: "KVConnectorOutput", ranks: MultiWorkerMetadata | None) -> None:
         """A child that changes them is isolated: the reports are its siblings' too."""

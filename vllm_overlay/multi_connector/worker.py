@@ -54,16 +54,9 @@ class WorkerSide:
         self._new_backoff = partial(Backoff, settings.retry_first_s, settings.retry_longest_s)
         self._stop_attempts = [self._new_backoff() for _ in children]
         self._unknown_requests: list[set[str]] = [set() for _ in children]
-        self._start_hooks: dict[str, Any] = {}
         self._handshakes: dict[int, dict[tuple[int, int], KVConnectorHandshakeMetadata]] = {}
 
     # ---- Start.
-
-    def start(self, hook: str, argument: Any) -> None:
-        """Calls a hook of every child before serving, and remembers it for the instances to come."""
-        self._start_hooks[hook] = argument
-        for child in self._children:
-            child.start(hook, argument)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
         parts = tuple(child.start("get_handshake_metadata") for child in self._children)
@@ -125,7 +118,7 @@ class WorkerSide:
         """Builds the new instance. The old one has been stopped on every rank."""
         self._handshakes.pop(child.index, None)
         self._stop_attempts[child.index] = self._new_backoff()
-        if not child.renew(generation, *self._start_hooks.items()):
+        if not child.renew(generation):
             return
         own = child.ask("get_handshake_metadata", None, parse=validation.optional(KVConnectorHandshakeMetadata))
         if own is not None:
