@@ -83,16 +83,15 @@ class Child:
         """As ``call``, also of a child out of service."""
 
         def asked() -> Result:
-            answer = getattr(self.connector, hook)(*args, **options)
+            answer = self._answer(hook, *args, **options)
             return parse(answer) if parse is not None else answer
 
         return self._fenced(hook, default, asked)
 
-    def read(self, hook: str, default: Result, parse: Callable[[Any], Result]) -> Result:
-        """As ``call`` for a property."""
-        if not self.in_service:
-            return default
-        return self._fenced(hook, default, lambda: parse(getattr(self.connector, hook)))
+    def _answer(self, hook: str, *args: Any, **options: Any) -> Any:
+        """Of a hook, or of one that is a property."""
+        found = getattr(self.connector, hook)
+        return found(*args, **options) if callable(found) else found
 
     def _fenced(self, hook: str, default: Result, action: Callable[[], Result]) -> Result:
         self._watchdog.began(self.name, hook)
@@ -118,7 +117,7 @@ class Child:
         """As ``call`` for a hook that runs before serving; see ``at_start``. ``again``: also of instances to come."""
         if again:
             self._start_hooks[hook] = args
-        return at_start(self.name, hook, lambda: getattr(self.connector, hook)(*args))
+        return at_start(self.name, hook, lambda: self._answer(hook, *args))
 
     def isolate(self, reason: str) -> None:
         """Takes the present instance out of service in this process. Its asynchronous transfers may still run."""

@@ -185,17 +185,14 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         return all(
-            child.read("supports_divergent_local_hybrid_hits", False, parse=validation.truth)
+            child.call("supports_divergent_local_hybrid_hits", False, parse=validation.truth)
             for child in self._children
         )
 
     @property
     def requires_kv_delivery(self) -> bool:
         # Read once, right after construction.
-        return any(
-            at_start(child.name, "requires_kv_delivery", partial(getattr, child.connector, "requires_kv_delivery"))
-            for child in self._children
-        )
+        return any(child.start("requires_kv_delivery") for child in self._children)
 
     def get_kv_connector_stats(self) -> MultiStats | None:
         """Called in the scheduler and in workers. Increments since the last call, or None if there are none."""
