@@ -266,30 +266,6 @@ def test_what_was_held_for_the_old_instance_is_not_expected_of_the_new_one():
     assert engine.tables_are_empty()
 
 
-@pytest.mark.parametrize("hook", ["__init__", "bind_kv_cache_manager"])
-def test_a_new_instance_that_hangs_while_it_starts_is_named_too(hook, monkeypatch):
-    engine = Returning()
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    engine.step()
-    hanging, build = engine.scheduler._children[0], engine.scheduler._children[0]._build
-    seen = []
-
-    def look(*args):
-        seen.append(hanging._watchdog._call[1])
-
-    def building():
-        if hook == "__init__":
-            look()
-        fake = build()
-        fake.answers[hook] = look
-        return fake
-
-    hanging._build = building
-    assert engine.recover()
-    assert seen == [hook]
-    assert hanging._watchdog._call is None
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_each_time_a_child_leaves_service_is_one_isolation_in_however_many_processes_it_fails(ranks):
     engine = Returning(ranks=ranks)
@@ -307,21 +283,15 @@ def test_each_time_a_child_leaves_service_is_one_isolation_in_however_many_proce
 
 
 def test_a_child_out_of_service_is_in_every_report_and_its_return_in_one():
-    engine, states = Returning(), []
-    original = engine.scheduler.get_kv_connector_stats
+    engine = Returning()
 
-    def collecting():
-        stats = original()
-        found = stats.data["*"].tallies.get("a") if stats else None
-        states.append(found.gauges.get("state") if found else None)
-        return stats
-
-    engine.scheduler.get_kv_connector_stats = collecting
-    engine.step()
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    for _ in range(4):
+    def reported():
+        engine.gauges.clear()
         engine.step()
-    assert states == [None, 2, 2, 2, 2]
-    assert engine.recover()
-    engine.step()
-    assert [state for state in states[5:] if state != 3] == [0, None]
+        return engine.gauges.get("state")
+
+    assert reported() is None
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    assert [reported() for _ in range(4)] == [2, 2, 2, 2]
+    engine.clock.now += 100
+    assert [state for _ in range(4) if (state := reported()) != 3][:2] == [0, None]
