@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookups: who is chosen, who is waited for, where the prefill stops, and what is counted."""
 
+import math
+
 import pytest
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
@@ -124,7 +126,7 @@ def test_an_answer_after_waiting_counts():
     assert connector.get_num_new_matched_tokens(request(), 0) == (64, False)
 
 
-@pytest.mark.parametrize("answer", [-1, 1001, 16.0, "16", True, [1]])
+@pytest.mark.parametrize("answer", [-1, 1001, 10**30, 16.0, math.nan, "16", True, [1], object()])
 def test_an_impossible_answer_is_taken_as_nothing_and_counted(answer):
     connector = answering(answer, 16)
     assert connector.get_num_new_matched_tokens(request(num_tokens=1000), 0) == (16, True)
