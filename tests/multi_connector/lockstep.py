@@ -31,15 +31,32 @@ class Clock:
         return self.now
 
 
-def answering(*answers, **settings):
-    """A MultiConnector whose children a, b, c... offer these tokens, asynchronously."""
-    weights = settings.pop("weights", [1.0] * len(answers))
-    children = [child(name, weight=weight) for name, weight in zip("abcdefgh", weights, strict=False)]
-    connector = multi(*children[: len(answers)], **settings)
+def answering(*answers, weights=None, children=(), **settings):
+    """A MultiConnector whose children a, b, c... offer these tokens, asynchronously. Their weights are 1."""
+    named = zip("abcdefgh", weights or [1.0] * len(answers), answers, strict=False)
+    connector = multi(*(children or [child(name, weight=weight) for name, weight, _ in named]), **settings)
     connector._scheduler._clock = Clock()
     for fake, answer in zip(connector.sub_connectors, answers, strict=True):
-        fake.answers["get_num_new_matched_tokens"] = answer if isinstance(answer, tuple) else (answer, True)
+        answers_it(fake, answer)
     return connector
+
+
+def answers_it(fake, answer):
+    """What the child says to every lookup from now on."""
+    fake.answers["get_num_new_matched_tokens"] = answer if isinstance(answer, tuple) else (answer, True)
+
+
+def admit(connector, name="r", tokens=None):
+    """Looks a request up and allocates what was found, or ``tokens``. Returns what is loaded."""
+    found, _ = connector.get_num_new_matched_tokens(request(name), 0)
+    tokens = found if tokens is None else tokens
+    connector.update_state_after_alloc(request(name), blocks(1), tokens)
+    return tokens
+
+
+def reported(connector, name="r", failed=()):
+    """The workers report the request's load."""
+    connector.update_connector_output(KVConnectorOutput(finished_recving={name}, failed_recving=set(failed)))
 
 
 def allocated(fake):
@@ -77,7 +94,7 @@ class Lockstep:
         """A lookup that ``child_index`` wins; returns the request."""
         for index, fake in enumerate(self.scheduler.sub_connectors):
             if isinstance(fake, FakeBase):
-                fake.answers["get_num_new_matched_tokens"] = (tokens if index == child_index else 0, asynchronous)
+                answers_it(fake, (tokens if index == child_index else 0, asynchronous))
         r = request(request_id)
         assert self.scheduler.get_num_new_matched_tokens(r, num_local)[0] == tokens
         return r

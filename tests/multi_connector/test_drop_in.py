@@ -7,8 +7,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from tests.multi_connector import tables
-from tests.multi_connector.fakes import Boom, FakeMetadata, blocks, child, multi, request, scheduler_output
-from tests.multi_connector.lockstep import Lockstep, tally_of
+from tests.multi_connector.fakes import Boom, FakeMetadata, blocks, child, multi, scheduler_output
+from tests.multi_connector.lockstep import Lockstep, admit, tally_of
 from tests.multi_connector.vllms_own import MODULE, to_be_decoded_elsewhere
 
 
@@ -182,10 +182,7 @@ def test_hisparse_sees_what_its_sibling_has_received(failed):
 def test_hisparses_flag_reaches_the_workers_also_when_a_request_is_hidden_from_it(store):
     hisparse = {**HISPARSE, "kv_connector_extra_config": {"name": "hisparse", "store": store}}
     connector = multi(child("b"), hisparse)
-    hidden = request("hidden")
-    connector.on_new_request(hidden)
-    connector.get_num_new_matched_tokens(hidden, 0)
-    connector.update_state_after_alloc(hidden, blocks(4), 0)
+    admit(connector, "hidden")
     output = scheduler_output()
     connector.build_connector_meta(output)
     assert output.has_sync_kv_loads
@@ -193,9 +190,7 @@ def test_hisparses_flag_reaches_the_workers_also_when_a_request_is_hidden_from_i
 
 def test_whatever_a_child_sets_in_its_view_is_taken_back_but_not_what_hides_requests():
     connector = multi(child("a", store=False))
-    connector.on_new_request(request("hidden"))
-    connector.get_num_new_matched_tokens(request("hidden"), 0)
-    connector.update_state_after_alloc(request("hidden"), blocks(4), 0)
+    admit(connector, "hidden")
     output = scheduler_output()
     output.num_scheduled_tokens = {"hidden": 7}
     output.total_num_scheduled_tokens = 7
