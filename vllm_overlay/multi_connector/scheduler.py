@@ -29,7 +29,7 @@ from vllm_overlay.multi_connector.metadata import (
     MultiMetadata,
     MultiWorkerMetadata,
 )
-from vllm_overlay.multi_connector.outstanding import EndedLoad, OutstandingReports
+from vllm_overlay.multi_connector.outstanding import OpenLoad, OutstandingReports
 from vllm_overlay.multi_connector.request_filter import RequestFilter
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.multi_connector.weights import LoadWeight, StepTimes
@@ -297,14 +297,13 @@ class SchedulerSide:
         ranks = worker_metadata if isinstance(worker_metadata, MultiWorkerMetadata) else None
         for child in self._children:
             self._show_reports(child, connector_output, ranks)
-        failed = connector_output.failed_recving
-        ended = self._outstanding.loads_ended(connector_output.finished_recving or (), failed, now)
-        for load in ended:
-            self._load_ended(load)
+        ended = self._outstanding.loads_ended(connector_output.finished_recving or ())
+        for request_id, load in ended.items():
+            self._load_ended(request_id, load, now - load.started, request_id in connector_output.failed_recving)
         sent = self._outstanding.saves_ended(connector_output.finished_sending or ())
         if self.some_ranks_are_silent:
             self._next.releases |= sent
-        connector_output.finished_recving = {load.request_id for load in ended} or None
+        connector_output.finished_recving = set(ended) or None
         connector_output.finished_sending = sent or None
         if connector_output.invalid_block_ids:
             for request_id, index in self._outstanding.synchronous_loads_failed(connector_output.invalid_block_ids):
@@ -327,14 +326,14 @@ class SchedulerSide:
         shown = view.finished_sending, view.finished_recving
         child.call("update_connector_output", None, view, parse=partial(_check_unchanged, view, shown))
 
-    def _load_ended(self, load: EndedLoad) -> None:
-        if load.failed:
-            self._load_failed(load.request_id, load.child)
+    def _load_ended(self, request_id: str, load: OpenLoad, seconds: float, failed: bool) -> None:
+        if failed:
+            self._load_failed(request_id, load.child)
         else:
             tally = self._children[load.child].tally
             tally.count("loaded_tokens", load.tokens)
-            tally.observe("load_seconds", load.seconds)
-        self.choice.load_ended(load.child, load.tokens, load.seconds, load.failed)
+            tally.observe("load_seconds", seconds)
+        self.choice.load_ended(load.child, load.tokens, seconds, failed)
 
     def _load_failed(self, request_id: str, index: int) -> None:
         self._children[index].tally.count("failed_loads")

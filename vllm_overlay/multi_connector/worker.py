@@ -49,7 +49,6 @@ class WorkerSide:
         self._children = children
         self._clock = clock
         self._completions = Completions()
-        self._obeyed: KVConnectorMetadata | None = None
         self._orders: tuple[Order, ...] = ()
         self._new_backoff = partial(Backoff, settings.retry_first_s, settings.retry_longest_s)
         self._stop_attempts = [self._new_backoff() for _ in children]
@@ -89,7 +88,6 @@ class WorkerSide:
             child.call("bind_connector_metadata", None, part)
 
     def clear_connector_metadata(self) -> None:
-        self._obeyed = None
         for child in self._children:
             child.call("clear_connector_metadata", None)
 
@@ -100,10 +98,8 @@ class WorkerSide:
                 yield child, part
 
     def _obey(self, metadata: MultiMetadata) -> None:
-        """Carries out the scheduler's orders, with the first hook that brings this step's metadata."""
-        if metadata is self._obeyed:
-            return
-        self._obeyed, self._orders = metadata, metadata.orders
+        """Carries out the scheduler's orders, once however many hooks bring this step's metadata."""
+        self._orders = metadata.orders
         for index, request_ids in metadata.unknown_requests.items():
             self._unknown_requests[index] = set(request_ids)
         for child, order in zip(self._children, metadata.orders, strict=False):
@@ -165,13 +161,11 @@ class WorkerSide:
     def _stop(self, child: Child, finished_req_ids: set[str]) -> None:
         """One step of ending an isolated instance: see the top of this file."""
         attempts, now = self._stop_attempts[child.index], self._clock()
-        owes = self._completions.owes(child.index)
-        if (child.can_be_stopped or not owes) and attempts.may_try(now):
-            if child.keeps_memory or child.stop():
-                child.stopped = True
+        if child.can_be_stopped and attempts.may_try(now):
+            if child.stop():
                 return
             attempts.failed(now)
-        if owes:
+        if self._completions.owes(child.index):
             self._collect(child, finished_req_ids)
         if not self._completions.owes(child.index):
             # Nothing is left that it could touch, whatever became of its shutdown.
