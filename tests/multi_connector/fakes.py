@@ -279,11 +279,10 @@ def vllm_config(*children: dict[str, Any], hybrid: bool = True, policy: str = "f
     return SimpleNamespace(kv_transfer_config=transfer, scheduler_config=scheduler)
 
 
-def cache_config(recurrent: bool = False, groups: int | None = None) -> Any:
+def cache_config(recurrent: bool = False) -> Any:
     attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     mamba = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
     specs = [attention, *([mamba] if recurrent else [])]
-    specs += [attention] * ((groups or len(specs)) - len(specs))
     found = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
     return SimpleNamespace(kv_cache_groups=found, prefix_cacheable_group_ids=(7,))
 
@@ -292,12 +291,11 @@ def multi(
     *children: dict[str, Any],
     role: KVConnectorRole = KVConnectorRole.SCHEDULER,
     recurrent: bool = False,
-    groups: int | None = None,
     **settings: Any,
 ) -> MultiConnector:
     """A MultiConnector; by default over the children ``a`` and ``b``."""
     found = children or (child("a"), child("b"))
-    return MultiConnector(vllm_config(*found, **settings), role, cache_config(recurrent, groups))
+    return MultiConnector(vllm_config(*found, **settings), role, cache_config(recurrent))
 
 
 def worker(*children: dict[str, Any], **settings: Any) -> MultiConnector:
@@ -310,8 +308,8 @@ def request(request_id: str = "r", num_tokens: int = 1000, junction: int = 0) ->
     )
 
 
-def blocks(*ids: int, groups: int = 1) -> Any:
-    return SimpleNamespace(get_block_ids=lambda: (list(ids),) * groups)
+def blocks(*ids: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
 
 
 def cache_manager(*block_sizes: int) -> Any:

@@ -2,7 +2,7 @@
 """MultiConnectors over fakes, one a process, joined step by step as vLLM joins them."""
 
 import pickle
-from collections import Counter
+from collections import defaultdict
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -21,6 +21,7 @@ from tests.multi_connector.fakes import (
     worker,
 )
 from vllm_overlay.multi_connector.lifecycle import Phase
+from vllm_overlay.tally import Tally
 
 
 class Clock:
@@ -74,14 +75,29 @@ def by_label(tally, metric):
 
 
 class Lockstep:
-    """A scheduler-side and one or more worker-side MultiConnectors, joined as vLLM joins them."""
+    """A scheduler-side and one or more worker-side MultiConnectors, joined as vLLM joins them.
 
-    def __init__(self, *children, ranks=1, **settings):
+    The test moves their clock. ``tallies``: what all processes report of each child, added up as vLLM's front end does.
+    """
+
+    def __init__(self, *children, ranks=1, groups=(BLOCK,), **settings):
+        """``groups``: the block size of each KV cache group."""
         found = children or (child("a"), child("b"))
         self.scheduler = multi(*found, **settings)
         self.workers = [worker(*found, **settings) for _ in range(ranks)]
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler, ranks)
         self.reported = {}
+        self.tallies = defaultdict(Tally)
+        self.clock = self.scheduler._scheduler._clock = Clock()
+        self.scheduler.bind_kv_cache_manager(cache_manager(*groups))
+        for rank, connector in enumerate(self.workers):
+            connector._worker._clock = self.clock
+            connector.register_kv_caches({"layer": rank})
+            connector.set_host_xfer_buffer_ops("copy")
+
+    def told(self, metric, name="a"):
+        """What has been counted, over all labels."""
+        return self.tallies[name].total(metric)
 
     def fakes(self, index):
         return [connector.sub_connectors[index] for connector in (self.scheduler, *self.workers)]
@@ -111,6 +127,9 @@ class Lockstep:
         """One engine step; returns what vLLM's scheduler is told."""
         output = self.run(self.plan())
         self.scheduler.update_connector_output(output)
+        for stats in (output.kv_connector_stats, self.scheduler.get_kv_connector_stats()):
+            for name, tally in stats.data["*"].tallies.items() if stats is not None else ():
+                self.tallies[name].add(tally)
         return output
 
     def plan(self):
@@ -147,32 +166,6 @@ class Lockstep:
 
     def tables_are_empty(self):
         return not tables.of_scheduler(self.scheduler) and not any(map(tables.of_worker, self.workers))
-
-
-class Returning(Lockstep):
-    """An engine whose clock the test moves, and which rests for a second after a first failure.
-
-    ``told``, ``gauges``: what all processes report of the first child, added up as vLLM's front end does.
-    """
-
-    def __init__(self, *children, ranks=1, **settings):
-        super().__init__(*children, ranks=ranks, retry_first_s=1.0, **settings)
-        self.told, self.gauges = Counter(), {}
-        self.clock = Clock()
-        self.scheduler._scheduler._clock = self.clock
-        self.scheduler.bind_kv_cache_manager(cache_manager(BLOCK))
-        for rank, connector in enumerate(self.workers):
-            connector._worker._clock = self.clock
-            connector.register_kv_caches({"layer": rank})
-            connector.set_host_xfer_buffer_ops("copy")
-
-    def step(self):
-        output = super().step()
-        for stats in (output.kv_connector_stats, self.scheduler.get_kv_connector_stats()):
-            if stats is not None and (found := stats.data["*"].tallies.get("a")):
-                self.told.update(found.counters)
-                self.gauges.update(found.gauges)
-        return output
 
     def state(self, index=0):
         return self.scheduler._scheduler.supervisor.lifecycles[index].phase

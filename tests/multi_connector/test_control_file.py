@@ -97,12 +97,6 @@ def test_a_file_that_is_removed_gives_back_what_was_configured(tmp_path):
     assert switches.settings == CONFIGURED
 
 
-def test_a_path_that_cannot_be_read_is_a_warning(tmp_path, warnings):
-    switches = ControlFile(str(tmp_path), CONFIGURED)
-    switches.look(0.0)
-    assert switches.settings == CONFIGURED and len(warnings) == 1
-
-
 @pytest.mark.parametrize("error", [MemoryError, Boom, *ENDINGS])
 def test_whatever_reading_raises_is_a_warning_unless_the_process_ends(error, tmp_path, warnings, monkeypatch):
     path = tmp_path / "switches.json"

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from tests.multi_connector import tables
 from tests.multi_connector.fakes import Boom, FakeMetadata, blocks, child, multi, scheduler_output
-from tests.multi_connector.lockstep import Lockstep, admit, tally_of
+from tests.multi_connector.lockstep import Lockstep, admit
 from tests.multi_connector.vllms_own import MODULE, to_be_decoded_elsewhere
 
 
@@ -105,7 +105,7 @@ def test_a_notice_that_overtakes_nixls_own_metadata_is_not_lost():
     assert engine.step().finished_sending == {"r"}
     engine.step()
     assert is_over(engine)
-    assert tally_of(engine.workers[0]).total("ignored_reports") == 0
+    assert engine.told("ignored_reports") == 0
 
 
 # ---- What a child does to the reports.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.multi_connector.fakes import request
-from tests.multi_connector.lockstep import Clock, Returning, answering, tally_of
+from tests.multi_connector.lockstep import Clock, Lockstep, answering, tally_of
 from vllm_overlay.multi_connector.hooks import HOOKS, HookTimes, Watchdog
 
 
@@ -73,7 +73,7 @@ def test_reports_of_hook_seconds_come_once_a_second_and_lose_nothing():
 
 @pytest.mark.parametrize("where", ["scheduler", "worker"])
 def test_what_an_instance_that_comes_back_takes_to_start_is_counted(where):
-    engine = Returning()
+    engine = Lockstep()
     side = engine.scheduler if where == "scheduler" else engine.workers[0]
     clock = timed(side)
     engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
@@ -93,7 +93,7 @@ def test_what_an_instance_that_comes_back_takes_to_start_is_counted(where):
     clock.now += 1.0
     engine.step()
     took = {"__init__": 2.0, started: 1.0, **({"shutdown": 3.0} if where == "scheduler" else {})}
-    assert {hook: engine.told[f"hook_seconds:{hook}"] for hook in took} == pytest.approx(took)
+    assert {hook: engine.tallies["a"].counters[f"hook_seconds:{hook}"] for hook in took} == pytest.approx(took)
 
 
 def test_every_hook_that_the_code_calls_is_one_of_them():

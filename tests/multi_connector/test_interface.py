@@ -117,18 +117,6 @@ def test_the_metric_label_has_every_hook_that_a_child_meets_while_it_serves_or_c
 
 
 @pytest.mark.parametrize("hook", [*RUNTIME, *sorted(STARTUP)])
-def test_every_hook_has_arguments_to_be_tested_with(hook):
-    member = public_hooks()[hook]
-    if not isinstance(member, property):
-        needed = [
-            p
-            for p in list(inspect.signature(member).parameters.values())[1:]
-            if p.default is p.empty and p.kind is not p.VAR_KEYWORD
-        ]
-        assert len(ARGUMENTS.get(hook, tuple)()) == len(needed)
-
-
-@pytest.mark.parametrize("hook", [*RUNTIME, *sorted(STARTUP)])
 def test_every_hook_reaches_every_child(hook):
     connector = ours()
     if isinstance(public_hooks()[hook], property):

@@ -43,7 +43,7 @@ def test_a_load_is_done_when_its_child_says_so():
     engine.report(1, recving={"r"})
     output = engine.step()
     assert (output.finished_recving, output.failed_recving) == ({"r"}, set())
-    assert tally_of(engine.scheduler, "b").total("loaded_tokens") == 64
+    assert engine.told("loaded_tokens", "b") == 64
     engine.finish("r")
     engine.step()
     assert engine.tables_are_empty()
@@ -76,8 +76,8 @@ def test_a_failed_load_is_told_and_counted():
     engine.report(1, recving={"r"}, failed={"r"})
     output = engine.step()
     assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"})
-    assert tally_of(engine.scheduler, "b").total("failed_loads") == 1
-    assert tally_of(engine.scheduler, "b").total("loaded_tokens") == 0
+    assert engine.told("failed_loads", "b") == 1
+    assert engine.told("loaded_tokens", "b") == 0
 
 
 def test_with_two_ranks_a_load_is_done_when_both_ranks_childs_say_so():

@@ -73,7 +73,7 @@ class Child:
         ``parse`` checks and converts the answer inside the fence: what it raises counts as the hook's exception. Hooks
         that are empty in the child's class are not called: ``default`` must be what an empty one answers.
         """
-        if self.isolated or self.standing_by or hook in self.empty_hooks:
+        if not self.in_service or hook in self.empty_hooks:
             return default
         return self.ask(hook, default, *args, parse=parse, **options)
 
