@@ -102,10 +102,9 @@ class Completions:
             self._done.finished_sending.add(request_id)
 
     def load_errors(self, child: int, blocks: Collection[int]) -> None:
-        """Takes the blocks that one child calls bad. Raises ValueError if it was told to load some of them for none
-        of the requests that live; the others are taken.
+        """Takes the blocks that one child calls bad, as far as it was told to load them. Raises ValueError for others.
 
-        A load may have ended before: the scheduler finds the requests that compute with its blocks (patch 0006).
+        Its load may have ended: the scheduler finds the requests that compute with these blocks (patch 0006).
         """
         loads = (*self._loads.values(), *self._latest_loads.values()) if blocks else ()
         own = {block for load in loads if load.child == child for block in load.blocks}
