@@ -19,6 +19,6 @@ def register() -> None:
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, cls)
     if hasattr(KVConnectorFactory, "register_check"):  # of the series, which vLLM may not have yet
-        from vllm_overlay.early_check import check
+        from vllm_overlay.settings.early_check import check
 
         KVConnectorFactory.register_check(check)
