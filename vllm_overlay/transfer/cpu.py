@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 from vllm_overlay.transfer import cpu_kernels
-from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span
+from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span, error_of
 from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.object_stream import ObjectStream
 from vllm_overlay.transfer.page_map import PageMap, span_pieces
@@ -60,14 +59,7 @@ class CpuTransfer(KVTransfer):
     def _finish(self, copy: Callable[[], None]) -> Handle:
         """Copies at once; the handle is finished when it is given out."""
         handle = Handle(next(self._handles))
-        error: BaseException | None = None
-        try:
-            copy()
-        except SHUTDOWN:
-            raise
-        except BaseException as raised:
-            error = raised
-        self._finished.append(FinishedCopy(handle, error))
+        self._finished.append(FinishedCopy(handle, error_of(copy)))
         return handle
 
     def _gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> None:
