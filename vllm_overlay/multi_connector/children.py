@@ -24,7 +24,7 @@ from vllm_overlay.multi_connector.settings import (
 from vllm_overlay.multi_connector.stats import OWN
 from vllm_overlay.multi_connector.weights import UNKNOWN, LoadWeight
 from vllm_overlay.named_child import NamedChild
-from vllm_overlay.setting_check import did_you_mean, nearest, refuse_unknown
+from vllm_overlay.settings.check import did_you_mean, nearest, refuse_unknown
 
 logger = init_logger(f"vllm.{__name__}")
 RECOMPUTE, FAIL = "recompute", "fail"

@@ -73,7 +73,7 @@ from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import multi_settings
 from vllm_overlay.multi_connector.stats import LoggedStats, MultiStats
 from vllm_overlay.multi_connector.worker import WorkerSide
-from vllm_overlay.startup import prepare_process
+from vllm_overlay.plugin import prepare_process
 
 if TYPE_CHECKING:
     import torch
