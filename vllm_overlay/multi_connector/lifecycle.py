@@ -105,7 +105,7 @@ class Supervisor:
         self._children = children
         self.lifecycles = [Lifecycle(Backoff(retry_first_s, retry_longest_s)) for _ in children]
         self._start_hooks: list[tuple[str, Any]] = []
-        self._sent_gauges: list[dict[str, float]] = [{"state": 0.0, "quarantined_requests": 0.0} for _ in children]
+        self._sent_gauges: list[dict[str, float]] = [{} for _ in children]
 
     def start(self, hook: str, argument: Any) -> None:
         """Calls a hook of every child before serving, and remembers it for the instances to come."""
@@ -184,6 +184,6 @@ class Supervisor:
             held = outstanding.owed_by(child.index) if is_out else 0
             for name, value in {"state": float(lifecycle.phase.value), "quarantined_requests": float(held)}.items():
                 # The state of one that is out goes into every report: vLLM's log line has what came since the last.
-                if sent[name] != value or (is_out and name == "state"):
+                if sent.get(name) != value or (is_out and name == "state"):
                     sent[name] = value
                     child.tally.gauge(name, value)
