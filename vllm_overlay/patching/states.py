@@ -5,10 +5,11 @@ from enum import StrEnum
 
 
 class FileState(StrEnum):
-    """The first three are known: vLLM's own content can be had. The others are refused."""
+    """The first four are known. The others are refused."""
 
     ORIGINAL = "vLLM's own"
     PATCHED = "patched"
+    DECLARED = "declared by the owner"
     EARLIER = "patched by another series"
     LOST = "patched, original lost"
     EDITED = "edited"
@@ -18,4 +19,9 @@ class FileState(StrEnum):
 
     @property
     def is_known(self) -> bool:
-        return self in (FileState.ORIGINAL, FileState.PATCHED, FileState.EARLIER)
+        return self in (FileState.ORIGINAL, FileState.PATCHED, FileState.DECLARED, FileState.EARLIER)
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the file has the series."""
+        return self in (FileState.PATCHED, FileState.DECLARED)
