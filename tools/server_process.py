@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 from tools.process_group import ProcessGroup, uninterrupted
 from vllm_overlay.server.api_client import ApiClient
@@ -52,6 +53,9 @@ class ServerProcess:
     asks the server. ``shutdown_timeout_s`` is how long it may take after SIGTERM.
     """
 
+    PROGRAM: ClassVar[Sequence[str]] = ("vllm.entrypoints.openai.api_server",)
+    """The module that takes the arguments, and what it is told first."""
+
     def __init__(
         self,
         arguments: Sequence[str],
@@ -70,7 +74,7 @@ class ServerProcess:
         self._start_timeout_s = start_timeout_s
         self._shutdown_timeout_s = shutdown_timeout_s
         self._command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *(sys.executable, "-m", *self.PROGRAM),
             *arguments,
             *("--host", "127.0.0.1", "--port", str(self._port), "--enable-prompt-tokens-details"),
         ]

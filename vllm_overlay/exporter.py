@@ -16,6 +16,9 @@ _TYPES = {
     Kind.HISTOGRAM: prometheus_client.Histogram,
 }
 
+_BEFORE_ANY_REPORT = 1.0
+"""In seconds since 1970. Prometheus' client does not show what was set at 0, where several API servers share gauges."""
+
 
 class Exporter:
     """Makes each metric once. Several connectors share it and differ in the label ``connector``."""
@@ -38,7 +41,9 @@ class Exporter:
             for connector in connectors:
                 for field, metric in family.items():
                     for label in hooks if HOOK in metric.labels else sorted(metric.zeros):
-                        self._series(engine, connector, field, label)
+                        series = self._series(engine, connector, field, label)
+                        if metric.kind is Kind.GAUGE:
+                            _set(series, 0, _BEFORE_ANY_REPORT)
 
     def observe(self, engine: int, connector: str, tally: Tally) -> None:
         """Adds one report."""
@@ -49,7 +54,7 @@ class Exporter:
             for observation in buckets.observations():
                 histogram.observe(observation)
         for key, level in tally.gauges.items():
-            self._series(engine, connector, *_parts(key)).set(level)
+            _set(self._series(engine, connector, *_parts(key)), level, tally.sent_at)
 
     def _series(self, engine: int, connector: str, field: str, label: str) -> Any:
         labels = [*self._engines[engine], connector, *([label] if label else [])]
@@ -58,12 +63,21 @@ class Exporter:
         return self._made[field].labels(*labels)
 
 
+def _set(gauge: Any, level: float, at: float) -> None:
+    """``Gauge.set`` takes the time at which this API server hears of a level, and may hear of it after another one has
+    heard of a later one. The newest by the engine's own time is the one to show."""
+    if (value := getattr(gauge, "_value", None)) is not None:
+        value.set(float(level), timestamp=at)
+    else:
+        gauge.set(level)  # Ray's
+
+
 def _make(metric: Metric, metric_types: Mapping[Any, Any], labelnames: Sequence[str]) -> Any:
     options: dict[str, Any] = {}
     if metric.kind is Kind.HISTOGRAM:
         options["buckets"] = metric.buckets
     elif metric.kind is Kind.GAUGE:
-        # Of several API servers each step's report goes to one.
+        # Of several API servers each step's report goes to one; each shows what all were told.
         options["multiprocess_mode"] = "mostrecent"
     return metric_types[_TYPES[metric.kind]](
         name=metric.name, documentation=metric.documentation, labelnames=[*labelnames, *metric.labels], **options

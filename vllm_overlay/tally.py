@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a connector has counted, between two reports, on its way from any process to the front end."""
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -61,6 +62,9 @@ class Tally:
     histograms: dict[str, Buckets] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     """Only the scheduler's side reports levels, and the last one stays."""
+    sent_at: float = field(default=0.0, compare=False)
+    """The engine's ``time.time()`` when this went over the wire: one step's report may overtake that of the step
+    before, because each goes to one of several API servers."""
 
     def count(self, metric: str, amount: float = 1, label: str = "") -> None:
         if amount:
@@ -96,12 +100,17 @@ class Tally:
     def to_dict(self) -> dict[str, Any]:
         """As it goes over the wire."""
         cells = {key: [(index, *cell) for index, cell in part.cells.items()] for key, part in self.histograms.items()}
-        return {"counters": dict(self.counters), "histograms": cells, "gauges": dict(self.gauges)}
+        return {
+            "counters": dict(self.counters),
+            "histograms": cells,
+            "gauges": dict(self.gauges),
+            "sent_at": time.time(),
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """From what ``to_dict`` wrote in another process."""
-        tally = cls(dict(data["counters"]), {}, dict(data["gauges"]))
+        tally = cls(dict(data["counters"]), {}, dict(data["gauges"]), data["sent_at"])
         for key, cells in data["histograms"].items():
             tally._buckets(key).cells.update({index: (number, total) for index, number, total in cells})
         return tally

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.patches.trees import ORIGINALS, A, B, C, make_tree
-from vllm_overlay.patching import installed
+from vllm_overlay.patching import advice, installed
 from vllm_overlay.patching.tree import apply, status
 
 REPO = Path(__file__).resolve().parents[2]
@@ -21,10 +21,9 @@ def test_an_unpatched_vllm_is_refused_in_one_sentence_with_the_command(tree, ser
         installed.require()
     sentence = str(error.value)
     assert "lacks the 3 patches" in sentence and "\n" not in sentence
-    assert f"`python tools/apply_patches.py --installed` in {REPO}" in sentence
-    monkeypatch.setattr(installed, "_PACKAGE", tree / "site-packages" / "vllm_overlay")
-    with pytest.raises(installed.UnpatchedError, match=r"`python -m vllm_overlay\.patching --installed`"):
-        installed.require()
+    assert f"`python {REPO}/tools/apply_patches.py --installed`" in sentence
+    monkeypatch.setattr(advice, "_TOOL", tree / "site-packages" / "tools" / "apply_patches.py")
+    assert advice.command("--installed") == "python -m vllm_overlay.patching --installed"
     apply(tree, series)
     assert installed.require() == f"vLLM 0.32.0, 3 patches, series {series.id}"
 

@@ -103,7 +103,7 @@ class Supervisor:
         """``retry_first_s``, ``retry_longest_s``: the pauses before a child is tried again."""
         self._children = children
         self.lifecycles = [Lifecycle(Backoff(retry_first_s, retry_longest_s)) for _ in children]
-        self._reported_out: set[int] = set()
+        self._sent_gauges: list[dict[str, float]] = [{} for _ in children]
 
     def notice_isolations(self, now: float) -> None:
         """A child is isolated in the process where it fails. From here the other processes hear of it.
@@ -170,13 +170,12 @@ class Supervisor:
                 lifecycle.backoff.failed(now)  # the ranks need not hear of this attempt
 
     def record_gauges(self, outstanding: OutstandingReports) -> None:
-        """Puts who is out of service into the children's tallies, and once who is back.
-
-        Into every report: vLLM's log line has what came since the last.
-        """
-        out = {index for index, lifecycle in enumerate(self.lifecycles) if lifecycle.phase is not Phase.SERVING}
-        for index in out | self._reported_out:
-            tally = self._children[index].tally
-            tally.gauge("state", self.phase(index).value)
-            tally.gauge("quarantined_requests", outstanding.owed_by(index) if index in out else 0)
-        self._reported_out = out
+        """Puts what has changed since the last report into the children's tallies, and who is out of service."""
+        for child, lifecycle, sent in zip(self._children, self.lifecycles, self._sent_gauges, strict=True):
+            is_out = lifecycle.phase is not Phase.SERVING
+            held = outstanding.owed_by(child.index) if is_out else 0
+            for name, value in {"state": float(lifecycle.phase.value), "quarantined_requests": float(held)}.items():
+                # The state of one that is out goes into every report: vLLM's log line has what came since the last.
+                if sent.get(name) != value or (is_out and name == "state"):
+                    sent[name] = value
+                    child.tally.gauge(name, value)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_overlay.patching import tree
+from vllm_overlay.patching.advice import command
 from vllm_overlay.patching.diff import PatchError
-from vllm_overlay.patching.installed import apply_command, installed_root
+from vllm_overlay.patching.installed import installed_root
 from vllm_overlay.patching.replace import unwritable_directory
 from vllm_overlay.patching.series import load
 from vllm_overlay.versions import VLLM as VLLM_VERSION
@@ -29,6 +30,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
   {program} --installed --reverse           back to vLLM's own files
   {program} --target ~/src/vllm             patch a checkout or an unpacked source
   {program} --target ~/src/vllm --check     say whether it would apply
+  {program} --installed --declare vllm/v1/core/sched/scheduler.py
+                                            take your own change behind the series
 
 exit status:
   0    done; with --check: the series fits what is in the tree, or is applied; with --status: it is applied
@@ -48,6 +51,13 @@ is still that of the contents. A refusal names every file that hinders, and how 
     what.add_argument("--check", action="store_true", help="say whether the series would apply; touch nothing")
     what.add_argument("--status", action="store_true", help="say what each touched file is; touch nothing")
     what.add_argument("--reverse", action="store_true", help="take the patches out again")
+    what.add_argument(
+        "--declare",
+        nargs="+",
+        metavar="FILE",
+        help="files, as --status names them, in which a change of yours stands behind the series: from now on exactly "
+        "these bytes are taken too, and any other are refused",
+    )
     return parser
 
 
@@ -75,10 +85,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(root)
     if arguments.status:
-        return _status(
-            root, apply_command("--installed" if arguments.installed else f"--target {shlex.quote(str(root))}")
-        )
+        where = "--installed" if arguments.installed else f"--target {shlex.quote(str(root))}"
+        return _status(root, f"`{command(where)}`")
     series = load()
+    if arguments.declare:
+        print(f"{root / 'vllm'}: {tree.declare(root, arguments.declare, series).description}")
+        return DONE
     before = tree.status(root, series)
     if before.is_partial:
         print(f"{root / 'vllm'}: the series was applied only in part, this run repairs it")
@@ -88,7 +100,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         tree.apply(root, series)
         said = "has them already" if before.is_applied else "done"
-        print(f"{root / 'vllm'}: {len(series.patches)} patches, series {series.id}: {said}")
+        print(f"{root / 'vllm'}: {before.description}: {said}")
     return DONE
 
 
@@ -101,14 +113,13 @@ def _root(arguments: argparse.Namespace) -> Path:
     return root
 
 
-def _status(root: Path, command: str) -> int:
+def _status(root: Path, apply: str) -> int:
     found = tree.status(root)
-    patches = f"{len(found.series.patches)} patches, series {found.series.id}"
-    print(f"{root / 'vllm'}: vLLM {found.vllm_version or '(does not say its version)'}; {patches}\n")
+    print(f"{root / 'vllm'}: vLLM {found.vllm_version or '(does not say its version)'}; {found.description}\n")
     width = max(map(len, found.files))
     print("\n".join(f"{path.ljust(width)}  {state}" for path, state in found.states.items()))
     if found.is_partial:
-        print(f"\nThe series is applied only in part: run {command} to complete it, with --reverse to take it out.")
+        print(f"\nThe series is applied only in part: run {apply} to complete it, with --reverse to take it out.")
     elif found.foreign:
         print("\nNot every file is vLLM's own or ours: --check says how to go on and to keep what was edited.")
     elif found.is_applied:
@@ -126,7 +137,7 @@ def _check(root: Path) -> int:
         return REFUSED
     unwritable = unwritable_directory(root, found.files)
     if found.is_applied:
-        print("The series is applied.")
+        print(f"The series is applied: {found.description}.")
     elif unwritable:
         print(
             f"The series fits, but this user cannot write {unwritable}: apply it as the owner of {root}, or to a copy, "

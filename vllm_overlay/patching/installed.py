@@ -8,12 +8,13 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 
+from vllm_overlay.patching.advice import command
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.series import load
 from vllm_overlay.patching.tree import DISTRIBUTIONS, Status, is_other_version, status
 from vllm_overlay.versions import VLLM as VLLM_VERSION
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_APPLY = f"`{command('--installed')}`"
 
 
 class UnpatchedError(RuntimeError):
@@ -38,7 +39,7 @@ def require() -> str:
     """
     root = installed_root()
     if root is None:
-        raise UnpatchedError(f"vLLM is not installed here: install vLLM {VLLM_VERSION}, then run {apply_command()}")
+        raise UnpatchedError(f"vLLM is not installed here: install vLLM {VLLM_VERSION}, then run {_APPLY}")
     try:
         found = status(root, load())
     except PatchError as error:
@@ -46,27 +47,27 @@ def require() -> str:
     version = found.vllm_version or _distribution_version()
     if problem := _problem(found, version):
         raise UnpatchedError(problem)
-    return f"vLLM {version or VLLM_VERSION}, {len(found.series.patches)} patches, series {found.series.id}"
+    return f"vLLM {version or VLLM_VERSION}, {found.description}"
 
 
 def _problem(found: Status, version: str | None) -> str:
     """Why this tree cannot be used, in one sentence. Empty if it can."""
-    where, command = found.root / "vllm", apply_command()
+    where = found.root / "vllm"
     if is_other_version(version):
         return (
             f"vLLM {version} is installed and this overlay is made for {VLLM_VERSION}: install vLLM {VLLM_VERSION}, "
-            f"then run {command}"
+            f"then run {_APPLY}"
         )
     if found.foreign:
         files = ", ".join(f"{path} ({file.state})" for path, file in found.foreign.items())
         return (
             f"vLLM in {where} has files that are not those of vLLM {VLLM_VERSION}, patched or not: {files}: run "
-            f"{apply_command('--installed --check')}, which says how to go on and to keep what was edited"
+            f"`{command('--installed --check')}`, which says how to go on, and how to keep or declare what was edited"
         )
     if found.is_partial:
-        return f"the patches were applied to {where} only in part: run {command}, which repairs it"
+        return f"the patches were applied to {where} only in part: run {_APPLY}, which repairs it"
     if not found.is_applied:
-        return f"vLLM in {where} lacks the {len(found.series.patches)} patches of this overlay: run {command}"
+        return f"vLLM in {where} lacks the {len(found.series.patches)} patches of this overlay: run {_APPLY}"
     return ""
 
 
@@ -77,11 +78,3 @@ def _distribution_version() -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def apply_command(where: str = "--installed") -> str:
-    """The command that applies the series to a tree: a clone has the tool, a wheel has only the module."""
-    clone = _PACKAGE.parent
-    if (clone / "tools" / "apply_patches.py").is_file():
-        return f"`python tools/apply_patches.py {where}` in {clone}"
-    return f"`python -m vllm_overlay.patching {where}`"

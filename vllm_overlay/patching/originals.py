@@ -36,7 +36,19 @@ class KeptOriginals:
 
     def find(self, path: str, digest: str) -> bytes | None:
         """The original of a file that has this content. None if none was kept, or if it is not what was noted."""
-        return self._read(self.notes.get(path, {}).get(digest, ""))
+        return self.original(self.notes.get(path, {}).get(digest, ""))
+
+    def original(self, digest: str) -> bytes | None:
+        """The original with this SHA-256. None if it is not kept, or is damaged."""
+        try:
+            content = self.file(digest).read_bytes()
+        except OSError:
+            return None
+        return content if sha256(content) == digest else None
+
+    def file(self, digest: str) -> Path:
+        """Where the original with this SHA-256 is kept."""
+        return self.directory / "originals" / digest
 
     def keep(self, files: Mapping[str, Sums], originals: Mapping[str, bytes]) -> None:
         """Keeps these originals, all of ``files``. ``apply`` calls it before the first rename; raises PatchError."""
@@ -44,21 +56,11 @@ class KeptOriginals:
         with as_refusals(self.directory.parent, "nothing was changed"):
             for path, original in originals.items():
                 notes.setdefault(path, {})[files[path].patched] = files[path].original
-                if self._read(files[path].original) is None:
-                    write_atomically(self._file(files[path].original), original)
+                if self.original(files[path].original) is None:
+                    write_atomically(self.file(files[path].original), original)
             if notes != self.notes:
                 write_atomically(self.directory / "originals.json", json.dumps(notes, indent=1).encode())
 
     def drop(self) -> None:
         """Forgets them all: the tree is vLLM's own again."""
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _read(self, original: str) -> bytes | None:
-        try:
-            content = self._file(original).read_bytes()
-        except OSError:
-            return None
-        return content if sha256(content) == original else None
-
-    def _file(self, original: str) -> Path:
-        return self.directory / "originals" / original

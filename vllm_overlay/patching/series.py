@@ -50,6 +50,11 @@ class Series:
             raise PatchError(f"{path}: the series and its checksums disagree: reinstall this overlay")
         return content
 
+    def lacks(self, path: str, original: bytes, content: bytes) -> list[bytes]:
+        """The lines that the series adds to a file and that ``content`` does not have."""
+        patched, known = self.patched(path, original).splitlines(), {*original.splitlines(), *content.splitlines()}
+        return [line for line in patched if line not in known]
+
 
 def load(directory: Path | None = None) -> Series:
     """A series, by default this installation's. A patch is read when it is applied."""

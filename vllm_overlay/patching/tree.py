@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM tree: where it is, which version it says it is, what the series finds in it, applying and taking back.
 
-checksums.json holds the SHA-256 of every file that the series touches, before and after. A file that is neither, and
-is not known from another series, is refused before anything is written. So a killed run needs no journal: each file is
-known, and the next run brings all of them to one end.
+checksums.json holds the SHA-256 of every file that the series touches, before and after. A file that is neither, is not
+known from another series, and was not declared by its owner, is refused before anything is written. So a killed run
+needs no journal: each file is known, and the next run brings all of them to one end.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_overlay.patching import advice
 from vllm_overlay.patching.advice import FileState
+from vllm_overlay.patching.declarations import Declarations
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.originals import KeptOriginals
 from vllm_overlay.patching.replace import MissingFileError, lock, read_target, remove_staged, replace_files
@@ -51,7 +52,7 @@ class Status:
 
     @property
     def is_applied(self) -> bool:
-        return set(self.states.values()) == {FileState.PATCHED}
+        return all(state.is_applied for state in self.states.values())
 
     @property
     def is_original(self) -> bool:
@@ -65,7 +66,20 @@ class Status:
     @property
     def is_partial(self) -> bool:
         """Whether some files alone are patched, and all are known: after a killed run."""
-        return FileState.PATCHED in self.states.values() and not self.is_applied and not self.foreign
+        return any(state.is_applied for state in self.states.values()) and not self.is_applied and not self.foreign
+
+    @property
+    def declared(self) -> list[str]:
+        """The files that hold a change of their owner behind ours."""
+        return [path for path, state in self.states.items() if state is FileState.DECLARED]
+
+    @property
+    def description(self) -> str:
+        """The series, and the files that were declared, in words."""
+        words = f"{len(self.series.patches)} patches, series {self.series.id}"
+        if self.declared:
+            words += f", {len(self.declared)} file{'s' * (len(self.declared) > 1)} declared by the owner"
+        return words
 
 
 def find_root(target: Path) -> Path:
@@ -109,8 +123,10 @@ def is_other_version(version: str | None) -> bool:
 def status(root: Path, series: Series | None = None) -> Status:
     """What is in the tree now. Touches nothing."""
     series = series or load()
-    kept = KeptOriginals.read(root)
-    files = {path: _find(root, path, series.files.get(path), kept) for path in {**series.files, **kept.notes}}
+    kept, declarations = KeptOriginals.read(root), Declarations.read(root)
+    files = {
+        path: _find(root, path, series.files.get(path), kept, declarations) for path in {**series.files, **kept.notes}
+    }
     for path in kept.notes.keys() - series.files:  # what another series has patched, unless it was replaced since
         if files[path].state not in (FileState.EARLIER, FileState.LOST):
             del files[path]
@@ -134,8 +150,8 @@ def refusal(root: Path, series: Series | None = None) -> str:
 def apply(root: Path, series: Series | None = None) -> Status:
     """Brings every touched file to its patched content, all or none, from wherever a killed run left it.
 
-    Does nothing when all of them are there. Raises PatchError before anything is written when the version differs or a
-    file is none that the series knows. An exception leaves the tree as it was.
+    A declared one stays as it is. Does nothing when all of them are there. Raises PatchError before anything is written
+    when the version differs or a file is none that the series knows. An exception leaves the tree as it was.
     """
     with lock(root):
         found = _checked(status(root, series))
@@ -148,9 +164,14 @@ def apply(root: Path, series: Series | None = None) -> Status:
 
 
 def reverse(root: Path, series: Series | None = None) -> Status:
-    """Brings every touched file back to vLLM's own content, all or none. Raises as ``apply``, or for lost originals."""
+    """Brings every touched file back to vLLM's own content, all or none.
+
+    Raises as ``apply``, for lost originals, or for declared files, whose changes would be lost.
+    """
     with lock(root):
         found = _checked(status(root, series))
+        if found.declared:
+            raise PatchError(advice.of_declared(root, found.declared, _kept(found, found.declared)))
         wanted = _originals(found)
         remove_staged(root, found.files)
         replace_files(root, wanted)
@@ -158,7 +179,37 @@ def reverse(root: Path, series: Series | None = None) -> Status:
         return status(root, found.series)
 
 
-def _find(root: Path, path: str, sums: Sums | None, kept: KeptOriginals) -> File:
+def declare(root: Path, paths: Iterable[str], series: Series | None = None) -> Status:
+    """Notes what these files are now: with the series, and with a change of their owner behind it.
+
+    Raises PatchError for any other file, before anything is noted.
+    """
+    with lock(root):
+        found = _of_this_version(status(root, series))
+        declared = {path: (sha256(_declarable(found, path)), found.series.files[path].patched) for path in paths}
+        Declarations.read(root).add(declared)
+        return status(root, found.series)
+
+
+def _declarable(found: Status, path: str) -> bytes:
+    """The content of a file that has the series and a change behind it. Raises PatchError."""
+    file = found.files.get(path)
+    if file is None or path not in found.series.files:  # or only another series touched it
+        raise PatchError(f"{path} is none of the files that the series changes, so nothing refuses it: see --status")
+    if file.state is FileState.PATCHED:
+        raise PatchError(f"{path} is as the series leaves it: make your change first")
+    if file.state not in (FileState.EDITED, FileState.DECLARED) or file.original is None:
+        raise PatchError(f"{path} ({file.state}) has no change behind the series: apply it first, then your change")
+    if lacking := found.series.lacks(path, file.original, file.content):
+        shown = lacking[0].decode(errors="replace").strip()
+        raise PatchError(
+            f"{path} lacks {len(lacking)} lines of the series, such as {shown!r}: apply the series first, then your "
+            "change, and leave its lines as they are; docs/patches.md says how to change the series itself"
+        )
+    return file.content
+
+
+def _find(root: Path, path: str, sums: Sums | None, kept: KeptOriginals, declarations: Declarations) -> File:
     """One file; ``sums`` are None if only another series touched it."""
     try:
         content = read_target(root, path)
@@ -174,33 +225,53 @@ def _find(root: Path, path: str, sums: Sums | None, kept: KeptOriginals) -> File
         original = None  # of another vLLM
     if sums and digest == sums.patched:
         return File(FileState.PATCHED, content, original)
+    if sums and declarations.holds(path, digest, sums.patched):
+        return File(FileState.DECLARED, content, kept.original(sums.original))
     if digest in kept.notes.get(path, {}):
         return File(FileState.LOST if original is None else FileState.EARLIER, content, original)
     if sums and sha256(content.replace(b"\r\n", b"\n")) in (sums.original, sums.patched):
         return File(FileState.LINE_ENDS, content)
-    return File(FileState.EDITED, content)
+    return File(FileState.EDITED, content, kept.original(sums.original) if sums else None)
+
+
+def _of_this_version(found: Status) -> Status:
+    """Raises PatchError if it is another vLLM."""
+    if is_other_version(found.vllm_version):
+        raise PatchError(
+            f"{found.root} is vLLM {found.vllm_version} and the series is made for {VLLM_VERSION}: nothing was "
+            f"changed; use vLLM {VLLM_VERSION}, or move the series as docs/patches.md says"
+        )
+    return found
 
 
 def _checked(found: Status) -> Status:
     """Raises PatchError unless it is this vLLM, with known files alone."""
-    version, foreign = found.vllm_version, found.foreign
-    if is_other_version(version):
-        raise PatchError(
-            f"{found.root} is vLLM {version} and the series is made for {VLLM_VERSION}: nothing was changed; use vLLM "
-            f"{VLLM_VERSION}, or move the series as docs/patches.md says"
-        )
-    if foreign:
-        is_probably_other = version is None and len(foreign) > len(found.files) / 2
+    if foreign := _of_this_version(found).foreign:
+        is_probably_other = found.vllm_version is None and len(foreign) > len(found.files) / 2
         rows = {path: (file.state, file.reason) for path, file in foreign.items()}
-        raise PatchError(advice.of_files(found.root, rows, is_probably_other))
+        edited = [path for path, file in foreign.items() if file.state is FileState.EDITED]
+        behind = [path for path in edited if _is_behind_ours(found, path)]
+        raise PatchError(advice.of_files(found.root, rows, is_probably_other, behind, _kept(found, edited)))
     return found
+
+
+def _is_behind_ours(found: Status, path: str) -> bool:
+    """Whether an edited file may be declared as it is."""
+    original = found.files[path].original
+    return original is not None and not found.series.lacks(path, original, found.files[path].content)
+
+
+def _kept(found: Status, paths: Iterable[str]) -> dict[str, Path]:
+    """Where the originals of these files are kept, of those that are."""
+    kept = KeptOriginals.read(found.root)
+    return {path: kept.file(found.series.files[path].original) for path in paths if found.files[path].original}
 
 
 def _patched(found: Status) -> dict[str, bytes]:
     """What ``apply`` makes of known files. One that only another series touched becomes vLLM's own."""
     wanted = {}
     for path, file in found.files.items():
-        if file.original is None or file.state is FileState.PATCHED:
+        if file.original is None or file.state.is_applied:
             wanted[path] = file.content
         else:
             wanted[path] = found.series.patched(path, file.original) if path in found.series.files else file.original
