@@ -219,9 +219,7 @@ class Catalogue:
         """
         check_value(Seconds, expires_at)
         for part in _batches(scored):
-            for item in part:
-                check_value(Score, item.score)
-                check_value(Score, item.until)
+            check_value(list[Score], [value for item in part for value in (item.score, item.until)])
             with self._connection.writing() as db:
                 scores.publish(db, fingerprint, part, expires_at)
 

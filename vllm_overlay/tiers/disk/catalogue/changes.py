@@ -25,6 +25,7 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     WriterId,
     name_of,
     read_all,
+    read_objects,
     read_value,
 )
 from vllm_overlay.tiers.disk.catalogue.writers import find_namespace
@@ -105,7 +106,7 @@ class _Part:
         """What was added and is still there, by number."""
         columns = ", ".join(f"object.{column}" for column in COLUMNS.split(", "))
         rows = self._select(f"{columns} FROM change CROSS JOIN object ON object.id = change.object", "AND is_added = 1")
-        return {row.id: row for row in read_all(ObjectRow, rows)}
+        return {row.id: row for row in read_objects(rows)}
 
     def read_parents(self) -> dict[int, list[ObjectId]]:
         """The names of the parents of what was added, by its number. Raises Damaged."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
-from vllm_overlay.tiers.disk.catalogue.rows import COLUMNS, MAX_PARENTS, Id, ObjectRow, StoredObject, read_all
+from vllm_overlay.tiers.disk.catalogue.rows import COLUMNS, MAX_PARENTS, Id, StoredObject, read_all, read_objects
 from vllm_overlay.tiers.disk.catalogue.writers import find_namespace, read_namespaces
 
 SLICE_ROWS = 4096
@@ -27,7 +27,7 @@ class Loader:
 
     def read(self, db: sqlite3.Connection) -> list[StoredObject]:
         """The next objects; none at the end."""
-        rows = read_all(ObjectRow, self._select(db))
+        rows = read_objects(self._select(db))
         self.is_done = len(rows) < SLICE_ROWS
         if not rows:
             return []

@@ -19,12 +19,12 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     Key,
     Kind,
     Number,
-    ObjectRow,
     StoredObject,
     WriterId,
     name_of,
     number_of,
     read_all,
+    read_objects,
     read_one,
 )
 from vllm_overlay.tiers.disk.catalogue.writers import (
@@ -179,7 +179,7 @@ def find(db: sqlite3.Connection, fingerprint: str, object_ids: Sequence[ObjectId
     found = []
     for each in object_ids:
         rows = db.execute(f"SELECT {COLUMNS} FROM object WHERE {BY_NAME}", (namespace, each.key, each.tag))
-        found += [row.stored(fingerprint, row.object_id, _parents_of(db, row.id)) for row in read_all(ObjectRow, rows)]
+        found += [row.stored(fingerprint, row.object_id, _parents_of(db, row.id)) for row in read_objects(rows)]
     return found
 
 
