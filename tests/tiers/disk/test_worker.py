@@ -5,9 +5,9 @@ import errno
 import logging
 import os
 import threading
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.tiers.disk.devices import FailingDevice, GatedDevice, RuledDevice, ShortDevice, is_object
 from tests.tiers.disk.files import object_files, on_disk, writers_of

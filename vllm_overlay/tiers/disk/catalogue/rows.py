@@ -2,8 +2,8 @@
 """What goes in and comes out, with the bounds that both must keep."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -40,15 +40,11 @@ Key = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Row = TypeVar("Row")
 
 
-class File(NamedTuple):
+class File(msgspec.Struct, frozen=True, order=True, gc=False):
     """The files of all ranks of one object: a number in the directory of a writer."""
 
     writer: str
     number: int
-
-
-_file: Callable[[tuple[str, int]], File] = functools.partial(tuple.__new__, File)
-"""As ``File`` in half the time; a load makes a hundred thousand."""
 
 
 class StoredObject(msgspec.Struct, frozen=True, gc=False):
@@ -104,7 +100,7 @@ class ObjectRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def stored(self, fingerprint: str, object_id: ObjectId, parents: tuple[ObjectId, ...]) -> StoredObject:
         """The object of this row, whose name the caller may have."""
         planned = PlannedObject(object_id, parents, self.start_tokens, self.end_tokens, self.payload_bytes)
-        file = _file((name_of(self.writer), self.number))
+        file = File(name_of(self.writer), self.number)
         return StoredObject(fingerprint, planned, file, self.world_size, self.num_bytes, self.last_use)
 
 
