@@ -324,7 +324,7 @@ class DiskTierWorker(TierWorker):
             num_bytes=fetch.ticket.num_bytes,
             seconds=time.monotonic() - fetch.started,
             buffer=fetch.buffer,
-            reason=failure and failure.reason,
+            reason=None if failure is None else failure.reason,
             is_bad=failure is not None and failure.is_bad,
             is_unreadable=failure is not None and failure.is_unreadable,
         )
