@@ -3,8 +3,8 @@
 
     python -m bench.gpu_transfer [--quick] [--json FILE]
 
-Needs torch and Triton, not vLLM. The copy engine is compared with one large pinned copy (the reference), with plain
-torch indexing, and with copies of whole pages by the driver, as vLLM's own offloading makes them. This was never run on
+Starts no engine. The copy engine is compared with one large pinned copy (the reference), with plain torch indexing,
+and with copies of whole pages by the driver, as vLLM's own offloading makes them. This was never run on
 a GPU. Its test takes all of it through a fake device, whose figures mean nothing.
 """
 

@@ -31,8 +31,9 @@ RULES = (
     Rule("versions", allowed=(), only_standard_library=True),
     Rule("common", allowed=(), only_standard_library=True),
     Rule("patching", allowed=("common", "versions"), only_standard_library=True),
+    Rule("settings", allowed=("common", "config", "named_child", "plugin")),
     Rule("planner", allowed=("common",), without=NO_ENGINE),
-    Rule("tiers", allowed=("planner", "common", "config", "registry", "setting_check", "versions"), without=NO_ENGINE),
+    Rule("tiers", allowed=("planner", "common", "config", "settings", "versions"), without=NO_ENGINE),
     Rule("transfer", allowed=("planner", "common", "tiers.memory")),
     Rule("multi_connector", forbidden=("connector", "tiers", "transfer", "planner")),
     Rule("server", allowed=("metrics",), without=NO_ENGINE),
@@ -113,6 +114,7 @@ def test_a_planted_circle_is_found() -> None:
     [
         ("common.reasons", "from vllm_overlay.config import GIB", "vllm_overlay.config"),
         ("common.backoff", "import msgspec", "msgspec"),
+        ("settings.check", "from vllm_overlay.tiers import cpu", "vllm_overlay.tiers.cpu"),
         ("versions", "import vllm_overlay.config", "vllm_overlay.config"),
         ("planner.coverage", "from vllm_overlay.tiers.index import PrefixIndex", "vllm_overlay.tiers.index"),
         ("planner.coverage", "import torch", "torch"),

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
-from vllm_overlay.setting_check import allowed, checked, example
+from vllm_overlay.settings.check import allowed, checked, example
 from vllm_overlay.tiers.cpu import CpuTierSettings
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 

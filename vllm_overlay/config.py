@@ -15,7 +15,7 @@ KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?) *(?:([kmgtp])(i)?)?(?:b|bytes?)?", re.IGNORECASE)
 _MOST_BYTES = 1 << 63
 IS_A_PATH = {"kind": "path"}
-"""``Meta(extra=IS_A_PATH)``: the setting is a path on this machine, and is read by ``path_setting.parse_path``."""
+"""``Meta(extra=IS_A_PATH)``: the setting is a path on this machine, and is read by ``settings.paths.parse_path``."""
 
 
 class ConfigError(ValueError):

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point in ``vllm.general_plugins``: makes our connectors known to vLLM by name, and checks settings."""
+"""What every process of vLLM runs of ours: the entry point in ``vllm.general_plugins``, and what comes before a
+connector is built."""
+
+import functools
+import logging
+
+from vllm_overlay.patching import installed
+
+logger = logging.getLogger(__name__)
 
 CONNECTORS = {
     "HybridOffloadConnector": ("vllm_overlay.connector.connector", "HybridOffloadConnector"),
@@ -9,9 +17,9 @@ CONNECTORS = {
 
 
 def register() -> None:
-    """Entry point ``vllm_overlay``. vLLM calls it in every process, perhaps several times in one.
+    """Entry point ``vllm_overlay``: makes our connectors known by name, and has settings checked early.
 
-    A second call changes nothing.
+    vLLM calls it in every process, perhaps several times in one. A second call changes nothing.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -19,6 +27,22 @@ def register() -> None:
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, cls)
     if hasattr(KVConnectorFactory, "register_check"):  # of the series, which vLLM may not have yet
-        from vllm_overlay.early_check import check
+        from vllm_overlay.settings.early_check import check
 
         KVConnectorFactory.register_check(check)
+
+
+@functools.cache
+def prepare_process() -> None:
+    """Logs vLLM's version and what is applied; raises UnpatchedError, whose sentence names the command to run."""
+    _log_like_vllm()
+    logger.info("vllm-overlay: %s", installed.require())
+
+
+def _log_like_vllm() -> None:
+    """vLLM sets up the logger ``vllm`` only; ours gets the same handlers and level."""
+    ours, theirs = logging.getLogger("vllm_overlay"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False

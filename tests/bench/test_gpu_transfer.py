@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of the CUDA copy engine, on a fake device: what it checks and that it needs neither vLLM nor a GPU."""
+"""The benchmark of the CUDA copy engine, on a fake device: what it checks, and that it says what it needs."""
 
 import subprocess
 import sys
@@ -96,22 +96,3 @@ def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run([sys.executable, "-m", "bench.gpu_transfer"], cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "bench.gpu_transfer needs a CUDA device, and torch finds none here.\n"
-
-
-def test_it_needs_torch_numpy_and_triton_alone() -> None:
-    """None of our dependencies: only what a machine for benchmarks has."""
-    program = """
-import sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in BLOCKED:
-            raise ImportError(f"{name} is blocked")
-
-BLOCKED = {"vllm", "numba", "msgspec", "xxhash", "blake3", "cryptography", "prometheus_client", "transformers"}
-sys.meta_path.insert(0, Blocked())
-import bench.gpu_transfer, vllm_overlay.transfer.cuda_device
-assert not BLOCKED & set(sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

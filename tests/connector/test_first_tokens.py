@@ -30,6 +30,11 @@ class Clock:
         request.num_computed_tokens = num_found
         self.first_tokens.step([request.request_id])
 
+    @property
+    def tracked(self) -> dict[str, Any]:
+        """What it still remembers of requests."""
+        return {**self.first_tokens._new, **self.first_tokens._computing}
+
     def seen(self) -> dict[str, tuple[int, float]]:
         """Source -> number and sum."""
         found = self.tally.histograms.items()
@@ -53,7 +58,7 @@ def test_the_first_token_is_seen_at_the_next_step_and_counts_once(clock: Clock) 
         clock.first_tokens.step(["r"])
     clock.first_tokens.finished("r")
     assert clock.seen() == {"computed": (1, 3.0)}
-    assert clock.first_tokens.tracked == 0
+    assert not clock.tracked
 
 
 def test_a_request_of_one_token_is_seen_when_it_is_over(clock: Clock) -> None:
@@ -69,7 +74,7 @@ def test_a_request_that_is_aborted_before_its_first_token_is_not_counted(clock: 
     clock.first_tokens.looked_up(clock.request("waiting"), 0)
     for name in ("computing", "waiting"):
         clock.first_tokens.finished(name)
-    assert clock.seen() == {} and clock.first_tokens.tracked == 0
+    assert clock.seen() == {} and not clock.tracked
 
 
 def test_a_request_preempted_before_its_first_token_counts_from_its_arrival_and_by_its_last_start(clock: Clock) -> None:

@@ -18,8 +18,8 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.llama4 import Llama4ForCausalLM
 
 from tests.connector.engine_facts import Settings, fingerprints, vllm_config
-from vllm_overlay.connector import rotary
-from vllm_overlay.connector.rotary import rotary_facts
+from vllm_overlay.connector import numerics
+from vllm_overlay.connector.numerics import rotary_facts
 
 LENGTHS = (256, 512)
 SCALED = {"factor": 2.0, "original_max_position_embeddings": 128}
@@ -73,7 +73,7 @@ def test_a_longer_table_rotates_each_position_alike_and_is_no_fact(config: VllmC
 
 def test_every_class_that_is_no_fact_was_looked_at() -> None:
     seen = OF_THE_CONFIGURATION.keys() | {"DualChunkRotaryEmbedding", "Llama4VisionRotaryEmbedding"}
-    assert seen == rotary._OF_THE_CONFIGURATION_ALONE
+    assert seen == numerics._ROTATIONS_OF_THE_CONFIGURATION
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 """One line a tier at start: what was configured, and what follows from it."""
 
 from vllm_overlay.config import MIB
-from vllm_overlay.connector.start_line import start_line
+from vllm_overlay.connector.factory import start_line
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 
 FULL = Group(0, GroupKind.FULL, 1152, 256, 1152 * 256, True)

@@ -2,6 +2,7 @@
 """Children whose every hook is recorded, scripted and made to raise by the test, and a MultiConnector over them."""
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -43,6 +44,16 @@ ENDINGS = (KeyboardInterrupt, SystemExit)
 """What passes it."""
 
 
+def _raise(error: type[BaseException], *args: Any, **kwargs: Any) -> None:
+    raise error
+
+
+def breaking(instance: Any, method: str, error: type[BaseException] = Boom) -> Any:
+    """``instance``, whose ``method`` raises ``error``; also on its way to another process."""
+    setattr(instance, method, functools.partial(_raise, error))
+    return instance
+
+
 @dataclass
 class FakeMetadata(KVConnectorMetadata):
     text: str = ""
@@ -53,9 +64,6 @@ class FakeWorkerMetadata(KVConnectorWorkerMetadata):
     items: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "FakeWorkerMetadata":
-        for error in FAULTS:
-            if error.__name__ in self.items | other.items:
-                raise error("aggregate")
         return FakeWorkerMetadata(self.items | other.items)
 
 
@@ -67,69 +75,46 @@ class FakeHandshake(KVConnectorHandshakeMetadata):
 class FakeEvents(KVConnectorKVEvents):
     """Counts like vLLM's own containers: an event is common when every worker has it."""
 
-    def __init__(self, events: Iterable[str], raising: str = "", error: type[BaseException] = Boom) -> None:
-        """``raising``: the method that raises ``error``."""
+    def __init__(self, events: Iterable[str]) -> None:
         self.events, self.workers = list(events), 1
-        self._raising, self._error = raising, error
-
-    def _maybe_raise(self, method: str) -> None:
-        if self._raising == method:
-            raise self._error(method)
 
     def add_events(self, events: list[Any]) -> None:
-        self._maybe_raise("add_events")
         self.events += events
 
     def aggregate(self) -> "FakeEvents":
-        self._maybe_raise("aggregate")
         return self
 
     def increment_workers(self, count: int = 1) -> None:
-        self._maybe_raise("increment_workers")
         self.workers += count
 
     def get_all_events(self) -> list[Any]:
-        self._maybe_raise("get_all_events")
         return list(self.events)
 
     def get_number_of_workers(self) -> int:
-        self._maybe_raise("get_number_of_workers")
         return self.workers
 
     def clear_events(self) -> None:
-        self._maybe_raise("clear_events")
         self.events = []
 
 
 class FakeStats(KVConnectorStats):
-    """``data`` = {"loads": number}; raises ``error`` where the test sets ``data["raises"]``."""
-
-    error: type[BaseException] = Boom
+    """``data`` = {"loads": number}."""
 
     def aggregate(self, other: KVConnectorStats) -> "FakeStats":
-        self._maybe_raise("aggregate")
         self.data["loads"] += other.data["loads"]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        self._maybe_raise("reduce")
         return {"loads": self.data["loads"]}
 
     def reset(self) -> None:
-        self._maybe_raise("reset")
         self.data["loads"] = 0
 
     def is_empty(self) -> bool:
-        self._maybe_raise("is_empty")
         return not self.data["loads"]
 
     def to_dict(self) -> dict[str, Any]:
-        self._maybe_raise("to_dict")
         return self.data
-
-    def _maybe_raise(self, what: str) -> None:
-        if self.data.get("raises") == what:
-            raise self.error(what)
 
 
 class FakePromMetrics(KVConnectorPromMetrics):
@@ -141,8 +126,6 @@ class FakePromMetrics(KVConnectorPromMetrics):
         self.loads = {i: metric.labels(*values, "k") for i, values in per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        if transfer_stats_data["loads"] < 0:
-            raise FakeStats.error("observe")
         self.loads[engine_idx].inc(transfer_stats_data["loads"])
 
 
@@ -258,14 +241,6 @@ class NamedChild(FakeChild):
         return NamedPromMetrics(vllm_config, *args)
 
 
-class UnfitPromChild(FakeChild):
-    """A child whose metrics cannot be built."""
-
-    @classmethod
-    def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> KVConnectorPromMetrics | None:
-        raise FakeStats.error("build_prom_metrics")
-
-
 class Impostor:
     """Rebuilds stats as a connector would, but is none."""
 
@@ -304,11 +279,10 @@ def vllm_config(*children: dict[str, Any], hybrid: bool = True, policy: str = "f
     return SimpleNamespace(kv_transfer_config=transfer, scheduler_config=scheduler)
 
 
-def cache_config(recurrent: bool = False, groups: int | None = None) -> Any:
+def cache_config(recurrent: bool = False) -> Any:
     attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
     mamba = MambaSpec(block_size=BLOCK, shapes=((4, 4),), dtypes=(torch.float32,))
     specs = [attention, *([mamba] if recurrent else [])]
-    specs += [attention] * ((groups or len(specs)) - len(specs))
     found = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
     return SimpleNamespace(kv_cache_groups=found, prefix_cacheable_group_ids=(7,))
 
@@ -317,12 +291,11 @@ def multi(
     *children: dict[str, Any],
     role: KVConnectorRole = KVConnectorRole.SCHEDULER,
     recurrent: bool = False,
-    groups: int | None = None,
     **settings: Any,
 ) -> MultiConnector:
     """A MultiConnector; by default over the children ``a`` and ``b``."""
     found = children or (child("a"), child("b"))
-    return MultiConnector(vllm_config(*found, **settings), role, cache_config(recurrent, groups))
+    return MultiConnector(vllm_config(*found, **settings), role, cache_config(recurrent))
 
 
 def worker(*children: dict[str, Any], **settings: Any) -> MultiConnector:
@@ -335,8 +308,14 @@ def request(request_id: str = "r", num_tokens: int = 1000, junction: int = 0) ->
     )
 
 
-def blocks(*ids: int, groups: int = 1) -> Any:
-    return SimpleNamespace(get_block_ids=lambda: (list(ids),) * groups)
+def blocks(*ids: int) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (list(ids),))
+
+
+def cache_manager(*block_sizes: int) -> Any:
+    """vLLM's, as far as it is asked: the block size of each group."""
+    managers = [SimpleNamespace(block_size=block_size) for block_size in block_sizes]
+    return SimpleNamespace(block_pool="pool", coordinator=SimpleNamespace(single_type_managers=managers))
 
 
 def scheduler_output(preempted: Iterable[str] = ()) -> SchedulerOutput:

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from tests.multi_connector.fakes import Boom, Panic
 from vllm_overlay.connector.connector import HybridOffloadConnector
 
 KINDS = ("raises", "raises once", "panics", "returns garbage", "hangs")
@@ -71,14 +72,6 @@ class HookClock:
             connector._watchdog._clock = lambda: HookClock.now
 
 
-class Broken(Exception):
-    """What a faulty hook raises."""
-
-
-class Panic(BaseException):
-    """What a faulty hook raises when its native code panics: no ``Exception``."""
-
-
 @dataclass
 class Fault:
     """One cell of the matrix. ``fired`` counts how often it took effect."""
@@ -109,7 +102,7 @@ class Fault:
             real()
         if self.kind == "returns garbage":
             return self._random.choice(GARBAGE)
-        raise Panic(self.hook) if self.kind == "panics" else Broken(self.hook)
+        raise Panic(self.hook) if self.kind == "panics" else Boom(self.hook)
 
 
 class Faults:

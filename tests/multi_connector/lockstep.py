@@ -2,8 +2,7 @@
 """MultiConnectors over fakes, one a process, joined step by step as vLLM joins them."""
 
 import pickle
-from collections import Counter
-from types import SimpleNamespace
+from collections import defaultdict
 
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -11,8 +10,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from tests.multi_connector import tables
 from tests.multi_connector.fakes import (
+    BLOCK,
     FakeBase,
     blocks,
+    cache_manager,
     child,
     multi,
     request,
@@ -20,6 +21,7 @@ from tests.multi_connector.fakes import (
     worker,
 )
 from vllm_overlay.multi_connector.lifecycle import Phase
+from vllm_overlay.tally import Tally
 
 
 class Clock:
@@ -30,15 +32,32 @@ class Clock:
         return self.now
 
 
-def answering(*answers, **settings):
-    """A MultiConnector whose children a, b, c... offer these tokens, asynchronously."""
-    weights = settings.pop("weights", [1.0] * len(answers))
-    children = [child(name, weight=weight) for name, weight in zip("abcdefgh", weights, strict=False)]
-    connector = multi(*children[: len(answers)], **settings)
+def answering(*answers, weights=None, children=(), **settings):
+    """A MultiConnector whose children a, b, c... offer these tokens, asynchronously. Their weights are 1."""
+    named = zip("abcdefgh", weights or [1.0] * len(answers), answers, strict=False)
+    connector = multi(*(children or [child(name, weight=weight) for name, weight, _ in named]), **settings)
     connector._scheduler._clock = Clock()
     for fake, answer in zip(connector.sub_connectors, answers, strict=True):
-        fake.answers["get_num_new_matched_tokens"] = answer if isinstance(answer, tuple) else (answer, True)
+        answers_it(fake, answer)
     return connector
+
+
+def answers_it(fake, answer):
+    """What the child says to every lookup from now on."""
+    fake.answers["get_num_new_matched_tokens"] = answer if isinstance(answer, tuple) else (answer, True)
+
+
+def admit(connector, name="r", tokens=None):
+    """Looks a request up and allocates what was found, or ``tokens``. Returns what is loaded."""
+    found, _ = connector.get_num_new_matched_tokens(request(name), 0)
+    tokens = found if tokens is None else tokens
+    connector.update_state_after_alloc(request(name), blocks(1), tokens)
+    return tokens
+
+
+def reported(connector, name="r", failed=()):
+    """The workers report the request's load."""
+    connector.update_connector_output(KVConnectorOutput(finished_recving={name}, failed_recving=set(failed)))
 
 
 def allocated(fake):
@@ -56,14 +75,29 @@ def by_label(tally, metric):
 
 
 class Lockstep:
-    """A scheduler-side and one or more worker-side MultiConnectors, joined as vLLM joins them."""
+    """A scheduler-side and one or more worker-side MultiConnectors, joined as vLLM joins them.
 
-    def __init__(self, *children, ranks=1, **settings):
+    The test moves their clock. ``tallies``: what all processes report of each child, added up as vLLM's front end does.
+    """
+
+    def __init__(self, *children, ranks=1, groups=(BLOCK,), **settings):
+        """``groups``: the block size of each KV cache group."""
         found = children or (child("a"), child("b"))
         self.scheduler = multi(*found, **settings)
         self.workers = [worker(*found, **settings) for _ in range(ranks)]
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler, ranks)
         self.reported = {}
+        self.tallies = defaultdict(Tally)
+        self.clock = self.scheduler._scheduler._clock = Clock()
+        self.scheduler.bind_kv_cache_manager(cache_manager(*groups))
+        for rank, connector in enumerate(self.workers):
+            connector._worker._clock = self.clock
+            connector.register_kv_caches({"layer": rank})
+            connector.set_host_xfer_buffer_ops("copy")
+
+    def told(self, metric, name="a"):
+        """What has been counted, over all labels."""
+        return self.tallies[name].total(metric)
 
     def fakes(self, index):
         return [connector.sub_connectors[index] for connector in (self.scheduler, *self.workers)]
@@ -76,7 +110,7 @@ class Lockstep:
         """A lookup that ``child_index`` wins; returns the request."""
         for index, fake in enumerate(self.scheduler.sub_connectors):
             if isinstance(fake, FakeBase):
-                fake.answers["get_num_new_matched_tokens"] = (tokens if index == child_index else 0, asynchronous)
+                answers_it(fake, (tokens if index == child_index else 0, asynchronous))
         r = request(request_id)
         assert self.scheduler.get_num_new_matched_tokens(r, num_local)[0] == tokens
         return r
@@ -93,6 +127,9 @@ class Lockstep:
         """One engine step; returns what vLLM's scheduler is told."""
         output = self.run(self.plan())
         self.scheduler.update_connector_output(output)
+        for stats in (output.kv_connector_stats, self.scheduler.get_kv_connector_stats()):
+            for name, tally in stats.data["*"].tallies.items() if stats is not None else ():
+                self.tallies[name].add(tally)
         return output
 
     def plan(self):
@@ -129,33 +166,6 @@ class Lockstep:
 
     def tables_are_empty(self):
         return not tables.of_scheduler(self.scheduler) and not any(map(tables.of_worker, self.workers))
-
-
-class Returning(Lockstep):
-    """An engine whose clock the test moves, and which rests for a second after a first failure.
-
-    ``told``, ``gauges``: what all processes report of the first child, added up as vLLM's front end does.
-    """
-
-    def __init__(self, *children, ranks=1, **settings):
-        super().__init__(*children, ranks=ranks, retry_first_s=1.0, **settings)
-        self.told, self.gauges = Counter(), {}
-        self.clock = Clock()
-        self.scheduler._scheduler._clock = self.clock
-        self.manager = SimpleNamespace(block_pool="pool")
-        self.scheduler.bind_kv_cache_manager(self.manager)
-        for rank, connector in enumerate(self.workers):
-            connector._worker._clock = self.clock
-            connector.register_kv_caches({"layer": rank})
-            connector.set_host_xfer_buffer_ops("copy")
-
-    def step(self):
-        output = super().step()
-        for stats in (output.kv_connector_stats, self.scheduler.get_kv_connector_stats()):
-            if stats is not None and (found := stats.data["*"].tallies.get("a")):
-                self.told.update(found.counters)
-                self.gauges.update(found.gauges)
-        return output
 
     def state(self, index=0):
         return self.scheduler._scheduler.supervisor.lifecycles[index].phase

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_overlay.multi_connector import MultiConnector
 
-_UNTIL_THE_NEXT_STEP = {"_arrived", "_departed"}
+_OF_LIVING_REQUESTS = {"_living", "_latest_loads"}
 _OF_NO_REQUEST = {"_start_hooks", "_handshakes", "_invalid_blocks"}
 
 
@@ -22,18 +22,21 @@ def _entries(parts: Iterable[object], left_out: set[str]) -> int:
 
 def of_scheduler(connector: MultiConnector) -> int:
     half = connector._scheduler
-    return _entries((half, half.lookups, half._outstanding, *half._filters), _UNTIL_THE_NEXT_STEP)
+    news = half._next
+    return _entries((half, half.lookups, half._outstanding, *half._filters), set()) + sum(
+        map(len, (news.loads, news.saves, news.unknown_requests, news.releases))
+    )
 
 
 def of_worker(connector: MultiConnector) -> int:
     """But for requests that live as far as this rank was told."""
     half = connector._worker
-    return _entries((half, half._completions), {"_living"}) + sum(map(len, half._unknown_requests))
+    return _entries((half, half._completions), _OF_LIVING_REQUESTS) + sum(map(len, half._unknown_requests))
 
 
 def living(connector: MultiConnector) -> int:
-    """Requests that are not finished, as far as this rank was told."""
-    return len(connector._worker._completions._living)
+    """What of requests that are not finished, as far as this rank was told."""
+    return sum(len(vars(connector._worker._completions)[table]) for table in _OF_LIVING_REQUESTS)
 
 
 def blocks_in_use(scheduler: Any) -> int:

@@ -6,52 +6,43 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from tests.multi_connector.fakes import blocks, child, multi, request
-from tests.multi_connector.lockstep import Clock
+from tests.multi_connector.fakes import request
+from tests.multi_connector.lockstep import admit, answering, reported
 
 
-def offering(*tokens, **settings):
-    """A MultiConnector whose children a, b offer these tokens, with a clock of its own."""
-    connector = multi(**settings)
-    connector._scheduler._clock = Clock()
-    for fake, number in zip(connector.sub_connectors, tokens, strict=True):
-        fake.answers["get_num_new_matched_tokens"] = (number, True)
+def measured(tokens_a_second):
+    """A MultiConnector whose first child offers 500 tokens, after three steps of a second that computed prompts."""
+    connector = answering(500, 0, weights=[None, None])
+    for _ in range(3):
+        output = SimpleNamespace(
+            total_num_scheduled_tokens=tokens_a_second,
+            num_scheduled_tokens={"r": tokens_a_second},
+            preempted_req_ids=frozenset(),
+        )
+        connector.build_connector_meta(output)
+        connector._scheduler._clock.now += 1.0
+        connector.update_connector_output(KVConnectorOutput())
     return connector
-
-
-def step(connector, num_tokens=1000):
-    """One engine step of a second that computes a prompt."""
-    output = SimpleNamespace(
-        total_num_scheduled_tokens=num_tokens, num_scheduled_tokens={"r": num_tokens}, preempted_req_ids=frozenset()
-    )
-    connector.build_connector_meta(output)
-    connector._scheduler._clock.now += 1.0
-    connector.update_connector_output(KVConnectorOutput())
 
 
 def serve(connector, name):
     """A request's way: looked up, allocated, loaded in half a second, finished. Returns the tokens it loaded."""
-    tokens = connector.get_num_new_matched_tokens(request(name), 0)[0]
-    connector.update_state_after_alloc(request(name), blocks(1), tokens)
+    tokens = admit(connector, name)
     connector._scheduler._clock.now += 0.5
     if tokens:
-        connector.update_connector_output(KVConnectorOutput(finished_recving={name}))
+        reported(connector, name)
     connector.request_finished_all_groups(request(name), ([],))
     return tokens
 
 
 def test_by_weight_a_child_of_weight_zero_is_not_counted_as_too_slow():
-    connector = multi(child("a", weight=0.0), child("b"))
-    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (100, True)
-    assert connector.get_num_new_matched_tokens(request(), 0)[0] == 0
-    connector.update_state_after_alloc(request(), blocks(1), 0)
+    connector = answering(100, 0, weights=[0.0, None])
+    assert admit(connector) == 0
     assert connector._children[0].tally.total("too_slow") == 0
 
 
 def test_by_weight_zero_measured_a_child_is_counted_as_too_slow_and_tried_now_and_then():
-    connector = offering(500, 0)
-    for _ in range(3):
-        step(connector, 4000)  # 0.25 ms a token: what it offers takes 0.125 s to compute, and 0.5 s to load
+    connector = measured(4000)  # 0.25 ms a token: what it offers takes 0.125 s to compute, and 0.5 s to load
     loaded = [serve(connector, f"r{number}") for number in range(400)]
     assert loaded[:3] == [500] * 3  # until its loads are believed
     tried = loaded[3:].count(500)
@@ -65,51 +56,38 @@ def test_by_weight_zero_measured_a_child_is_counted_as_too_slow_and_tried_now_an
 
 
 def test_the_gauge_of_a_number_is_that_number():
-    connector = multi(child("a", weight=0.25), child("b", weight=0))
-    for fake in connector.sub_connectors:
-        fake.answers["get_num_new_matched_tokens"] = (100, True)
-    connector.get_num_new_matched_tokens(request(), 0)
-    connector.update_state_after_alloc(request(), blocks(1), 100)
+    connector = answering(100, 100, weights=[0.25, 0])
+    admit(connector)
     assert [one.tally.gauges["load_weight"] for one in connector._children] == [0.25, 0.0]
 
 
 def test_requests_that_wait_for_a_stalled_child_keep_others_from_it():
-    connector = offering(500, 0)
-    for _ in range(3):
-        step(connector, 1000)
+    connector = measured(1000)
     for number in range(3):
-        name = f"stalled{number}"
-        connector.get_num_new_matched_tokens(request(name), 0)
-        connector.update_state_after_alloc(request(name), blocks(1), 500)
+        admit(connector, f"stalled{number}")
     assert connector.get_num_new_matched_tokens(request("soon"), 0)[0] == 500
     connector._scheduler._clock.now += 60
     assert connector.get_num_new_matched_tokens(request("later"), 0)[0] == 0
 
 
 def test_a_failed_load_is_measured_as_one_that_saves_nothing():
-    connector = offering(500, 0)
-    for _ in range(3):
-        step(connector, 1000)
+    connector = measured(1000)
     for number in range(3):
         name = f"r{number}"
-        assert connector.get_num_new_matched_tokens(request(name), 0)[0] == 500
-        connector.update_state_after_alloc(request(name), blocks(1), 500)
+        assert admit(connector, name) == 500
         connector._scheduler._clock.now += 0.1
-        output = KVConnectorOutput(finished_recving={name}, failed_recving={name})
-        connector.update_connector_output(output)
+        reported(connector, name, failed={name})
         connector.request_finished_all_groups(request(name), ([],))
     assert connector.get_num_new_matched_tokens(request("next"), 0)[0] == 0
 
 
 def test_requests_that_wait_make_computing_dearer():
-    connector = offering(500, 0)
-    for _ in range(3):
-        step(connector, 4000)
+    connector = measured(4000)
     for number in range(5):
         serve(connector, f"r{number}")  # twice too slow, as measured now
     assert connector.get_num_new_matched_tokens(request("alone"), 0)[0] == 0
     connector._scheduler.on_new_request(request("alone"))
-    connector.update_state_after_alloc(request("alone"), blocks(1), 0)
+    admit(connector, "alone", tokens=0)
     assert connector.get_num_new_matched_tokens(request("alone too"), 0)[0] == 0
     connector._scheduler.on_new_request(request("waits"))
     connector._scheduler.on_new_request(request("waits too"))
@@ -118,9 +96,7 @@ def test_requests_that_wait_make_computing_dearer():
 
 @pytest.mark.parametrize(("parameters", "tokens"), [({"do_remote_prefill": True}, 500), ({}, 0)])
 def test_a_prompt_that_another_engine_has_computed_is_loaded_whatever_it_takes(parameters, tokens):
-    connector = offering(500, 0)
-    for _ in range(3):
-        step(connector, 4000)
+    connector = measured(4000)
     for number in range(5):
         serve(connector, f"r{number}")
     asking = request("remote")

@@ -80,12 +80,3 @@ def test_an_empty_hook_is_not_called() -> None:
     connector.wait_for_layer_load("layer")
     assert first.hook_times._seconds.keys() == set()
     assert second.hook_times._seconds.keys() == {"wait_for_layer_load"}
-
-
-def test_a_step_without_news_has_no_report() -> None:
-    connector = multi(child("a"), child("b"))
-    connector.get_kv_connector_stats()
-    assert connector.get_kv_connector_stats() is None
-    connector._children[1].tally.count("chosen")
-    found = connector.get_kv_connector_stats()
-    assert found is not None and list(found.data["*"].tallies) == ["b"]

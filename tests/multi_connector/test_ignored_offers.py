@@ -2,24 +2,14 @@
 """A tier can be measured before it is used: what it would have brought is counted, by the switch that says no."""
 
 import pytest
-from vllm.v1.outputs import KVConnectorOutput
 
-from tests.multi_connector.fakes import blocks, child, multi, request
-from tests.multi_connector.lockstep import allocated, by_label, tally_of
+from tests.multi_connector.fakes import blocks, child, request
+from tests.multi_connector.lockstep import admit, allocated, answering, answers_it, by_label, reported, tally_of
 
 
 def two(answer, **settings):
     """A child with these settings and this answer, and one that has nothing."""
-    connector = multi(child("a", **settings), child("b"))
-    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (answer, True)
-    return connector
-
-
-def admit(connector, name="r"):
-    """Returns the tokens that are loaded."""
-    tokens, _ = connector.get_num_new_matched_tokens(request(name), 0)
-    connector.update_state_after_alloc(request(name), blocks(1), tokens)
-    return tokens
+    return answering(answer, 0, children=(child("a", **settings), child("b")))
 
 
 def ignored(connector, name="a"):
@@ -70,17 +60,17 @@ def test_it_is_counted_once_at_admission_however_often_the_lookup_is_made():
 def test_a_child_that_has_failed_too_often_for_a_request_is_ignored():
     connector = two(64, max_load_attempts=1)
     assert admit(connector) == 64
-    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
+    reported(connector, failed="r")
     assert admit(connector) == 0
     assert ignored(connector) == ({"attempts": 1}, {"attempts": 64})
 
 
 def test_a_child_that_gets_no_blocks_of_a_request_any_more_is_ignored():
     connector = two(64, store=False, load_weight=0.5)
-    connector.sub_connectors[1].answers["get_num_new_matched_tokens"] = (64, True)
+    answers_it(connector.sub_connectors[1], 64)
     assert admit(connector) == 64  # from the other
-    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
-    connector.sub_connectors[1].answers["get_num_new_matched_tokens"] = (0, False)
+    reported(connector, failed="r")
+    answers_it(connector.sub_connectors[1], 0)
     assert admit(connector) == 0
     assert allocated(connector.sub_connectors[0]) == []
     assert ignored(connector) == ({"withheld": 1}, {"withheld": 64})

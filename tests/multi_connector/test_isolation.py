@@ -8,12 +8,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from tests.multi_connector.fakes import (
     Boom,
+    blocks,
     multi,
     request,
     scheduler_output,
     worker,
 )
 from tests.multi_connector.lockstep import Lockstep, by_label, tally_of
+from vllm_overlay.multi_connector.metadata import NULL_BLOCK
 
 
 @pytest.mark.parametrize("hook", ["update_state_after_alloc", "build_connector_meta"])
@@ -24,28 +26,17 @@ def test_a_load_whose_child_fails_before_it_is_sent_is_told_failed(hook):
     output = engine.step()
     assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"})
     # The workers' child never saw it and was shut down before the report.
-    (fake, _) = engine.workers[0].sub_connectors
-    assert not fake.called("bind_connector_metadata") and not fake.called("start_load_kv")
-    assert len(fake.called("shutdown")) == 1
+    (fake, other) = engine.workers[0].sub_connectors
+    assert fake.calls[-1][0] == "shutdown" and not fake.called("bind_connector_metadata")
+    assert len(other.called("handle_preemptions")) == 1
     assert engine.scheduler.get_num_new_matched_tokens(request("next"), 0) == (0, False)
     engine.finish("next")
     engine.finish("r")
     assert engine.tables_are_empty()
 
 
-WORKER_HOOKS = [
-    "bind_connector_metadata",
-    "handle_preemptions",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "wait_for_save",
-    "get_transfer_results",
-    "get_block_ids_with_load_errors",
-]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("hook", WORKER_HOOKS)
+@pytest.mark.parametrize("hook", ["handle_preemptions", "start_load_kv", "get_transfer_results"])
 def test_a_workers_child_that_raises_is_shut_down_before_its_loads_and_saves_are_released(hook, ranks):
     engine = Lockstep(ranks=ranks)
     engine.admit("r", 0)
@@ -70,19 +61,6 @@ def test_a_workers_child_that_raises_is_shut_down_before_its_loads_and_saves_are
     assert engine.tables_are_empty()
 
 
-def test_loads_sent_while_the_scheduler_does_not_know_yet_are_refused():
-    engine = Lockstep()
-    engine.workers[0].sub_connectors[0].raising = {"wait_for_save"}
-    engine.admit("first", 0)
-    metadata = engine.scheduler.build_connector_meta(scheduler_output())
-    engine.workers[0].bind_connector_metadata(metadata)
-    engine.workers[0].wait_for_save()
-    assert engine.workers[0].get_transfer_results(set()).failed_recving == {"first"}
-    engine.admit("second", 0)
-    output = engine.step()
-    assert output.failed_recving == {"second"}
-
-
 def test_a_load_that_a_child_out_of_service_never_saw_is_told_failed_even_if_it_cannot_be_shut_down():
     engine = Lockstep()
     engine.workers[0].sub_connectors[0].raising = {"start_load_kv", "shutdown"}
@@ -101,22 +79,13 @@ def test_loads_reported_good_while_their_errors_could_not_be_asked_for_are_told_
     assert engine.step().failed_recving == {"r"}
 
 
-def test_a_child_the_scheduler_took_out_of_service_gets_no_hook_of_that_step():
-    engine = Lockstep()
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    engine.step()
-    (fake, other) = engine.workers[0].sub_connectors
-    assert [name for name, *_ in fake.calls if name != "get_kv_connector_stats"] == ["shutdown"]
-    assert len(other.called("handle_preemptions")) == 1
-
-
 def test_a_worker_tells_of_an_isolation_until_the_scheduler_has_heard():
     engine = Lockstep()
     engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
     assert engine.step().kv_connector_worker_meta.broken == {0}
     output = engine.step().kv_connector_worker_meta
     assert (output.broken, output.unstopped) == (frozenset(), frozenset())
-    assert tally_of(engine.scheduler).total("isolations") == 1
+    assert engine.told("isolations") == 1
 
 
 def test_a_save_promised_by_a_child_that_raises_in_finishing_is_held_until_the_workers_stop_it():
@@ -136,7 +105,7 @@ def test_a_preempted_request_is_not_blamed_for_another_childs_bad_blocks():
     engine.admit("s", 1)
     engine.workers[0].sub_connectors[1].answers["get_block_ids_with_load_errors"] = {4}
     engine.step()
-    assert tally_of(engine.scheduler, "a").total("failed_loads") == 0
+    assert engine.told("failed_loads", "a") == 0
 
 
 def test_a_good_synchronous_load_needs_no_report():
@@ -144,39 +113,26 @@ def test_a_good_synchronous_load_needs_no_report():
     engine.admit("r", 0, asynchronous=False)
     output = engine.step()
     assert (output.invalid_block_ids, output.finished_recving) == (set(), None)
-    assert tally_of(engine.scheduler).total("loaded_tokens") == 64
+    assert engine.told("loaded_tokens") == 64
 
 
-def test_a_failed_synchronous_load_invalidates_its_blocks_of_every_group_but_the_null_block():
-    engine = Lockstep(groups=2)
-    r = engine.offer("r", 0, tokens=64, asynchronous=False)
-    engine.scheduler.update_state_after_alloc(r, SimpleNamespace(get_block_ids=lambda: ([4, 5], [0, 6])), 64)
-    engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
-    output = engine.step()
-    assert (output.invalid_block_ids, output.finished_recving, output.failed_recving) == ({4, 5, 6}, None, set())
-
-
-def test_blocks_of_the_local_hit_are_not_declared_invalid():
-    engine = Lockstep(groups=2)
-    managers = [SimpleNamespace(block_size=16), SimpleNamespace(block_size=32)]
-    engine.scheduler.bind_kv_cache_manager(
-        SimpleNamespace(block_pool=None, coordinator=SimpleNamespace(single_type_managers=managers))
-    )
+def test_a_failed_synchronous_load_invalidates_the_blocks_of_all_groups_that_follow_the_local_hit():
+    engine = Lockstep(groups=(16, 32))
     r = engine.offer("r", 0, tokens=48, asynchronous=False, num_local=32)
     engine.scheduler.update_state_after_alloc(
         r, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5], [6, 0, 7])), 48
     )
     engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
-    assert engine.step().invalid_block_ids == {3, 4, 5, 7}
+    output = engine.step()
+    assert (output.invalid_block_ids, output.finished_recving, output.failed_recving) == ({3, 4, 5, 7}, None, set())
 
 
-@pytest.mark.parametrize("hook", ["start_load_kv", "wait_for_layer_load"])
 @pytest.mark.parametrize("shutdown", ["raises", "is the interface's own"])
-def test_a_synchronous_load_of_a_child_that_cannot_be_stopped_fails_all_the_same(hook, shutdown, monkeypatch):
+def test_a_synchronous_load_of_a_child_that_cannot_be_stopped_fails_all_the_same(shutdown, monkeypatch):
     engine = Lockstep()
     engine.admit("r", 0, asynchronous=False)
     fake = engine.workers[0].sub_connectors[0]
-    fake.raising = {hook, "shutdown"}
+    fake.raising = {"start_load_kv", "shutdown"}
     if shutdown != "raises":
         monkeypatch.setattr(type(fake), "shutdown", KVConnectorBase_V1.shutdown)
     output = engine.step()
@@ -184,21 +140,36 @@ def test_a_synchronous_load_of_a_child_that_cannot_be_stopped_fails_all_the_same
     assert engine.step().invalid_block_ids == set()
 
 
-def test_block_errors_are_a_union():
-    connector = worker()
-    for fake, ids in zip(connector.sub_connectors, ({1}, {2}), strict=True):
-        fake.answers["get_block_ids_with_load_errors"] = ids
-    connector.get_transfer_results(set())
-    assert connector.get_block_ids_with_load_errors() == {1, 2}
-
-
-def test_block_errors_on_several_groups_are_passed_on_whether_a_load_is_open_or_not():
-    engine = Lockstep(groups=2)
-    engine.admit("s", 1)
-    engine.workers[0].sub_connectors[0].answers["get_block_ids_with_load_errors"] = {9}
-    engine.report(1, recving={"s"})
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_child_may_call_blocks_of_its_loads_bad_until_their_request_is_finished(asynchronous):
+    engine = Lockstep()
+    engine.admit("r", 0, asynchronous=asynchronous)
+    bad_blocks = engine.workers[0].sub_connectors[0].answers
+    bad_blocks["get_block_ids_with_load_errors"] = {NULL_BLOCK, 4}
+    engine.report(0, recving={"r"} if asynchronous else ())
     output = engine.step()
-    assert (output.invalid_block_ids, output.finished_recving, output.failed_recving) == ({9}, {"s"}, set())
+    assert (output.invalid_block_ids, output.failed_recving) == ({4}, set())
+    assert engine.step().invalid_block_ids == {4}
+    assert not engine.workers[0]._children[0].isolated
+    engine.finish("r")
+    assert engine.step().invalid_block_ids == set()
+    assert engine.workers[0]._children[0].isolated
+
+
+def test_a_child_that_calls_blocks_bad_that_it_did_not_load_has_failed_and_only_its_own_count():
+    engine = Lockstep()
+    for request_id, child_index, ids in (("mine", 0, (4, 5)), ("open", 0, (6,)), ("other", 1, (7, 8))):
+        engine.scheduler.update_state_after_alloc(engine.offer(request_id, child_index), blocks(*ids), 64)
+    mine, _ = engine.workers[0].sub_connectors
+    mine.answers["get_block_ids_with_load_errors"] = {5, 7, 99}
+    engine.report(0, recving={"mine"})
+    engine.report(1, recving={"other"})
+    output = engine.step()
+    assert output.invalid_block_ids == {5}
+    assert output.finished_recving == {"mine", "open", "other"}
+    assert output.failed_recving == {"mine", "open"}
+    assert len(mine.called("shutdown")) == 1
+    assert engine.scheduler._children[0].isolated
 
 
 def test_an_exception_is_logged_once_with_child_hook_and_traceback(monkeypatch):
@@ -225,12 +196,3 @@ def test_shutdown_reaches_every_child_and_never_raises():
     connector.shutdown()
     connector.shutdown()
     assert (len(a.called("shutdown")), len(b.called("shutdown"))) == (2, 1)  # it is tried again while it raises
-
-
-def test_binding_the_cache_manager_reaches_each_child_once():
-    connector = multi()
-    manager = SimpleNamespace(block_pool="pool")
-    connector.bind_kv_cache_manager(manager)
-    for fake in connector.sub_connectors:
-        assert fake.called("bind_kv_cache_manager") == [[manager]]
-        assert fake.called("bind_gpu_block_pool") == [["pool"]]

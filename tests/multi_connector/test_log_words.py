@@ -67,10 +67,6 @@ def test_a_child_out_of_service_is_in_every_line(phase):
     assert stats.reduce() == {"a": {"state": phase.name.lower().replace("_", " ")}}
 
 
-def test_a_gauge_that_is_no_phase_does_not_raise():
-    assert MultiConnector.build_kv_connector_stats(payload({"a": Tally(gauges={"state": 7.5})})).is_empty()
-
-
 def test_a_childs_own_words_come_after_ours():
     stats = MultiConnector.build_kv_connector_stats(payload({"a": loading(800)}, a={"loads": 3}, b={"loads": 4}))
     assert list(stats.reduce()["a"].items())[-1] == ("loads", 3)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lookups: who is chosen, who is waited for, where the prefill stops, and what is counted."""
 
+import math
+
 import pytest
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector.fakes import (
     FAULTS,
@@ -14,7 +15,7 @@ from tests.multi_connector.fakes import (
     request,
     scheduler_output,
 )
-from tests.multi_connector.lockstep import allocated, answering, by_label, tally_of
+from tests.multi_connector.lockstep import admit, allocated, answering, answers_it, by_label, reported, tally_of
 
 # ---- Lookup and selection.
 
@@ -38,9 +39,9 @@ def test_losers_get_the_real_blocks_and_no_tokens():
 
 def test_what_the_scheduler_does_not_take_is_loaded_by_nobody():
     connector = answering(100)
-    connector.get_num_new_matched_tokens(request(), 0)
-    connector.update_state_after_alloc(request(), blocks(1), 0)
+    admit(connector, tokens=0)
     assert allocated(connector.sub_connectors[0]) == [0]
+    assert (tally_of(connector).total("offered_tokens"), tally_of(connector).total("chosen")) == (100, 0)
     assert connector.build_connector_meta(scheduler_output()).loads == {}
 
 
@@ -112,19 +113,18 @@ def test_a_request_that_was_admitted_may_wait_again():
     connector = answering(16, None)
     connector.get_num_new_matched_tokens(request(), 0)
     connector._scheduler._clock.now += 1
-    connector.get_num_new_matched_tokens(request(), 0)
-    connector.update_state_after_alloc(request(), blocks(1), 16)
+    admit(connector)
     assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)  # after a preemption, say
 
 
 def test_an_answer_after_waiting_counts():
     connector = answering(16, None)
     connector.get_num_new_matched_tokens(request(), 0)
-    connector.sub_connectors[1].answers["get_num_new_matched_tokens"] = (64, False)
+    answers_it(connector.sub_connectors[1], (64, False))
     assert connector.get_num_new_matched_tokens(request(), 0) == (64, False)
 
 
-@pytest.mark.parametrize("answer", [-1, 1001, 16.0, "16", True, [1]])
+@pytest.mark.parametrize("answer", [-1, 1001, 10**30, 16.0, math.nan, "16", True, [1], object()])
 def test_an_impossible_answer_is_taken_as_nothing_and_counted(answer):
     connector = answering(answer, 16)
     assert connector.get_num_new_matched_tokens(request(num_tokens=1000), 0) == (16, True)
@@ -157,14 +157,10 @@ def test_an_answer_that_is_no_pair_is_taken_as_nothing(answer):
     assert by_label(tally_of(connector), "errors") == {"get_num_new_matched_tokens": 1}
 
 
-@pytest.mark.parametrize("recurrent, taken", [(False, 900), (True, 0)])
-def test_the_whole_prompt_is_a_hit_only_where_no_state_must_rewind(recurrent, taken):
-    connector = answering(900, recurrent=recurrent)
+@pytest.mark.parametrize("offer, recurrent, taken", [(900, False, 900), (900, True, 0), (899, True, 899)])
+def test_the_whole_prompt_is_a_hit_only_where_no_state_must_rewind(offer, recurrent, taken):
+    connector = answering(offer, recurrent=recurrent)
     assert connector.get_num_new_matched_tokens(request(num_tokens=1000), 100)[0] == taken
-
-
-def test_all_but_the_last_token_may_always_hit():
-    assert answering(899, recurrent=True).get_num_new_matched_tokens(request(num_tokens=1000), 100)[0] == 899
 
 
 def test_a_child_that_failed_a_request_too_often_is_not_chosen_for_it_again():
@@ -175,16 +171,15 @@ def test_a_child_that_failed_a_request_too_often_is_not_chosen_for_it_again():
     for expected in (100, 100, 16, 16, 16, 0):  # the other child has its own number, which is 3
         assert connector.get_num_new_matched_tokens(r, 0)[0] == expected
         connector.update_state_after_alloc(r, blocks(1), expected)
-        connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
+        reported(connector, failed="r")
     assert connector.get_num_new_matched_tokens(request("another"), 0)[0] == 100
 
 
 def test_a_decision_is_made_anew_at_every_lookup():
     connector = answering(100, 16)
     connector.get_num_new_matched_tokens(request(), 0)
-    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (0, False)
-    assert connector.get_num_new_matched_tokens(request(), 0) == (16, True)
-    connector.update_state_after_alloc(request(), blocks(1), 16)
+    answers_it(connector.sub_connectors[0], 0)
+    assert admit(connector) == 16
     assert [allocated(fake) for fake in connector.sub_connectors] == [[0], [16]]
 
 
@@ -201,8 +196,8 @@ def junction_setter(tokens, junction):
     return answer
 
 
-def junction_after(*answers, schedulers=64, **settings):
-    connector = answering(*[0] * len(answers), **settings)
+def junction_after(*answers, schedulers=64):
+    connector = answering(*[0] * len(answers))
     for fake, (tokens, junction) in zip(connector.sub_connectors, answers, strict=True):
         fake.answers["get_num_new_matched_tokens"] = junction_setter(tokens, junction)
     r = request(junction=schedulers)
@@ -212,20 +207,17 @@ def junction_after(*answers, schedulers=64, **settings):
     return r.shared_prefix_boundary
 
 
-def test_every_child_starts_from_the_schedulers_junction_and_the_furthest_useful_one_wins():
-    assert junction_after((128, 512), (100, 256)) == 512
-
-
-def test_a_junction_behind_the_chosen_hit_gives_way_to_the_schedulers():
-    assert junction_after((128, 100), (0, 128)) == 64
-
-
-def test_while_waiting_the_junction_stays_the_schedulers():
-    assert junction_after((128, 512), (None, 600)) == 64
-
-
-def test_an_untouched_junction_stays():
-    assert junction_after((0, None), (0, None), schedulers=300) == 300
+@pytest.mark.parametrize(
+    ("answers", "junction"),
+    [
+        ([(128, 512), (100, 256)], 512),
+        ([(128, 100), (0, 128)], 64),  # behind the chosen hit
+        ([(128, 512), (None, 600)], 64),  # one is waited for
+        ([(0, None), (0, None)], 64),
+    ],
+)
+def test_every_child_starts_from_the_schedulers_junction_and_the_furthest_useful_one_wins(answers, junction):
+    assert junction_after(*answers) == junction
 
 
 def test_a_raising_childs_junction_does_not_count():
@@ -258,37 +250,24 @@ def test_a_lookup_is_counted_once_at_admission_however_often_it_is_made():
     ]
 
 
-def test_a_hit_the_scheduler_does_not_use_was_not_chosen():
-    connector = answering(100)
-    connector.get_num_new_matched_tokens(request(), 0)
-    connector.update_state_after_alloc(request(), blocks(1), 0)
-    assert (tally_of(connector).total("offered_tokens"), tally_of(connector).total("chosen")) == (100, 0)
-
-
 def test_the_wait_is_counted_for_the_child_that_was_still_looking():
     connector = answering(16, None)
     connector.get_num_new_matched_tokens(request(), 0)
     connector._scheduler._clock.now += 0.25
-    connector.get_num_new_matched_tokens(request(), 0)
-    connector.update_state_after_alloc(request(), blocks(1), 16)
+    admit(connector)
     assert [tally_of(connector, name).total("lookup_wait_seconds") for name in "ab"] == [0, 0.25]
 
 
-def test_load_seconds_run_from_allocation_to_completion():
+@pytest.mark.parametrize("failed", ["", "r"])
+def test_load_seconds_run_from_allocation_to_the_completion_of_a_good_load(failed):
     connector = answering(16)
-    connector.get_num_new_matched_tokens(request(), 0)
-    connector.update_state_after_alloc(request(), blocks(1), 16)
+    admit(connector)
     connector._scheduler._clock.now += 0.5
-    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
+    reported(connector, failed=failed)
     found = tally_of(connector)
-    seconds = found.histograms["load_seconds"]
-    assert (seconds.count, seconds.sum, found.total("loaded_tokens")) == (1, 0.5, 16)
-
-
-def test_a_load_that_fails_is_not_among_the_load_seconds():
-    connector = answering(16)
-    connector.get_num_new_matched_tokens(request(), 0)
-    connector.update_state_after_alloc(request(), blocks(1), 16)
-    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving={"r"}))
-    assert tally_of(connector).total("failed_loads") == 1
-    assert "load_seconds" not in tally_of(connector).histograms
+    if failed:
+        assert (found.total("failed_loads"), found.total("loaded_tokens")) == (1, 0)
+        assert "load_seconds" not in found.histograms
+    else:
+        seconds = found.histograms["load_seconds"]
+        assert (seconds.count, seconds.sum, found.total("loaded_tokens")) == (1, 0.5, 16)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+import functools
+
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tests.multi_connector.fakes import FAULTS, FakeStats, child, vllm_config
+from tests.multi_connector.fakes import FAULTS, NamedPromMetrics, _raise, child, vllm_config
 from vllm_overlay.common.reasons import IGNORED_OFFERS
 from vllm_overlay.metrics import HOOK, MULTI_CONNECTOR, REASON, Kind
 from vllm_overlay.multi_connector import MultiConnector, prom_metrics
@@ -67,10 +69,17 @@ def test_each_childs_tally_is_exported_under_its_name():
     front = Front(child("a"), child("b"))
     front.metrics.observe(own(a=Tally({"queries": 2, "lookup_wait_seconds": 0.5, "errors:take_events": 3})))
     front.metrics.observe(own(a=Tally({"queries": 1}), b=Tally({"queries": 7})), 0)
+    front.metrics.observe(own(a=Tally({"queries": 2}, gauges={"state": 1, "quarantined_requests": 3})), engine_idx=1)
+    front.metrics.observe(own(a=Tally({"ignored_offers:load_off": 2}, gauges={"state": 0})), engine_idx=1)
     assert front.value("vllm:kv_connector_queries_total", connector="a") == 3
     assert front.value("vllm:kv_connector_queries_total", connector="b") == 7
     assert front.value("vllm:kv_connector_lookup_wait_seconds_total", connector="a") == 0.5
     assert front.value("vllm:kv_connector_errors_total", connector="a", hook="take_events") == 3
+    other = {"connector": "a", "engine": "1"}
+    assert front.value("vllm:kv_connector_queries_total", **other) == 2
+    assert front.value("vllm:kv_connector_ignored_offers_total", **other, reason="load_off") == 2
+    assert front.value("vllm:kv_connector_state", **other) == 0
+    assert front.value("vllm:kv_connector_quarantined_requests", **other) == 3
 
 
 def test_every_series_is_there_from_the_start_but_for_weights_that_no_offer_had_yet():
@@ -108,32 +117,6 @@ def test_a_histogram_counts_every_observation_in_its_bucket_and_keeps_their_sum(
     assert front.value(f"{name}_count", connector="b") == 0
 
 
-def test_reasons_and_hooks_are_labels():
-    front = Front(child("a"))
-    tally = Tally(
-        {"hook_seconds:wait_for_save": 0.25, "ignored_offers:load_off": 2, "ignored_offer_tokens:load_off": 128}
-    )
-    front.metrics.observe(own(a=tally))
-    assert front.value("vllm:kv_connector_hook_seconds_total", connector="a", hook="wait_for_save") == 0.25
-    assert front.value("vllm:kv_connector_ignored_offers_total", connector="a", reason="load_off") == 2
-    assert front.value("vllm:kv_connector_ignored_offer_tokens_total", connector="a", reason="load_off") == 128
-
-
-def test_gauges_hold_their_latest_value():
-    front = Front(child("a"))
-    front.metrics.observe(own(a=Tally(gauges={"state": 1, "quarantined_requests": 3})))
-    front.metrics.observe(own(a=Tally(gauges={"state": 0})))
-    assert front.value("vllm:kv_connector_state", connector="a") == 0
-    assert front.value("vllm:kv_connector_quarantined_requests", connector="a") == 3
-
-
-def test_another_engines_tally_is_its_own():
-    front = Front(child("a"))
-    front.metrics.observe(own(a=Tally({"queries": 2})), engine_idx=1)
-    assert front.value("vllm:kv_connector_queries_total", connector="a", engine="1") == 2
-    assert front.value("vllm:kv_connector_queries_total", connector="a") == 0
-
-
 def test_two_children_of_one_class_export_their_own_metrics_apart():
     front = Front(child("a"), child("b"))
     front.metrics.observe({"a": {"loads": 1}, "b": {"loads": 2}})
@@ -148,19 +131,9 @@ def test_a_class_with_a_connector_label_of_its_own_keeps_it():
     assert front.value("vllm:named_loads_total", connector="b") == 2
 
 
-@pytest.mark.parametrize("error", FAULTS)
-def test_a_child_whose_metrics_cannot_be_built_keeps_our_tally(error, monkeypatch):
-    monkeypatch.setattr(FakeStats, "error", error)
-    front = Front(child("a", "UnfitPromChild"), child("b"))
-    front.metrics.observe({**own(a=Tally({"queries": 1})), "a": {"loads": 1}, "b": {"loads": 2}})
-    assert front.value("vllm:kv_connector_queries_total", connector="a") == 1
-    assert front.value("vllm:fake_loads_total", kind="k", connector="b") == 2
-
-
 @pytest.mark.parametrize(
     "payload",
     [
-        None,
         {"a": None},
         {"*": None},
         {"*": {"tallies": {"a": None}, "classes": {}}},
@@ -180,18 +153,15 @@ def test_no_payload_can_raise_into_the_metrics_loop(payload):
     front.metrics.observe(own(a=Tally({"queries": 1})), engine_idx=99)
 
 
-def test_a_tally_that_cannot_be_exported_does_not_hide_a_childs_own_metrics():
-    front = Front(child("a"))
-    front.metrics.observe({**own(a=Tally({"queries": -5})), "a": {"loads": 1}})
-    assert front.value("vllm:fake_loads_total", kind="k", connector="a") == 1
-
-
 @pytest.mark.parametrize("error", FAULTS)
-def test_one_childs_bad_payload_does_not_hide_another_childs(error, monkeypatch):
-    monkeypatch.setattr(FakeStats, "error", error)
-    front = Front(child("a"), child("b"))
-    front.metrics.observe({"a": {"loads": -1}, "b": {"loads": 2}})
-    assert front.value("vllm:fake_loads_total", kind="k", connector="b") == 2
+@pytest.mark.parametrize("method", ["__init__", "observe"])
+def test_a_childs_metrics_that_cannot_be_built_or_exported_hide_neither_ours_nor_anothers(method, error, monkeypatch):
+    monkeypatch.setattr(NamedPromMetrics, method, functools.partial(_raise, error))
+    front = Front(child("a", "NamedChild"), child("b"))
+    front.metrics.observe({**own(a=Tally({"queries": 1})), "a": {"loads": 1}, "b": {"loads": 2}})
+    front.metrics.observe({**own(a=Tally({"queries": -5})), "b": {"loads": 1}})
+    assert front.value("vllm:kv_connector_queries_total", connector="a") == 1
+    assert front.value("vllm:fake_loads_total", kind="k", connector="b") == 3
 
 
 def test_named_labels_are_filled_in_too():

@@ -12,6 +12,7 @@ from tests.multi_connector.fakes import (
     request,
     scheduler_output,
 )
+from tests.multi_connector.lockstep import admit, answers_it
 from vllm_overlay.multi_connector.settings import ChildSettings
 
 
@@ -57,10 +58,9 @@ def seen_by(fake, connector, *request_ids):
 
 def admitted(connector, name, *tokens):
     for fake, number in zip(connector.sub_connectors, tokens, strict=True):
-        fake.answers["get_num_new_matched_tokens"] = (number, True)
+        answers_it(fake, number)
     connector.on_new_request(request(name))
-    found = connector.get_num_new_matched_tokens(request(name), 0)[0]
-    connector.update_state_after_alloc(request(name), blocks(1), found)
+    admit(connector, name)
 
 
 def test_a_child_that_sees_all_gets_the_schedulers_own_output():
@@ -129,10 +129,3 @@ def test_a_child_may_still_take_blocks_off_the_list_to_be_zeroed():
     output = output_of("r")
     connector.build_connector_meta(output)
     assert output.new_block_ids_to_zero == [2]
-
-
-@pytest.mark.parametrize("tokens, chosen", [(16, 0), (64, 64)])
-def test_an_offer_of_few_tokens_counts_as_none(tokens, chosen):
-    connector = multi(child("a", min_tokens=64))
-    connector.sub_connectors[0].answers["get_num_new_matched_tokens"] = (tokens, True)
-    assert connector.get_num_new_matched_tokens(request(), 0)[0] == chosen

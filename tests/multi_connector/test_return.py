@@ -15,14 +15,14 @@ from tests.multi_connector.fakes import (
     request,
     scheduler_output,
 )
-from tests.multi_connector.lockstep import Returning
+from tests.multi_connector.lockstep import Lockstep
 from vllm_overlay.multi_connector.lifecycle import Phase
 from vllm_overlay.multi_connector.metadata import MultiWorkerMetadata
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_child_comes_back_as_a_new_instance_everywhere(ranks):
-    engine = Returning(ranks=ranks)
+    engine = Lockstep(ranks=ranks)
     old = engine.fakes(0)
     old[0].raising = {"build_connector_meta"}
     engine.step()
@@ -51,7 +51,7 @@ def test_a_child_comes_back_as_a_new_instance_everywhere(ranks):
 
 
 def test_its_new_workers_handshake_reaches_its_new_scheduler_side():
-    engine = Returning()
+    engine = Lockstep()
     engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
     engine.step()
     build = engine.workers[0]._children[0]._build
@@ -69,7 +69,7 @@ def test_its_new_workers_handshake_reaches_its_new_scheduler_side():
 
 
 def test_it_gets_no_hook_between_its_failure_and_its_return():
-    engine = Returning()
+    engine = Lockstep()
     engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
     engine.step()
     old = engine.scheduler.sub_connectors[0]
@@ -86,7 +86,7 @@ def test_it_gets_no_hook_between_its_failure_and_its_return():
 @pytest.mark.parametrize("where", ["scheduler", "worker"])
 @pytest.mark.parametrize("hook", ["__init__", "bind_kv_cache_manager", "register_kv_caches", "reset_cache"])
 def test_an_instance_that_cannot_be_built_leaves_the_child_out_and_is_tried_again(where, hook, error):
-    engine = Returning(ranks=2)
+    engine = Lockstep(ranks=2)
     engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
     engine.step()
     side = engine.scheduler if where == "scheduler" else engine.workers[1]
@@ -110,11 +110,11 @@ def test_an_instance_that_cannot_be_built_leaves_the_child_out_and_is_tried_agai
     assert engine.recover(steps=6) or engine.recover(steps=6)
     engine.step()
     # A failed attempt is no new isolation.
-    assert (engine.told["isolations"], engine.told["returns"]) == (1, 1)
+    assert (engine.told("isolations"), engine.told("returns")) == (1, 1)
 
 
 def test_requests_older_than_the_instance_are_never_shown_to_it():
-    engine = Returning()
+    engine = Lockstep()
     for name in ("old", "older"):
         engine.scheduler.on_new_request(request(name))
         engine.scheduler.get_num_new_matched_tokens(request(name), 0)
@@ -141,7 +141,7 @@ def test_requests_older_than_the_instance_are_never_shown_to_it():
 
 
 def test_an_answer_to_an_older_order_is_none_to_the_present_one():
-    engine = Returning()
+    engine = Lockstep()
     metadata = engine.scheduler.build_connector_meta(scheduler_output())
     engine.workers[0].bind_connector_metadata(metadata)
     late = MultiWorkerMetadata((None, None), metadata.orders, frozenset({0}))
@@ -153,11 +153,17 @@ def test_an_answer_to_an_older_order_is_none_to_the_present_one():
 
 
 def test_an_idle_engine_goes_on_stepping_while_workers_must_be_told_but_not_while_it_rests():
-    engine = Returning()
+    engine = Lockstep()
     assert not engine.scheduler.has_pending_push_work()
     engine.scheduler.sub_connectors[0].raising = {"on_new_request"}
     engine.scheduler.on_new_request(request())
     assert engine.scheduler.has_pending_push_work()
+    engine.step()
+    assert not engine.scheduler.has_pending_push_work()
+    engine.clock.now += 100
+    answers = engine.run(engine.plan())
+    assert engine.scheduler.has_pending_push_work()  # half open: the workers' answers are still to come
+    engine.scheduler.update_connector_output(answers)
     engine.step()
     assert not engine.scheduler.has_pending_push_work()
 
@@ -173,7 +179,7 @@ def unstoppable(name):
 
 
 def test_a_child_that_cannot_be_stopped_keeps_its_blocks_until_it_has_reported_them():
-    engine = Returning(unstoppable("a"), child("b"))
+    engine = Lockstep(unstoppable("a"), child("b"))
     engine.admit("r", 0)
     engine.finish("s", 0)
     engine.step()
@@ -182,7 +188,7 @@ def test_a_child_that_cannot_be_stopped_keeps_its_blocks_until_it_has_reported_t
         output = engine.step()
         assert (output.finished_recving, output.finished_sending) == (None, None)
     assert not engine.recover()
-    assert engine.gauges.items() >= {"state": 1.0, "quarantined_requests": 2.0}.items()
+    assert engine.tallies["a"].gauges.items() >= {"state": 1.0, "quarantined_requests": 2.0}.items()
     engine.report(0, recving={"r"}, failed={"r"}, sending={"s"})
     output = engine.step()
     assert (output.failed_recving, output.finished_sending) == ({"r"}, {"s"})
@@ -190,7 +196,7 @@ def test_a_child_that_cannot_be_stopped_keeps_its_blocks_until_it_has_reported_t
 
 
 def test_a_child_whose_shutdown_raises_is_shut_down_again_after_a_pause_and_then_comes_back():
-    engine = Returning()
+    engine = Lockstep()
     engine.admit("r", 0)
     bad = engine.workers[0].sub_connectors[0]
     bad.raising = {"start_load_kv", "shutdown"}
@@ -207,7 +213,7 @@ def test_a_child_whose_shutdown_raises_is_shut_down_again_after_a_pause_and_then
 
 
 def test_a_load_that_is_never_reported_isolates_its_child_and_fails():
-    engine = Returning(isolate_after_s=30)
+    engine = Lockstep(isolate_after_s=30)
     engine.admit("r", 0)
     engine.step()
     engine.clock.now += 29
@@ -218,7 +224,7 @@ def test_a_load_that_is_never_reported_isolates_its_child_and_fails():
 
 
 def test_a_child_in_whose_memory_the_cache_lives_is_never_shut_down_nor_replaced():
-    engine = Returning()
+    engine = Lockstep()
     for connector in engine.workers:
         connector.sub_connectors[0].answers["get_mem_pool_context"] = contextlib.nullcontext()
         connector.get_mem_pool_context()
@@ -233,7 +239,7 @@ def test_a_child_in_whose_memory_the_cache_lives_is_never_shut_down_nor_replaced
 
 
 def test_a_request_that_ends_while_its_child_is_being_stopped_keeps_its_blocks_till_then():
-    engine = Returning()
+    engine = Lockstep()
     engine.scheduler.update_state_after_alloc(request("r"), blocks(1), 0)
     engine.workers[0].sub_connectors[0].raising = {"start_load_kv", "shutdown"}
     engine.admit("load", 0)
@@ -248,7 +254,7 @@ def test_a_request_that_ends_while_its_child_is_being_stopped_keeps_its_blocks_t
 
 
 def test_what_was_held_for_the_old_instance_is_not_expected_of_the_new_one():
-    engine = Returning()
+    engine = Lockstep()
     engine.scheduler.update_state_after_alloc(request("r"), blocks(1), 0)
     engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
     metadata = engine.scheduler.build_connector_meta(scheduler_output())
@@ -266,33 +272,9 @@ def test_what_was_held_for_the_old_instance_is_not_expected_of_the_new_one():
     assert engine.tables_are_empty()
 
 
-@pytest.mark.parametrize("hook", ["__init__", "bind_kv_cache_manager"])
-def test_a_new_instance_that_hangs_while_it_starts_is_named_too(hook, monkeypatch):
-    engine = Returning()
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    engine.step()
-    hanging, build = engine.scheduler._children[0], engine.scheduler._children[0]._build
-    seen = []
-
-    def look(*args):
-        seen.append(hanging._watchdog._call[1])
-
-    def building():
-        if hook == "__init__":
-            look()
-        fake = build()
-        fake.answers[hook] = look
-        return fake
-
-    hanging._build = building
-    assert engine.recover()
-    assert seen == [hook]
-    assert hanging._watchdog._call is None
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_each_time_a_child_leaves_service_is_one_isolation_in_however_many_processes_it_fails(ranks):
-    engine = Returning(ranks=ranks)
+    engine = Lockstep(ranks=ranks)
     for number in range(1, 4):
         scheduler_side, *worker_sides = engine.fakes(0)
         scheduler_side.raising = {"update_connector_output"}
@@ -300,28 +282,22 @@ def test_each_time_a_child_leaves_service_is_one_isolation_in_however_many_proce
             fake.raising = {"start_load_kv"}
         for _ in range(4):
             engine.step()
-        assert (engine.told["isolations"], engine.told["returns"]) == (number, number - 1)
+        assert (engine.told("isolations"), engine.told("returns")) == (number, number - 1)
         assert engine.recover()
         engine.step()
-        assert (engine.told["isolations"], engine.told["returns"]) == (number, number)
+        assert (engine.told("isolations"), engine.told("returns")) == (number, number)
 
 
 def test_a_child_out_of_service_is_in_every_report_and_its_return_in_one():
-    engine, states = Returning(), []
-    original = engine.scheduler.get_kv_connector_stats
+    engine = Lockstep()
 
-    def collecting():
-        stats = original()
-        found = stats.data["*"].tallies.get("a") if stats else None
-        states.append(found.gauges.get("state") if found else None)
-        return stats
-
-    engine.scheduler.get_kv_connector_stats = collecting
-    engine.step()
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    for _ in range(4):
+    def reported():
+        engine.tallies["a"].gauges.clear()
         engine.step()
-    assert states == [None, 2, 2, 2, 2]
-    assert engine.recover()
-    engine.step()
-    assert [state for state in states[5:] if state != 3] == [0, None]
+        return engine.tallies["a"].gauges.get("state")
+
+    assert reported() is None
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+    assert [reported() for _ in range(4)] == [2, 2, 2, 2]
+    engine.clock.now += 100
+    assert [state for _ in range(4) if (state := reported()) != 3][:2] == [0, None]

@@ -23,19 +23,6 @@ def refusal(*children, **settings):
     return sentence
 
 
-def test_names_default_to_the_class_and_are_made_unique():
-    assert [spec.name for spec in specs(child(), child("cpu"), child(), child())] == [
-        "FakeChild",
-        "cpu",
-        "FakeChild#2",
-        "FakeChild#3",
-    ]
-
-
-def test_a_default_name_avoids_the_given_ones():
-    assert [spec.name for spec in specs(child(), child("FakeChild"))] == ["FakeChild#2", "FakeChild"]
-
-
 def test_weights_are_measured_by_default_and_read_per_child():
     found = specs(child(), child(weight=0), child(weight=2.5), child(weight="auto"))
     assert [spec.load_weight for spec in found] == [
@@ -94,48 +81,41 @@ def test_no_children_is_refused(settings):
         child_specs(settings, kv_role="kv_both", engine_id=None)
 
 
-def test_two_children_of_one_name_are_refused():
-    assert refusal(child("cpu"), child("cpu")) == (
-        "two connectors of the MultiConnector have the name 'cpu': give each its own"
-    )
-
-
-@pytest.mark.parametrize("weight", [-1, "much", "nan", True, float("nan"), float("inf"), []])
-def test_a_weight_that_is_none_is_refused_by_child(weight):
-    assert "of connector 'cpu' must be \"auto\" or a number of at least 0" in refusal(child("cpu", weight=weight))
-
-
-def test_an_unknown_key_of_a_child_is_refused_by_child():
-    assert "unknown setting 'kv_conector' of connector 'cpu': it takes " in refusal(
-        {**child("cpu"), "kv_conector": "x"}
-    )
-
-
-def test_a_setting_of_the_child_in_the_wrong_place_is_refused_with_the_place():
-    sentence = refusal({**child("cpu"), "load_weight": 2.0})
-    assert sentence.startswith("unknown setting 'load_weight' of connector 'cpu': it takes kv_connector, ")
-    assert sentence.endswith("; load_weight belongs in this connector's kv_connector_extra_config")
-
-
+CPU = child("cpu")
 NAMED = {"kv_connector_extra_config": {"name": "cpu"}}
 
 
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ({**child("cpu"), "kv_role": "kv_all"}, "kv_role"),
-        ({**child("cpu"), "engine_id": 5}, "engine_id"),
-        ({**child("cpu"), "kv_connector": "NoSuchClass"}, "NoSuchClass not found in"),
-        ({**child("cpu"), "kv_connector": "child"}, "cannot be imported: it is no class"),
-        (
-            {**child("cpu"), "kv_connector_module_path": "no.such.module"},
-            "in kv_connector_module_path='no.such.module' of",
-        ),
-        ({**child("cpu"), "kv_connector": None}, 'must be a class name, such as "NixlConnector"'),
-        ({**child("cpu"), "kv_conector": "x"}, "; did you mean kv_connector?"),
+        ({**CPU, "kv_role": "kv_all"}, "kv_role"),
+        ({**CPU, "engine_id": 5}, "engine_id"),
+        ({**CPU, "kv_connector": "NoSuchClass"}, "NoSuchClass not found in"),
+        ({**CPU, "kv_connector": "child"}, "cannot be imported: it is no class"),
+        ({**CPU, "kv_connector_module_path": "no.such.module"}, "in kv_connector_module_path='no.such.module' of"),
+        ({**CPU, "kv_connector": None}, 'must be a class name, such as "NixlConnector"'),
+        ({**CPU, "kv_conector": "x"}, "unknown setting 'kv_conector' of connector 'cpu': it takes kv_connector, "),
+        ({**CPU, "kv_conector": "x"}, "; did you mean kv_connector?"),
+        ({**CPU, "load_weight": 2.0}, "; load_weight belongs in this connector's kv_connector_extra_config"),
+        ({**CPU, "max_load_attempts": 2}, "; max_load_attempts belongs in this connector's kv_connector_extra_config"),
         ({"kv_connector": "NixlConector", **NAMED}, "kv_connector='NixlConector' of connector 'cpu' is not registered"),
         ({"kv_connector": "NixlConector", **NAMED}, "module that has it; did you mean NixlConnector?"),
         ({"kv_connector": "MoRIIOConnector", **NAMED}, 'use "NixlConnector" here, or MoRIIOConnector without the'),
+        (
+            child("cpu", min_tokens=-1),
+            "min_tokens=-1 of connector 'cpu' must be a whole number of at least 0, such as 0",
+        ),
+        (child("cpu", store="no"), "store='no' of connector 'cpu' must be true or false, such as true"),
+        (child("cpu", promote=1), "promote=1 of connector 'cpu' must be true or false"),
+        (
+            child("cpu", max_load_attempts=0),
+            "max_load_attempts=0 of connector 'cpu' must be a whole number of at least 1",
+        ),
+        (child("cpu", max_load_attempts="few"), "max_load_attempts='few' of connector 'cpu' must be a whole number"),
+        *(
+            (child("cpu", weight=weight), "of connector 'cpu' must be \"auto\" or a number of at least 0")
+            for weight in (-1, "much", "nan", True, float("nan"), float("inf"), [])
+        ),
     ],
 )
 def test_a_child_that_cannot_be_configured_is_refused_by_child(entry, words):
@@ -144,44 +124,50 @@ def test_a_child_that_cannot_be_configured_is_refused_by_child(entry, words):
     assert words in sentence
 
 
-@pytest.mark.parametrize("name", ["", 5, ["cpu"]])
-def test_a_name_that_is_none_is_refused(name):
-    assert 'must be a word such as "cpu"' in refusal(child(name))
-
-
-def test_extra_config_that_is_no_mapping_is_refused():
-    assert "must be a mapping" in refusal({**child(), "kv_connector_extra_config": ["name"]})
-
-
-def test_an_unknown_setting_is_refused():
-    assert refusal(child(), lookup_timeout=1) == (
-        "unknown setting 'lookup_timeout' of the MultiConnector: it takes connectors, "
-        "lookup_timeout_ms, isolate_after_s, retry_first_s, retry_longest_s, hang_after_s, "
-        "control_file, load_failure_policy; did you mean lookup_timeout_ms?"
-    )
-
-
-def test_a_setting_of_a_child_beside_the_children_is_refused_with_the_place():
-    assert refusal(child(), min_tokens=5).endswith(
-        "; min_tokens belongs in the kv_connector_extra_config of each child"
-    )
-
-
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("entries", "settings", "words"),
     [
-        ({"lookup_timeout_ms": -1}, "lookup_timeout_ms=-1 of the MultiConnector must be a number of at least 0"),
-        ({"lookup_timeout_ms": "5 ms"}, "lookup_timeout_ms='5 ms' of the MultiConnector must be a number"),
-        ({"isolate_after_s": -1}, "isolate_after_s=-1 of the MultiConnector must be a number of at least 0"),
-        ({"load_failure_policy": "ignore"}, 'must be "fail" or "recompute", such as "recompute"'),
+        ([CPU, CPU], {}, "two connectors of the MultiConnector have the name 'cpu': give each its own"),
+        *(([child(name)], {}, 'must be a word such as "cpu"') for name in ("", 5, ["cpu"])),
+        ([child("*")], {}, "is taken by the statistics"),
+        ([{**child(), "kv_connector_extra_config": ["name"]}], {}, "must be a mapping"),
         (
+            [CPU],
+            {"lookup_timeout": 1},
+            "unknown setting 'lookup_timeout' of the MultiConnector: it takes connectors, lookup_timeout_ms, "
+            "isolate_after_s, retry_first_s, retry_longest_s, hang_after_s, control_file, load_failure_policy; "
+            "did you mean lookup_timeout_ms?",
+        ),
+        ([CPU], {"min_tokens": 5}, "; min_tokens belongs in the kv_connector_extra_config of each child"),
+        ([CPU], {"lookup_timeout_ms": -1}, "lookup_timeout_ms=-1 of the MultiConnector must be a number of at least 0"),
+        ([CPU], {"lookup_timeout_ms": "5 ms"}, "lookup_timeout_ms='5 ms' of the MultiConnector must be a number"),
+        ([CPU], {"isolate_after_s": -1}, "isolate_after_s=-1 of the MultiConnector must be a number of at least 0"),
+        ([CPU], {"load_failure_policy": "ignore"}, 'must be "fail" or "recompute", such as "recompute"'),
+        (
+            [CPU],
             {"retry_first_s": 5, "retry_longest_s": 1},
             "retry_longest_s=1 of the MultiConnector is less than retry_first_s=5: set retry_longest_s to at least 5",
         ),
+        (
+            [CPU],
+            {"control_file": "/"},
+            "control_file='/' of the MultiConnector is a directory: set it to a file, which need not be there yet, "
+            'such as "/switches.json"',
+        ),
+        (
+            [child("a", weight=0), child("b", weight=0)],
+            {},
+            "load_weight=0 of every connector of the MultiConnector (a, b), so that none would ever load: set "
+            'load_weight of one to "auto" or above 0, or load of each to false',
+        ),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused(settings, sentence):
-    assert sentence in refusal(child(), **settings)
+def test_what_cannot_work_is_refused(entries, settings, words):
+    assert words in refusal(*entries, **settings)
+
+
+def test_a_control_file_and_its_directory_may_come_later(tmp_path):
+    assert multi(child("a"), control_file=str(tmp_path / "no" / "such" / "switches.json"))
 
 
 @pytest.mark.parametrize("connectors", [{"kv_connector": "FakeChild"}, ["FakeChild"], "FakeChild"])
@@ -193,29 +179,6 @@ def test_children_that_are_no_list_of_mappings_are_refused(connectors):
 def test_equal_pauses_are_taken():
     assert multi_settings({"connectors": [child()], "retry_first_s": 2, "retry_longest_s": 2})
     assert multi_settings({"connectors": [child()], "retry_first_s": 120}).retry_longest_s == 120
-
-
-def test_a_directory_as_control_file_is_refused(tmp_path):
-    assert refusal(child(), control_file=str(tmp_path)) == (
-        f"control_file={str(tmp_path)!r} of the MultiConnector is a directory: set it to a file, which need not be "
-        f'there yet, such as "{tmp_path}/switches.json"'
-    )
-
-
-def test_a_control_file_may_come_later(tmp_path):
-    assert multi(child("a"), control_file=str(tmp_path / "later.json"))
-
-
-def test_the_directory_of_a_control_file_may_come_later_too(tmp_path):
-    path = str(tmp_path / "no" / "such" / "switches.json")
-    assert multi(child("a"), control_file=path)
-
-
-def test_weights_of_zero_throughout_are_refused():
-    assert refusal(child("a", weight=0), child("b", weight=0)) == (
-        "load_weight=0 of every connector of the MultiConnector (a, b), so that none would ever load: set load_weight "
-        'of one to "auto" or above 0, or load of each to false'
-    )
 
 
 @pytest.mark.parametrize(
@@ -275,30 +238,6 @@ def test_a_child_that_cannot_be_built_is_named_and_the_built_ones_are_shut_down(
     assert built[0].called("shutdown") == [[]]
 
 
-def test_children_get_configurations_of_their_own():
-    a, b = multi(child("a"), child("b")).sub_connectors
-    assert a._vllm_config is not b._vllm_config
-    assert a._kv_transfer_config.kv_connector_extra_config["name"] == "a"
-    assert b._kv_transfer_config.kv_connector_extra_config["name"] == "b"
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"min_tokens": -1}, "min_tokens=-1 of connector 'cpu' must be a whole number of at least 0, such as 0"),
-        ({"store": "no"}, "store='no' of connector 'cpu' must be true or false, such as true"),
-        ({"promote": 1}, "promote=1 of connector 'cpu' must be true or false"),
-        (
-            {"max_load_attempts": 0},
-            "max_load_attempts=0 of connector 'cpu' must be a whole number of at least 1, such as 3",
-        ),
-        ({"max_load_attempts": "few"}, "max_load_attempts='few' of connector 'cpu' must be a whole number"),
-    ],
-)
-def test_a_switch_of_a_child_that_is_none_is_refused_by_child(given, words):
-    assert words in refusal(child("cpu", **given))
-
-
 def test_a_child_is_not_shown_the_switches_that_are_ours():
     (spec,) = specs(child("cpu", min_tokens=5, store=False, load=True, promote=False, own=1))
     assert spec.kv_transfer_config.kv_connector_extra_config == {"name": "cpu", "own": 1}
@@ -315,11 +254,6 @@ def test_attempts_are_each_childs_own_and_the_child_is_shown_them_like_its_weigh
     }
 
 
-def test_attempts_beside_the_childs_own_settings_are_refused_with_the_place():
-    sentence = refusal({**child("cpu"), "max_load_attempts": 2})
-    assert sentence.endswith("; max_load_attempts belongs in this connector's kv_connector_extra_config")
-
-
 def test_a_child_whose_module_panics_while_it_is_imported_is_refused_by_child(monkeypatch):
     def panic(config):
         raise Panic("from native code")
@@ -329,7 +263,3 @@ def test_a_child_whose_module_panics_while_it_is_imported_is_refused_by_child(mo
         "kv_connector='FakeChild' in kv_connector_module_path='tests.multi_connector.fakes' of connector 'cpu' cannot "
         "be imported: from native code"
     )
-
-
-def test_the_name_of_our_own_statistics_is_no_childs():
-    assert "is taken by the statistics" in refusal(child("*"))

@@ -16,6 +16,7 @@ from tests.multi_connector.fakes import (
     FakeHandshake,
     FakeMetadata,
     FakeWorkerMetadata,
+    breaking,
     child,
     multi,
     request,
@@ -42,8 +43,9 @@ def test_a_load_is_done_when_its_child_says_so():
     engine.report(1, recving={"r"})
     output = engine.step()
     assert (output.finished_recving, output.failed_recving) == ({"r"}, set())
-    assert tally_of(engine.scheduler, "b").total("loaded_tokens") == 64
+    assert engine.told("loaded_tokens", "b") == 64
     engine.finish("r")
+    engine.step()
     assert engine.tables_are_empty()
 
 
@@ -74,8 +76,8 @@ def test_a_failed_load_is_told_and_counted():
     engine.report(1, recving={"r"}, failed={"r"})
     output = engine.step()
     assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"})
-    assert tally_of(engine.scheduler, "b").total("failed_loads") == 1
-    assert tally_of(engine.scheduler, "b").total("loaded_tokens") == 0
+    assert engine.told("failed_loads", "b") == 1
+    assert engine.told("loaded_tokens", "b") == 0
 
 
 def test_with_two_ranks_a_load_is_done_when_both_ranks_childs_say_so():
@@ -88,26 +90,17 @@ def test_with_two_ranks_a_load_is_done_when_both_ranks_childs_say_so():
     assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"})
 
 
-def test_blocks_are_free_when_every_child_that_holds_them_has_reported():
-    engine = Lockstep()
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_are_free_when_every_child_that_holds_them_has_reported_on_every_rank(ranks):
+    engine = Lockstep(ranks=ranks)
     assert engine.finish("r", 0, 1)
-    engine.report(1, sending={"r"})
-    assert engine.step().finished_sending is None
-    engine.report(1, sending={"r"})
-    assert engine.step().finished_sending is None  # told twice, still one child
-    engine.report(0, sending={"r"})
-    assert engine.step().finished_sending == {"r"}
-    assert engine.tables_are_empty()
-
-
-def test_with_two_ranks_blocks_are_free_when_every_child_on_both_has_reported():
-    engine = Lockstep(ranks=2)
-    engine.finish("r", 0, 1)
-    for rank, index in ((0, 0), (0, 1), (1, 0)):
+    *others, last = [(rank, index) for rank in range(ranks) for index in (0, 1)]
+    for rank, index in [*others, others[0]]:  # told twice, still one child
         engine.report(index, rank=rank, sending={"r"})
         assert engine.step().finished_sending is None
-    engine.report(1, rank=1, sending={"r"})
+    engine.report(last[1], rank=last[0], sending={"r"})
     assert engine.step().finished_sending == {"r"}
+    assert engine.tables_are_empty()
 
 
 def test_a_request_no_child_holds_is_free_at_once():
@@ -192,21 +185,16 @@ def test_worker_metadata_of_ranks_is_added_up_per_child():
     assert merged.broken == {1}
 
 
-@pytest.mark.parametrize("error", FAULTS)
-def test_worker_metadata_that_cannot_be_added_up_isolates_its_child(error):
-    bad = MultiWorkerMetadata((FakeWorkerMetadata({error.__name__}), FakeWorkerMetadata({"x"})))
+@pytest.mark.parametrize("error", [*FAULTS, *ENDINGS])
+def test_worker_metadata_that_cannot_be_added_up_isolates_its_child_unless_the_process_ends(error):
+    broken = breaking(FakeWorkerMetadata(), "aggregate", error)
+    bad = MultiWorkerMetadata((broken, FakeWorkerMetadata({"x"})))
+    if error in ENDINGS:
+        with pytest.raises(error):
+            bad.aggregate(bad)
+        return
     merged = bad.aggregate(bad)
     assert (merged.children, merged.broken) == ((None, FakeWorkerMetadata({"x"})), {0})
-
-
-@pytest.mark.parametrize("error", ENDINGS)
-def test_a_shutdown_passes_while_worker_metadata_is_added_up(error):
-    class Ending(FakeWorkerMetadata):
-        def aggregate(self, other):
-            raise error
-
-    with pytest.raises(error):
-        MultiWorkerMetadata((Ending(),)).aggregate(MultiWorkerMetadata((Ending(),)))
 
 
 def test_nothing_to_say_is_no_worker_metadata():
@@ -251,28 +239,16 @@ def test_events_of_all_ranks_are_added_up_per_child():
 
 
 @pytest.mark.parametrize("error", FAULTS)
-@pytest.mark.parametrize("method", ["get_all_events", "get_number_of_workers"])
-def test_a_childs_events_that_cannot_be_added_up_harm_nobody(method, error):
-    engine = Lockstep(ranks=2)
-    (_, a0, a1), (_, b0, b1) = engine.fakes(0), engine.fakes(1)
-    a0.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["x"])
-    a1.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["x"], method, error)
-    b0.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["y"])
-    b1.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["z"])
-    engine.step()
-    ((b,),) = engine.scheduler.sub_connectors[1].called("update_connector_output")
-    assert (b.kv_cache_events.events, b.kv_cache_events.workers) == (["y", "z"], 2)
-
-
-@pytest.mark.parametrize("error", FAULTS)
 def test_events_that_raise_in_every_method_of_their_container_harm_nobody(error):
-    for method in ("add_events", "increment_workers"):
-        events = MultiKVEvents({0: FakeEvents(["x"], method, error), 1: FakeEvents(["y"])})
-        events.add_events([(0, FakeEvents(["x"])), (1, FakeEvents(["y"]))])
-        assert events.children[1].events == ["y", "y"]
-    events = MultiKVEvents({0: FakeEvents(["x"], "aggregate", error), 1: FakeEvents(["y"])})
+    for method in ("add_events", "increment_workers", "get_all_events", "get_number_of_workers"):
+        bad, good = breaking(FakeEvents(["x"]), method, error), FakeEvents(["x"])
+        ours, theirs = (bad, good) if method in ("add_events", "increment_workers") else (good, bad)
+        events = MultiKVEvents({0: ours, 1: FakeEvents(["y"])})
+        events.add_events([(0, theirs), (1, FakeEvents(["y"]))])
+        assert (events.children[1].events, events.children[1].workers) == (["y", "y"], 2)
+    events = MultiKVEvents({0: breaking(FakeEvents(["x"]), "aggregate", error), 1: FakeEvents(["y"])})
     assert list(events.aggregate().children) == [1]
-    events = MultiKVEvents({0: FakeEvents(["x"], "clear_events", error), 1: FakeEvents(["y"])})
+    events = MultiKVEvents({0: breaking(FakeEvents(["x"]), "clear_events", error), 1: FakeEvents(["y"])})
     events.clear_events()
     assert events.children[1].events == []
 

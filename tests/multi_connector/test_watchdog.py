@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from tests.multi_connector.fakes import FAULTS, child, multi, scheduler_output
+from tests.multi_connector.fakes import child, multi, scheduler_output
 from tests.waiting import until
 from vllm_overlay.multi_connector import hooks
 from vllm_overlay.multi_connector.hooks import Watchdog
@@ -53,20 +53,6 @@ def test_a_hook_in_time_is_not_reported(lines):
     clock.now += 100.0
     dog.look()
     assert not lines
-
-
-@pytest.mark.parametrize("error", FAULTS)
-def test_a_hook_is_named_even_when_its_place_cannot_be_read(error, lines, monkeypatch):
-    def frames():
-        raise error("frames")
-
-    monkeypatch.setattr(hooks.sys, "_current_frames", frames)
-    dog, clock = watched()
-    dog.began("cpu", "wait_for_save")
-    clock.now += 10.5
-    dog.look()
-    (line,) = lines
-    assert line.startswith("Connector 'cpu' has not returned from wait_for_save") and "frames" in line
 
 
 def test_a_process_that_has_no_more_threads_is_served_without_one(lines, monkeypatch):

@@ -42,6 +42,12 @@ class NixlProducer(NixlBaseConnector):
         self.connector_scheduler.build_connector_meta.side_effect = lambda output: KVConnectorMetadata()
         self.connector_worker = None if role == KVConnectorRole.SCHEDULER else _nixl_worker()
 
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """No network."""
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        """No network."""
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """The producer loads nothing."""
 
@@ -104,6 +110,12 @@ class HiSparse(HiSparseConnector):
         self.connector_worker = None
         self.connector_scheduler = HiSparseConnectorScheduler(async_speculative=False)
         self.connector_scheduler.bind_coordinator(coordinator())
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """It has its coordinator."""
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """No GPU."""
 
     @property
     def coordinator(self) -> Any:

@@ -15,10 +15,10 @@ import pytest
 
 from tests.patches.trees import ORIGINALS, THREE_STEPS, A, B, C, contents, make_series
 from vllm_overlay.patching import installed
+from vllm_overlay.patching.advice import FileState
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.originals import STATE_DIRECTORY
 from vllm_overlay.patching.series import sha256
-from vllm_overlay.patching.states import FileState
 from vllm_overlay.patching.tree import apply, reverse, status
 
 REPO = Path(__file__).resolve().parents[2]

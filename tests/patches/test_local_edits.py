@@ -10,9 +10,9 @@ import pytest
 
 from tests.patches.trees import ORIGINALS, A, B, C, contents, make_tree, make_unpatched
 from vllm_overlay.patching import installed
+from vllm_overlay.patching.advice import FileState
 from vllm_overlay.patching.cli import main
 from vllm_overlay.patching.diff import PatchError
-from vllm_overlay.patching.states import FileState
 from vllm_overlay.patching.tree import apply, reverse, status
 
 DESTROYS = re.compile(

@@ -7,10 +7,10 @@ import pytest
 
 from tests.patches.trees import ORIGINALS, THREE_STEPS, A, B, C, contents, make_series
 from vllm_overlay.patching import tree as patching_tree
+from vllm_overlay.patching.advice import FileState
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.originals import STATE_DIRECTORY, KeptOriginals
 from vllm_overlay.patching.series import Sums, sha256
-from vllm_overlay.patching.states import FileState
 from vllm_overlay.patching.tree import apply, reverse, status
 
 

@@ -4,9 +4,9 @@
 import pytest
 
 from tests.patches.trees import ORIGINALS, A, B, C, contents, installed_originals, make_tree, make_unpatched
+from vllm_overlay.patching.advice import FileState
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.originals import STATE_DIRECTORY
-from vllm_overlay.patching.states import FileState
 from vllm_overlay.patching.tree import apply, find_root, refusal, reverse, status, version_of
 
 

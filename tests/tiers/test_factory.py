@@ -10,7 +10,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tests.tiers.store_tier import StoreTierSpec
 from vllm_overlay.config import MIB, ConfigError
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
-from vllm_overlay.registry import Registry
+from vllm_overlay.settings.registry import Registry
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.factory import TIERS, tier_spec
 from vllm_overlay.tiers.policies.factory import POLICIES, make_policy

@@ -12,11 +12,11 @@ from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
 from vllm_overlay.cli.console import shown, size
 from vllm_overlay.cli.table import Rows, show_table
 from vllm_overlay.config import ConfigError, parse_bytes
-from vllm_overlay.path_setting import parse_path
 from vllm_overlay.planning.capacity import Conversation
 from vllm_overlay.planning.plan import Plan, make_plan
 from vllm_overlay.planning.question import FLAGS, Question
 from vllm_overlay.planning.server_command import shell_line
+from vllm_overlay.settings.paths import parse_path
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

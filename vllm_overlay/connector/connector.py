@@ -28,7 +28,7 @@ from vllm_overlay.connector.placement import NULL_BLOCK
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.named_child import NamedChild, empty_hook
-from vllm_overlay.startup import prepare_process
+from vllm_overlay.plugin import prepare_process
 from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.factory import tier_spec

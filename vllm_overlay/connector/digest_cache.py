@@ -4,10 +4,12 @@
 It and its directory must be this user's, and closed to others.
 """
 
+import contextlib
 import errno
 import logging
 import os
 import stat
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +18,6 @@ import msgspec
 from msgspec import Meta
 
 from vllm_overlay import versions
-from vllm_overlay.common.atomic_file import replace_file
 from vllm_overlay.common.ownership import why_not_ours
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class DigestCache:
         content = _Content(versions.WEIGHT_DIGESTS, entries[-MAX_ENTRIES:])
         try:
             if not why_not_ours(os.stat(self._path.parent)):
-                replace_file(self._path, msgspec.json.encode(content))
+                _replace_file(self._path, msgspec.json.encode(content))
         except OSError as error:
             logger.warning("Cannot keep the weights' digests in %s: %s", self._path, error)
 
@@ -133,3 +134,20 @@ class DigestCache:
             why,
         )
         return {}
+
+
+def _replace_file(path: Path, content: bytes) -> None:
+    """Gives ``path`` the content, with mode 0600: a reader sees the old bytes or the new ones, never a part of them.
+
+    Its directory must exist. Raises OSError; then nothing has changed. Nothing is synced: after a crash the file may be
+    the old one.
+    """
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(scratch, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+        raise

@@ -46,11 +46,6 @@ class Explanations:
         self._waiting: dict[str, _Lost] = {}
         """Requests that were in no step yet."""
 
-    @property
-    def tracked(self) -> int:
-        """Entries in its tables."""
-        return len(self._waiting)
-
     def looked_up(self, request: "Request", num_local: int, lookup: Lookup) -> None:
         """The answer to a lookup; it replaces an earlier one."""
         if logger.isEnabledFor(logging.DEBUG):

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_overlay.common.log_summary import in_bytes
 from vllm_overlay.config import ConfigError, TierSettings, parse_bytes
-from vllm_overlay.connector.amx import ask_for_amx
 from vllm_overlay.connector.explanations import Explanations
 from vllm_overlay.connector.fingerprint import compute_fingerprints
 from vllm_overlay.connector.kv_cache_groups import cell_facts, group_tensors, page_facts, planner_groups
 from vllm_overlay.connector.lora.digests import loaded_adapters
 from vllm_overlay.connector.metadata import OffloadHandshake
 from vllm_overlay.connector.scheduler import OffloadScheduler
-from vllm_overlay.connector.start_line import start_line
 from vllm_overlay.connector.worker import OffloadWorker
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tally import Tally
@@ -55,7 +54,7 @@ def build_worker(
     kv_caches: dict[str, torch.Tensor],
 ) -> tuple[OffloadWorker, OffloadHandshake]:
     """Makes the worker's half, and what it tells the scheduler's. Raises ConfigError or GeometryError."""
-    ask_for_amx()
+    _ask_for_amx()
     settings = spec.settings
     match_unit = kv_cache_config.hash_block_size
     tensors = group_tensors(vllm_config, kv_cache_config, kv_caches, match_unit)
@@ -78,6 +77,16 @@ def build_worker(
         tally=tally,
     )
     return worker, OffloadHandshake(rank, geometry, part)
+
+
+def _ask_for_amx() -> None:
+    """Permission to use the processor's AMX tiles. Linux gives it to a process that asks.
+
+    vLLM 0.32.0's kernels for experts use tiles without asking. Usually oneDNN has asked before, in the first larger
+    product. After a restore there may be no such product. The engine then ended with an illegal instruction.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def _transfer(
@@ -132,3 +141,27 @@ def speculative_snapshot_tokens(spec: TierSpec[Any], geometry: Geometry, world_s
         return tokens
     is_large = (spec.capacity_bytes or 0) >= AUTO_SPECULATIVE_STATES * geometry.state_bytes * world_size
     return AUTO_SPECULATIVE_TOKENS if spec.learns and is_large else 0
+
+
+def start_line(name: str, geometry: Geometry, world_size: int, capacity_bytes: int | None) -> str:
+    """What the log says of a tier at start: its configuration, and what follows from it for this model.
+
+    ``name`` is the connector's. ``capacity_bytes`` is of all ranks, and None when the tier does not say.
+    """
+    blocks = " and ".join(str(size) for size in sorted({group.block_size for group in geometry.groups}))
+    line = f"{name}: {geometry.describe()}; blocks of {blocks} tokens"
+    if capacity_bytes is None:
+        return line
+    held = _held(geometry, world_size, capacity_bytes)
+    return f"{line}; capacity {in_bytes(capacity_bytes)} in all ranks: {', or '.join(held)}"
+
+
+def _held(geometry: Geometry, world_size: int, capacity_bytes: int) -> list[str]:
+    """What fills the tier. On a disk the headers of files and their padding are left out."""
+    held = []
+    if geometry.token_bytes:
+        held.append(f"the attention of {int(capacity_bytes / (geometry.token_bytes * world_size))} tokens")
+    if geometry.recurrent:
+        num_bytes = geometry.max_snapshot_bytes * world_size
+        held.append(f"{capacity_bytes // num_bytes} snapshots of {in_bytes(num_bytes)}")
+    return [*held, "a mix"] if len(held) > 1 else held

@@ -46,11 +46,6 @@ class FirstTokens:
         self._computing: dict[str, _Prompt] = {}
         """Requests whose first output token was not seen yet."""
 
-    @property
-    def tracked(self) -> int:
-        """Entries in its tables."""
-        return len(self._new) + len(self._computing)
-
     def looked_up(self, request: "Request", num_local: int) -> None:
         """A request waits for its admission: for the first time, again, or after a preemption."""
         self.finished(request.request_id)

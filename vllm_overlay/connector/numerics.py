@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.connector.model_files import file_digest, processor_digests
-from vllm_overlay.connector.rotary import rotary_facts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -67,6 +66,27 @@ NO_FACTS_OF_MEDIA = {
 """Fields of vLLM's ``MultiModalConfig`` that change no number, or that change tokens and hashes too. All others are
 facts."""
 
+_ROTATIONS_OF_THE_CONFIGURATION = {
+    "BailingMRotaryEmbedding",
+    "DeepseekScalingRotaryEmbedding",
+    "DeepseekV4ScalingRotaryEmbedding",
+    "DualChunkRotaryEmbedding",
+    "DynamicNTKAlphaRotaryEmbedding",
+    "Gemma4RotaryEmbedding",
+    "LinearScalingRotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "Llama4VisionRotaryEmbedding",
+    "MRotaryEmbedding",
+    "MRotaryEmbeddingInterleaved",
+    "NTKScalingRotaryEmbedding",
+    "RotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+}
+"""Rotary embeddings in which a position's rotation follows from the model's configuration. Other limits only give
+longer tables."""
+
+_HOW_A_ROTATION_IS_COMPUTED = {"training", "use_flashinfer", "use_aiter"}
+
 
 def numeric_facts(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict[str, Any]:
     """The facts by name. Those that say nothing are left out."""
@@ -108,6 +128,36 @@ def _states(kv_cache_config: "KVCacheConfig") -> list[str]:
 def _state_rounding(vllm_config: "VllmConfig") -> list[Any]:
     mamba = vllm_config.mamba_config
     return ["stochastic", mamba.stochastic_rounding_philox_rounds] if mamba.enable_stochastic_rounding else []
+
+
+def rotary_facts() -> list[dict[str, Any]]:
+    """The rotary embeddings of this process that the model's configuration alone does not decide, as vLLM made them.
+
+    LongRoPE takes its long factors if ``max_model_len`` is above the trained length. Some models make tables of dynamic
+    scaling for ``max_model_len``. A class that nobody has looked at counts as such.
+
+    Called once the model is there. What it computes with is read from the modules, so it need not be worked out a
+    second time.
+    """
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+
+    found = [
+        {"class": type(module).__name__, **_plain_values(module)}
+        for module in _ROPE_DICT.values()
+        if type(module).__name__ not in _ROTATIONS_OF_THE_CONFIGURATION
+    ]
+    return sorted(found, key=str)
+
+
+def _plain_values(module: object) -> dict[str, Any]:
+    """All plain values that a module was given or has worked out."""
+    return {
+        name: value
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | float | str | list | tuple)
+        and not name.startswith("_")
+        and name not in _HOW_A_ROTATION_IS_COMPUTED
+    }
 
 
 def _implementation(model: "ModelConfig") -> list[Any]:

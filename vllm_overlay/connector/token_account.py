@@ -38,11 +38,6 @@ class TokenAccount:
         self._asked: dict[str, _Asked] = {}
         self._loads: dict[str, _Load] = {}
 
-    @property
-    def tracked(self) -> int:
-        """Entries in its tables."""
-        return len(self._asked) + len(self._loads)
-
     def looked_up(self, request_id: str, num_tokens: int, lost: Mapping[Reason, int]) -> None:
         """The answer to a lookup for ``num_tokens`` beyond the device cache. It replaces an earlier answer."""
         self._asked[request_id] = _Asked(num_tokens, lost)

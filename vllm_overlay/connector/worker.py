@@ -19,7 +19,6 @@ from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector.lora.digests import AdapterReports, LoadedAdapters
 from vllm_overlay.connector.lora.metadata import AdapterCheck
 from vllm_overlay.connector.metadata import LoadJob, OffloadWorkerMetadata, StoreJob
-from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import FetchResult, StoreResult, TierWorker
 from vllm_overlay.tiers.memory import HostBuffer
@@ -74,14 +73,9 @@ class OffloadWorker:
         """Store tickets that the transfer or the tier holds. One of the two will end each."""
         self._finished: set[str] = set()
         self._failed_loads: set[str] = set()
-        """Those of ``_finished`` that failed. vLLM takes both; ``_failed`` tells our scheduler why."""
-        self._failed: dict[str, Reason] = {}
-        self._bad_objects: set[ObjectId] = set()
-        self._unreadable_objects: set[ObjectId] = set()
-        self._reported: Counter[int] = Counter()
-        self._failed_stores: set[int] = set()
-        self._idle_stores: Counter[int] = Counter()
-        self._idle_loads: Counter[str] = Counter()
+        """Those of ``_finished`` that failed. vLLM takes both; the report tells our scheduler why."""
+        self._report = OffloadWorkerMetadata()
+        """Gathers until it is taken."""
         self._is_pausing = False
         self._bad_blocks: set[int] = set()
         self._step = 0
@@ -150,9 +144,9 @@ class OffloadWorker:
         good: dict[str, list[FetchResult]] = {}
         for result in fetched:
             if result.is_bad:  # also of a load that another one has failed already
-                self._bad_objects.add(result.object_id)
+                self._report.bad_objects.add(result.object_id)
             elif result.is_unreadable:
-                self._unreadable_objects.add(result.object_id)
+                self._report.unreadable_objects.add(result.object_id)
             load = self._loads.get(result.load_id)
             if load is None:
                 continue
@@ -217,7 +211,7 @@ class OffloadWorker:
         """Report the load of a request as failed."""
         self._finished.add(request_id)
         self._failed_loads.add(request_id)
-        self._failed[request_id] = reason
+        self._report.failed_loads[request_id] = reason
 
     def fail_loads(self, jobs: tuple[LoadJob, ...], unplanned: tuple[str, ...], reason: Reason) -> None:
         """An unexpected error hit while starting ``jobs``: none of their requests may wait for ever."""
@@ -238,7 +232,7 @@ class OffloadWorker:
         """What was restored for these requests must not be computed with."""
         for check in checks:
             self._bad_blocks |= check.block_ids
-            self._failed[check.request_id] = Reason.ADAPTER
+            self._report.failed_loads[check.request_id] = Reason.ADAPTER
 
     # Stores.
 
@@ -297,14 +291,14 @@ class OffloadWorker:
     def fail_stores(self, jobs: tuple[StoreJob, ...], reason: Reason) -> None:
         """An unexpected error hit while storing ``jobs``: report all that neither the transfer nor the tier holds."""
         for job in jobs:
-            if job.ticket.ticket not in self._handed_over and job.ticket.ticket not in self._reported:
+            if job.ticket.ticket not in self._handed_over and job.ticket.ticket not in self._report.reported:
                 self._end_store(job.ticket.ticket, reason)
 
     def _end_store(self, ticket: int, reason: Reason | None) -> None:
         self._handed_over.discard(ticket)
-        self._reported[ticket] = 1
+        self._report.reported[ticket] = 1
         if reason is not None:
-            self._failed_stores.add(ticket)
+            self._report.failed_stores.add(ticket)
             self._tally.count("dropped_stores", label=reason)
 
     # Reports.
@@ -312,8 +306,8 @@ class OffloadWorker:
     def answer(self, overdue_stores: tuple[int, ...], overdue_loads: tuple[str, ...]) -> None:
         """Say in this step's report which of these this rank does not hold. Their reports were lost."""
         loading = {load.job.request_id for load in self._loads.values()} | self._finished
-        self._idle_stores = Counter(set(overdue_stores) - self._handed_over - set(self._reported))
-        self._idle_loads = Counter(set(overdue_loads) - loading)
+        self._report.idle_stores = Counter(set(overdue_stores) - self._handed_over - set(self._report.reported))
+        self._report.idle_loads = Counter(set(overdue_loads) - loading)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose loads ended since the last call, and those of them that failed."""
@@ -328,28 +322,15 @@ class OffloadWorker:
 
     def take_metadata(self) -> OffloadWorkerMetadata | None:
         """What the scheduler's half must know of this step; None when nothing happened."""
-        pause_s = self._tier.load_pause_s()
-        change = pause_s if pause_s or self._is_pausing else None
+        report, pause_s = self._report, self._tier.load_pause_s()
+        report.load_pause_s = pause_s if pause_s or self._is_pausing else None
         self._is_pausing = pause_s > 0
-        adapters = self._adapter_reports.take_changes()
-        metadata = OffloadWorkerMetadata(
-            self._reported,
-            self._failed_stores,
-            self._bad_objects,
-            self._failed,
-            change,
-            adapters,
-            self._idle_stores,
-            self._idle_loads,
-            self._unreadable_objects,
-            self._step,
-        )
-        if not metadata:
+        report.adapters = self._adapter_reports.take_changes()
+        if not report:
             return None
-        self._idle_stores, self._idle_loads = Counter(), Counter()
-        self._reported, self._failed_stores = Counter(), set()
-        self._bad_objects, self._unreadable_objects, self._failed = set(), set(), {}
-        return metadata
+        report.step = self._step
+        self._report = OffloadWorkerMetadata()
+        return report
 
     def close(self, timeout_s: float) -> int:
         """Finish pending copies and stores in that time. Returns how many stores were given up."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from vllm_overlay.common.fence import SHUTDOWN
+from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.hooks import LOOKUP, HookTimes, Watchdog, empty_hooks, logger
 from vllm_overlay.tally import Tally
 
@@ -44,6 +45,8 @@ class Child:
         """Whether the present instance can touch nothing any more."""
         self.keeps_memory = False
         """Whether the KV cache lives in memory of the present instance, so that it can never be replaced."""
+        self._start_hooks: dict[str, tuple[Any, ...]] = {}
+        """What vLLM gives an instance before serving."""
         self._logged: set[str] = set()
         self._adopt(connector)
 
@@ -70,7 +73,7 @@ class Child:
         ``parse`` checks and converts the answer inside the fence: what it raises counts as the hook's exception. Hooks
         that are empty in the child's class are not called: ``default`` must be what an empty one answers.
         """
-        if self.isolated or self.standing_by or hook in self.empty_hooks:
+        if not self.in_service or hook in self.empty_hooks:
             return default
         return self.ask(hook, default, *args, parse=parse, **options)
 
@@ -80,16 +83,15 @@ class Child:
         """As ``call``, also of a child out of service."""
 
         def asked() -> Result:
-            answer = getattr(self.connector, hook)(*args, **options)
+            answer = self._answer(hook, *args, **options)
             return parse(answer) if parse is not None else answer
 
         return self._fenced(hook, default, asked)
 
-    def read(self, hook: str, default: Result, parse: Callable[[Any], Result]) -> Result:
-        """As ``call`` for a property."""
-        if not self.in_service:
-            return default
-        return self._fenced(hook, default, lambda: parse(getattr(self.connector, hook)))
+    def _answer(self, hook: str, *args: Any, **options: Any) -> Any:
+        """Of a hook, or of one that is a property."""
+        found = getattr(self.connector, hook)
+        return found(*args, **options) if callable(found) else found
 
     def _fenced(self, hook: str, default: Result, action: Callable[[], Result]) -> Result:
         self._watchdog.began(self.name, hook)
@@ -111,9 +113,11 @@ class Child:
                 self.tally.count("hangs")
                 self.isolate(f"it took {seconds:.1f} s in {hook} (hang_after_s)")
 
-    def start(self, hook: str, *args: Any) -> Any:
-        """As ``call`` for a hook that runs before serving; see ``at_start``."""
-        return at_start(self.name, hook, lambda: getattr(self.connector, hook)(*args))
+    def start(self, hook: str, *args: Any, again: bool = False) -> Any:
+        """As ``call`` for a hook that runs before serving; see ``at_start``. ``again``: also of instances to come."""
+        if again:
+            self._start_hooks[hook] = args
+        return at_start(self.name, hook, lambda: self._answer(hook, *args))
 
     def isolate(self, reason: str) -> None:
         """Takes the present instance out of service in this process. Its asynchronous transfers may still run."""
@@ -127,17 +131,16 @@ class Child:
             self.stopped = self._fenced("shutdown", _FAILED, lambda: self.connector.shutdown()) is not _FAILED
         return self.stopped
 
-    def renew(self, generation: int, *start_hooks: tuple[str, Any]) -> bool:
+    def renew(self, generation: int) -> bool:
         """Replaces the stopped instance by a new one, which stands by; False when it cannot be built or started.
 
-        ``start_hooks``: what else vLLM gives an instance before serving, with its one argument. Until all is done the
-        child counts as isolated, so that a new instance may take its time.
+        Until all is done the child counts as isolated, so that a new instance may take its time.
         """
         self.generation, self.isolated = generation, True
         if self._fenced("__init__", _FAILED, self._rebuild) is _FAILED:
             return False
-        for hook, argument in start_hooks:
-            if self.ask(hook, _FAILED, argument) is _FAILED:
+        for hook, args in self._start_hooks.items():
+            if self.ask(hook, _FAILED, *args) is _FAILED:
                 return False
         self.isolated, self.standing_by = False, True
         return True
@@ -154,14 +157,29 @@ class Child:
             logger.error("Connector %r " + message, self.name, *args, exc_info=exc_info)
 
 
-def at_start(name: str, hook: str, action: Callable[[], Result]) -> Result:
-    """Runs a child's hook before serving: an exception becomes a refusal that names child and hook."""
+@contextlib.contextmanager
+def refused(what: str, kind: type[Exception] = ConfigError) -> Iterator[None]:
+    """The fence before serving: what is raised inside becomes a refusal that begins with ``what``."""
     try:
-        return action()
+        yield
     except SHUTDOWN:
         raise
     except BaseException as error:
-        raise RuntimeError(f"connector {name!r} of the MultiConnector failed in {hook}: {error}") from error
+        raise kind(f"{what}: {_sentence(error)}") from error
+
+
+def _sentence(error: BaseException) -> str:
+    """The text of an error on one line. pydantic's errors have several."""
+    details = getattr(error, "errors", None)
+    if callable(details):
+        return "; ".join(f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in details())
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def at_start(name: str, hook: str, action: Callable[[], Result]) -> Result:
+    """Runs a child's hook before serving."""
+    with refused(f"connector {name!r} of the MultiConnector failed in {hook}", RuntimeError):
+        return action()
 
 
 @contextlib.contextmanager

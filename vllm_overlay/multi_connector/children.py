@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configured children of a MultiConnector: their classes, their names, and what cannot work of them together."""
 
-import contextlib
 import copy
 import dataclasses
 import json
@@ -13,8 +12,8 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
 
-from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
+from vllm_overlay.multi_connector.child import refused
 from vllm_overlay.multi_connector.settings import (
     OURS_ALONE,
     ChildSettings,
@@ -25,7 +24,7 @@ from vllm_overlay.multi_connector.settings import (
 from vllm_overlay.multi_connector.stats import OWN
 from vllm_overlay.multi_connector.weights import UNKNOWN, LoadWeight
 from vllm_overlay.named_child import NamedChild
-from vllm_overlay.setting_check import did_you_mean, nearest, refuse_unknown
+from vllm_overlay.settings.check import did_you_mean, nearest, refuse_unknown
 
 logger = init_logger(f"vllm.{__name__}")
 RECOMPUTE, FAIL = "recompute", "fail"
@@ -114,12 +113,12 @@ def _entry(given: Mapping[str, Any], position: int, inherited: Mapping[str, Any]
     _check_keys(given, label)
     _check_class(given, label)
     # The child gets its own copy of the nested settings: what it changes there is not its siblings' or ours.
-    with _refused(f"connector {label} cannot be configured"):
+    with refused(f"connector {label} cannot be configured"):
         config = KVTransferConfig(**{**inherited, **copy.deepcopy(dict(given))})
     for setting in OURS_ALONE:
         config.kv_connector_extra_config.pop(setting, None)
     where = f" in kv_connector_module_path={path!r}" if (path := config.kv_connector_module_path) else ""
-    with _refused(f"kv_connector={config.kv_connector!r}{where} of connector {label} cannot be imported"):
+    with refused(f"kv_connector={config.kv_connector!r}{where} of connector {label} cannot be imported"):
         cls = KVConnectorFactory.get_connector_class(config)
         if not isinstance(cls, type):
             raise TypeError("it is no class")
@@ -186,7 +185,7 @@ def _check_exclusive(named: Mapping[str, _Entry]) -> None:
     for name, entry in named.items():
         if not entry.takes_name:
             continue
-        with _refused(f"connector {name!r}"):
+        with refused(f"connector {name!r}"):
             exclusive: Mapping[str, str] = entry.cls.check_child(entry.kv_transfer_config.kv_connector_extra_config)
         for setting, value in exclusive.items():
             holder = holders.setdefault((setting, value), name)
@@ -288,22 +287,3 @@ def _words(spec: ChildSpec) -> Iterator[str]:
     yield from (f"{switch} off" for switch in ("load", "store", "promote") if not getattr(own, switch))
     if own.min_tokens:
         yield f"min_tokens {own.min_tokens}"
-
-
-@contextlib.contextmanager
-def _refused(what: str) -> Iterator[None]:
-    """Whatever is raised becomes a ConfigError that begins with ``what``."""
-    try:
-        yield
-    except SHUTDOWN:
-        raise
-    except BaseException as error:
-        raise ConfigError(f"{what}: {_sentence(error)}") from error
-
-
-def _sentence(error: BaseException) -> str:
-    """The text of an error on one line. pydantic's errors have several."""
-    details = getattr(error, "errors", None)
-    if callable(details):
-        return "; ".join(f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in details())
-    return " ".join(str(error).split()) or type(error).__name__

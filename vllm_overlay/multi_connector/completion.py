@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from vllm_overlay.multi_connector.metadata import Load
+from vllm_overlay.multi_connector.metadata import NULL_BLOCK, Load
 
 
 class Completions:
@@ -20,10 +20,11 @@ class Completions:
     """
 
     def __init__(self) -> None:
-        self._loads: dict[str, int] = {}
-        self._saves: dict[str, set[int]] = {}
-        self._synchronous: dict[str, Load] = {}
+        self._loads: dict[str, Load] = {}
+        self._latest_loads: dict[str, Load] = {}
+        """Also those that have ended, while their requests live."""
         self._failed_early: set[str] = set()
+        self._saves: dict[str, set[int]] = {}
         self._living: set[str] = set()
         self._sent_early: dict[str, set[int]] = {}
         self._done = KVConnectorTransferResults()
@@ -31,24 +32,19 @@ class Completions:
 
     def owes(self, child: int) -> bool:
         """Whether ``child`` still has something to report."""
-        return (
-            child in self._loads.values()
-            or any(child in owed for owed in self._saves.values())
-            or any(load.child == child for load in self._synchronous.values())
+        return any(load.child == child for load in self._loads.values()) or any(
+            child in owed for owed in self._saves.values()
         )
 
     def expect_load(self, request_id: str, load: Load) -> None:
-        """A load was handed to its child with this step's metadata."""
-        if load.synchronous_blocks is None:
-            self._loads[request_id] = load.child
-            self._failed_early.discard(request_id)
-        else:
-            self._synchronous[request_id] = load
+        """A load was handed to its child with this step's metadata. After ``requests_changed``."""
+        self._loads[request_id] = self._latest_loads[request_id] = load
+        self._failed_early.discard(request_id)
 
     def refuse_load(self, request_id: str, load: Load) -> None:
         """A load that its child never saw, so nothing writes: it fails at once."""
         self.expect_load(request_id, load)
-        self._fail(request_id, load)
+        self._fail(request_id)
 
     def expect_saves(self, request_id: str, children: Collection[int]) -> None:
         """A request is finished. These children hold its blocks until they report, or have reported already."""
@@ -61,6 +57,7 @@ class Completions:
         self._living.difference_update(departed)
         for request_id in departed:
             self._sent_early.pop(request_id, None)
+            self._latest_loads.pop(request_id, None)
         self._living.update(arrived)
 
     def release(self, request_id: str) -> None:
@@ -73,20 +70,17 @@ class Completions:
         A synchronous load that its child calls failed is told by its blocks, and needs no report when it is good.
         """
         ignored = 0
-        for request_id in failed:
-            if self._loads.get(request_id) == child:
+        own = {request_id: load for request_id, load in self._loads.items() if load.child == child}
+        for request_id in own.keys() & failed:
+            if own[request_id].is_synchronous:
+                self._fail(request_id)
+            else:
                 self._failed_early.add(request_id)
-            elif (load := self._synchronous.get(request_id)) is not None and load.child == child:
-                self._fail(request_id, load)
         for request_id in finished:
-            if self._loads.get(request_id) != child:
+            if request_id in own and not own[request_id].is_synchronous:
+                self._end(request_id)
+            else:
                 ignored += 1
-                continue
-            del self._loads[request_id]
-            self._done.finished_recving.add(request_id)
-            if request_id in self._failed_early:
-                self._failed_early.discard(request_id)
-                self._done.failed_recving.add(request_id)
         return ignored
 
     def sent(self, child: int, finished: Collection[str]) -> int:
@@ -107,37 +101,50 @@ class Completions:
             del self._saves[request_id]
             self._done.finished_sending.add(request_id)
 
-    def load_errors(self, blocks: Collection[int]) -> None:
-        """Blocks that a child says are bad, of a load that is open or of a request that computes with them already:
-        the scheduler maps them to requests (patch 0006)."""
-        self._invalid_blocks.update(blocks)
+    def load_errors(self, child: int, blocks: Collection[int]) -> None:
+        """Takes the blocks that one child calls bad, as far as it was told to load them. Raises ValueError for others.
+
+        Its load may have ended: the scheduler finds the requests that compute with these blocks (patch 0006).
+        """
+        loads = (*self._loads.values(), *self._latest_loads.values()) if blocks else ()
+        own = {block for load in loads if load.child == child for block in load.blocks}
+        self._invalid_blocks |= own.intersection(blocks)
+        if foreign := set(blocks) - own - {NULL_BLOCK}:
+            raise ValueError(f"it calls blocks bad that it was not told to load: {sorted(foreign)[:5]}")
 
     def fail_synchronous(self, child: int) -> None:
         """Fails this step's synchronous loads of ``child``: the forward pass has used what they left."""
-        for request_id, load in [item for item in self._synchronous.items() if item[1].child == child]:
-            self._fail(request_id, load)
+        for request_id, load in list(self._loads.items()):
+            if load.child == child and load.is_synchronous:
+                self._fail(request_id)
 
     def abandon(self, child: int) -> None:
         """Ends all that ``child`` owes. Only once nothing of it touches a block any more."""
-        for request_id in [request_id for request_id, owner in self._loads.items() if owner == child]:
-            self._fail(request_id, Load(child))
-        self.fail_synchronous(child)
+        for request_id, load in list(self._loads.items()):
+            if load.child == child:
+                self._fail(request_id)
         self.sent(child, [request_id for request_id, owed in self._saves.items() if child in owed])
 
-    def _fail(self, request_id: str, load: Load) -> None:
-        if load.synchronous_blocks is not None:
-            del self._synchronous[request_id]
-            self._invalid_blocks.update(load.synchronous_blocks)
-            return
+    def _fail(self, request_id: str) -> None:
+        if (load := self._loads[request_id]).is_synchronous:
+            del self._loads[request_id]
+            self._invalid_blocks.update(load.blocks)
+        else:
+            self._failed_early.add(request_id)
+            self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        """An asynchronous load is reported."""
         del self._loads[request_id]
-        self._failed_early.discard(request_id)
         self._done.finished_recving.add(request_id)
-        self._done.failed_recving.add(request_id)
+        if request_id in self._failed_early:
+            self._failed_early.discard(request_id)
+            self._done.failed_recving.add(request_id)
 
     def take(self) -> KVConnectorTransferResults:
         """This step's reports. Synchronous loads end here: the forward pass has used them."""
         done, self._done = self._done, KVConnectorTransferResults()
-        self._synchronous.clear()
+        self._loads = {request_id: load for request_id, load in self._loads.items() if not load.is_synchronous}
         return done
 
     def take_invalid_blocks(self) -> set[int]:

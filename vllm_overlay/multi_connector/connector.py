@@ -16,7 +16,7 @@ How the children's answers become one (``tests/multi_connector/test_interface.py
 finish_forward, reset_capture_state, handle_preemptions, on_new_request, register_kv_caches, \
 set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown | all | nothing to merge |
 | get_transfer_results, get_finished | all | load: the chosen child's report; save: all holders' (completion.py) |
-| get_block_ids_with_load_errors | all | union |
+| get_block_ids_with_load_errors | all | union; of each child what it was told to load |
 | request_finished, request_finished_all_groups | all | True if any; parameters joined, first of equal keys |
 | register_finished_partial_tail | all | any; counts as one promise with request_finished |
 | update_connector_output | all | each sees its own part, its own saves and all loads, and changes nothing |
@@ -73,14 +73,12 @@ from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import multi_settings
 from vllm_overlay.multi_connector.stats import LoggedStats, MultiStats
 from vllm_overlay.multi_connector.worker import WorkerSide
-from vllm_overlay.startup import prepare_process
+from vllm_overlay.plugin import prepare_process
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -88,6 +86,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _STATS = validation.optional(KVConnectorStats)
+
+
+def _call_all(hook: str) -> Callable[..., None]:
+    """A hook that every child gets as it is, and that answers nothing."""
+
+    def call_all(self: "MultiConnector", *args: Any, **options: Any) -> None:
+        for child in self._children:
+            child.call(hook, None, *args, **options)
+
+    return call_all
 
 
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unused-ignore]
@@ -177,17 +185,14 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         return all(
-            child.read("supports_divergent_local_hybrid_hits", False, parse=validation.truth)
+            child.call("supports_divergent_local_hybrid_hits", False, parse=validation.truth)
             for child in self._children
         )
 
     @property
     def requires_kv_delivery(self) -> bool:
         # Read once, right after construction.
-        return any(
-            at_start(child.name, "requires_kv_delivery", partial(getattr, child.connector, "requires_kv_delivery"))
-            for child in self._children
-        )
+        return any(child.start("requires_kv_delivery") for child in self._children)
 
     def get_kv_connector_stats(self) -> MultiStats | None:
         """Called in the scheduler and in workers. Increments since the last call, or None if there are none."""
@@ -222,10 +227,14 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         return next(iter(found.values()), None)
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        self._worker.start("register_kv_caches", kv_caches)
+        self._start_all("register_kv_caches", kv_caches)
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        self._worker.start("set_host_xfer_buffer_ops", copy_operation)
+        self._start_all("set_host_xfer_buffer_ops", copy_operation)
+
+    def _start_all(self, hook: str, argument: Any) -> None:
+        for child in self._children:
+            child.start(hook, argument, again=True)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
         return self._worker.get_handshake_metadata()
@@ -243,25 +252,12 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         self._worker.clear_connector_metadata()
         super().clear_connector_metadata()
 
-    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        self._call_all("start_load_kv", forward_context, **kwargs)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._call_all("wait_for_layer_load", layer_name)
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
-    ) -> None:
-        self._call_all("save_kv_layer", layer_name, kv_layer, attn_metadata, **kwargs)
-
-    def finish_forward(self) -> None:
-        self._call_all("finish_forward")
-
-    def reset_capture_state(self) -> None:
-        self._call_all("reset_capture_state")
-
-    def wait_for_save(self) -> None:
-        self._call_all("wait_for_save")
+    start_load_kv = _call_all("start_load_kv")
+    wait_for_layer_load = _call_all("wait_for_layer_load")
+    save_kv_layer = _call_all("save_kv_layer")
+    finish_forward = _call_all("finish_forward")
+    reset_capture_state = _call_all("reset_capture_state")
+    wait_for_save = _call_all("wait_for_save")
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._worker.get_transfer_results(finished_req_ids)
@@ -278,10 +274,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         return self._worker.build_connector_worker_meta()
-
-    def _call_all(self, hook: str, *args: Any, **options: Any) -> None:
-        for child in self._children:
-            child.call(hook, None, *args, **options)
 
     # ---- Scheduler side: vLLM calls these on the scheduler's thread.
 

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.settings import ChildSettings
-from vllm_overlay.setting_check import checked, did_you_mean
+from vllm_overlay.settings.check import checked, did_you_mean
 
 logger = init_logger(f"vllm.{__name__}")
 

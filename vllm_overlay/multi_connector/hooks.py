@@ -16,8 +16,6 @@ from collections.abc import Callable
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.logger import init_logger
 
-from vllm_overlay.common.fence import SHUTDOWN
-
 # Below vLLM's own logger, whose handlers and level it shares.
 logger = init_logger(f"vllm.{__name__}")
 
@@ -165,11 +163,6 @@ class Watchdog:
 
 
 def _stack_of(thread_id: int) -> str:
-    """Where a thread is now. Reading its frames and their sources may fail while it runs on."""
-    try:
-        frame = sys._current_frames().get(thread_id)
-        return "".join(traceback.format_stack(frame)[-12:]) if frame is not None else "(its thread is gone)"
-    except SHUTDOWN:
-        raise
-    except BaseException as error:
-        return f"(its stack cannot be read: {error!r})"
+    """Where a thread is now."""
+    frame = sys._current_frames().get(thread_id)
+    return "".join(traceback.format_stack(frame)[-12:]) if frame is not None else "(its thread is gone)"

@@ -12,7 +12,6 @@ orders it has seen, so an answer to an older order is not taken for one to the p
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
-from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
@@ -104,14 +103,7 @@ class Supervisor:
         """``retry_first_s``, ``retry_longest_s``: the pauses before a child is tried again."""
         self._children = children
         self.lifecycles = [Lifecycle(Backoff(retry_first_s, retry_longest_s)) for _ in children]
-        self._start_hooks: list[tuple[str, Any]] = []
-        self._sent_gauges: list[dict[str, float]] = [{"state": 0.0, "quarantined_requests": 0.0} for _ in children]
-
-    def start(self, hook: str, argument: Any) -> None:
-        """Calls a hook of every child before serving, and remembers it for the instances to come."""
-        self._start_hooks.append((hook, argument))
-        for child in self._children:
-            child.start(hook, argument)
+        self._reported_out: set[int] = set()
 
     def notice_isolations(self, now: float) -> None:
         """A child is isolated in the process where it fails. From here the other processes hear of it.
@@ -172,18 +164,19 @@ class Supervisor:
             if not lifecycle.may_try(now) or child.index in held_for:
                 continue
             child.stop()
-            if child.renew(lifecycle.generation + 1, *self._start_hooks):
+            if child.renew(lifecycle.generation + 1):
                 lifecycle.half_open()
             else:
                 lifecycle.backoff.failed(now)  # the ranks need not hear of this attempt
 
     def record_gauges(self, outstanding: OutstandingReports) -> None:
-        """Puts what has changed since the last report into the children's tallies, and who is out of service."""
-        for child, lifecycle, sent in zip(self._children, self.lifecycles, self._sent_gauges, strict=True):
-            is_out = lifecycle.phase is not Phase.SERVING
-            held = outstanding.owed_by(child.index) if is_out else 0
-            for name, value in {"state": float(lifecycle.phase.value), "quarantined_requests": float(held)}.items():
-                # The state of one that is out goes into every report: vLLM's log line has what came since the last.
-                if sent[name] != value or (is_out and name == "state"):
-                    sent[name] = value
-                    child.tally.gauge(name, value)
+        """Puts who is out of service into the children's tallies, and once who is back.
+
+        Into every report: vLLM's log line has what came since the last.
+        """
+        out = {index for index, lifecycle in enumerate(self.lifecycles) if lifecycle.phase is not Phase.SERVING}
+        for index in out | self._reported_out:
+            tally = self._children[index].tally
+            tally.gauge("state", self.phase(index).value)
+            tally.gauge("quarantined_requests", outstanding.owed_by(index) if index in out else 0)
+        self._reported_out = out

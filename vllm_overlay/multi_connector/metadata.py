@@ -13,9 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import harmless
+
+NULL_BLOCK = 0
+"""vLLM's block that stands for none: always the first that the pool hands out."""
 
 
 class Duty(Enum):
@@ -40,15 +42,16 @@ class Load:
     """One load handed to a child."""
 
     child: int
-    synchronous_blocks: tuple[int, ...] | None = None
-    """None for an asynchronous load; else the blocks of all groups that it alone writes: invalid if it fails."""
+    blocks: tuple[int, ...] = ()
+    """The blocks of all groups that it alone writes."""
+    is_synchronous: bool = False
 
 
 @dataclass(slots=True)
 class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
-    """Scheduler to workers, once a step."""
+    """Scheduler to workers, once a step. Until then it gathers what has happened since the last."""
 
-    children: tuple[KVConnectorMetadata | None, ...]
+    children: tuple[KVConnectorMetadata | None, ...] = ()
     loads: dict[str, Load] = field(default_factory=dict)
     """Request -> the load its chosen child was handed since the last step."""
     saves: dict[str, frozenset[int]] = field(default_factory=dict)
@@ -57,13 +60,13 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     """What every rank has to do with each child; a child that does not serve has no part in ``children``."""
     unknown_requests: dict[int, frozenset[str]] = field(default_factory=dict)
     """Child that came back since the last step -> requests that lived then, which are unknown to its new instance."""
-    preempted: frozenset[str] = frozenset()
+    preempted: set[str] = field(default_factory=set)
     """For children whose handle_preemptions is the older one that takes request ids."""
-    arrived: frozenset[str] = frozenset()
+    arrived: set[str] = field(default_factory=set)
     """Requests that have come since the last step and are not finished."""
-    departed: frozenset[str] = frozenset()
+    departed: set[str] = field(default_factory=set)
     """Requests that have finished since the last step."""
-    releases: frozenset[str] = frozenset()
+    releases: set[str] = field(default_factory=set)
     """Finished requests whose blocks are free: ranks that never report them expect nothing of them any more."""
 
 
@@ -84,17 +87,13 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unus
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "MultiWorkerMetadata":
         """If a child's own ``aggregate`` raises, a rank's report is lost, so the child is reported broken."""
         assert isinstance(other, MultiWorkerMetadata)
-        broken: set[int] = set()
-        children: list[KVConnectorWorkerMetadata | None] = []
+        broken = set(range(len(self.children)))
+        children: list[KVConnectorWorkerMetadata | None] = [None] * len(self.children)
         for index, (mine, theirs) in enumerate(zip(self.children, other.children, strict=True)):
-            try:
+            with harmless(f"Worker metadata of child {index} could not be added up. The child is isolated."):
                 merged = theirs if mine is None else mine if theirs is None else mine.aggregate(theirs)
-                children.append(validation.worker_metadata(merged))
-            except SHUTDOWN:
-                raise
-            except BaseException:
-                broken.add(index)
-                children.append(None)
+                children[index] = validation.worker_metadata(merged)
+                broken.discard(index)
         indexes = self.handshakes.keys() | other.handshakes.keys()
         return MultiWorkerMetadata(
             tuple(children),

@@ -14,33 +14,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, frozen=True)
-class _OpenLoad:
+class OpenLoad:
+    """An asynchronous load that was handed out, ``started`` then."""
+
     child: int
     tokens: int
     started: float
-
-
-@dataclass(slots=True, frozen=True)
-class EndedLoad:
-    """A load the workers have reported: its child, its tokens, how long it took, and whether it failed."""
-
-    request_id: str
-    child: int
-    tokens: int
-    seconds: float
-    failed: bool
 
 
 class OutstandingReports:
     """Loads handed out, and finished requests that some children hold blocks of. Children are named by their index."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, _OpenLoad] = {}
+        self._loads: dict[str, OpenLoad] = {}
         self._synchronous: dict[str, tuple[int, frozenset[int]]] = {}
         self._held: dict[str, frozenset[int]] = {}
 
     def load_started(self, request_id: str, child: int, tokens: int, now: float) -> None:
-        self._loads[request_id] = _OpenLoad(child, tokens, now)
+        self._loads[request_id] = OpenLoad(child, tokens, now)
 
     def synchronous_load_started(self, request_id: str, child: int, blocks: Collection[int]) -> None:
         """``blocks``: those that this load alone writes. Known until it fails or the request gives them back."""
@@ -77,13 +68,9 @@ class OutstandingReports:
         """(child, tokens, seconds so far) of each asynchronous load."""
         return [(load.child, load.tokens, now - load.started) for load in self._loads.values()]
 
-    def loads_ended(self, received: Iterable[str], failed: Collection[str], now: float) -> list[EndedLoad]:
-        """Takes in the loads that a step's reports name; those that were not handed out are left out."""
-        return [
-            EndedLoad(request_id, load.child, load.tokens, now - load.started, request_id in failed)
-            for request_id in received
-            if (load := self._loads.pop(request_id, None)) is not None
-        ]
+    def loads_ended(self, received: Iterable[str]) -> dict[str, OpenLoad]:
+        """Takes in the requests whose load the workers have reported, and returns the loads that were handed out."""
+        return {request_id: self._loads.pop(request_id) for request_id in received if request_id in self._loads}
 
     def saves_ended(self, sent: Iterable[str]) -> set[str]:
         """Takes in the requests whose blocks all holders are done with, and returns those that were held."""

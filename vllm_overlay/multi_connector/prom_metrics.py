@@ -89,11 +89,10 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Called by vLLM with what ``MultiStats.to_dict`` wrote. Never raises."""
-        with harmless("Statistics of the MultiConnector could not be exported."):
-            for name, part in transfer_stats_data.items():
-                with harmless(f"Statistics of connector {name!r} could not be exported."):
-                    if name == OWN:
-                        for child, tally in OwnStats.from_dict(part).tallies.items():
-                            self._exporter.observe(engine_idx, child, tally)
-                    elif name in self._children:
-                        self._children[name].observe(part, engine_idx)
+        for name, part in transfer_stats_data.items():
+            with harmless(f"Statistics of connector {name!r} could not be exported."):
+                if name == OWN:
+                    for child, tally in OwnStats.from_dict(part).tallies.items():
+                        self._exporter.observe(engine_idx, child, tally)
+                elif name in self._children:
+                    self._children[name].observe(part, engine_idx)

@@ -22,8 +22,14 @@ from vllm_overlay.multi_connector.choice import Choice
 from vllm_overlay.multi_connector.control_file import ControlFile
 from vllm_overlay.multi_connector.lifecycle import Phase, Supervisor
 from vllm_overlay.multi_connector.lookup import Lookups
-from vllm_overlay.multi_connector.metadata import Load, MultiKVEvents, MultiMetadata, MultiWorkerMetadata
-from vllm_overlay.multi_connector.outstanding import EndedLoad, OutstandingReports
+from vllm_overlay.multi_connector.metadata import (
+    NULL_BLOCK,
+    Load,
+    MultiKVEvents,
+    MultiMetadata,
+    MultiWorkerMetadata,
+)
+from vllm_overlay.multi_connector.outstanding import OpenLoad, OutstandingReports
 from vllm_overlay.multi_connector.request_filter import RequestFilter
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.multi_connector.weights import LoadWeight, StepTimes
@@ -35,9 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _METADATA = validation.optional(KVConnectorMetadata)
-
-NULL_BLOCK = 0
-"""vLLM's block that stands for none: always the first that the pool hands out."""
 
 PAID_ELSEWHERE = 10**6
 """Taken for the number of waiting requests if another engine has computed the prompt of a request for this engine. So
@@ -82,12 +85,7 @@ class SchedulerSide:
         self._living: set[str] = set()
         self._admitted: set[str] = set()
         self._partial_tails: dict[str, set[int]] = {}
-        self._new_loads: dict[str, Load] = {}
-        self._new_saves: dict[str, frozenset[int]] = {}
-        self._new_unknown: dict[int, frozenset[str]] = {}
-        self._arrived: set[str] = set()
-        self._departed: set[str] = set()
-        self._new_releases: set[str] = set()
+        self._next = MultiMetadata()
 
         self._kv_cache_manager: KVCacheManager | None = None
         self.some_ranks_are_silent = False
@@ -97,7 +95,8 @@ class SchedulerSide:
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         self._kv_cache_manager = kv_cache_manager
-        self.supervisor.start("bind_kv_cache_manager", kv_cache_manager)
+        for child in self._children:
+            child.start("bind_kv_cache_manager", kv_cache_manager, again=True)
 
     def set_handshake(self, hook: str, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
         """Gives each child its own part of every rank's."""
@@ -117,7 +116,7 @@ class SchedulerSide:
     def _arrive(self, request_id: str) -> None:
         if request_id not in self._living:
             self._living.add(request_id)
-            self._arrived.add(request_id)
+            self._next.arrived.add(request_id)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         now = self._clock()
@@ -155,14 +154,14 @@ class SchedulerSide:
             return
         # If the child has just raised it is isolated, its part of the metadata is never sent, and the workers refuse
         # this load, so the request is told that it failed.
-        if self.lookups.is_asynchronous(request_id, loader):
-            self._new_loads[request_id] = Load(loader.index)
-            self._outstanding.load_started(request_id, loader.index, num_external_tokens, self._clock())
-        else:
-            loaded = self._loaded_blocks(request_id, blocks)
-            self._new_loads[request_id] = Load(loader.index, loaded)
+        loaded = self._loaded_blocks(request_id, blocks)
+        is_synchronous = not self.lookups.is_asynchronous(request_id, loader)
+        self._next.loads[request_id] = Load(loader.index, loaded, is_synchronous)
+        if is_synchronous:
             self._outstanding.synchronous_load_started(request_id, loader.index, loaded)
             loader.tally.count("loaded_tokens", num_external_tokens)
+        else:
+            self._outstanding.load_started(request_id, loader.index, num_external_tokens, self._clock())
 
     def _loaded_blocks(self, request_id: str, blocks: "KVCacheBlocks") -> tuple[int, ...]:
         """The request's blocks of all groups that hold what follows its local hit: no other request reads them.
@@ -231,7 +230,7 @@ class SchedulerSide:
             parameters = {**(own or {}), **parameters}
         self._forget(request_id)
         if holders:
-            self._new_saves[request_id] = frozenset(holders)
+            self._next.saves[request_id] = frozenset(holders)
             self._outstanding.hold(request_id, holders)
         return bool(holders), parameters or None
 
@@ -243,10 +242,10 @@ class SchedulerSide:
         self.lookups.forget(request_id)
         self._outstanding.blocks_are_given_back(request_id)
         self._living.discard(request_id)
-        if request_id in self._arrived:
-            self._arrived.discard(request_id)
+        if request_id in self._next.arrived:
+            self._next.arrived.discard(request_id)
         else:
-            self._departed.add(request_id)
+            self._next.departed.add(request_id)
         self._admitted.discard(request_id)
         for request_filter in self._filters:
             request_filter.finished(request_id)
@@ -257,29 +256,15 @@ class SchedulerSide:
         now = self._clock()
         self._control.look(now)
         self._end_overdue_loads(now)
-        parts = tuple(self._part(child, scheduler_output) for child in self._children)
-        for request_id in (scheduler_output.preempted_req_ids or set()) - self._new_loads.keys():
+        metadata = self._next
+        metadata.children = tuple(self._part(child, scheduler_output) for child in self._children)
+        metadata.preempted = set(scheduler_output.preempted_req_ids or ())
+        for request_id in metadata.preempted - metadata.loads.keys():
             self._outstanding.blocks_are_given_back(request_id)
         self.supervisor.notice_isolations(now)
         self.supervisor.try_again(self._held_for, now)
-        preempted: frozenset[str] = frozenset()
-        if any(child.wants_preempted_ids for child in self._children):
-            preempted = frozenset(scheduler_output.preempted_req_ids or ())
-        orders = self.supervisor.send_orders()
-        metadata = MultiMetadata(
-            parts,
-            self._new_loads,
-            self._new_saves,
-            orders,
-            self._new_unknown,
-            preempted,
-            frozenset(self._arrived),
-            frozenset(self._departed),
-            frozenset(self._new_releases),
-        )
-        self._new_loads, self._new_saves, self._new_unknown = {}, {}, {}
-        for table in (self._new_releases, self._arrived, self._departed):
-            table.clear()
+        metadata.orders = self.supervisor.send_orders()
+        self._next = MultiMetadata()
         scheduled = scheduler_output.num_scheduled_tokens
         self._step_times.planned(scheduler_output.total_num_scheduled_tokens, len(scheduled), now)
         return metadata
@@ -292,7 +277,7 @@ class SchedulerSide:
     @property
     def _held_for(self) -> set[int]:
         """Children for which blocks are held since the last step; the workers do not know of it yet."""
-        return {index for children in self._new_saves.values() for index in children}
+        return {index for children in self._next.saves.values() for index in children}
 
     def _part(self, child: Child, output: "SchedulerOutput") -> KVConnectorMetadata | None:
         request_filter = self._filters[child.index]
@@ -312,14 +297,13 @@ class SchedulerSide:
         ranks = worker_metadata if isinstance(worker_metadata, MultiWorkerMetadata) else None
         for child in self._children:
             self._show_reports(child, connector_output, ranks)
-        failed = connector_output.failed_recving
-        ended = self._outstanding.loads_ended(connector_output.finished_recving or (), failed, now)
-        for load in ended:
-            self._load_ended(load)
+        ended = self._outstanding.loads_ended(connector_output.finished_recving or ())
+        for request_id, load in ended.items():
+            self._load_ended(request_id, load, now - load.started, request_id in connector_output.failed_recving)
         sent = self._outstanding.saves_ended(connector_output.finished_sending or ())
         if self.some_ranks_are_silent:
-            self._new_releases |= sent
-        connector_output.finished_recving = {load.request_id for load in ended} or None
+            self._next.releases |= sent
+        connector_output.finished_recving = set(ended) or None
         connector_output.finished_sending = sent or None
         if connector_output.invalid_block_ids:
             for request_id, index in self._outstanding.synchronous_loads_failed(connector_output.invalid_block_ids):
@@ -327,7 +311,7 @@ class SchedulerSide:
         if ranks is not None:
             for child in self.supervisor.receive(ranks, now):
                 self._filters[child.index].reset(self._living)
-                self._new_unknown[child.index] = frozenset(self._living)
+                self._next.unknown_requests[child.index] = frozenset(self._living)
 
     def _show_reports(self, child: Child, output: "KVConnectorOutput", ranks: MultiWorkerMetadata | None) -> None:
         """A child that changes them is isolated: the reports are its siblings' too."""
@@ -342,14 +326,14 @@ class SchedulerSide:
         shown = view.finished_sending, view.finished_recving
         child.call("update_connector_output", None, view, parse=partial(_check_unchanged, view, shown))
 
-    def _load_ended(self, load: EndedLoad) -> None:
-        if load.failed:
-            self._load_failed(load.request_id, load.child)
+    def _load_ended(self, request_id: str, load: OpenLoad, seconds: float, failed: bool) -> None:
+        if failed:
+            self._load_failed(request_id, load.child)
         else:
             tally = self._children[load.child].tally
             tally.count("loaded_tokens", load.tokens)
-            tally.observe("load_seconds", load.seconds)
-        self.choice.load_ended(load.child, load.tokens, load.seconds, load.failed)
+            tally.observe("load_seconds", seconds)
+        self.choice.load_ended(load.child, load.tokens, seconds, failed)
 
     def _load_failed(self, request_id: str, index: int) -> None:
         self._children[index].tally.count("failed_loads")

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_overlay.config import IS_A_PATH, ConfigError, MaxLoadAttempts, load_weight_of
-from vllm_overlay.setting_check import checked, refuse_unknown
+from vllm_overlay.settings.check import checked, refuse_unknown
 
 
 class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

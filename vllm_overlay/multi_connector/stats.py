@@ -36,12 +36,9 @@ class OwnStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """From what ``to_dict`` wrote in another process; what is none of it is left out."""
-        stats = cls(data={"tallies": {}, "classes": {}})
-        with harmless("Statistics of the MultiConnector could not be read. Some are lost."):
-            stats.tallies.update((name, Tally.from_dict(tally)) for name, tally in data["tallies"].items())
-            stats.classes.update(data["classes"])
-        return stats
+        """From what ``to_dict`` wrote in another process."""
+        tallies = {name: Tally.from_dict(tally) for name, tally in data["tallies"].items()}
+        return cls(data={"tallies": tallies, "classes": data["classes"]})
 
     @property
     def tallies(self) -> dict[str, Tally]:

@@ -58,30 +58,30 @@ def is_possible(tokens: object, ceiling: int) -> TypeGuard[int]:
     return type(tokens) is int and 0 <= tokens <= ceiling
 
 
-def integers(answer: Any) -> tuple[int, ...]:
-    found = tuple(answer)
-    if all(isinstance(number, int) for number in found):
+def all_of(kind: type[Kind], answer: Iterable[Any]) -> list[Kind]:
+    """All of them: an answer may be a generator, which has to run inside the fence."""
+    found = list(answer)
+    if all(isinstance(one, kind) for one in found):
         return found
-    raise TypeError(f"{found!r} are not integers")
+    raise TypeError(f"not all of {found!r} are a {kind.__name__}")
 
 
-def block_ids(answer: Any) -> set[int] | None:
+def integers(answer: Any) -> tuple[int, ...]:
+    return tuple(all_of(int, answer))
+
+
+def block_ids(answer: Any) -> set[int]:
     return set(integers(answer or ()))
 
 
 def hit_sources(answer: Any) -> dict[CacheHitSource, int]:
     if isinstance(answer, dict):
-        integers(answer.values())
-        if all(isinstance(source, CacheHitSource) for source in answer):
-            return answer
+        return dict(zip(all_of(CacheHitSource, answer), integers(answer.values()), strict=True))
     raise TypeError(f"{answer!r} are not tokens by source")
 
 
 def request_ids(answer: Any) -> set[str]:
-    found = set(answer or ())
-    if all(isinstance(request_id, str) for request_id in found):
-        return found
-    raise TypeError(f"{found!r} are not request ids")
+    return set(all_of(str, answer or ()))
 
 
 def transfer_results(answer: Any) -> KVConnectorTransferResults | None:
@@ -95,14 +95,9 @@ def transfer_results(answer: Any) -> KVConnectorTransferResults | None:
 def finished(answer: Any) -> tuple[bool, dict[str, Any] | None] | None:
     """Whether it holds the blocks, and what it says to the client."""
     holds, parameters = answer
-    if parameters is not None and not all(isinstance(key, str) for key in dict(parameters)):
-        raise TypeError(f"{parameters!r} are not kv_transfer_params")
+    all_of(str, dict(parameters or {}))
     return truth(holds), None if parameters is None else dict(parameters)
 
 
 def events(answer: "Iterable[KVCacheEvent] | None") -> list[KVCacheEvent]:
-    """All of them: an answer may be a generator, which has to run inside the fence."""
-    found = list(answer or ())
-    if all(isinstance(event, KVCacheEvent) for event in found):
-        return found
-    raise TypeError("some are not KV cache events")
+    return all_of(KVCacheEvent, answer or ())

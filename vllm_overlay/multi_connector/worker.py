@@ -49,21 +49,13 @@ class WorkerSide:
         self._children = children
         self._clock = clock
         self._completions = Completions()
-        self._obeyed: KVConnectorMetadata | None = None
         self._orders: tuple[Order, ...] = ()
         self._new_backoff = partial(Backoff, settings.retry_first_s, settings.retry_longest_s)
         self._stop_attempts = [self._new_backoff() for _ in children]
         self._unknown_requests: list[set[str]] = [set() for _ in children]
-        self._start_hooks: dict[str, Any] = {}
         self._handshakes: dict[int, dict[tuple[int, int], KVConnectorHandshakeMetadata]] = {}
 
     # ---- Start.
-
-    def start(self, hook: str, argument: Any) -> None:
-        """Calls a hook of every child before serving, and remembers it for the instances to come."""
-        self._start_hooks[hook] = argument
-        for child in self._children:
-            child.start(hook, argument)
 
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
         parts = tuple(child.start("get_handshake_metadata") for child in self._children)
@@ -81,22 +73,21 @@ class WorkerSide:
 
     def bind_connector_metadata(self, metadata: MultiMetadata) -> None:
         self._obey(metadata)
+        for request_id, holders in metadata.saves.items():
+            self._completions.expect_saves(request_id, holders)
+        for request_id in metadata.releases:
+            self._completions.release(request_id)
+        self._completions.requests_changed(metadata.arrived, metadata.departed)
         for request_id, load in metadata.loads.items():
             if self._children[load.child].in_service:
                 self._completions.expect_load(request_id, load)
             else:
                 # Its part of this metadata reaches no hook of it, so nothing will write.
                 self._completions.refuse_load(request_id, load)
-        for request_id, holders in metadata.saves.items():
-            self._completions.expect_saves(request_id, holders)
-        for request_id in metadata.releases:
-            self._completions.release(request_id)
-        self._completions.requests_changed(metadata.arrived, metadata.departed)
         for child, part in self._parts(metadata):
             child.call("bind_connector_metadata", None, part)
 
     def clear_connector_metadata(self) -> None:
-        self._obeyed = None
         for child in self._children:
             child.call("clear_connector_metadata", None)
 
@@ -107,10 +98,8 @@ class WorkerSide:
                 yield child, part
 
     def _obey(self, metadata: MultiMetadata) -> None:
-        """Carries out the scheduler's orders, with the first hook that brings this step's metadata."""
-        if metadata is self._obeyed:
-            return
-        self._obeyed, self._orders = metadata, metadata.orders
+        """Carries out the scheduler's orders, once however many hooks bring this step's metadata."""
+        self._orders = metadata.orders
         for index, request_ids in metadata.unknown_requests.items():
             self._unknown_requests[index] = set(request_ids)
         for child, order in zip(self._children, metadata.orders, strict=False):
@@ -125,7 +114,7 @@ class WorkerSide:
         """Builds the new instance. The old one has been stopped on every rank."""
         self._handshakes.pop(child.index, None)
         self._stop_attempts[child.index] = self._new_backoff()
-        if not child.renew(generation, *self._start_hooks.items()):
+        if not child.renew(generation):
             return
         own = child.ask("get_handshake_metadata", None, parse=validation.optional(KVConnectorHandshakeMetadata))
         if own is not None:
@@ -155,27 +144,28 @@ class WorkerSide:
         results = child.ask("get_transfer_results", None, finished_req_ids, parse=validation.transfer_results)
         if results is None:
             return
+
+        def take_errors(answer: Any) -> bool:
+            self._completions.load_errors(child.index, validation.block_ids(answer))
+            return True
+
         # Asked now rather than when vLLM asks us: a load must not be reported good before its errors are known.
-        blocks = child.ask("get_block_ids_with_load_errors", None, parse=validation.block_ids)
+        knows_errors = child.ask("get_block_ids_with_load_errors", False, parse=take_errors)
         received, failed = results.finished_recving, results.failed_recving
-        if blocks is None:
-            # It raised: any of these may have failed.
+        if not knows_errors:
             failed = failed | received
         ignored = self._completions.received(child.index, received, failed)
-        self._completions.load_errors(blocks or ())
         ignored += self._completions.sent(child.index, results.finished_sending)
         child.tally.count("ignored_reports", ignored)
 
     def _stop(self, child: Child, finished_req_ids: set[str]) -> None:
         """One step of ending an isolated instance: see the top of this file."""
         attempts, now = self._stop_attempts[child.index], self._clock()
-        owes = self._completions.owes(child.index)
-        if (child.can_be_stopped or not owes) and attempts.may_try(now):
-            if child.keeps_memory or child.stop():
-                child.stopped = True
+        if child.can_be_stopped and attempts.may_try(now):
+            if child.stop():
                 return
             attempts.failed(now)
-        if owes:
+        if self._completions.owes(child.index):
             self._collect(child, finished_req_ids)
         if not self._completions.owes(child.index):
             # Nothing is left that it could touch, whatever became of its shutdown.

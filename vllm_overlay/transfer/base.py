@@ -9,10 +9,11 @@ spans between the last chunk boundary and its own.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
+from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.tiers.memory import HostBuffer
 
 
@@ -50,6 +51,17 @@ class FinishedCopy:
 
     handle: Handle
     error: BaseException | None = None
+
+
+def error_of(copy: Callable[[], None]) -> BaseException | None:
+    """What it raised, if anything."""
+    try:
+        copy()
+    except SHUTDOWN:
+        raise
+    except BaseException as error:
+        return error
+    return None
 
 
 class KVTransfer(ABC):

@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 from vllm_overlay.transfer import cpu_kernels
-from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span
+from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span, error_of
 from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.object_stream import ObjectStream
 from vllm_overlay.transfer.page_map import PageMap, span_pieces
-from vllm_overlay.transfer.whole_pages import WholePages
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class CpuTransfer(KVTransfer):
         self._handles = itertools.count(1)
         self._finished: list[FinishedCopy] = []
         self._scratch: Bytes = np.empty(0, dtype=np.uint8)
-        self._pages = {group_id: [WholePages(layer) for layer in group.layers] for group_id, group in groups.items()}
+        self._pages = {group_id: [_WholePages(layer) for layer in group.layers] for group_id, group in groups.items()}
         self._parts = {
             group_id: _parts(group.page_map, group.layers)
             for group_id, group in groups.items()
@@ -61,14 +59,7 @@ class CpuTransfer(KVTransfer):
     def _finish(self, copy: Callable[[], None]) -> Handle:
         """Copies at once; the handle is finished when it is given out."""
         handle = Handle(next(self._handles))
-        error: BaseException | None = None
-        try:
-            copy()
-        except SHUTDOWN:
-            raise
-        except BaseException as raised:
-            error = raised
-        self._finished.append(FinishedCopy(handle, error))
+        self._finished.append(FinishedCopy(handle, error_of(copy)))
         return handle
 
     def _gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> None:
@@ -235,6 +226,46 @@ class _Part:
                         rows.copy_(pages)
                     else:
                         pages.copy_(rows)
+
+
+class _WholePages:
+    """The pages of one layer that are moved whole: states, and attention whose pages cannot be cut.
+
+    A page is moved byte by byte in nominal order. Padding between pages, or inside one, is left out.
+    """
+
+    def __init__(self, layer: torch.Tensor) -> None:
+        """``layer``: dimension 0 counts vLLM's blocks; any strides."""
+        self._layer = layer
+        self._num_blocks = layer.shape[0]
+        self._is_contiguous = layer[:1].is_contiguous()
+        self._address = layer.data_ptr()
+        self._step = layer.stride(0) * layer.element_size()
+        self._page_bytes = layer[:1].numel() * layer.element_size()
+
+    def gather(self, block_id: int, stream: ObjectStream) -> None:
+        """Copies a block's page to where the stream is. Raises IndexError when there is no such block."""
+        self._check(block_id)
+        if self._is_contiguous:
+            stream.write(self._address + block_id * self._step, self._page_bytes)
+        else:
+            page = self._layer[block_id].contiguous()
+            stream.write(page.data_ptr(), self._page_bytes)
+
+    def scatter(self, block_id: int, stream: ObjectStream) -> None:
+        """Copies a block's page from where the stream is. Raises IndexError when there is no such block."""
+        self._check(block_id)
+        if self._is_contiguous:
+            stream.read(self._address + block_id * self._step, self._page_bytes)
+        else:
+            page = torch.empty(self._layer.shape[1:], dtype=self._layer.dtype)
+            stream.read(page.data_ptr(), self._page_bytes)
+            self._layer[block_id].copy_(page)
+
+    def _check(self, block_id: int) -> None:
+        """A compiled copy would go on beyond the layer's end."""
+        if not 0 <= block_id < self._num_blocks:
+            raise IndexError(f"block {block_id} is not among the layer's {self._num_blocks}")
 
 
 def _plan(

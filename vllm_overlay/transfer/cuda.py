@@ -18,7 +18,7 @@ from functools import partial
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.tiers.memory import HostBuffer
-from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span
+from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span, error_of
 from vllm_overlay.transfer.descriptors import Descriptors
 from vllm_overlay.transfer.device import Device, Event, Stream
 from vllm_overlay.transfer.group_tensors import GroupTensors
@@ -150,7 +150,7 @@ class CudaTransfer(KVTransfer):
         """The copy ends when ``stream`` has done what it has now. After an error that includes what was submitted
         before it."""
         handle = Handle(next(self._handles))
-        error = self._device_error or _error_of(copy)
+        error = self._device_error or error_of(copy)
         try:
             if error is not None:
                 stream.wait_for(self._device.compute_stream().record())
@@ -182,14 +182,3 @@ class CudaTransfer(KVTransfer):
         self._device_error = error
         self._finished += [FinishedCopy(handle, copy.error or error) for handle, copy in self._running.items()]
         self._running.clear()
-
-
-def _error_of(copy: Callable[[], None]) -> BaseException | None:
-    """What it raised, if anything."""
-    try:
-        copy()
-    except SHUTDOWN:
-        raise
-    except BaseException as error:
-        return error
-    return None

@@ -4,12 +4,13 @@
 All calls are from the thread in which torch has made the device current: the worker's main thread.
 """
 
+import numpy as np
 import torch
+from vllm import _custom_ops as vllm_ops
 
 from vllm_overlay.transfer import copy_kernel
 from vllm_overlay.transfer.copy_table import CopyTable
 from vllm_overlay.transfer.device import Device, Event, Stream
-from vllm_overlay.transfer.driver_copies import DriverCopies
 
 
 class CudaEvent(Event):
@@ -21,9 +22,8 @@ class CudaEvent(Event):
 
 
 class CudaStream(Stream):
-    def __init__(self, stream: "torch.cuda.Stream", copies: DriverCopies) -> None:
+    def __init__(self, stream: "torch.cuda.Stream") -> None:
         self._stream = stream
-        self._copies = copies
 
     def record(self) -> CudaEvent:
         return CudaEvent(self._stream.record_event())
@@ -33,7 +33,11 @@ class CudaStream(Stream):
         self._stream.wait_event(event.event)
 
     def copy(self, table: CopyTable, *, source_is_stable: bool) -> None:
-        self._copies.submit(table, self._stream.cuda_stream, source_is_stable=source_is_stable)
+        """vLLM's own batch copy: one call of the driver since CUDA 12.8, else one for each copy."""
+        fields = (table.sources, table.targets, table.row_bytes)
+        sources, targets, sizes = (torch.from_numpy(np.ascontiguousarray(field)) for field in fields)
+        with torch.cuda.stream(self._stream):
+            vllm_ops.swap_blocks_batch(sources, targets, sizes, is_src_access_order_any=source_is_stable)
 
     def run(self, table: CopyTable) -> None:
         with torch.cuda.stream(self._stream):
@@ -55,22 +59,18 @@ class CudaStream(Stream):
 
 
 class CudaDevice(Device):
-    """Compiles the kernel when it is made. That takes a few seconds unless Triton has it in its cache.
-
-    Raises OSError when there is no CUDA driver.
-    """
+    """Compiles the kernel when it is made. That takes a few seconds unless Triton has it in its cache."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies = DriverCopies()
         with torch.cuda.device(device):
             copy_kernel.prepare(device)
 
     def compute_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self._device), self._copies)
+        return CudaStream(torch.cuda.current_stream(self._device))
 
     def new_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(self._device), self._copies)
+        return CudaStream(torch.cuda.Stream(self._device))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

@@ -75,9 +75,8 @@ class Descriptors:
 
     def _page(self, group_id: int, block_id: int) -> _Pattern:
         group = self._groups[group_id]
-        num_blocks = group.layers[0].shape[0]
-        if not 0 <= block_id < num_blocks:
-            raise IndexError(f"page {block_id} of group {group_id} is not in {num_blocks} blocks")
+        if not 0 <= block_id < group.num_blocks:
+            raise IndexError(f"page {block_id} of group {group_id} is not in {group.num_blocks} blocks")
         if (pattern := self._pages.get(group_id)) is None:
             pattern = self._pages[group_id] = _page_pattern(group)
         return pattern
@@ -88,16 +87,12 @@ class Descriptors:
             raise IndexError(f"{span} cuts a page that is moved whole")
         key = (span.group_id, span.offset, span.num_tokens)
         pattern = self._spans.get(key)
-        num_blocks, block_size = group.layers[0].shape[0], _block_size(group.layers[0])
+        num_blocks, block_size = group.num_blocks, group.block_size
         if not (0 <= span.block_id < num_blocks and 0 <= span.offset < span.offset + span.num_tokens <= block_size):
             raise IndexError(f"{span} is not in {num_blocks} blocks of {block_size} tokens")
         if pattern is None:
             pattern = self._spans[key] = _span_pattern(group, span.offset, span.num_tokens)
         return pattern
-
-
-def _block_size(layer: torch.Tensor) -> int:
-    return int(layer.shape[-2] * (layer.shape[1] if layer.dim() == 5 else 1))
 
 
 def _page_pattern(group: GroupTensors) -> _Pattern:

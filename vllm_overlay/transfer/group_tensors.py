@@ -20,6 +20,16 @@ class GroupTensors:
     page_map: PageMap | None = None
 
     @property
+    def num_blocks(self) -> int:
+        return int(self.layers[0].shape[0])
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block; for a group that can be cut."""
+        layer = self.layers[0]
+        return int(layer.shape[-2] * (layer.shape[1] if layer.dim() == 5 else 1))
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token, all layers, all that the group keeps of it; for a group that can be cut."""
         return sum(layer.shape[-3] * layer.shape[-1] * layer.element_size() for layer in self.layers)

@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes
-from vllm_overlay.transfer.driver_copies import open_driver
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +27,13 @@ class PinnedMemory:
         array: Rows of a ``HostPool``, (units, bytes a unit), page-aligned.
         max_part_bytes: Of one registration. At least a unit and a page fit into it.
         library: Stands for the CUDA driver's in tests.
+
+    Raises:
+        OSError: There is no CUDA driver.
     """
 
     def __init__(self, array: Bytes, *, max_part_bytes: int = MAX_PART_BYTES, library: Any = None) -> None:
-        self._library = library if library is not None else open_driver()
+        self._library = library if library is not None else ctypes.CDLL("libcuda.so.1")
         self._library.cuMemHostRegister_v2.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
         self._library.cuMemHostUnregister.argtypes = (ctypes.c_void_p,)
         self._parts: list[int] = []

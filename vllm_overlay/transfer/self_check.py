@@ -75,13 +75,12 @@ class _Block:
 
 def _placements(group_id: int, group: GroupTensors) -> Iterator[tuple[Placement, int]]:
     """The placements that are tried, each with its bytes."""
-    last = group.layers[0].shape[0] - 1
+    last = group.num_blocks - 1
     yield Placement(pages=((group_id, last),)), group.page_bytes
     if group.page_map is not None:
         unit = group.page_map.token_unit
-        block_size = group.layers[0].shape[-2] * (group.layers[0].shape[1] if group.layers[0].dim() == 5 else 1)
-        middle = block_size // unit // 2 * unit
-        for offset, num_tokens in ((0, unit), (middle, block_size - middle)):
+        middle = group.block_size // unit // 2 * unit
+        for offset, num_tokens in ((0, unit), (middle, group.block_size - middle)):
             yield Placement(spans=(Span(group_id, last, offset, num_tokens),)), num_tokens * group.token_bytes
 
 

@@ -4,7 +4,7 @@
 from typing import Any
 
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.registry import Registry
+from vllm_overlay.settings.registry import Registry
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.guarded import GuardedPolicy
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed

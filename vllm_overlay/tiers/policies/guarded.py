@@ -26,40 +26,28 @@ class GuardedPolicy(EvictionPolicy[T]):
         """With its last use and its end in tokens, for the policy that may have to take over."""
 
     def serve(self, geometry: Geometry) -> None:
-        try:
-            self._policy.serve(geometry)
-        except Exception as error:
-            self._fall_back(error)
+        self._tell("serve", geometry)
 
     def stored(self, item: T) -> None:
-        try:
-            self._policy.stored(item)
-        except Exception as error:
-            self._fall_back(error)
+        self._tell("stored", item)
 
     def used(self, items: Sequence[T]) -> None:
-        try:
-            self._policy.used(items)
-        except Exception as error:
-            self._fall_back(error)
+        self._tell("used", items)
 
     def removed(self, item: T) -> None:
-        try:
-            self._policy.removed(item)
-        except Exception as error:
-            self._fall_back(error)
+        self._tell("removed", item)
 
     def add(self, item: T, last_use: int, end_tokens: int) -> None:
         self._offered[item] = last_use, end_tokens
-        try:
-            self._policy.add(item, last_use, end_tokens)
-        except Exception as error:
-            self._fall_back(error)
+        self._tell("add", item, last_use, end_tokens)
 
     def discard(self, item: T) -> None:
         self._offered.pop(item, None)
+        self._tell("discard", item)
+
+    def _tell(self, event: str, *args: object) -> None:
         try:
-            self._policy.discard(item)
+            getattr(self._policy, event)(*args)
         except Exception as error:
             self._fall_back(error)
 

@@ -15,10 +15,9 @@ from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, ObjectKind
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.policies import runs
 from vllm_overlay.tiers.policies.base import EvictionPolicy, Ranked
-from vllm_overlay.tiers.policies.candidates import Candidates
 from vllm_overlay.tiers.policies.ghosts import Ghosts
 from vllm_overlay.tiers.policies.reuse import Learned, ReuseModel, Role
-from vllm_overlay.tiers.policies.runs import Point, Run
+from vllm_overlay.tiers.policies.runs import Candidates, Point, Run
 from vllm_overlay.tiers.policies.value import Shape, Values, levels
 
 UNFINISHED_S = 10.0

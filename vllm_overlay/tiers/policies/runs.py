@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks in runs, and the restore points on them: what a policy that evicts by unit keeps of an index.
+"""Chunks in runs, the restore points on them, and those that may go: what a policy that evicts by unit keeps of an
+index.
 
 Structs that the garbage collector passes by, as entries are. They refer to each other in circles, so whoever takes one
 out takes it apart.
@@ -7,12 +8,16 @@ out takes it apart.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.policies.reuse import Role
+
+SAMPLE = 64
+"""Points that are compared at one eviction."""
 
 
 class Point(msgspec.Struct, eq=False, gc=False):
@@ -55,6 +60,42 @@ class Run(msgspec.Struct, eq=False, gc=False):
     @property
     def is_leaf(self) -> bool:
         return not self.children
+
+
+class Candidates:
+    """A set of points from which a sample is drawn in constant time. Each point knows its place in it."""
+
+    def __init__(self, luck: random.Random) -> None:
+        self._points: list[Point] = []
+        self._draw = luck.random
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def all(self) -> list[Point]:
+        """A copy, which a caller may walk while points come and go."""
+        return list(self._points)
+
+    def add(self, point: Point) -> None:
+        if point.place < 0:
+            point.place = len(self._points)
+            self._points.append(point)
+
+    def discard(self, point: Point) -> None:
+        if point.place < 0:
+            return
+        last = self._points.pop()
+        if last is not point:
+            self._points[point.place] = last
+            last.place = point.place
+        point.place = -1
+
+    def draw(self) -> list[Point]:
+        """All of them, or a sample in which one may be twice."""
+        count = len(self._points)
+        if count <= SAMPLE:
+            return self._points
+        return [self._points[int(self._draw() * count)] for _ in range(SAMPLE)]
 
 
 def chunk_above(entry: Entry) -> Entry | None:

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.foreign_names import OF_THE_MULTI_CONNECTOR
 from vllm_overlay.named_child import NamedChild
 from vllm_overlay.plugin import CONNECTORS
-from vllm_overlay.setting_check import did_you_mean, nearest
+from vllm_overlay.settings.check import did_you_mean, nearest
+from vllm_overlay.settings.foreign_names import OF_THE_MULTI_CONNECTOR
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig

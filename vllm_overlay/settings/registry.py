@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
-from vllm_overlay.setting_check import did_you_mean
+from vllm_overlay.settings.check import did_you_mean
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ import msgspec
 from msgspec import inspect
 
 from vllm_overlay.config import IS_A_PATH, ConfigError, parse_bytes
-from vllm_overlay.foreign_names import OF_OTHERS, PLACES
-from vllm_overlay.path_setting import parse_path
+from vllm_overlay.settings.foreign_names import OF_OTHERS, PLACES
+from vllm_overlay.settings.paths import parse_path
 
 _NEAR = 0.7
 """How alike two words are that are offered for one another: "cots" and "cost" are, "gpu" and "cpu" are not."""
