@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.client import Engine, disk_child, multi, prompt
-from tests.engine.damage import DAMAGES
+from tests.engine.damage import DAMAGES, flip
 from tests.engine.disk_alone import LENGTH, MAX_TOKENS, counted, stored, works
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
@@ -186,6 +186,24 @@ def test_files_that_were_changed_are_never_loaded(engine: Engine, root: Path, da
     assert recomputed.num_cached_tokens == 0
     assert counted(engine, "failed_loads") > failed
     works(engine, seed)
+
+
+def test_one_load_finds_all_files_of_a_prompt_that_have_rotted(engine: Engine, root: Path) -> None:
+    length = 700
+    before = set(object_files(root))
+    tokens = prompt(length, 76)
+    cold = engine.generate(tokens, MAX_TOKENS)
+    engine.wait_for_stores()
+    files = sorted(set(object_files(root)) - before)
+    until(lambda: not uncatalogued(root, files), "rows of the catalogue")
+    engine.reset_device_cache()
+    flip(files[2::3])
+    assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
+    engine.wait_for_stores()
+    engine.reset_device_cache()
+    failed = counted(engine, "failed_loads")
+    assert_restored(cold, engine.generate(tokens, MAX_TOKENS), length)
+    assert counted(engine, "failed_loads") == failed
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])

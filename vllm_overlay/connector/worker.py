@@ -143,14 +143,14 @@ class OffloadWorker:
     def _take_fetched(self, fetched: list[FetchResult]) -> None:
         good: dict[str, list[FetchResult]] = {}
         for result in fetched:
+            if result.is_bad:  # also of a load that another one has failed already
+                self._report.bad_objects.add(result.object_id)
+            elif result.is_unreadable:
+                self._report.unreadable_objects.add(result.object_id)
             load = self._loads.get(result.load_id)
             if load is None:
                 continue
             if result.buffer is None:
-                if result.is_bad:
-                    self._report.bad_objects.add(result.object_id)
-                elif result.is_unreadable:
-                    self._report.unreadable_objects.add(result.object_id)
                 self._fail_load(load, result.reason or Reason.ERROR)
             else:
                 good.setdefault(result.load_id, []).append(result)

@@ -232,7 +232,11 @@ class TierWorker(ABC):
 
     @abstractmethod
     def begin_load(self, load_id: str, tickets: Sequence[LoadTicket]) -> None:
-        """Start fetching and verifying. Later ``poll`` calls bring one ``FetchResult`` a ticket, in any order."""
+        """Start fetching and verifying. Later ``poll`` calls bring one ``FetchResult`` a ticket, in any order.
+
+        The caller gives the load up at the first failure. So a tier whose objects rot looks at all of them before it
+        says which are bad: then the next request finds none of these.
+        """
 
     @abstractmethod
     def end_fetch(self, load_id: str, position: int) -> None:

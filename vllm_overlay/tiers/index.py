@@ -74,11 +74,6 @@ class PrefixIndex:
         """Whether the object is visible."""
         return self.get(object_id) is not None
 
-    def find(self, object_id: ObjectId) -> Entry | None:
-        """The entry of an object that is visible or on its way."""
-        entry = self._entries.get(object_id)
-        return entry if entry is not None and entry.state is not DROPPED else None
-
     def contains(self, object_id: ObjectId) -> bool:
         """Whether the name is taken: the object is visible, on its way, or dropped but still held."""
         return object_id in self._entries
@@ -92,9 +87,19 @@ class PrefixIndex:
         """The names of all visible objects. Nothing may change meanwhile."""
         return (object_id for object_id, entry in self._entries.items() if entry.state is COMMITTED)
 
+    def parents_of(self, planned: PlannedObject) -> tuple[Entry, ...] | None:
+        """The entries of its parents, each visible or on its way. None when one is neither."""
+        found = []
+        for object_id in planned.parents:
+            entry = self._entries.get(object_id)
+            if entry is None or entry.state is DROPPED:
+                return None
+            found.append(entry)
+        return tuple(found)
+
     def may_reserve(self, planned: PlannedObject) -> bool:
         """Whether ``reserve`` would take the object if there is room: it is new, and its parents are here or coming."""
-        return planned.object_id not in self._entries and self._find_parents(planned) is not None
+        return planned.object_id not in self._entries and self.parents_of(planned) is not None
 
     def reservable(self, planned: Iterable[PlannedObject]) -> tuple[list[PlannedObject], list[ObjectId]]:
         """Those that ``reserve`` would take one after the other if there is room for all, and which names must stay for
@@ -140,7 +145,7 @@ class PrefixIndex:
         if ticket in self._in_flight:
             raise ValueError(f"ticket {ticket} is in flight already")
         num_bytes = planned.num_bytes if num_bytes is None else num_bytes
-        parents = self._find_parents(planned)
+        parents = self.parents_of(planned)
         if parents is None or planned.object_id in self._entries or not self.fits(num_bytes):
             return None
         self._clock += 1
@@ -189,35 +194,45 @@ class PrefixIndex:
         already is left alone and not returned. Where recency is known, give the longest unused first. The capacity does
         not limit this: call ``evict(0)`` afterwards.
         """
+        restored: list[Entry] = []
         missing: dict[ObjectId, tuple[int, PlannedObject, int]] = {}
         for item, ticket in zip(planned, tickets, strict=False):
             self._clock += 1
-            is_known = item.object_id in self._entries or item.object_id in missing
-            if not is_known and not self._restore_one(self._clock, item, ticket):
+            if item.object_id in self._entries or item.object_id in missing:
+                continue
+            if (entry := self._restore_one(self._clock, item, ticket)) is None:
                 missing[item.object_id] = self._clock, item, ticket
-        if not missing:
-            return []
+            else:
+                restored.append(entry)
+        if missing:
+            restored += self._restore_late(missing)
+        self._publish(restored)
+        return [item for _, item, _ in missing.values()]
+
+    def _restore_late(self, missing: dict[ObjectId, tuple[int, PlannedObject, int]]) -> list[Entry]:
+        """Those that came before their parents. Takes them out of ``missing``."""
         waiting: defaultdict[ObjectId, list[ObjectId]] = defaultdict(list)
         for object_id, (_, item, _) in missing.items():
             for parent in item.parents:
                 waiting[parent].append(object_id)
+        restored = []
         ready = deque(missing)
         while ready:
             object_id = ready.popleft()
-            if object_id in missing and self._restore_one(*missing[object_id]):
+            if object_id in missing and (entry := self._restore_one(*missing[object_id])) is not None:
+                restored.append(entry)
                 del missing[object_id]
                 ready.extend(waiting[object_id])
-        return [item for _, item, _ in missing.values()]
+        return restored
 
-    def _restore_one(self, last_use: int, item: PlannedObject, ticket: int) -> bool:
-        parents = self._find_parents(item)
+    def _restore_one(self, last_use: int, item: PlannedObject, ticket: int) -> Entry | None:
+        parents = self.parents_of(item)
         if parents is None:
-            return False
+            return None
         entry = self._insert(item, parents, ticket, (), item.num_bytes)
         entry.last_use = last_use
         entry.state = STORED
-        self._publish([entry])
-        return True
+        return entry
 
     # Loads.
 
@@ -313,15 +328,6 @@ class PrefixIndex:
         return self._release(leaf)
 
     # How it is done. No recursion anywhere: chains are as deep as prompts are long.
-
-    def _find_parents(self, planned: PlannedObject) -> tuple[Entry, ...] | None:
-        found = []
-        for object_id in planned.parents:
-            entry = self._entries.get(object_id)
-            if entry is None or entry.state is DROPPED:
-                return None
-            found.append(entry)
-        return tuple(found)
 
     def _insert(
         self, planned: PlannedObject, parents: tuple[Entry, ...], ticket: int, units: tuple[int, ...], num_bytes: int

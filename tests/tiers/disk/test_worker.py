@@ -5,10 +5,11 @@ import errno
 import logging
 import os
 import threading
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
+from tests.engine.damage import flip
 from tests.tiers.disk.devices import FailingDevice, GatedDevice, RuledDevice, ShortDevice, is_object
 from tests.tiers.disk.files import object_files, on_disk, writers_of
 from tests.tiers.disk.inside import is_closing, is_writing, room_bytes
@@ -122,6 +123,28 @@ def test_a_failed_write_drops_the_store_and_leaves_no_file(tmp_path, call, error
         assert len(object_files(made.root)) == 2
         made.store(objects)
         assert made.reasons(objects) == [""] * 11
+
+
+def test_one_load_finds_all_that_is_wrong_with_its_files(tmp_path):
+    with tier_pair(tmp_path / "root", read_threads=1) as made:
+        objects = chain("p", 9)
+        made.store(objects)
+        rotten = objects[2::3]
+        flip([made.path(planned) for planned in rotten])
+        worker = made.workers[0]
+        worker.begin_load("load", [made.load_ticket(planned) for planned in objects])
+        failed = []
+
+        def has_failed() -> bool:
+            for result in worker.poll()[1]:
+                if result.buffer is None:
+                    failed.append((result.object_id, result.is_bad))
+                else:
+                    worker.end_fetch("load", result.position)
+            return bool(failed)
+
+        until(has_failed, "a failure, at which the caller gives the load up")
+        assert failed == [(planned.object_id, True) for planned in rotten]
 
 
 def test_a_failed_read_is_a_miss_and_the_tier_lives(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import msgspec
 
 from vllm_overlay.planner.objects import PlannedObject
-from vllm_overlay.tiers.disk.catalogue import Catalogue, FellBehind, File, StoredObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, FellBehind, StoredObject
 from vllm_overlay.tiers.disk.files.format import file_bytes
 from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER
 from vllm_overlay.tiers.disk.updates import Found, Gone, ReloadBegins, ReloadEnds, ServedNamespace
@@ -22,6 +22,7 @@ class Follower:
     def __init__(self, catalogue: Catalogue, served: ServedNamespace, world_size: int) -> None:
         self._catalogue = catalogue
         self._served = served
+        self._namespace = served.namespace
         self._world_size = world_size
         self._seq: int | None = None
 
@@ -40,7 +41,7 @@ class Follower:
         return has_more
 
     def _load(self) -> None:
-        seq, slices = self._catalogue.load(self._served.namespace.fingerprint)
+        seq, slices = self._catalogue.load(self._namespace.fingerprint)
         self._served.updates.append(ReloadBegins())
         for found in slices:
             self._tell(found)
@@ -51,7 +52,7 @@ class Follower:
     def _read_changes(self) -> bool:
         assert self._seq is not None
         try:
-            changes = self._catalogue.changes_since(self._seq, self._served.namespace.fingerprint)
+            changes = self._catalogue.changes_since(self._seq, self._namespace.fingerprint)
         except FellBehind:
             self._seq = None
             return True
@@ -62,21 +63,26 @@ class Follower:
                 continue
             self._tell(found)
             found = []
-            if (object_id := self._served.namespace.own_id(change.object_id)) is not None:
+            if (object_id := self._namespace.own_id(change.object_id)) is not None:
                 self._served.updates.append(Gone(object_id, change.file))
         self._tell(found)
         self._seq = changes.seq
         return changes.has_more
 
     def _tell(self, found: Iterable[StoredObject]) -> None:
-        objects = [known for item in found if (known := self._known(item)) is not None]
+        objects, files = [], []
+        for item in found:
+            if (planned := self._known(item)) is not None:
+                objects.append(planned)
+                files.append(item.file)
         for start in range(0, len(objects), _OBJECTS_AN_UPDATE):
-            self._served.updates.append(Found(objects[start : start + _OBJECTS_AN_UPDATE]))
+            end = start + _OBJECTS_AN_UPDATE
+            self._served.updates.append(Found(objects[start:end], files[start:end]))
 
-    def _known(self, item: StoredObject) -> tuple[PlannedObject, File] | None:
+    def _known(self, item: StoredObject) -> PlannedObject | None:
         """The object if its row is what a store of this engine would have written."""
         num_bytes = file_bytes(item.planned.num_bytes) * self._world_size
-        if (item.world_size, item.num_bytes) != (self._world_size, num_bytes) or item.file.number > MAX_NUMBER:
+        if item.world_size != self._world_size or item.num_bytes != num_bytes or item.file.number > MAX_NUMBER:
             return None
-        planned = self._served.namespace.own(item.planned)
-        return None if planned is None else (msgspec.structs.replace(planned, num_bytes=num_bytes), item.file)
+        planned = self._namespace.own(item.planned)
+        return None if planned is None else msgspec.structs.replace(planned, num_bytes=num_bytes)

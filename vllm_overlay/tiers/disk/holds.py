@@ -2,7 +2,6 @@
 """Files that loads and stores of this process need, so that it does not evict them meanwhile."""
 
 import threading
-from collections import Counter
 from collections.abc import Iterable
 
 from vllm_overlay.tiers.disk.catalogue import File
@@ -20,25 +19,26 @@ class Holds:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[File] = Counter()
+        self._counts: dict[File, int] = {}
         self._going: dict[File, None] = {}
 
     def hold(self, files: Iterable[File]) -> bool:
         """Hold all of these, or none when one of them is going. Returns whether they are held."""
         wanted = tuple(files)
         with self._lock:
-            if any(file in self._going for file in wanted):
+            if not self._going.keys().isdisjoint(wanted):
                 return False
-            self._counts.update(wanted)
+            for file in wanted:
+                self._counts[file] = self._counts.get(file, 0) + 1
             return True
 
     def release(self, files: Iterable[File]) -> None:
         """Undo one ``hold``."""
         with self._lock:
             for file in files:
-                self._counts[file] -= 1
-                if self._counts[file] <= 0:
-                    del self._counts[file]
+                left = self._counts.pop(file, 0) - 1
+                if left > 0:
+                    self._counts[file] = left
 
     def held(self) -> frozenset[File]:
         """What somebody holds now."""

@@ -6,7 +6,8 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from vllm_overlay.config import ConfigError, parse_bytes
 from vllm_overlay.planner.coverage import HitSource
@@ -52,8 +53,7 @@ _JOIN_S = 2.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Store:
+class Store(msgspec.Struct, frozen=True, eq=False, gc=False):
     """An object from its ticket until the catalogue has answered. ``num_bytes`` are of all ranks' files.
 
     ``parents`` are the files that are held meanwhile. ``replaces``: the index has the object in that file, pinned and
@@ -154,8 +154,8 @@ class DiskTierManager(TierManager):
 
     def _apply(self, update: Update) -> None:
         match update:
-            case Found(objects):
-                self._take_in(objects)
+            case Found(objects, files):
+                self._take_in(objects, files)
             case Gone(object_id, file):
                 if self._has_file(object_id, file):
                     self._hidden.discard(object_id)
@@ -172,17 +172,17 @@ class DiskTierManager(TierManager):
                 self._outdated |= self._unseen
                 self._unseen = set()
 
-    def _take_in(self, objects: Sequence[tuple[PlannedObject, File]]) -> None:
+    def _take_in(self, objects: Sequence[PlannedObject], files: Sequence[File]) -> None:
         for gone in (self._unseen, self._outdated):
             if gone:
-                gone.difference_update(planned.object_id for planned, _ in objects)
-        found = [(planned, self._tickets.ticket(file)) for planned, file in objects]
-        for planned, ticket in found:
+                gone.difference_update(planned.object_id for planned in objects)
+        tickets = list(map(self._tickets.ticket, files))
+        for planned, ticket in zip(objects, tickets, strict=True):
             entry = self.index.get(planned.object_id)
             if entry is not None and entry.ticket != ticket:  # somebody has stored it anew
                 entry.ticket = ticket
                 self._hidden.discard(planned.object_id)
-        self.index.restore((planned for planned, _ in found), [ticket for _, ticket in found])
+        self.index.restore(objects, tickets)
 
     def _has_file(self, object_id: ObjectId, file: File) -> bool:
         """Whether the index has the object, in this file."""
@@ -223,14 +223,15 @@ class DiskTierManager(TierManager):
 
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
         served = self._served
-        if not _has_a_name(served.namespace, planned):
-            return None
         replaces = self._replaceable(planned.object_id)
-        if replaces is None and not self.index.may_reserve(planned):
+        if replaces is None and self.index.contains(planned.object_id):
             return None
+        found = self.index.parents_of(planned)
+        if found is None or not _has_a_name(served.namespace, planned):
+            return None
+        parents = tuple([self._tickets.file(entry.ticket) for entry in found])
         num_bytes = bytes_on_disk(planned.num_bytes, self._world_size)
-        parents = self._files_of(planned.parents)
-        if parents is None or not (writer := self._take_room(num_bytes, parents)):
+        if not (writer := self._take_room(num_bytes, parents)):
             self._dropped += 1
             return None
         file = File(writer, next(self._numbers))
@@ -243,12 +244,6 @@ class DiskTierManager(TierManager):
             self._hidden.discard(planned.object_id)
             self.index.reserve(planned, ticket, num_bytes=num_bytes)
         return StoreTicket(ticket, planned, _part(served, file))
-
-    def _files_of(self, object_ids: Sequence[ObjectId]) -> tuple[File, ...] | None:
-        """The files of objects that the index has, or awaits. None when it does not."""
-        entries = [self.index.find(object_id) for object_id in object_ids]
-        files = tuple(self._tickets.file(entry.ticket) for entry in entries if entry is not None)
-        return files if len(files) == len(entries) else None
 
     def _take_room(self, num_bytes: int, parents: Sequence[File]) -> str:
         """Whose file an object is to be, if there are bytes for it now. Then its parents stay until the catalogue has
@@ -407,10 +402,9 @@ def _part(served: ServedNamespace, file: File) -> DiskPart:
 
 
 def _has_a_name(namespace: DiskNamespace, planned: PlannedObject) -> bool:
-    """Whether a header can carry the object."""
+    """Whether a header can carry the object. Its parents are on the disk already."""
     try:
-        for object_id in (planned.object_id, *planned.parents):
-            check_stored_id(namespace.stored_id(object_id))
+        check_stored_id(namespace.stored_id(planned.object_id))
     except ValueError:
         return False
     return len(planned.parents) == len(set(planned.parents)) <= MAX_PARENTS and planned.num_bytes > 0

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk tier's own part of tickets: what its manager tells its workers beside the object itself."""
 
-from dataclasses import dataclass
+import msgspec
 
 from vllm_overlay.tiers.disk.catalogue import File
 
 
-@dataclass(frozen=True, slots=True)
-class DiskPart:
+class DiskPart(msgspec.Struct, frozen=True, gc=False):
     """The file of a store or a load, and the namespace that its object is in."""
 
     file: File

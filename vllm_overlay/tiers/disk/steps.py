@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler has decided about objects, for the bookkeeper to carry out in order."""
 
-from dataclasses import dataclass
+import msgspec
 
 from vllm_overlay.tiers.disk.catalogue import File, StoredObject
 from vllm_overlay.tiers.disk.updates import ServedNamespace
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True, gc=False):
     """All ranks' files of an object are in place. The files of its ``parents`` are held, and its bytes taken from the
     room."""
 
@@ -18,8 +17,7 @@ class Stored:
     replaces: File | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Discarded:
+class Discarded(msgspec.Struct, frozen=True, gc=False):
     """A store has failed, or nobody wants its object. What it left is to be unlinked, unless something names it."""
 
     served: ServedNamespace
@@ -29,8 +27,7 @@ class Discarded:
     parents: tuple[File, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(msgspec.Struct, frozen=True, gc=False):
     """From here on another namespace is served."""
 
     served: ServedNamespace

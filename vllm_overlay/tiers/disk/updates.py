@@ -12,9 +12,11 @@ from vllm_overlay.tiers.disk.holds import Holds
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Objects in the catalogue, each after its parents, and their files. ``num_bytes`` of each is of all ranks."""
+    """Objects in the catalogue, each after its parents, and their files in the same order. ``num_bytes`` of each is of
+    all ranks."""
 
-    objects: list[tuple[PlannedObject, File]]
+    objects: list[PlannedObject]
+    files: list[File]
 
 
 @dataclass(frozen=True, slots=True)

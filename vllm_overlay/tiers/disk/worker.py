@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
@@ -49,6 +49,18 @@ class _Fetch:
     is_wanted: bool = True
 
 
+@dataclass(slots=True, eq=False)
+class _Load:
+    """The fetches of a load that have not ended, by position. Guarded by the worker's lock.
+
+    ``bad`` is said once all files have been read (``num_unread`` is 0): one load finds all that is wrong with a prompt.
+    """
+
+    fetches: dict[int, _Fetch]
+    num_unread: int
+    bad: list[FetchResult] = field(default_factory=list)
+
+
 class DiskTierWorker(TierWorker):
     """See ``TierWorker``. One a rank. Its lock is held for arithmetic only, never over a system call on a file.
 
@@ -81,7 +93,7 @@ class DiskTierWorker(TierWorker):
         self._num_writing = 0
         self._life: Life | None = None
         self._stored: list[StoreResult] = []
-        self._loads: dict[str, dict[int, _Fetch]] = {}
+        self._loads: dict[str, _Load] = {}
         self._waiting: deque[_Fetch] = deque()
         self._fetched: list[FetchResult] = []
         self._is_closing = False
@@ -184,17 +196,18 @@ class DiskTierWorker(TierWorker):
         fetches = [_Fetch(load_id, position, ticket, now) for position, ticket in enumerate(tickets)]
         with self._lock:
             self._forget_load(load_id)
-            self._loads[load_id] = {fetch.position: fetch for fetch in fetches}
+            self._loads[load_id] = _Load({fetch.position: fetch for fetch in fetches}, len(fetches))
             if self._read_breaker.pause_left_s():  # threads that hang would not come to say so
                 for fetch in fetches:
-                    self._fail(fetch, Reason.BREAKER)
+                    self._end_read(fetch, BadObject(Reason.BREAKER, is_bad=False))
                 return
             self._waiting.extend(fetches)
             self._start_waiting()
 
     def end_fetch(self, load_id: str, position: int) -> None:
         with self._lock:
-            if (fetch := self._loads.get(load_id, {}).get(position)) is not None:
+            load = self._loads.get(load_id)
+            if load is not None and (fetch := load.fetches.get(position)) is not None:
                 self._forget(fetch)
                 self._start_waiting()
 
@@ -210,23 +223,24 @@ class DiskTierWorker(TierWorker):
         return self._read_breaker.pause_left_s()
 
     def _forget_load(self, load_id: str) -> None:
-        for fetch in list(self._loads.get(load_id, {}).values()):
+        load = self._loads.get(load_id)
+        for fetch in [] if load is None else list(load.fetches.values()):
             self._forget(fetch)
         self._fetched = [result for result in self._fetched if result.load_id != load_id]
 
     def _forget(self, fetch: _Fetch) -> None:
         """No result of the fetch goes out any more. Its buffer is free, at once or when its thread is done with it."""
         fetch.is_wanted = False
-        self._unlist(fetch)
+        load = self._loads[fetch.load_id]
+        del load.fetches[fetch.position]
+        if not load.fetches:
+            del self._loads[fetch.load_id]
+        self._free(fetch)
+
+    def _free(self, fetch: _Fetch) -> None:
         if fetch.buffer is not None and not fetch.is_reading:
             self._staging.end_load(fetch.buffer)
             fetch.buffer = None
-
-    def _unlist(self, fetch: _Fetch) -> None:
-        load = self._loads[fetch.load_id]
-        del load[fetch.position]
-        if not load:
-            del self._loads[fetch.load_id]
 
     def _start_waiting(self) -> None:
         """Hand fetches to the read threads, in order, as far as the staging memory goes. Called with the lock held."""
@@ -235,9 +249,9 @@ class DiskTierWorker(TierWorker):
             if not fetch.is_wanted:
                 self._waiting.popleft()
             elif self._is_closed:
-                self._fail(self._waiting.popleft(), Reason.CLOSED)
+                self._end_read(self._waiting.popleft(), BadObject(Reason.CLOSED, is_bad=False))
             elif fetch.ticket.num_bytes > self._staging.max_object_bytes:
-                self._fail(self._waiting.popleft(), Reason.TOO_LARGE)
+                self._end_read(self._waiting.popleft(), BadObject(Reason.TOO_LARGE, is_bad=False))
             elif (buffer := self._staging.for_load(fetch.ticket.num_bytes)) is not None:
                 fetch.buffer, fetch.is_reading = buffer, True
                 self._readers.submit(partial(self._fetch, self._waiting.popleft(), buffer))
@@ -249,14 +263,24 @@ class DiskTierWorker(TierWorker):
         failure = self._try_to_read(fetch, buffer)
         with self._lock:
             fetch.is_reading = False
-            if failure is not None or not fetch.is_wanted:
-                self._staging.end_load(buffer)
-                fetch.buffer = None
-            if fetch.is_wanted and failure is not None:
-                self._fail(fetch, failure.reason, failure.is_bad, failure.is_unreadable)
-            elif fetch.is_wanted:
-                self._fetched.append(self._result(fetch))
+            if fetch.is_wanted:
+                self._end_read(fetch, failure)
+            else:
+                self._free(fetch)
             self._start_waiting()
+
+    def _end_read(self, fetch: _Fetch, failure: BadObject | None) -> None:
+        """What came of a fetch that is wanted. Called with the lock held."""
+        load = self._loads[fetch.load_id]
+        load.num_unread -= 1
+        if failure is None:
+            self._fetched.append(self._result(fetch))
+        else:
+            self._forget(fetch)
+            load.bad.append(self._result(fetch, failure))
+        if not load.num_unread or (failure is not None and not failure.is_bad):
+            self._fetched += load.bad
+            load.bad = []
 
     def _try_to_read(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
         """The reason why not, or None."""
@@ -292,14 +316,7 @@ class DiskTierWorker(TierWorker):
         fingerprint = bytes.fromhex(part.fingerprint)
         return Identity(fingerprint, stored_id, part.file, self._rank, self._world_size, ticket.num_bytes)
 
-    def _fail(self, fetch: _Fetch, reason: Reason, is_bad: bool = False, is_unreadable: bool = False) -> None:
-        """Called with the lock held. The fetch has no buffer, or none any more."""
-        self._fetched.append(self._result(fetch, reason, is_bad, is_unreadable))
-        self._unlist(fetch)
-
-    def _result(
-        self, fetch: _Fetch, reason: Reason | None = None, is_bad: bool = False, is_unreadable: bool = False
-    ) -> FetchResult:
+    def _result(self, fetch: _Fetch, failure: BadObject | None = None) -> FetchResult:
         return FetchResult(
             load_id=fetch.load_id,
             position=fetch.position,
@@ -307,9 +324,9 @@ class DiskTierWorker(TierWorker):
             num_bytes=fetch.ticket.num_bytes,
             seconds=time.monotonic() - fetch.started,
             buffer=fetch.buffer,
-            reason=reason,
-            is_bad=is_bad,
-            is_unreadable=is_unreadable,
+            reason=None if failure is None else failure.reason,
+            is_bad=failure is not None and failure.is_bad,
+            is_unreadable=failure is not None and failure.is_unreadable,
         )
 
     # Both.

@@ -84,6 +84,8 @@ class DiskNamespace:
 
     def own(self, stored: PlannedObject) -> PlannedObject | None:
         """The object with the names of this engine. None where it is not this engine's."""
+        if not stored.object_id.tag.startswith(SNAPSHOT_TAG):
+            return stored  # nothing but snapshots hangs on a snapshot
         object_id, parents = self.own_id(stored.object_id), [self.own_id(parent) for parent in stored.parents]
         known = tuple(parent for parent in parents if parent is not None)
         if object_id is None or len(known) < len(parents):
