@@ -13,10 +13,10 @@ import pytest
 from tests.patches.trees import ORIGINALS, THREE_STEPS, A, B, C, contents, linked_originals, make_series
 from tests.python_path import REPOSITORY, python_path
 from vllm_overlay.patching import installed
+from vllm_overlay.patching.advice import FileState
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import Series
-from vllm_overlay.patching.advice import FileState
 from vllm_overlay.patching.tree import apply, declare, refusal, reverse, status
 
 MINE = "# mine\n"

@@ -13,6 +13,7 @@ from vllm_overlay.versions import VLLM as VLLM_VERSION
 
 _TOOL = Path(__file__).resolve().parents[2] / "tools" / "apply_patches.py"
 
+
 class FileState(StrEnum):
     """What a file is by its SHA-256. The first four are known. The others are refused."""
 

@@ -107,6 +107,15 @@ def test_a_file_that_is_no_catalogue_is_damaged_and_replaced(tmp_path: Path, kin
     catalogue.close()
 
 
+def test_a_header_that_nobody_may_write_is_damage_and_no_fault_of_the_file_system(tmp_path: Path) -> None:
+    Engine(tmp_path).close()
+    with open(path_of(str(tmp_path), 1), "r+b") as file:
+        file.seek(18)  # the write version of SQLite's file format: what is not known may only be read
+        file.write(b"\3")
+    with pytest.raises(Damaged, match="nobody may write it"):
+        Engine(tmp_path)
+
+
 def test_another_users_file_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Catalogue(str(tmp_path)).close()
     found = os.lstat
