@@ -184,7 +184,7 @@ def test_vllm_starts_with_a_declared_change_of_its_scheduler(tmp_path: Path) -> 
     """A copy of the installed vLLM, the command line, the check at start, and vLLM's own import of the file."""
     root = linked_originals(tmp_path)
     start = (
-        "from vllm_overlay.startup import prepare_process; prepare_process();"
+        "from vllm_overlay.plugin import prepare_process; prepare_process();"
         "from vllm_overlay.patching.installed import require; print(require());"
         "from vllm.v1.core.sched import scheduler; print('imported', scheduler.MINE)"
     )
