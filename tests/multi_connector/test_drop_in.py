@@ -118,9 +118,9 @@ def raises_after_a_change(output):
 
 CHANGES = {
     **{
-        f"{field} is {left!r}": lambda output, field=field, left=left: setattr(output, field, left)
+        f"{field} is {name}": lambda output, field=field, left=left: setattr(output, field, left)
         for field in ("finished_sending", "finished_recving")
-        for left in (None, {"r", "s"}, 7, "r", [object])
+        for name, left in {"none": None, "another set": {"r", "s"}, "7": 7, "a string": "r", "a list": [object]}.items()
     },
     "in place": lambda output: output.finished_recving.clear(),
     "and raises": raises_after_a_change,
