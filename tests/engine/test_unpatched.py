@@ -34,7 +34,8 @@ def test_an_unpatched_vllm_is_refused_with_the_command_that_helps(
 ) -> None:
     with (
         pytest.raises(
-            EngineError, match=r"UnpatchedError.*lacks the \d+ patches.*run `python tools/apply_patches.py --installed`"
+            EngineError,
+            match=r"UnpatchedError.*lacks the \d+ patches.*run `python \S*tools/apply_patches.py --installed`",
         ),
         Engine(tiny_model, unpatched, launcher=("env",), kv_transfer_config=config),
     ):

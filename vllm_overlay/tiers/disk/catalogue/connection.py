@@ -105,7 +105,8 @@ class Connection:
                     yield self._db
                     self._patiently(self._commit)
                 except sqlite3.OperationalError as error:
-                    if error.sqlite_errorcode == sqlite3.SQLITE_READONLY and os.access(self._path, os.W_OK):
+                    code = getattr(error, "sqlite_errorcode", None)
+                    if code == sqlite3.SQLITE_READONLY and os.access(self._path, os.W_OK):
                         raise Damaged("its header says that nobody may write it", self.generation) from error
                     raise
                 finally:
