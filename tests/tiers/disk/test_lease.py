@@ -105,6 +105,18 @@ def test_engines_of_one_machine_share_the_lease_until_the_last_of_them_ends(mach
     assert machines.seconds("other") <= 2
 
 
+def test_engines_of_one_machine_still_share_it_when_somebody_has_removed_the_file(machines):
+    first = machines.taken("one")
+    (machines.path / LEASE).unlink()
+    machines.time.living.append(first)
+    with pytest.raises(OSError, match="is being taken"):
+        machines.time.sleep(RENEW_S)
+    machines.time.sleep(RENEW_S)
+    machines.taken("one").release()
+    with pytest.raises(ConfigError, match="host_name"):
+        machines.taken("other")
+
+
 def test_of_two_machines_that_take_it_at_once_one_gets_it(machines):
     other = machines.lease("other")
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tier on a root that is not local: a real one over FUSE, whose server is stopped and killed."""
 
+import subprocess
 import threading
 import time
 
@@ -33,6 +34,25 @@ def test_a_tier_restores_from_it_after_a_restart(tmp_path):
         with tier_pair(root, host_name="node-8") as other:
             other.recovered()
             assert len(other.tier.index) == 0
+
+
+@pytest.mark.parametrize("command", ['find "$0" -type f -delete', 'rm -rf "$0"/*'])
+def test_stores_go_on_after_a_cleaner_has_removed_what_is_open(tmp_path, said, command):
+    """FUSE gives a file that somebody has open another name instead, as NFS does."""
+    with fuse_mount(tmp_path / "source", tmp_path / "mount"):
+        root = tmp_path / "mount" / "root"
+        with tier_pair(root, host_name="node-7") as made, tier_pair(root, host_name="node-7") as other:
+            made.recovered().store(chain("p", 1))
+            other.recovered()
+            subprocess.run(["sh", "-c", command, root])
+            for tier in (made, other):
+                until(lambda tier=tier: tier.tier.advance() or not tier.has(chain("p", 1)[0]), "the loss")
+            made.store_at_last(chain("q", 1)[0])
+            until(lambda: other.tier.advance() or other.has(chain("q", 1)[0]), "what the other has stored since")
+            assert other.reasons([chain("q", 1)[0]]) == [""]
+        assert len(said("was removed or replaced")) == 2
+        with tier_pair(root, host_name="node-7") as again:
+            until(lambda: again.tier.advance() or again.has(chain("q", 1)[0]), "what was stored since")
 
 
 def test_stores_go_on_after_an_outage(tmp_path):

@@ -118,7 +118,33 @@ def test_a_root_that_lost_all_its_files_is_recognised(lost_marker, directory):
     assert_marked(lost_marker)
 
 
-@pytest.mark.parametrize("name", ["notes.txt", f"{WRITER}/notes.txt", "host-", ".tmp.0a1b2c3d.12.34.5", "members/0"])
+UNLINKED = (".nfs00000000012c4d8b0000002f", ".fuse_hidden0000001700000003")
+"""Real names of files that somebody has open: as an NFS client and libfuse gave them."""
+
+
+@pytest.mark.parametrize("name", UNLINKED)
+def test_what_a_cleaner_leaves_where_removed_files_stay_until_they_are_closed_is_a_root(lost_marker, name):
+    for path in [*lost_marker.rglob("*")]:
+        if path.is_file():
+            path.unlink() if path.suffix == ".r0" else path.rename(path.with_name(name))
+    opened(lost_marker)
+    assert_marked(lost_marker)
+    assert (lost_marker / name).exists() and (lost_marker / WRITER / name).exists()
+
+
+@pytest.mark.parametrize("name", UNLINKED)
+def test_such_a_name_alone_is_no_root_that_was_used_and_says_nothing_of_a_strangers(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(NotARootError, match="no server has used it"):
+        require_root(str(tmp_path))
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="empty directory"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", f"{WRITER}/notes.txt", "host-", ".nfs_x", ".tmp.0a1b2c3d.12.34.5", "members/0"]
+)
 def test_a_stranger_in_a_root_without_marker_is_too_much(lost_marker, name):
     (lost_marker / name).parent.mkdir(exist_ok=True)
     (lost_marker / name).write_text("somebody's")

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
+from vllm_overlay.common.file_lock import is_in_place
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device, write_all
 from vllm_overlay.tiers.disk.files.mounts import ROLLBACK
@@ -107,8 +108,8 @@ class Lease:
             raw = self._read()
         words = _decode(raw)
         machine = self._machine or _this_mount(self._root.path)
-        if machine != self._written:  # mounted anew: our lock lies on what is gone
-            self._close()
+        if self._fd >= 0 and (machine != self._written or not is_in_place(self._path, self._fd)):
+            self._close()  # mounted anew, or removed: our lock lies on what is gone
         if words.machine and words.machine in (machine, self._written):
             self._is_held = now >= self._settles_at
             self._share()

@@ -11,8 +11,10 @@ from vllm_overlay.tiers.disk.files.mounts import ROLLBACK, file_system_of, journ
 
 HOST_ROOT = re.compile(r"host-[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
 LEASE = "lease.json"
+_UNLINKED = re.compile(r"\.nfs[0-9a-f]{8,}|\.fuse_hidden[0-9a-f]{8,}")
+"""What NFS and FUSE call a file that was removed while somebody has it open, as a cleaner does below a server."""
 _WRITER = re.compile(r"[0-9a-f]{16}")
-_IN_WRITER = re.compile(r"alive|[0-9]{1,20}")
+_IN_WRITER = re.compile(rf"alive|[0-9]{{1,20}}|{_UNLINKED.pattern}")
 _WEIGHTS = re.compile(r"weights\.json|\.weights\.json-[0-9a-z_]+")
 _FILES = frozenset({MARKER, LEASE, "rebuild.lock", "weights.lock"})
 _OF_MOUNTS = frozenset({"lost+found", ".snapshot"})
@@ -46,7 +48,7 @@ def recognise(root: str) -> str:
 
 def require_root(root: str) -> None:
     """``recognise`` for tools. To them an empty directory is no root either. Raises the same errors."""
-    if not recognise(root) and not set(os.listdir(root)) - _OF_MOUNTS - {MARKER}:
+    if not recognise(root) and all(name == MARKER or _says_nothing(name) for name in os.listdir(root)):
         raise NotARootError(root, "is empty: no server has used it as its `root` yet")
 
 
@@ -70,7 +72,7 @@ def _is_unmarked(root: str, names: list[str]) -> bool:
         except FileNotFoundError:  # another process works here
             continue
         if name != MARKER and not _WEIGHTS.fullmatch(name):
-            telling += name not in _OF_MOUNTS
+            telling += not _says_nothing(name)
         elif state.st_size:  # a marker of no bytes is what a killed start leaves
             others += 1
     return bool(telling) or not others
@@ -81,8 +83,13 @@ def _is_ours(root: str, name: str, state: os.stat_result) -> bool:
         if _WRITER.fullmatch(name):
             return all(map(_IN_WRITER.fullmatch, os.listdir(os.path.join(root, name))))
         return name in _OF_MOUNTS or HOST_ROOT.fullmatch(name) is not None
-    is_known = name in _FILES or is_catalogue_name(name) or _WEIGHTS.fullmatch(name) is not None
-    return is_known and stat.S_ISREG(state.st_mode)
+    is_known = name in _FILES or is_catalogue_name(name) or (_WEIGHTS.fullmatch(name) or _UNLINKED.fullmatch(name))
+    return bool(is_known) and stat.S_ISREG(state.st_mode)
+
+
+def _says_nothing(name: str) -> bool:
+    """Whether the name may be there whoever has used the directory."""
+    return name in _OF_MOUNTS or _UNLINKED.fullmatch(name) is not None
 
 
 def _some_of(names: list[str]) -> str:
