@@ -24,7 +24,7 @@ from vllm_overlay.tiers.disk.catalogue import (
     Unavailable,
     replace_damaged,
 )
-from vllm_overlay.tiers.disk.evictor import Quota, is_full
+from vllm_overlay.tiers.disk.evictor import is_full
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.lease import Lease
@@ -36,6 +36,7 @@ from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.session import Session
 from vllm_overlay.tiers.disk.steps import Discarded, Moved, Step, Stored
 from vllm_overlay.tiers.disk.updates import ServedNamespace
+from vllm_overlay.tiers.disk.volume import Quota
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.base import Ranked
 from vllm_overlay.tiers.policies.reuse import Learned
@@ -111,6 +112,8 @@ class Bookkeeper:
         self._num_turns = 0
         self.num_evicted = 0
         """Objects that this process has evicted, of whatever namespace."""
+        self.usable_bytes = quota.capacity_bytes
+        """What all objects of the root may take now; 0 while there is no root to work in."""
         self._thread = threading.Thread(target=self._run, name="disk-bookkeeper", daemon=True)
         self._thread.start()
 
@@ -215,10 +218,16 @@ class Bookkeeper:
             self._end_session()
             self._replace(error.generation)
         except Superseded as error:
-            _log.warning("root", "disk tier: %s or its catalogue was removed or replaced: %s", self._root.path, error)
+            _log.warning(
+                "root",
+                "disk tier: %s or its catalogue was removed or replaced, and begins anew with what is left: %s",
+                self._root.path, error,
+            )  # fmt: skip
             self._end_session()
         except BaseException as error:
             self._must_ask_room = True
+            if self._session is None:
+                self.usable_bytes = 0
             _log.warning("bookkeeper", "disk tier: %s has to wait: %r", self._root.path, error)
             if not isinstance(error, Busy) and time.monotonic() - self._answered_at > REOPEN_S:
                 self._answered_at = time.monotonic()
@@ -250,6 +259,7 @@ class Bookkeeper:
             self.num_evicted += session.evictor.unlink_ahead(session.served, session.now)
             raise
         self.num_evicted += num_evicted
+        self.usable_bytes = session.evictor.usable_bytes
         if session.follower.follow() or is_short:
             self._wake()
         self._keep_learned(session)

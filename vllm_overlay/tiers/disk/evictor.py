@@ -3,7 +3,6 @@
 
 import logging
 from collections.abc import Set
-from dataclasses import dataclass
 from functools import partial
 
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, File, Garbage, Limits, Totals, limit_bytes
@@ -11,6 +10,7 @@ from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.unlinker import Unlinker
 from vllm_overlay.tiers.disk.updates import ServedNamespace
+from vllm_overlay.tiers.disk.volume import Quota, Volume
 
 _LARGEST_AHEAD = 2
 """A prompt's chunks come before its snapshot, and must not take the room of that."""
@@ -19,15 +19,6 @@ _MOST_STUCK = 4
 _FULL_BYTES = 1 << 20
 """With less free space SQLite may not be able to write."""
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """In bytes. ``largest_bytes`` is the most that an object may take, in all ranks' files together."""
-
-    capacity_bytes: int
-    min_free_bytes: int
-    largest_bytes: int
 
 
 class Evictor:
@@ -45,6 +36,9 @@ class Evictor:
         self._device = device
         self._ahead: list[Garbage] = []
         """What went before its row since the catalogue could be written last."""
+        self.usable_bytes = quota.capacity_bytes
+        """What all objects together may take, once the catalogue is complete."""
+        self._has_looked = False
 
     def make_room(self, served: ServedNamespace, now: int, may_evict: bool) -> tuple[int, bool]:
         """Bring the room to what this process may hold once half of it is gone.
@@ -54,7 +48,7 @@ class Evictor:
         """
         self._ahead = []
         totals = self._catalogue.totals()
-        capacity = self._usable_bytes(totals)
+        capacity = self._look_for_room(totals)
         self._give_back(totals.num_bytes - capacity)
         largest = self._room.largest_bytes or self._quota.largest_bytes
         at_least = max(largest, min(_LARGEST_AHEAD * largest, capacity // 2))
@@ -75,10 +69,17 @@ class Evictor:
         if num_bytes > 0 and (returned := self._room.take_back(num_bytes)):
             self._catalogue.give_back(self._writer, returned)
 
-    def _usable_bytes(self, totals: Totals) -> int:
-        """What all objects together may take: a file system smaller than the capacity is the limit."""
-        free_bytes = self._device.free_bytes(self._root) - self._quota.min_free_bytes
-        return max(0, min(self._quota.capacity_bytes, totals.object_bytes + totals.removing_bytes + free_bytes))
+    def _look_for_room(self, totals: Totals) -> int:
+        """What all objects together may take. The first look says so where it is less than the settings promise."""
+        volume = Volume(self._device.free_bytes(self._root), totals.object_bytes + totals.removing_bytes)
+        usable = volume.usable_bytes(self._quota)
+        if totals.is_complete:
+            self.usable_bytes = usable
+            if not self._has_looked:
+                self._has_looked = True
+                if shortage := volume.shortage(self._quota, self._root, self._device.total_bytes(self._root)):
+                    logger.warning("disk tier: %s", shortage)
+        return usable
 
     def _evict(self, served: ServedNamespace, now: int, short_bytes: int, capacity: int) -> tuple[int, bool]:
         claimed: set[File] = set()

@@ -17,7 +17,6 @@ from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierUs
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.bookkeeper import Bookkeeper
 from vllm_overlay.tiers.disk.catalogue import File
-from vllm_overlay.tiers.disk.evictor import Quota
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import MAX_PARENTS, file_bytes
@@ -39,6 +38,7 @@ from vllm_overlay.tiers.disk.updates import (
     ServedNamespace,
     Update,
 )
+from vllm_overlay.tiers.disk.volume import Quota
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.never import NeverEvicts
@@ -364,7 +364,7 @@ class DiskTierManager(TierManager):
         return TierUsage(
             num_objects=len(self.index),
             used_bytes=self.index.used_bytes,
-            capacity_bytes=self._capacity_bytes,
+            capacity_bytes=self._bookkeeper.usable_bytes,
             evicted_objects=self._bookkeeper.num_evicted,
             dropped_objects=self._dropped,
         )
@@ -383,13 +383,14 @@ def bytes_on_disk(num_bytes: int, world_size: int) -> int:
 def quota_of(settings: DiskTierSettings, max_object_bytes: int, world_size: int) -> Quota:
     """The limits that the settings give. Raises ConfigError when ``capacity_bytes`` is too small to work."""
     capacity = parse_bytes(settings.capacity_bytes, "capacity_bytes")
-    largest = bytes_on_disk(max_object_bytes, world_size)
-    if capacity < 2 * largest:
+    keep = parse_bytes(settings.min_free_bytes, "min_free_bytes")
+    quota = Quota(capacity, keep, bytes_on_disk(max_object_bytes, world_size))
+    if capacity < quota.least_bytes:
         raise ConfigError(
             f"capacity_bytes={capacity} of the disk tier cannot hold two of the largest objects: "
-            f"set it to at least {2 * largest}"
+            f"set it to at least {quota.least_bytes}"
         )
-    return Quota(capacity, parse_bytes(settings.min_free_bytes, "min_free_bytes"), largest)
+    return quota
 
 
 def _new_index(ranker: Ranker | None) -> PrefixIndex:

@@ -6,7 +6,7 @@ from collections import deque
 
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Namespace, Superseded
 from vllm_overlay.tiers.disk.committer import Committer
-from vllm_overlay.tiers.disk.evictor import Evictor, Quota
+from vllm_overlay.tiers.disk.evictor import Evictor
 from vllm_overlay.tiers.disk.files.checksum import Integrity
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.root import Root, is_in_place, reopen_root
@@ -17,6 +17,7 @@ from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.steps import Discarded, Step
 from vllm_overlay.tiers.disk.unlinker import Unlinker
 from vllm_overlay.tiers.disk.updates import ServedNamespace
+from vllm_overlay.tiers.disk.volume import Quota
 
 
 class Session:

@@ -36,6 +36,11 @@ class Device:
     def mkdir(self, path: str) -> None:
         os.mkdir(path, DIRECTORY_MODE)
 
+    def total_bytes(self, path: str) -> int:
+        """What the file system of ``path`` has in all, but for what only its superuser may use."""
+        found = os.statvfs(path)
+        return (found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize
+
     def free_bytes(self, path: str) -> int:
         """Free bytes that the file system of ``path`` still has for this user. 0 where it takes no more files."""
         found = os.statvfs(path)
