@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from vllm_overlay.cli.causes import MULTI, TIER, cause, tiers_without_room
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
 from vllm_overlay.cli.console import shown, size
 from vllm_overlay.cli.table import Rows, show_table
@@ -15,7 +16,6 @@ from vllm_overlay.metrics import CONNECTOR, GROUP_KIND, HOOK, REASON, SOURCE
 from vllm_overlay.server.api_client import ApiClient, ApiError
 from vllm_overlay.server.interval import Interval
 
-MULTI, TIER = "vllm:kv_connector", "vllm:hybrid_offload"
 _PHASES = ("serving", "stopping", "out of service", "coming back")
 """By the value of the gauge ``state``."""
 _SERVING = 0
@@ -26,8 +26,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = """\
 Reads /metrics alone, which every vLLM server has, and changes nothing. Without --watch all figures are since the
-server's start. With it each table is of the last interval. VLLM_API_KEY is used if it is set. docs/metrics.md says what
-each figure means.
+server's start. With it each table is of the last interval. Where nothing was restored, the last line has the likeliest
+cause. VLLM_API_KEY is used if it is set. docs/metrics.md says what each figure means.
 
 examples:
   vllm-overlay probe http://127.0.0.1:8000
@@ -85,7 +85,7 @@ def _show(interval: Interval, arguments: argparse.Namespace) -> None:
     found = tables(interval)
     if arguments.json:
         looked = {title: [dict(zip(rows[0], row, strict=True)) for row in rows[1:]] for title, rows in found.items()}
-        print(json.dumps({"is_sound": is_sound(interval), **looked}), flush=True)
+        print(json.dumps({"is_sound": is_sound(interval), "cause": cause(interval), **looked}), flush=True)
         return
     if arguments.watch is not None and sys.stdout.isatty():
         print(_CLEARED, end="")
@@ -93,6 +93,8 @@ def _show(interval: Interval, arguments: argparse.Namespace) -> None:
     for title, rows in found.items():
         print()
         show_table(title, rows, has_header=True)
+    if why := cause(interval):
+        print(f"\nnothing was restored: {shown(why)}")
     sys.stdout.flush()
 
 
@@ -109,8 +111,10 @@ def tables(interval: Interval) -> dict[str, Rows]:
 
 
 def is_sound(interval: Interval) -> bool:
-    """Whether every connector is in service and no tier has paused its loads."""
-    return interval.worst(f"{MULTI}_state") == _SERVING and not interval.worst(f"{TIER}_loads_paused")
+    """Whether every connector is in service, no tier has paused its loads, and each has room to store."""
+    if interval.worst(f"{MULTI}_state") != _SERVING or interval.worst(f"{TIER}_loads_paused"):
+        return False
+    return not tiers_without_room(interval)
 
 
 def names(interval: Interval) -> list[str]:
@@ -234,7 +238,7 @@ PROBE = Command(
     summary="what a running server's connectors and tiers do",
     description="Prints tiers, hit rates, lost tokens and faults of a running server.",
     examples={"probe http://127.0.0.1:8000 --watch": "hit rates, lost tokens and faults, every 5 s"},
-    statuses={SOUND: "all in service", PROBLEMS: "a connector is out of service, or a tier has paused its loads"},
+    statuses={SOUND: "all in service", PROBLEMS: "a connector is out of service, or a tier cannot load or store"},
     add_arguments=_add_arguments,
     run=_run,
 )
