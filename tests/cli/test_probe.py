@@ -118,6 +118,12 @@ def test_a_tier_that_has_paused_its_loads_is_not_sound():
     assert not is_sound(interval(None, text_of(**{f"{TIER}_loads_paused": 1})))
 
 
+def test_a_tier_that_has_no_room_anywhere_is_not_sound():
+    full = text_of().replace(str(4 << 20), "0")
+    assert f"{TIER}_capacity_bytes" in full
+    assert not is_sound(interval(None, full))
+
+
 def test_others_connectors_are_named_too():
     assert names(interval(None, f'{MULTI}_state{{connector="nixl"}} 0\n')) == ["nixl"]
 
@@ -160,7 +166,7 @@ def test_its_status_says_whether_all_are_in_service(server, state, status, capsy
 def test_json_is_one_object(server, capsys):
     assert cli.main(["probe", server.url, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["is_sound"] is True
+    assert found["is_sound"] is True and found["cause"] == ""
     assert found["tiers"][0]["restored"] == "70.0%"
 
 
@@ -199,3 +205,12 @@ def test_it_watches_until_ctrl_c_and_waits_for_a_server_that_is_away(server, cap
     chosen = [json.loads(line)["connectors"][0]["chosen"] for line in shown.out.splitlines()]
     assert chosen == ["3", "3", "9"]
     assert shown.err.count("; waiting") == 1
+
+
+def test_where_nothing_was_restored_the_last_line_has_the_likeliest_cause(server, capsys):
+    server.text = text_of(**{f"{TIER}_loads_paused": 1}).replace(" 700\n", " 0\n")
+    assert cli.main(["probe", server.url]) == 1
+    assert capsys.readouterr().out.endswith(
+        "\nnothing was restored: so many reads have failed that loads are paused: look at the kernel's log and at the "
+        "disk\n"
+    )

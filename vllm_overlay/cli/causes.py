@@ -46,7 +46,10 @@ def tiers_without_room(interval: Interval) -> list[str]:
 
 def _no_prefix_cache(interval: Interval) -> str:
     if interval.after.samples(_CONFIG, enable_prefix_caching="False"):
-        return "vLLM's prefix cache is off, and without it no tier is asked: set --enable-prefix-caching"
+        return (
+            "vLLM's prefix cache is off, and without it nothing is stored: set --enable-prefix-caching, and for a "
+            "model with states --mamba-cache-mode align"
+        )
     return ""
 
 
@@ -71,8 +74,6 @@ def _not_asked(interval: Interval) -> str:
         return _in_the_device(hits)
     if not interval.amount("vllm:prompt_tokens_total"):
         return "no request has come"
-    if interval.after.samples(_CONFIG, mamba_cache_mode="none"):
-        return "vLLM keeps no states of this model (mamba_cache_mode none): set --mamba-cache-mode align"
     return "no request has reached a tier: prompts with prompt_logprobs read no cache"
 
 
