@@ -45,7 +45,7 @@ def unmount(path: Path) -> None:
 class Disk:
     """A file system of its own at ``path``, which can be taken away and put back. Only root can have one."""
 
-    def __init__(self, path: Path, num_bytes: int = 1 << 20) -> None:
+    def __init__(self, path: Path, num_bytes: int) -> None:
         self.path = path
         self._kept = path.with_name(f"{path.name}-kept")
         for directory in (path, self._kept):
@@ -71,8 +71,8 @@ class Disk:
 
 
 @contextmanager
-def disk(path: Path) -> Iterator[Disk]:
-    made = Disk(path)
+def disk(path: Path, num_bytes: int = 1 << 20) -> Iterator[Disk]:
+    made = Disk(path, num_bytes)
     try:
         yield made
     finally:

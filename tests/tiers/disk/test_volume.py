@@ -57,6 +57,12 @@ def test_what_is_less_than_promised_is_said_with_values_that_work(
     assert (volume.usable_bytes(quota) < quota.capacity_bytes) == bool(words)
 
 
+def test_the_values_that_it_names_work() -> None:
+    volume = Volume(512 * MIB)
+    assert "Set min_free_bytes to 64 MiB and capacity_bytes to at most 448" in volume.shortage(DEFAULTS, "/", 512 * MIB)
+    assert volume.shortage(Quota(448 * MIB, 64 * MIB, LARGEST), "/", 512 * MIB) == ""
+
+
 class Small(Device):
     """A file system of so many bytes, of which all are free but what the test says."""
 
