@@ -272,8 +272,9 @@ class OffloadScheduler:
         cursor = tracked.cursors.get(group_id) if tracked is not None and group_id is not None else None
         if store.has_failed:
             self._tier.abort(store.ticket)
-            if cursor is not None and self._placer.is_full(store.planned):
+            if tracked is not None and cursor is not None and self._placer.is_full(store.planned):
                 cursor.failed(store.planned, self._step)
+                tracked.next_chunk_tokens = 0
             return
         if not is_committed:
             self._tier.commit(store.ticket)
