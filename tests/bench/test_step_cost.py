@@ -6,11 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.serving_sides import NONE, Side
 from bench.step_cost import (
+    BOTH,
+    CPU_ALONE,
     PROMPTS_AT_ONCE,
     SIDES,
     Stopwatch,
     measure_storing,
+    processes,
     ratio,
     rows,
     storing_rows,
@@ -135,3 +139,28 @@ def test_a_tier_that_does_not_report_is_not_measured() -> None:
 def test_rows_of_storing_compare_processors_with_the_first_side() -> None:
     found = [{"scheduler": 1.0, "worker": 2.0, "share": 0.05, "process_s": 2.0 + n} for n, _ in enumerate(SIDES)]
     assert list(storing_rows(found))[1] == (SIDES[1].name, "1.00", "2.00", "5.00%", "1.500")
+
+
+STEPS = 20
+
+
+@pytest.mark.engine
+def test_a_decode_step_costs_few_calls_and_bytes_however_many_requests_run() -> None:
+    with processes([NONE, CPU_ALONE, BOTH], ["--running", "1,32"]) as sides:
+        none, alone, both = ([side.ask("counts", running, STEPS) for running in (1, 32)] for side in sides)
+    assert [one["calls"] for one in none] == [0, 0]
+    for found, most_calls in ((alone, 100), (both, 500)):
+        assert found[0]["calls"] <= most_calls
+        assert found[1]["calls"] <= found[0]["calls"] + 10
+        for own, without in zip(found, none, strict=True):
+            assert own["bytes"] <= without["bytes"] + 150
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("side", [CPU_ALONE, BOTH], ids=lambda side: side.name)
+def test_forty_layers_of_attention_cost_as_many_calls_as_one(side: Side) -> None:
+    calls = []
+    for layers in ("4", "160"):
+        with processes([side], ["--running", "1", "--layers", layers]) as (process,):
+            calls.append(process.ask("counts", 1, STEPS)["calls"])
+    assert calls[0] == calls[1]
