@@ -80,7 +80,7 @@ class Side:
         tiers: list[dict[str, Any]] = [{"tier": "cpu", "capacity_bytes": sizes.cpu_bytes}]
         if self.disk:
             tiers.append({"tier": "disk", "root": str(root), "capacity_bytes": sizes.disk_bytes})
-        children = [
+        children: list[dict[str, Any]] = [
             {
                 "kv_connector": "HybridOffloadConnector",
                 "kv_role": "kv_both",
@@ -88,6 +88,9 @@ class Side:
             }
             for tier, weight in zip(tiers, weights, strict=False)
         ]
+        if len(children) == 1:
+            del children[0]["kv_connector_extra_config"]["load_weight"]
+            return children[0]
         return {
             "kv_connector": "MultiConnector",
             "kv_connector_module_path": "vllm_overlay.multi_connector",

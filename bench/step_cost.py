@@ -1,63 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a connector costs an engine's thread: ``python -m bench.step_cost``.
 
-Every hook is timed that vLLM calls on the connectors of the scheduler and of the worker, and how the scheduler makes
-its report for the front end. The model is the tiny hybrid one, on one computing thread, in one process for each side.
+Each side is the tiny hybrid model with one connector, or without one, on one computing thread, in a process of its own.
+Scheduler and worker are on that process's one thread, as a server on a CPU has them.
 
-Nothing to do: one request decodes, so nothing is looked up, stored or loaded. Each step gives a sum. What counts is
-the sum that a tenth of the steps stay below: other programs on the machine only add to it.
+Steps in which all requests decode, so that nothing is looked up, stored or loaded: sides take turns, round by round.
+A round gives the median of its steps. What a side takes over the first one is the median of the rounds' ratios, with
+a 95 % interval. Seconds are the thread's own. Hooks are timed in other rounds, as is the front end, which decodes a
+step's output and hands it to Prometheus. Calls and bytes are those of the median step: the same in every run.
 
---storing: prompts that nobody has seen, eight sent together, into tiers that are full and evict. Seconds are the
-thread's own, so that other programs do not count. Copies from the KV cache are in them, writes to a disk are not.
+--storing: prompts that nobody has seen, eight sent together, into tiers that are full and evict. Copies from the KV
+cache are in the seconds, writes to a disk are not.
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from bench.measure import Clock, percentile, table
+from bench.measure import Clock, table
 from bench.serving_sides import BLOCK_TOKENS, MATCH_UNIT, NONE, OFFLOADING, OFFLOADING_FS, Side, Sizes
 
-PROMPT_TOKENS = 300
+PROMPT_TOKENS = 100
+DECODED_TOKENS = 3000
 ROUNDS_TO_FILL = range(4, 100)
 NEW_PROMPT_TOKENS, PROMPTS_AT_ONCE, OUTPUT_TOKENS = 2000, 8, 4
 SIZES = Sizes(device_blocks=48, cpu_bytes=32 << 20, disk_bytes=256 << 20)
-SIDES = (
-    NONE,
-    Side("ours, CPU tier", cpu=True, policy="lru"),
-    Side("ours, both tiers", cpu=True, disk=True, policy="lru"),
-    OFFLOADING,
-    OFFLOADING_FS,
-)
+CPU_ALONE = Side("ours, CPU tier alone", cpu=True, policy="lru")
+BOTH = Side("ours, both tiers", cpu=True, disk=True, policy="lru")
+SIDES = (NONE, CPU_ALONE, BOTH, OFFLOADING, OFFLOADING_FS)
 ENGINE = {
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "TORCHDYNAMO_DISABLE": "1",
 }
 """The environment of an engine that runs in the process that makes it."""
+CONNECTORS = ("/vllm_overlay/", "/kv_connector/v1/", "/v1/kv_offload/")
+"""Directories whose functions count as calls: ours, and vLLM's connectors with their base."""
 
 
 @dataclass(slots=True)
 class Step:
-    """Seconds in hooks by name, and the bytes of the connectors' part of the report to the front end."""
+    """Seconds in hooks by name."""
 
     scheduler: Counter[str] = field(default_factory=Counter)
     worker: Counter[str] = field(default_factory=Counter)
-    report_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.scheduler.values()) + sum(self.worker.values())
 
 
 class Stopwatch:
@@ -68,12 +74,24 @@ class Stopwatch:
         self._clock = clock
         self.steps: list[Step] = [Step()]
         self._is_running = False
+        self._watched: list[tuple[Any, str, Any]] = []
 
     def watch(self, target: Any, names: Sequence[str], role: str) -> None:
         """Replaces the methods of ``target`` by timed ones. ``role``: the field of ``Step`` that gets their times."""
         for name in names:
             if callable(getattr(target, name, None)):
-                setattr(target, name, self._timed(getattr(target, name), name, role))
+                self.replace(target, name, self._timed(getattr(target, name), name, role))
+
+    def replace(self, target: Any, name: str, method: Callable[..., Any]) -> None:
+        """``method`` takes the place of one of ``target`` until ``stop``."""
+        self._watched.append((target, name, vars(target).get(name)))
+        setattr(target, name, method)
+
+    def stop(self) -> None:
+        """All methods are as they were."""
+        while self._watched:
+            target, name, before = self._watched.pop()
+            delattr(target, name) if before is None else setattr(target, name, before)
 
     def _timed(self, method: Callable[..., Any], name: str, role: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -102,30 +120,18 @@ def watch_engine(core: Any, clock: Clock) -> Stopwatch:
         stopwatch.watch(scheduler.connector, hooks, "scheduler")
     if has_kv_transfer_group():
         stopwatch.watch(get_kv_transfer_group(), hooks, "worker")
-    stopwatch.watch(scheduler, ["make_stats"], "scheduler")
-    make_stats, schedule = scheduler.make_stats, scheduler.schedule
-
-    def weighed(*args: Any, **kwargs: Any) -> Any:
-        stats = make_stats(*args, **kwargs)
-        if stats is not None and stats.kv_connector_stats:
-            stopwatch.steps[-1].report_bytes += len(msgspec.msgpack.encode(stats.kv_connector_stats))
-        return stats
+    schedule = scheduler.schedule
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         stopwatch.steps.append(Step())
         return schedule(*args, **kwargs)
 
-    scheduler.make_stats, scheduler.schedule = weighed, counted
+    stopwatch.replace(scheduler, "schedule", counted)
     return stopwatch
 
 
-def usual(seconds: Iterable[float]) -> float:
-    """Microseconds that a tenth of them stay below."""
-    return 1e6 * percentile(list(seconds), 0.1)
-
-
-def make_engine(side: Side, num_layers: int, directory: Path) -> Any:
-    """vLLM in this process. What it writes lies in ``directory``."""
+def make_engine(side: Side, num_layers: int, directory: Path, num_running: int = 4) -> Any:
+    """vLLM in this process, for so many requests at once. What it writes lies in ``directory``."""
     from vllm import LLM
 
     from tools.tiny_model import make_tiny_model
@@ -134,9 +140,9 @@ def make_engine(side: Side, num_layers: int, directory: Path) -> Any:
     return LLM(
         str(make_tiny_model(directory / "tiny", num_layers=num_layers)),
         max_model_len=4096,
-        max_num_seqs=4,
+        max_num_seqs=num_running,
         max_num_batched_tokens=2048,
-        num_gpu_blocks_override=SIZES.device_blocks,
+        num_gpu_blocks_override=max(SIZES.device_blocks, 12 * num_running),
         block_size=BLOCK_TOKENS,
         mamba_ssm_cache_dtype="bfloat16",
         prefix_match_unit=MATCH_UNIT,
@@ -147,25 +153,105 @@ def make_engine(side: Side, num_layers: int, directory: Path) -> Any:
     )
 
 
-def measure_idle(engine: Any, num_steps: int) -> dict[str, Any]:
-    """Microseconds a step, of all hooks and of each, and the mean bytes of a report."""
-    from vllm import SamplingParams
+class Decoding:
+    """An engine in this process whose requests all decode. Its steps are made here, one by one."""
 
-    stopwatch = watch_engine(engine.llm_engine.engine_core.engine_core, time.perf_counter)
-    # The first half may still store the prompt.
-    parameters = SamplingParams(temperature=0, max_tokens=2 * num_steps, ignore_eos=True)
-    engine.generate({"prompt_token_ids": [token % 256 for token in range(PROMPT_TOKENS)]}, parameters, use_tqdm=False)
-    steps = stopwatch.steps[-num_steps - 1 : -1]
-    return {
-        "scheduler": usual(sum(step.scheduler.values()) for step in steps),
-        "worker": usual(sum(step.worker.values()) for step in steps),
-        "report_bytes": sum(step.report_bytes for step in steps) / len(steps),
-        "hooks": {
-            f"{role}: {name}": usual(getattr(step, role)[name] for step in steps)
-            for role in ("scheduler", "worker")
-            for name in sorted({name for step in steps for name in getattr(step, role)})
-        },
-    }
+    def __init__(self, engine: Any) -> None:
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        self._front_end = engine.llm_engine
+        self._core = self._front_end.engine_core.engine_core
+        self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
+        self._num_requests = 0
+        self._source = random.Random(0)
+
+    @contextlib.contextmanager
+    def running(self, number: int) -> Iterator[None]:
+        """So many requests decode, and what their prompts left to store is stored and reported."""
+        from vllm import SamplingParams
+
+        scheduler = self._core.scheduler
+        parameters = SamplingParams(temperature=0, max_tokens=DECODED_TOKENS, ignore_eos=True, detokenize=False)
+        for _ in range(number):
+            prompt = {"prompt_token_ids": [self._source.randrange(256) for _ in range(PROMPT_TOKENS)]}
+            self._num_requests += 1
+            self._front_end.add_request(str(self._num_requests), prompt, parameters)
+        while len(scheduler.running) < number or any(request.num_output_tokens < 3 for request in scheduler.running):
+            self.step()
+        while scheduler.connector is not None and scheduler.connector.has_pending_push_work():
+            self.step()
+        for _ in range(5):
+            self.step()
+        yield
+        requests = [request.request_id for request in scheduler.running]
+        self._core.abort_requests(requests)
+        self._front_end.output_processor.abort_requests(requests, internal=True)
+        while scheduler.has_requests():
+            self.step()
+
+    def step(self) -> Any:
+        """Its output for the one front end; None if there is none."""
+        outputs, has_computed = self._core.step_fn()
+        self._core.post_step(has_computed)
+        return (outputs or {}).get(0)
+
+    def seconds(self, num_steps: int) -> float:
+        """The median step's."""
+        found = []
+        for _ in range(num_steps):
+            begin = time.thread_time()
+            self.step()
+            found.append(time.thread_time() - begin)
+        return statistics.median(found)
+
+    def details(self, num_steps: int) -> dict[str, float]:
+        """The median step's: seconds in hooks, and at the front end."""
+        stopwatch, front_end = watch_engine(self._core, time.thread_time), []
+        for _ in range(num_steps):
+            written = self._encoder.encode(self.step())
+            begin = time.thread_time()
+            output = self._decoder.decode(written)
+            self._front_end.logger_manager.record(
+                scheduler_stats=output.scheduler_stats, iteration_stats=None, engine_idx=0
+            )
+            front_end.append(time.thread_time() - begin)
+        stopwatch.stop()
+        hooks = statistics.median(step.seconds for step in stopwatch.steps[1:])
+        return {"hooks": hooks, "front_end": statistics.median(front_end)}
+
+    def counts(self, num_steps: int) -> dict[str, Any]:
+        """The median step's: calls of functions in CONNECTORS, and bytes to the front end. ``functions``: the mean
+        number of calls of each."""
+        calls, sizes, functions = [], [], Counter[str]()
+        for _ in range(num_steps):
+            called = Counter[Any]()
+            with counted_calls(called):
+                output = self.step()
+            own = {code: n for code, n in called.items() if any(place in code.co_filename for place in CONNECTORS)}
+            functions.update({f"{Path(code.co_filename).stem}.{code.co_qualname}": n for code, n in own.items()})
+            calls.append(sum(own.values()))
+            sizes.append(sum(len(part) for part in self._encoder.encode(output)))
+        return {
+            "calls": statistics.median_low(calls),
+            "bytes": statistics.median_low(sizes),
+            "functions": {name: number / num_steps for name, number in functions.most_common()},
+        }
+
+
+@contextlib.contextmanager
+def counted_calls(called: Counter[Any]) -> Iterator[None]:
+    """Puts each code object that this thread enters meanwhile into ``called``."""
+
+    def count(frame: Any, event: str, _argument: object) -> None:
+        if event == "call":
+            called[frame.f_code] += 1
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 def fill(engine: Any, send: Callable[[], None], num_tiers: int) -> None:
@@ -210,41 +296,112 @@ def measure_storing(engine: Any, num_rounds: int, num_tiers: int) -> dict[str, A
     }
 
 
-def measure(side: Side, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What one process does. Its files lie in TMPDIR, which is removed when the process is gone."""
-    engine = make_engine(side, 4 if arguments.storing else arguments.layers, Path(tempfile.mkdtemp()))
-    if not arguments.storing:
-        return measure_idle(engine, arguments.steps)
-    return measure_storing(engine, arguments.rounds, side.cpu + side.disk if side.is_ours else 0)
+def serve(side: Side, arguments: argparse.Namespace) -> None:
+    """What one process does: answers each line, a method of ``Decoding`` with its number of requests and of steps."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's own words do not get among the answers
+    directory = Path(tempfile.mkdtemp())
+    if arguments.storing:
+        engine = make_engine(side, arguments.layers, directory)
+        num_tiers = side.cpu + side.disk if side.is_ours else 0
+        print(json.dumps(measure_storing(engine, arguments.rounds, num_tiers)), file=answers, flush=True)
+        return
+    decoding = Decoding(make_engine(side, arguments.layers, directory, max(arguments.running)))
+    print("null", file=answers, flush=True)
+    for line in sys.stdin:
+        method, num_running, num_steps = json.loads(line)
+        with decoding.running(num_running):
+            answer = getattr(decoding, method)(num_steps)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
-def measured_in_own_process(arguments: Sequence[str]) -> dict[str, Any]:
-    """What this program prints as JSON on its last line: no side leaves anything to the next.
+class Process:
+    """A side in a process of its own, so that none leaves anything to another."""
 
-    Its temporary files are removed when it is gone. Raises RuntimeError with the end of its log.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        environment = {**os.environ, **ENGINE, "TMPDIR": directory}
-        command = [sys.executable, "-m", "bench.step_cost", *arguments]
-        done = subprocess.run(command, capture_output=True, cwd=Path(__file__).parent.parent, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{arguments}: {done.stderr.decode(errors='replace')[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    def __init__(self, side: Side, arguments: Sequence[str], directory: Path) -> None:
+        """``arguments``: of this program. ``directory``: for its log and its temporary files."""
+        self.side = side
+        place = directory / str(SIDES.index(side))
+        place.mkdir()
+        self._log_path = place / "log"
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bench.step_cost", *arguments, "--side", str(SIDES.index(side))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=Path(__file__).parent.parent,
+                env={**os.environ, **ENGINE, "TMPDIR": str(place)},
+            )
+
+    def answer(self) -> Any:
+        """Of the next line. Raises RuntimeError with the end of its log."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        raise RuntimeError(f"{self.side.name}: {self._log_path.read_text(errors='replace')[-3000:]}")
+
+    def ask(self, method: str, num_running: int, num_steps: int) -> Any:
+        assert self._process.stdin is not None
+        print(json.dumps((method, num_running, num_steps)), file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def processes(sides: Sequence[Side], arguments: Sequence[str]) -> Iterator[list[Process]]:
+    """One for each side, all ready. They are ended, and their files removed."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as started:
+        found = []
+        for side in sides:
+            print(f"{side.name} ...", file=sys.stderr)
+            process = Process(side, arguments, Path(directory))
+            started.callback(process.stop)
+            process.answer()
+            found.append(process)
+        yield found
+
+
+def take_turns(sides: Sequence[Process], arguments: argparse.Namespace) -> dict[int, list[list[float]]]:
+    """By number of running requests, each side's seconds a step in each round, after one that does not count."""
+    found: dict[int, list[list[float]]] = {running: [[] for _ in sides] for running in arguments.running}
+    for number in range(arguments.rounds + 1):
+        for running, seconds in found.items():
+            for place in (*range(number % len(sides), len(sides)), *range(number % len(sides))):
+                step_s = sides[place].ask("seconds", running, arguments.steps)
+                if number:
+                    seconds[place].append(step_s)
     return found
 
 
-COLUMNS = ("side", "scheduler, µs", "worker, µs", "together", "over OffloadingConnector's", "report, bytes a step")
+def ratio(own: Sequence[float], first: Sequence[float]) -> str:
+    """The median of the rounds' ratios, and its interval of at least 95 %, by how many lie above and below."""
+    ratios = sorted(a / b for a, b in zip(own, first, strict=True))
+    number, rank, outside = len(ratios), 0, 0.0
+    while rank < (number - 1) // 2:
+        outside += 2 * math.comb(number, rank) / 2**number
+        if outside > 0.05:
+            break
+        rank += 1
+    low = max(rank - 1, 0)
+    return f"{statistics.median(ratios):.2f} ({ratios[low]:.2f} to {ratios[-1 - low]:.2f})"
 
 
-def rows(found: Sequence[dict[str, Any]]) -> Iterator[Sequence[object]]:
-    """One for each of SIDES. The first side's time is how vLLM makes its own report, which is in all others."""
-    own = found[0]["scheduler"] + found[0]["worker"]
-    reference = found[SIDES.index(OFFLOADING)]
-    theirs = reference["scheduler"] + reference["worker"] - own
-    for side, one in zip(SIDES, found, strict=True):
-        total = one["scheduler"] + one["worker"]
-        times = (f"{time:.0f}" for time in (one["scheduler"], one["worker"], total))
-        yield side.name, *times, f"{(total - own) / theirs:.2f}", f"{one['report_bytes']:.0f}"
+COLUMNS = ("running", "side", "thread, ms", "over the first's", "hooks, µs", "calls", "front end, µs", "bytes")
+
+
+def rows(
+    seconds: Mapping[int, Sequence[Sequence[float]]], details: Mapping[int, Sequence[Mapping[str, Any]]]
+) -> Iterator[Sequence[object]]:
+    """One for each number of running requests and each of SIDES, the first without a connector."""
+    for running, found in seconds.items():
+        for side, own, one in zip(SIDES, found, details[running], strict=True):
+            times = f"{1e3 * statistics.median(own):.2f}", ratio(own, found[0]), f"{1e6 * one['hooks']:.0f}"
+            yield running, side.name, *times, one["calls"], f"{1e6 * one['front_end']:.0f}", one["bytes"]
 
 
 STORING_COLUMNS = ("side", "scheduler, ms a prompt", "worker, ms", "of the thread's other time", "CPU s of the first's")
@@ -257,36 +414,48 @@ def storing_rows(found: Sequence[dict[str, Any]]) -> Iterator[Sequence[object]]:
         yield side.name, f"{one['scheduler']:.2f}", f"{one['worker']:.2f}", f"{one['share']:.2%}", processor
 
 
+def numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints one row for each side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24, help="of the model; every fourth has attention (default: 24)")
-    parser.add_argument("--steps", type=int, default=300, help="that count (default: 300)")
-    parser.add_argument("--hooks", action="store_true", help="also print what each hook takes in a step")
-    parser.add_argument("--storing", action="store_true", help="measure storing instead, with four layers")
-    parser.add_argument("--rounds", type=int, default=12, help="of eight prompts, with --storing (default: 12)")
+    parser.add_argument("--running", type=numbers, default=[1, 8, 32], help="requests at once (default: 1,8,32)")
+    parser.add_argument("--layers", type=int, default=4, help="of the model; every fourth has attention (default: 4)")
+    parser.add_argument("--steps", type=int, default=40, help="of a round (default: 40)")
+    parser.add_argument("--rounds", type=int, default=12, help="or of eight prompts, with --storing (default: 12)")
+    parser.add_argument("--functions", action="store_true", help="also print which functions are called in a step")
+    parser.add_argument("--storing", action="store_true", help="measure storing instead")
     parser.add_argument("--side", type=int, help=argparse.SUPPRESS)
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_args(given)
     if arguments.side is not None:
-        print(json.dumps(measure(SIDES[arguments.side], arguments)), flush=True)
+        serve(SIDES[arguments.side], arguments)
         return
-    found = []
-    for number, side in enumerate(SIDES):
-        print(f"{side.name} ...", file=sys.stderr)
-        found.append(measured_in_own_process([*given, "--side", str(number)]))
     if arguments.storing:
+        found = []
+        for side in SIDES:
+            print(f"{side.name} ...", file=sys.stderr)
+            with tempfile.TemporaryDirectory() as directory:
+                found.append(Process(side, given, Path(directory)).answer())
         print(table(STORING_COLUMNS, storing_rows(found)))
         return
-    print(table(COLUMNS, rows(found)))
-    if arguments.hooks:
-        names = sorted({name for one in found for name in one["hooks"]})
-        print("\n" + table(("hook, µs", *(side.name for side in SIDES)), _hook_rows(names, found)))
-
-
-def _hook_rows(names: Sequence[str], found: Sequence[dict[str, Any]]) -> Iterator[Sequence[object]]:
-    for name in names:
-        yield name, *(f"{one['hooks'].get(name, 0):.1f}" for one in found)
+    with processes(SIDES, given) as sides:
+        seconds = take_turns(sides, arguments)
+        details = {
+            running: [
+                side.ask("details", running, arguments.steps) | side.ask("counts", running, arguments.steps)
+                for side in sides
+            ]
+            for running in arguments.running
+        }
+    print(table(COLUMNS, rows(seconds, details)))
+    if arguments.functions:
+        for running, ones in details.items():
+            for side, one in zip(SIDES, ones, strict=True):
+                called = ((f"{number:.1f}", name) for name, number in one["functions"].items())
+                print(f"\n{side.name}, {running} running\n\n{table(('calls', 'function'), called)}")
 
 
 if __name__ == "__main__":

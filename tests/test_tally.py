@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.metrics import BUCKETS
-from vllm_overlay.tally import Buckets, Tally
+from vllm_overlay.tally import Buckets, ReportTimes, Tally
 
 BOUNDS = BUCKETS["load_seconds"]
 SECONDS = st.one_of(st.sampled_from(BOUNDS), st.floats(0, 200, allow_nan=False))
@@ -82,3 +82,15 @@ def test_what_was_taken_is_not_taken_again() -> None:
     tally = filled([0.1])
     assert not tally.take().is_empty()
     assert tally.take().is_empty()
+
+
+def test_reports_are_due_four_times_a_second() -> None:
+    now = 100.0
+    times = ReportTimes(lambda: now)
+    due = []
+    for _ in range(24):
+        due.append(times.is_due())
+        now += 1 / 16
+    assert due == [True, False, False, False] * 6
+    now += 100.0
+    assert [times.is_due(), times.is_due()] == [True, False]

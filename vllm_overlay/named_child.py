@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connector's class may say of itself as a child of a MultiConnector. Other classes are named by their class."""
+"""What a connector may say of itself as a child of a MultiConnector. Others are named by their class, and are called in
+every step."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -12,6 +15,17 @@ def empty_hook(hook: Hook) -> Hook:
     """Marks a method that does nothing and answers nothing: a MultiConnector need not call it."""
     hook.is_empty_hook = True  # type: ignore[attr-defined]
     return hook
+
+
+class QuietStep(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
+    """A scheduler's half has nothing for its workers to do in this step, and no hook of theirs need be called.
+
+    But for those that report: see ``QuietResults``.
+    """
+
+
+class QuietResults(KVConnectorTransferResults):  # type: ignore[misc, unused-ignore]
+    """A worker's half has nothing under way and nothing to report, until its scheduler's half has work for it."""
 
 
 class NamedChild:

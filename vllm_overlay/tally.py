@@ -3,7 +3,7 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -119,6 +119,24 @@ class Tally:
         if (buckets := self.histograms.get(key)) is None:
             buckets = self.histograms[key] = Buckets(BUCKETS[metric_of(key)])
         return buckets
+
+
+class ReportTimes:
+    """When one connector reports: at most four times a second, as each report costs the engine and the front end.
+
+    By the clock, so that a connector inside another one may report whenever that one does.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: in seconds."""
+        self._clock = clock
+        self._quarter = 0
+
+    def is_due(self) -> bool:
+        """Whether a quarter of a second has begun in which there was no report. It is taken to be made now."""
+        quarter = int(4 * self._clock())
+        is_due, self._quarter = quarter != self._quarter, quarter
+        return is_due
 
 
 def _key(metric: str, label: str) -> str:

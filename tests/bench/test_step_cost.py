@@ -3,18 +3,21 @@
 
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from bench.serving_sides import NONE, Side
 from bench.step_cost import (
+    BOTH,
+    CPU_ALONE,
     PROMPTS_AT_ONCE,
     SIDES,
     Stopwatch,
     measure_storing,
+    processes,
+    ratio,
     rows,
     storing_rows,
-    usual,
 )
 
 
@@ -59,21 +62,27 @@ def test_a_hook_that_raises_is_timed_and_the_next_one_too() -> None:
     assert set(stopwatch.steps[-1].scheduler) == {"failing", "inner"}
 
 
-def test_other_programs_do_not_count() -> None:
-    assert usual([0.9, *[0.001] * 30, 0.5]) == pytest.approx(1000)
+def test_a_watch_that_is_over_leaves_methods_as_they_were() -> None:
+    slow = Slow()
+    slow.failing = len  # type: ignore[method-assign, assignment]
+    stopwatch = Stopwatch(slow.clock)
+    stopwatch.watch(slow, ["failing", "inner"], "scheduler")
+    stopwatch.stop()
+    assert slow.failing is len and "inner" not in vars(slow)
 
 
-def test_rows_compare_what_connectors_add_to_vllms_own_report() -> None:
-    times = {"no connector": (10.0, 0.0), "ours, CPU tier": (40.0, 30.0), "OffloadingConnector": (20.0, 20.0)}
-    found: list[dict[str, Any]] = []
-    for side in SIDES:
-        scheduler, worker = times.get(side.name, (10.0, 15.0))
-        found.append({"scheduler": scheduler, "worker": worker, "report_bytes": 7.0})
-    shares = {row[0]: row[4] for row in rows(found)}
-    assert shares["no connector"] == "0.00"
-    assert shares["ours, CPU tier"] == "2.00"  # 60 over 30
-    assert shares["OffloadingConnector"] == "1.00"
-    assert shares["ours, both tiers"] == "0.50"
+def test_a_ratio_is_that_of_rounds_and_has_an_interval() -> None:
+    first = [float(number) for number in range(1, 10)]
+    assert ratio([2 * number for number in first], first) == "2.00 (2.00 to 2.00)"
+    # Nine rounds: with 96 % the median lies between the second and the second last.
+    assert ratio([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 9.0], [1.0] * 9) == "1.40 (1.10 to 1.70)"
+
+
+def test_rows_compare_with_the_first_side() -> None:
+    details = {"hooks": 1e-4, "front_end": 2e-5, "calls": 7, "bytes": 600}
+    found = list(rows({8: [[0.002 * (1 + place)] * 3 for place, _ in enumerate(SIDES)]}, {8: [details for _ in SIDES]}))
+    assert found[0] == (8, "no connector", "2.00", "1.00 (1.00 to 1.00)", "100", 7, "20", 600)
+    assert found[1][2:4] == ("4.00", "2.00 (2.00 to 2.00)")
 
 
 class FakeEngine:
@@ -130,3 +139,28 @@ def test_a_tier_that_does_not_report_is_not_measured() -> None:
 def test_rows_of_storing_compare_processors_with_the_first_side() -> None:
     found = [{"scheduler": 1.0, "worker": 2.0, "share": 0.05, "process_s": 2.0 + n} for n, _ in enumerate(SIDES)]
     assert list(storing_rows(found))[1] == (SIDES[1].name, "1.00", "2.00", "5.00%", "1.500")
+
+
+STEPS = 20
+
+
+@pytest.mark.engine
+def test_a_decode_step_costs_few_calls_and_bytes_however_many_requests_run() -> None:
+    with processes([NONE, CPU_ALONE, BOTH], ["--running", "1,32"]) as sides:
+        none, alone, both = ([side.ask("counts", running, STEPS) for running in (1, 32)] for side in sides)
+    assert [one["calls"] for one in none] == [0, 0]
+    for found, most_calls in ((alone, 100), (both, 500)):
+        assert found[0]["calls"] <= most_calls
+        assert found[1]["calls"] <= found[0]["calls"] + 10
+        for own, without in zip(found, none, strict=True):
+            assert own["bytes"] <= without["bytes"] + 150
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("side", [CPU_ALONE, BOTH], ids=lambda side: side.name)
+def test_forty_layers_of_attention_cost_as_many_calls_as_one(side: Side) -> None:
+    calls = []
+    for layers in ("4", "160"):
+        with processes([side], ["--running", "1", "--layers", layers]) as (process,):
+            calls.append(process.ask("counts", 1, STEPS)["calls"])
+    assert calls[0] == calls[1]

@@ -35,7 +35,7 @@ class Made:
     def __init__(self, num_units: int = 64, ring_buffers: int = 1 << 30) -> None:
         self.stream = FakeStream(ring_buffers)
         self.num_units = num_units
-        self.tally = Tally()
+        self.tally, self.told = Tally(), Tally()
         self.reported: dict[int, bool] = {}
         self.use(FakeTier(num_units))
 
@@ -64,10 +64,12 @@ class Made:
         if metadata is not None:
             assert not set(metadata.reported) & set(self.reported), "a ticket was reported twice"
             self.reported |= {ticket: ticket in metadata.failed_stores for ticket in metadata.reported}
+            self.told.add(metadata.tally)
         return self.reported
 
     def counted(self, name: str) -> float:
-        return self.tally.counters.get(name, 0)
+        """Told with a report, or to be told with the next."""
+        return self.told.counters.get(name, 0) + self.tally.counters.get(name, 0)
 
 
 def store_ticket(ticket: int) -> StoreTicket:

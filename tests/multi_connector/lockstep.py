@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MultiConnectors over fakes, one a process, joined step by step as vLLM joins them."""
 
+import itertools
 import pickle
 from collections import defaultdict
 
@@ -21,7 +22,7 @@ from tests.multi_connector.fakes import (
     worker,
 )
 from vllm_overlay.multi_connector.lifecycle import Phase
-from vllm_overlay.tally import Tally
+from vllm_overlay.tally import ReportTimes, Tally
 
 
 class Clock:
@@ -89,6 +90,8 @@ class Lockstep:
         self.reported = {}
         self.tallies = defaultdict(Tally)
         self.clock = self.scheduler._scheduler._clock = Clock()
+        for connector in (self.scheduler, *self.workers):
+            connector._report_times = ReportTimes(clock=itertools.count(1).__next__)  # a report in every step
         self.scheduler.bind_kv_cache_manager(cache_manager(*groups))
         for rank, connector in enumerate(self.workers):
             connector._worker._clock = self.clock

@@ -8,7 +8,8 @@ import pytest
 
 from tests.multi_connector.fakes import request
 from tests.multi_connector.lockstep import Clock, Lockstep, answering, tally_of
-from vllm_overlay.multi_connector.hooks import HOOKS, HookTimes, Watchdog
+from vllm_overlay.multi_connector.hooks import HOOKS, Watchdog
+from vllm_overlay.tally import ReportTimes
 
 
 def timed(connector):
@@ -16,7 +17,7 @@ def timed(connector):
     clock = Clock()
     for child in connector._children:
         child._watchdog = Watchdog(0.0, clock)
-    connector._clock = clock
+    connector._report_times = ReportTimes(clock)
     connector.get_kv_connector_stats()
     return clock
 
@@ -58,24 +59,26 @@ def test_seconds_are_counted_by_hook():
     assert "b" not in found
 
 
-def test_reports_of_hook_seconds_come_once_a_second_and_lose_nothing():
-    times = HookTimes()
-    assert times.take(10.0) == {}
-    times.add("x", 0.25)
-    assert times.take(10.9) == {}
-    times.add("x", 0.25)
-    assert times.take(11.0) == {"x": 0.5}
-    assert times.take(99.0) == {}
-    times.add("y", 1.0)
-    assert times.take(99.5) == {}
-    assert times.take(100.0) == {"y": 1.0}
+def test_seconds_wait_for_the_next_quarter_of_a_second_also_where_the_rest_does_not():
+    connector = answering(0)
+    clock = timed(connector)
+    connector.sub_connectors[0].answers["take_events"] = taking(clock, 0.0625, [])
+    connector.take_events()
+    connector._children[0].tally.count("errors")
+    assert connector.get_kv_connector_stats().data["*"].tallies["a"].counters == {"errors": 1}
+    connector.take_events()
+    assert connector.get_kv_connector_stats() is None
+    clock.now += 0.25
+    found = connector.get_kv_connector_stats().data["*"].tallies["a"].counters
+    assert found["hook_seconds:take_events"] == 0.125
 
 
 @pytest.mark.parametrize("where", ["scheduler", "worker"])
 def test_what_an_instance_that_comes_back_takes_to_start_is_counted(where):
     engine = Lockstep()
-    side = engine.scheduler if where == "scheduler" else engine.workers[0]
-    clock = timed(side)
+    side, other = engine.scheduler, engine.workers[0]
+    side, other = (side, other) if where == "scheduler" else (other, side)
+    clock, _ = timed(side), timed(other)
     engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
     engine.step()
     build = side._children[0]._build

@@ -78,5 +78,5 @@ def test_an_empty_hook_is_not_called() -> None:
     first, second = connector._children
     first.empty_hooks = frozenset({"wait_for_layer_load"})
     connector.wait_for_layer_load("layer")
-    assert first.hook_times._seconds.keys() == set()
-    assert second.hook_times._seconds.keys() == {"wait_for_layer_load"}
+    assert first.hook_seconds.keys() == set()
+    assert second.hook_seconds.keys() == {"wait_for_layer_load"}

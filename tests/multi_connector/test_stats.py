@@ -5,13 +5,13 @@ import msgspec
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from tests.multi_connector.fakes import ENDINGS, FAULTS, FakeChild, FakeStats, breaking, child, multi
-from tests.multi_connector.lockstep import Clock
+from tests.multi_connector.fakes import ENDINGS, FAULTS, FakeChild, FakeStats, breaking, child, multi, request
+from tests.multi_connector.lockstep import Clock, Lockstep
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.multi_connector import MultiConnector
 from vllm_overlay.multi_connector import child as child_module
 from vllm_overlay.multi_connector.stats import MultiStats
-from vllm_overlay.tally import Tally
+from vllm_overlay.tally import ReportTimes, Tally
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,9 @@ def forget_what_was_logged():
 
 
 def connector_with_stats(*loads, **settings):
+    """It has no requests, so it reports whenever it is asked, but for seconds in hooks."""
     connector = multi(*[child(name) for name in "ab"[: len(loads)]], **settings)
+    connector._report_times = ReportTimes(lambda: 0.0)
     for fake, number in zip(connector.sub_connectors, loads, strict=True):
         fake.answers["get_kv_connector_stats"] = lambda number=number: FakeStats(data={"loads": number})
     return connector
@@ -41,6 +43,24 @@ def wire(found):
 def counted(found, name):
     """Our own tally of one child."""
     return found.data["*"].tallies[name]
+
+
+@pytest.mark.parametrize("where", ["scheduler", "worker"])
+def test_while_requests_live_a_report_waits_for_its_time(where):
+    engine, clock = Lockstep(), Clock()
+    engine.scheduler.on_new_request(request())
+    engine.step()
+    side = engine.scheduler if where == "scheduler" else engine.workers[0]
+    side._report_times = ReportTimes(clock)
+    quiet(side)
+    side._children[0].tally.count("errors")
+    assert side.get_kv_connector_stats() is None
+    clock.now += 0.25
+    assert counted(side.get_kv_connector_stats(), "a").total("errors") == 1
+    engine.finish("r")
+    engine.run(engine.plan())
+    side._children[0].tally.count("errors")
+    assert counted(side.get_kv_connector_stats(), "a").total("errors") == 1
 
 
 def test_two_children_of_one_class_stay_apart():
@@ -66,7 +86,6 @@ def test_stats_survive_the_way_to_the_front_end():
 
 def test_counters_are_increments():
     connector = connector_with_stats(0)
-    connector._clock = Clock()
     quiet(connector)
     connector._children[0].tally.count("chosen")
     assert counted(connector.get_kv_connector_stats(), "a") == Tally({"chosen": 1})

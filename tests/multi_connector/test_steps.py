@@ -24,7 +24,9 @@ from tests.multi_connector.fakes import (
     worker,
 )
 from tests.multi_connector.lockstep import Lockstep, answering, tally_of
+from vllm_overlay.multi_connector.hooks import LAYER_HOOKS
 from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiKVEvents, MultiWorkerMetadata
+from vllm_overlay.named_child import QuietResults, QuietStep
 
 
 def test_each_child_gets_its_own_metadata():
@@ -59,8 +61,7 @@ def test_another_childs_or_a_repeated_report_of_a_load_is_ignored_and_counted():
     engine.report(1, recving={"r"}, sending={"never"})
     output = engine.step()
     assert (output.finished_recving, output.finished_sending) == (None, None)
-    stats = engine.workers[0].get_kv_connector_stats()
-    assert stats is None  # already told: Lockstep.step takes the stats of every step
+    assert [engine.told("ignored_reports", name) for name in "ab"] == [1, 2]
 
 
 def test_ignored_reports_are_counted_by_child():
@@ -297,3 +298,89 @@ def test_preemptions_reach_old_and_new_children_in_their_own_form():
     worker_side.handle_preemptions(scheduler_side.build_connector_meta(scheduler_output({"r"})))
     assert new.called("handle_preemptions") == [[FakeMetadata("new")]] * 2
     assert old.called("handle_preemptions") == [[{"r"}]]
+
+
+class Quiet(Lockstep):
+    """The first child's scheduler has no work for its workers, until ``has_work``. ``is_idle``: they have none left."""
+
+    def __init__(self, *children):
+        super().__init__(*children)
+        self.has_work, self.is_idle = False, True
+        self.answer_quietly()
+
+    def answer_quietly(self):
+        answer = lambda output: FakeMetadata("work") if self.has_work else QuietStep()  # noqa: E731
+        self.scheduler.sub_connectors[0].answers["build_connector_meta"] = answer
+
+    def hooks_of_step(self, index=0):
+        """Hooks that a step calls of the worker's instance of a child."""
+        fake = self.workers[0].sub_connectors[index]
+        before = len(fake.calls)
+        self.reported[0, index] = QuietResults() if self.is_idle else KVConnectorTransferResults()
+        self.step()
+        return [name for name, *_ in fake.calls[before:]]
+
+
+def test_a_child_with_nothing_to_do_is_asked_for_its_reports_until_it_has_none():
+    engine = Quiet()
+    reports = ["get_transfer_results", "get_kv_connector_stats"]
+    engine.is_idle = False
+    asked = engine.hooks_of_step()
+    assert set(asked) == {*reports, "get_block_ids_with_load_errors", "get_kv_connector_kv_cache_events",
+                          "build_connector_worker_meta"}  # fmt: skip
+    engine.is_idle = True
+    assert engine.hooks_of_step() == reports
+    assert engine.hooks_of_step() == ["get_kv_connector_stats"]  # Lockstep has a report in each step
+    assert "start_load_kv" in engine.hooks_of_step(index=1)
+
+
+def test_a_child_that_works_is_asked_again_though_it_has_nothing_to_report_yet():
+    """With speculative decoding it stores after it was asked."""
+    engine = Quiet()
+    engine.hooks_of_step()
+    engine.has_work = True
+    assert {"bind_connector_metadata", "wait_for_save", "get_transfer_results"} <= set(engine.hooks_of_step())
+    engine.has_work = False
+    assert "get_transfer_results" in engine.hooks_of_step()
+    assert "get_transfer_results" not in engine.hooks_of_step()
+
+
+def test_a_step_in_which_no_child_has_work_is_a_constant():
+    engine = Quiet(child("a"))
+    assert isinstance(engine.plan(), QuietStep)
+    engine.scheduler.on_new_request(request())
+    assert engine.plan().arrived == {"r"}
+    assert isinstance(engine.plan(), QuietStep)
+    assert engine.step().kv_connector_worker_meta is None
+
+
+@pytest.mark.parametrize("where", ["scheduler", "worker"])
+def test_a_quiet_child_that_fails_leaves_service_at_once_and_comes_back(where):
+    engine = Quiet(child("a"))
+    engine.hooks_of_step()
+    assert isinstance(engine.plan(), QuietStep)
+    if where == "scheduler":
+        engine.scheduler.sub_connectors[0].raising = {"update_connector_output"}
+    else:
+        engine.workers[0].sub_connectors[0].raising = {"get_kv_connector_stats"}
+    engine.step()
+    engine.step()
+    assert [connector._children[0].isolated for connector in (engine.scheduler, *engine.workers)] == [True, True]
+    engine.scheduler.sub_connectors[0].raising = set()
+    assert engine.recover()
+    engine.answer_quietly()
+    assert "get_transfer_results" in engine.hooks_of_step()
+    assert "get_transfer_results" not in engine.hooks_of_step()
+
+
+def test_vllm_calls_hooks_of_layers_while_a_child_that_has_some_works():
+    engine = Quiet(child("a"))
+    connector = engine.workers[0]
+    connector.bind_connector_metadata(engine.plan())
+    assert not connector.has_connector_metadata()
+    engine.has_work = True
+    connector.bind_connector_metadata(engine.plan())
+    assert connector.has_connector_metadata()
+    connector._children[0].empty_hooks = LAYER_HOOKS
+    connector.bind_connector_metadata(engine.plan())
+    assert not connector.has_connector_metadata()

@@ -27,9 +27,9 @@ from vllm_overlay.connector.metrics import LoggedOffloadStats, OffloadPromMetric
 from vllm_overlay.connector.placement import NULL_BLOCK
 from vllm_overlay.connector.scheduler import OffloadScheduler
 from vllm_overlay.connector.worker import OffloadWorker
-from vllm_overlay.named_child import NamedChild, empty_hook
+from vllm_overlay.named_child import NamedChild, QuietResults, QuietStep, empty_hook
 from vllm_overlay.plugin import prepare_process
-from vllm_overlay.tally import Tally
+from vllm_overlay.tally import ReportTimes, Tally
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.factory import tier_spec
 
@@ -99,6 +99,9 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
         self._cache_hit_source = _hit_source(self._spec)
         self._set_failure_policy()
         self._tally = Tally()
+        self._report_times = ReportTimes()
+        # vLLM asks this before it calls hooks of a layer, and ours do nothing.
+        self.has_connector_metadata = bool
         self._scheduler: OffloadScheduler | None = None
         self._worker: OffloadWorker | None = None
         self._handshake: OffloadHandshake | None = None
@@ -196,10 +199,11 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         if self._scheduler is None:
-            return OffloadMetadata()
+            return QuietStep()
         metadata = self._scheduler.begin_step(scheduler_output.num_scheduled_tokens)
         metadata.stores = self._plan_stores(scheduler_output)
-        return metadata
+        # Workers say in which step they have loaded an adapter, so with adapters they hear of each.
+        return metadata if metadata or self._vllm_config.lora_config is not None else QuietStep()
 
     def _plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
         """Guarded by itself: this step's loads go out whatever becomes of its stores."""
@@ -278,8 +282,10 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None:
-            return KVConnectorTransferResults()
+            return QuietResults()
         self._worker.advance()
+        if self._worker.is_quiet:
+            return QuietResults()
         finished, failed = self._worker.take_finished()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
@@ -292,10 +298,15 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
     # Both sides.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._worker is not None:
+            return None  # what it counts goes to the scheduler's half with what it reports
         if self._scheduler is not None:
+            if not self._report_times.is_due() and self._scheduler.has_requests:
+                return None
             self._scheduler.record_gauges()
-        taken = self._tally.take()
-        return None if taken.is_empty() else OffloadStats.of(self.settings.name, taken)
+        if self._tally.is_empty():
+            return None
+        return OffloadStats.of(self.settings.name, self._tally.take())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

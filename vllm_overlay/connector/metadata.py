@@ -16,6 +16,7 @@ from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector.lora.metadata import AdapterCheck, AdapterWeights
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
 from vllm_overlay.transfer.base import Placement, Span
 
@@ -62,6 +63,11 @@ class OffloadMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     overdue_loads: tuple[str, ...] = ()
     step: int = 0
 
+    def __bool__(self) -> bool:
+        """Whether the workers have something to do."""
+        asked = self.checks or self.overdue_stores or self.overdue_loads
+        return bool(self.loads or self.stores or self.failed_loads or asked)
+
 
 @dataclass(slots=True)
 class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, unused-ignore]
@@ -73,7 +79,7 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
 
     For ``load_pause_s`` seconds every load would fail in some rank. 0.0 ends such a pause, None is no news.
     ``adapters`` counts the ranks that have newly loaded these weights. ``idle_stores`` and ``idle_loads`` count the
-    ranks that hold nothing of what the scheduler asked about in this step.
+    ranks that hold nothing of what the scheduler asked about in this step. ``tally`` is what was counted.
     """
 
     reported: Counter[int] = field(default_factory=Counter)
@@ -86,10 +92,12 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
     idle_loads: Counter[str] = field(default_factory=Counter)
     unreadable_objects: set[ObjectId] = field(default_factory=set)
     step: int = 0
+    tally: Tally = field(default_factory=Tally)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "OffloadWorkerMetadata":
         """Called in the executor, with the metadata of another rank of the same step."""
         assert isinstance(other, OffloadWorkerMetadata)
+        self.tally.add(other.tally)
         return OffloadWorkerMetadata(
             self.reported + other.reported,
             self.failed_stores | other.failed_stores,
@@ -101,12 +109,14 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
             self.idle_loads + other.idle_loads,
             self.unreadable_objects | other.unreadable_objects,
             max(self.step, other.step),
+            self.tally,
         )
 
     def __bool__(self) -> bool:
         stores, loads = (self.reported, self.failed_stores, self.idle_stores), (self.failed_loads, self.idle_loads)
         objects = self.bad_objects, self.unreadable_objects
-        return any((*stores, *loads, *objects, self.adapters)) or self.load_pause_s is not None
+        is_news = any((*stores, *loads, *objects, self.adapters)) or self.load_pause_s is not None
+        return is_news or not self.tally.is_empty()
 
 
 @dataclass(frozen=True, slots=True)

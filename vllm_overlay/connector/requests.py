@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler's half remembers of one request between its first lookup and its end."""
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -102,6 +103,8 @@ class TrackedRequest:
     cursors: dict[int, StoreCursor] = field(default_factory=dict)
     stalled_at: ObjectId | None = None
     """The chunk that got no room. Kept so that it is counted once."""
+    next_chunk_tokens: float = 0
+    """Before so many tokens are computed it has no chunk to store; none at all while this is infinite."""
 
     def cursor(self, group_id: int) -> StoreCursor:
         """The cursor of one group; a new one is at the beginning of the prompt."""
@@ -120,9 +123,7 @@ class TrackedRequest:
         """Whether a failed store of some group is to be tried again, or is on its way once more."""
         return any(cursor.retry is not None for cursor in self.cursors.values())
 
-    def has_complete_chunk(self, geometry: Geometry, computed_tokens: int) -> bool:
-        """Whether some group may have a chunk to store."""
-        return any(
-            computed_tokens - self.cursor(group.group_id).tokens >= geometry.chunk_size_of(group)
-            for group in geometry.attention
-        )
+    def find_next_chunk(self, geometry: Geometry, storable_tokens: float) -> None:
+        """Sets ``next_chunk_tokens``, from where the cursors are. Of the request ``storable_tokens`` may be stored."""
+        ends = [self.cursor(group.group_id).tokens + geometry.chunk_size_of(group) for group in geometry.attention]
+        self.next_chunk_tokens = min((end for end in ends if end <= storable_tokens), default=math.inf)

@@ -211,6 +211,7 @@ class OffloadScheduler:
         if self._has_computed_with_bad_blocks(output):
             self._tally.count("dropped_stores", self._pending.fail_all_stores(), label=Reason.BAD_BLOCKS)
         if metadata is not None:
+            self._tally.add(metadata.tally)
             self._ended_stores.extend(self._pending.report_stores(metadata.reported, metadata.failed_stores))
             lost_stores, lost_loads = self._pending.take_lost(metadata.idle_stores, metadata.idle_loads)
             self._ended_stores.extend(lost_stores)
@@ -272,8 +273,9 @@ class OffloadScheduler:
         cursor = tracked.cursors.get(group_id) if tracked is not None and group_id is not None else None
         if store.has_failed:
             self._tier.abort(store.ticket)
-            if cursor is not None and self._placer.is_full(store.planned):
+            if tracked is not None and cursor is not None and self._placer.is_full(store.planned):
                 cursor.failed(store.planned, self._step)
+                tracked.next_chunk_tokens = 0
             return
         if not is_committed:
             self._tier.commit(store.ticket)
@@ -297,6 +299,11 @@ class OffloadScheduler:
         self._account.forget(request_id)
         self._explanations.finished(request_id)
         self._first_tokens.finished(request_id)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request lives that was looked up. Without one the engine may become idle with this step."""
+        return bool(self._tracked)
 
     def has_pending_work(self) -> bool:
         """Whether workers owe reports or the tier has more to take in, for which an idle engine must go on stepping."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which objects a step stores: chunks that it completes, and states at the boundaries that vLLM offers or passes by."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -56,10 +57,14 @@ class StorePlanner:
         jobs: list[StoreJob] = []
         for request_id, num_tokens in num_scheduled_tokens.items():
             tracked = requests.get(request_id)
-            if tracked is not None and tracked.names.keys is not None:
+            if tracked is None or tracked.names.keys is None:
+                continue
+            # Hundreds of requests may decode in each step, and have nothing left to store.
+            num_computed = tracked.request.num_computed_tokens
+            if num_computed + num_tokens >= tracked.next_chunk_tokens:
                 jobs += self._chunks(tracked, tracked.names.keys, num_tokens, block_state)
-                if self._speculative_snapshot_tokens:
-                    jobs += self._speculative_snapshot(tracked, tracked.names.keys, num_tokens, block_state)
+            if self._speculative_snapshot_tokens and num_computed < tracked.num_prompt_tokens:
+                jobs += self._speculative_snapshot(tracked, tracked.names.keys, num_tokens, block_state)
         for request_id, offers in block_state.boundary_state_offloads.items():
             tracked = requests.get(request_id)
             block_ids = block_state.get_block_ids(request_id)
@@ -83,7 +88,8 @@ class StorePlanner:
         self, tracked: TrackedRequest, keys: Sequence[bytes], num_tokens: int, block_state: "KVConnectorBlockState"
     ) -> list[StoreJob]:
         computed = min(tracked.request.num_computed_tokens + num_tokens, self._storable_tokens(tracked))
-        if not tracked.has_complete_chunk(self._geometry, computed):
+        tracked.find_next_chunk(self._geometry, math.inf if self._stores_decoded_tokens else tracked.num_prompt_tokens)
+        if computed < tracked.next_chunk_tokens:
             return []
         block_ids = block_state.get_block_ids(tracked.request.request_id)
         if block_ids is None:

@@ -92,6 +92,14 @@ class OffloadWorker:
         for step in (self._take_copies, self._take_results, self._take_copies, self._fail_late_loads):
             self._fenced(step)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way or to be reported. It stays so until the scheduler's half has work."""
+        under_way = self._loads or self._load_copies or self._store_copies or self._handed_over
+        if under_way or self._finished or self._bad_blocks or self._is_pausing or self._report:
+            return False
+        return self._tally.is_empty() and not self._adapter_reports.have_changed and not self._tier.load_pause_s()
+
     def _fenced(self, step: Callable[..., None], *args: Any) -> bool:
         """Whether the step ended without an exception."""
         try:
@@ -326,6 +334,8 @@ class OffloadWorker:
         report.load_pause_s = pause_s if pause_s or self._is_pausing else None
         self._is_pausing = pause_s > 0
         report.adapters = self._adapter_reports.take_changes()
+        if not self._tally.is_empty():
+            report.tally = self._tally.take()
         if not report:
             return None
         report.step = self._step

@@ -11,14 +11,16 @@ The fence holds every exception, also those of native code that are no ``Excepti
 import contextlib
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.config import ConfigError
-from vllm_overlay.multi_connector.hooks import LOOKUP, HookTimes, Watchdog, empty_hooks, logger
+from vllm_overlay.multi_connector.hooks import LOOKUP, Watchdog, empty_hooks, logger
 from vllm_overlay.tally import Tally
 
 Result = TypeVar("Result")
@@ -35,7 +37,8 @@ class Child:
         self.index, self.name, self._build = index, name, build
         self._watchdog = watchdog or Watchdog(0.0)
         self.tally = Tally()
-        self.hook_times = HookTimes()
+        self.hook_seconds: defaultdict[str, float] = defaultdict(float)
+        """Seconds in each hook, until they join a report. An idle engine keeps what has not."""
         self.generation = 0
         self.isolated = False
         """Whether the present instance has failed, here or elsewhere."""
@@ -73,30 +76,28 @@ class Child:
         ``parse`` checks and converts the answer inside the fence: what it raises counts as the hook's exception. Hooks
         that are empty in the child's class are not called: ``default`` must be what an empty one answers.
         """
-        if not self.in_service or hook in self.empty_hooks:
+        if self.isolated or self.standing_by or hook in self.empty_hooks:
             return default
-        return self.ask(hook, default, *args, parse=parse, **options)
+        return self._fenced(hook, default, partial(self._answer, hook, *args, **options), parse)
 
     def ask(
         self, hook: str, default: Result, *args: Any, parse: Callable[[Any], Result] | None = None, **options: Any
     ) -> Result:
         """As ``call``, also of a child out of service."""
-
-        def asked() -> Result:
-            answer = self._answer(hook, *args, **options)
-            return parse(answer) if parse is not None else answer
-
-        return self._fenced(hook, default, asked)
+        return self._fenced(hook, default, partial(self._answer, hook, *args, **options), parse)
 
     def _answer(self, hook: str, *args: Any, **options: Any) -> Any:
         """Of a hook, or of one that is a property."""
         found = getattr(self.connector, hook)
         return found(*args, **options) if callable(found) else found
 
-    def _fenced(self, hook: str, default: Result, action: Callable[[], Result]) -> Result:
+    def _fenced(
+        self, hook: str, default: Result, action: Callable[[], Any], parse: Callable[[Any], Result] | None = None
+    ) -> Result:
         self._watchdog.began(self.name, hook)
         try:
-            return action()
+            answer = action()
+            return parse(answer) if parse is not None else answer
         except SHUTDOWN:
             raise
         except BaseException as error:
@@ -106,12 +107,20 @@ class Child:
             return default
         finally:
             seconds = self._watchdog.ended()
-            self.hook_times.add(hook, seconds)
+            self.hook_seconds[hook] += seconds
             if hook == LOOKUP:
                 self.tally.observe("lookup_seconds", seconds)
             if self._watchdog.is_hang(seconds) and not self.isolated:
                 self.tally.count("hangs")
                 self.isolate(f"it took {seconds:.1f} s in {hook} (hang_after_s)")
+
+    def take_tally(self, *, with_hook_seconds: bool) -> Tally:
+        """What was counted since the last call. Seconds in hooks change with every step, and others need not."""
+        if with_hook_seconds:
+            for hook, seconds in self.hook_seconds.items():
+                self.tally.count("hook_seconds", seconds, hook)
+            self.hook_seconds.clear()
+        return self.tally.take()
 
     def start(self, hook: str, *args: Any, again: bool = False) -> Any:
         """As ``call`` for a hook that runs before serving; see ``at_start``. ``again``: also of instances to come."""

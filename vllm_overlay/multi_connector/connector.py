@@ -36,7 +36,6 @@ set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown |
 """
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -61,7 +60,7 @@ from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child, at_start
 from vllm_overlay.multi_connector.children import ChildSpec, announce, child_specs
 from vllm_overlay.multi_connector.control_file import warn_of_missing_directory
-from vllm_overlay.multi_connector.hooks import Watchdog
+from vllm_overlay.multi_connector.hooks import LAYER_HOOKS, Watchdog
 from vllm_overlay.multi_connector.metadata import (
     MultiHandshakeMetadata,
     MultiKVEvents,
@@ -73,7 +72,9 @@ from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import multi_settings
 from vllm_overlay.multi_connector.stats import LoggedStats, MultiStats
 from vllm_overlay.multi_connector.worker import WorkerSide
+from vllm_overlay.named_child import QuietStep
 from vllm_overlay.plugin import prepare_process
+from vllm_overlay.tally import ReportTimes
 
 if TYPE_CHECKING:
     import torch
@@ -89,10 +90,10 @@ _STATS = validation.optional(KVConnectorStats)
 
 
 def _call_all(hook: str) -> Callable[..., None]:
-    """A hook that every child gets as it is, and that answers nothing."""
+    """A hook that every child with work in this step gets as it is, and that answers nothing."""
 
     def call_all(self: "MultiConnector", *args: Any, **options: Any) -> None:
-        for child in self._children:
+        for child in self._worker.working:
             child.call(hook, None, *args, **options)
 
     return call_all
@@ -113,7 +114,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
             warn_of_missing_directory(settings.control_file)
         specs = _specs_of(vllm_config.kv_transfer_config)
         _check_hybrid_support(vllm_config, specs)
-        self._clock = time.monotonic
+        self._report_times = ReportTimes()
         self._watchdog = Watchdog(settings.hang_after_s)
         self._children = _build_children(specs, vllm_config, role, kv_cache_config, self._watchdog)
         if role == KVConnectorRole.SCHEDULER:
@@ -195,14 +196,15 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         return any(child.start("requires_kv_delivery") for child in self._children)
 
     def get_kv_connector_stats(self) -> MultiStats | None:
-        """Called in the scheduler and in workers. Increments since the last call, or None if there are none."""
+        """Called in the scheduler and in workers. Increments since the last report, or None."""
+        is_due = self._report_times.is_due()
+        if not is_due and (self._scheduler.has_requests or self._worker.has_requests):
+            return None
         self._scheduler.record_gauges()
-        stats, now = MultiStats(), self._clock()
+        stats = MultiStats()
         for child in self._children:
-            for hook, seconds in child.hook_times.take(now).items():
-                child.tally.count("hook_seconds", seconds, hook)
             own = child.call("get_kv_connector_stats", None, parse=_STATS)
-            tally = child.tally.take()
+            tally = child.take_tally(with_hook_seconds=is_due)
             if own is not None or not tally.is_empty():
                 stats.aggregate(MultiStats.of(child.name, tally, own, child.connector))
         return None if stats.is_empty() else stats
@@ -240,13 +242,16 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         return self._worker.get_handshake_metadata()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, MultiMetadata)
+        assert isinstance(kv_connector_metadata, MultiMetadata | QuietStep)
         self._worker.handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(connector_metadata, MultiMetadata)
+        assert isinstance(connector_metadata, MultiMetadata | QuietStep)
         super().bind_connector_metadata(connector_metadata)
         self._worker.bind_connector_metadata(connector_metadata)
+        # vLLM asks this before it calls hooks of a layer. ``bool()`` is False, and takes no time for each layer.
+        has_layer_hooks = not all(child.empty_hooks >= LAYER_HOOKS for child in self._worker.working)
+        self.has_connector_metadata = super().has_connector_metadata if has_layer_hooks else bool
 
     def clear_connector_metadata(self) -> None:
         self._worker.clear_connector_metadata()
@@ -326,7 +331,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> MultiMetadata:
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> MultiMetadata | QuietStep:
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

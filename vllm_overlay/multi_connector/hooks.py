@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
@@ -19,6 +18,8 @@ from vllm.logger import init_logger
 # Below vLLM's own logger, whose handlers and level it shares.
 logger = init_logger(f"vllm.{__name__}")
 
+LAYER_HOOKS = frozenset({"wait_for_layer_load", "save_kv_layer"})
+"""Hooks that an engine calls for each layer of each step."""
 LOOKUP = "get_num_new_matched_tokens"
 """The hook that a request waits for before it is scheduled."""
 
@@ -50,7 +51,7 @@ HOOKS = _hooks()
 """The values of the metric label ``hook``. ``__init__`` is the construction of an instance that comes back."""
 
 _MAY_BE_EMPTY = (
-    *("wait_for_layer_load", "save_kv_layer", "handle_preemptions", "finish_forward", "reset_capture_state"),
+    *(*LAYER_HOOKS, "handle_preemptions", "finish_forward", "reset_capture_state"),
     *("get_kv_connector_kv_cache_events", "build_connector_worker_meta", "get_kv_connector_stats"),
     *("on_new_request", "update_connector_output", "take_events"),
     *("has_pending_push_work", "has_pending_block_frees"),
@@ -61,8 +62,7 @@ _MAY_BE_EMPTY = (
 def empty_hooks(connector: object) -> frozenset[str]:
     """Hooks that this instance has from vLLM's interface, or that are marked ``empty_hook``.
 
-    They need not be called, and an engine calls some of them for each layer of each step. Runs no code of the
-    connector. One that finds its attributes its own way may have any hook.
+    They need not be called. Runs no code of the connector. One that finds its attributes its own way may have any hook.
     """
     if type(connector).__getattribute__ is not object.__getattribute__:
         return frozenset()
@@ -72,29 +72,6 @@ def empty_hooks(connector: object) -> frozenset[str]:
         for name, method in own.items()
         if method is vars(KVConnectorBase_V1)[name] or getattr(method, "is_empty_hook", False) is True
     )
-
-
-class HookTimes:
-    """Seconds in the hooks of one child, in one process. An idle engine keeps what is not handed on."""
-
-    REPORT_EVERY_S = 1.0
-    """A report with every step would cost more than most hooks do."""
-
-    def __init__(self) -> None:
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._taken_at: float | None = None
-
-    def add(self, hook: str, seconds: float) -> None:
-        self._seconds[hook] += seconds
-
-    def take(self, now: float) -> dict[str, float]:
-        """Seconds by hook since they were last handed on. Empty before a second has passed since then."""
-        if self._taken_at is None:
-            self._taken_at = now
-        if now - self._taken_at < self.REPORT_EVERY_S:
-            return {}
-        taken, self._seconds, self._taken_at = dict(self._seconds), defaultdict(float), now
-        return taken
 
 
 _Call = tuple[str, str, float, int]

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import harmless
+from vllm_overlay.named_child import QuietStep
 
 NULL_BLOCK = 0
 """vLLM's block that stands for none: always the first that the pool hands out."""
@@ -68,6 +69,13 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     """Requests that have finished since the last step."""
     releases: set[str] = field(default_factory=set)
     """Finished requests whose blocks are free: ranks that never report them expect nothing of them any more."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether a rank that knows the orders has nothing to do."""
+        if self.loads or self.saves or self.unknown_requests or self.arrived or self.departed or self.releases:
+            return False
+        return all(isinstance(part, QuietStep) for part in self.children)
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ from vllm_overlay.multi_connector.outstanding import OpenLoad, OutstandingReport
 from vllm_overlay.multi_connector.request_filter import RequestFilter
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.multi_connector.weights import LoadWeight, StepTimes
+from vllm_overlay.named_child import QuietStep
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -252,21 +253,23 @@ class SchedulerSide:
 
     # ---- A step's way.
 
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> MultiMetadata:
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> MultiMetadata | QuietStep:
         now = self._clock()
         self._control.look(now)
         self._end_overdue_loads(now)
         metadata = self._next
-        metadata.children = tuple(self._part(child, scheduler_output) for child in self._children)
+        metadata.children = tuple([self._part(child, scheduler_output) for child in self._children])
         metadata.preempted = set(scheduler_output.preempted_req_ids or ())
         for request_id in metadata.preempted - metadata.loads.keys():
             self._outstanding.blocks_are_given_back(request_id)
         self.supervisor.notice_isolations(now)
         self.supervisor.try_again(self._held_for, now)
-        metadata.orders = self.supervisor.send_orders()
-        self._next = MultiMetadata()
         scheduled = scheduler_output.num_scheduled_tokens
         self._step_times.planned(scheduler_output.total_num_scheduled_tokens, len(scheduled), now)
+        if metadata.is_quiet and not self.supervisor.needs_steps:
+            return QuietStep()
+        metadata.orders = self.supervisor.send_orders()
+        self._next = MultiMetadata()
         return metadata
 
     def _end_overdue_loads(self, now: float) -> None:
@@ -345,6 +348,11 @@ class SchedulerSide:
         # Or the workers do not know yet of blocks that are held for a child that is being stopped.
         holds = any(self.supervisor.phase(index) is not Phase.SERVING for index in self._held_for)
         return working or self.supervisor.needs_steps or holds
+
+    @property
+    def has_requests(self) -> bool:
+        """Without one the engine may become idle with this step."""
+        return bool(self._living)
 
     def record_gauges(self) -> None:
         """Puts what has changed since the last report into the children's tallies."""

@@ -13,6 +13,8 @@ from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from vllm_overlay.named_child import QuietResults
+
 Kind = TypeVar("Kind")
 
 
@@ -85,6 +87,8 @@ def request_ids(answer: Any) -> set[str]:
 
 
 def transfer_results(answer: Any) -> KVConnectorTransferResults | None:
+    if isinstance(answer, QuietResults):
+        return answer
     return KVConnectorTransferResults(
         finished_sending=request_ids(answer.finished_sending),
         finished_recving=request_ids(answer.finished_recving),

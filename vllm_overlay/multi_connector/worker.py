@@ -33,6 +33,7 @@ from vllm_overlay.multi_connector.metadata import (
     Order,
 )
 from vllm_overlay.multi_connector.settings import MultiSettings
+from vllm_overlay.named_child import QuietResults, QuietStep
 
 _EVENTS = validation.optional(KVConnectorKVEvents)
 
@@ -49,11 +50,15 @@ class WorkerSide:
         self._children = children
         self._clock = clock
         self._completions = Completions()
-        self._orders: tuple[Order, ...] = ()
+        self._orders = tuple(Order(child.generation, Duty.SERVE) for child in children)
         self._new_backoff = partial(Backoff, settings.retry_first_s, settings.retry_longest_s)
         self._stop_attempts = [self._new_backoff() for _ in children]
         self._unknown_requests: list[set[str]] = [set() for _ in children]
         self._handshakes: dict[int, dict[tuple[int, int], KVConnectorHandshakeMetadata]] = {}
+        self.working = children
+        """Children with something to do in this step."""
+        self._quiet: set[Child] = set()
+        """Children that had nothing under way and nothing to report, and have had nothing to do since."""
 
     # ---- Start.
 
@@ -61,9 +66,16 @@ class WorkerSide:
         parts = tuple(child.start("get_handshake_metadata") for child in self._children)
         return MultiHandshakeMetadata(parts) if any(part is not None for part in parts) else None
 
+    @property
+    def has_requests(self) -> bool:
+        """Without one the engine may become idle with this step."""
+        return self._completions.has_requests
+
     # ---- A step's way.
 
-    def handle_preemptions(self, metadata: MultiMetadata) -> None:
+    def handle_preemptions(self, metadata: MultiMetadata | QuietStep) -> None:
+        if isinstance(metadata, QuietStep):
+            return
         self._obey(metadata)
         for child, part in self._parts(metadata):
             if not child.wants_preempted_ids:
@@ -71,8 +83,13 @@ class WorkerSide:
             elif preempted := set(metadata.preempted) - self._unknown_requests[child.index]:
                 child.call("handle_preemptions", None, preempted)
 
-    def bind_connector_metadata(self, metadata: MultiMetadata) -> None:
+    def bind_connector_metadata(self, metadata: MultiMetadata | QuietStep) -> None:
+        if isinstance(metadata, QuietStep):
+            self.working = ()
+            return
         self._obey(metadata)
+        self.working = [child for child, _ in self._parts(metadata)]
+        self._quiet.difference_update(self.working)
         for request_id, holders in metadata.saves.items():
             self._completions.expect_saves(request_id, holders)
         for request_id in metadata.releases:
@@ -88,13 +105,13 @@ class WorkerSide:
             child.call("bind_connector_metadata", None, part)
 
     def clear_connector_metadata(self) -> None:
-        for child in self._children:
+        for child in self.working:
             child.call("clear_connector_metadata", None)
 
     def _parts(self, metadata: MultiMetadata) -> Iterator[tuple[Child, KVConnectorMetadata | None]]:
-        """Children in service with their part of the scheduler's metadata."""
+        """Children in service that have something to do, with their part of the scheduler's metadata."""
         for child, part in zip(self._children, metadata.children, strict=True):
-            if child.in_service:
+            if child.in_service and not isinstance(part, QuietStep):
                 yield child, part
 
     def _obey(self, metadata: MultiMetadata) -> None:
@@ -113,6 +130,7 @@ class WorkerSide:
     def _renew(self, child: Child, generation: int) -> None:
         """Builds the new instance. The old one has been stopped on every rank."""
         self._handshakes.pop(child.index, None)
+        self._quiet.discard(child)
         self._stop_attempts[child.index] = self._new_backoff()
         if not child.renew(generation):
             return
@@ -123,7 +141,7 @@ class WorkerSide:
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """This rank's reports. Also where an isolated child is stopped and what it owed is released."""
         for child in self._children:
-            if child.in_service:
+            if child.in_service and child not in self._quiet:
                 self._collect(child, self._without_unknown(child, finished_req_ids))
         for child in self._children:
             if child.isolated:
@@ -143,6 +161,10 @@ class WorkerSide:
     def _collect(self, child: Child, finished_req_ids: set[str]) -> None:
         results = child.ask("get_transfer_results", None, finished_req_ids, parse=validation.transfer_results)
         if results is None:
+            return
+        if isinstance(results, QuietResults):
+            if child not in self.working:  # which may still begin something, later in this step
+                self._quiet.add(child)
             return
 
         def take_errors(answer: Any) -> bool:
@@ -178,16 +200,20 @@ class WorkerSide:
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
         events: dict[int, KVConnectorKVEvents] = {}
         for child in self._children:
+            if child in self._quiet:
+                continue
             if (own := child.call("get_kv_connector_kv_cache_events", None, parse=_EVENTS)) is not None:
                 events[child.index] = own
         return MultiKVEvents(events) if events else None
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         """Each child's part, and how the scheduler's orders went. Every rank speaks while an order is unusual."""
-        parts = tuple(
-            child.call("build_connector_worker_meta", None, parse=validation.worker_metadata)
+        parts = [
+            None
+            if child in self._quiet
+            else child.call("build_connector_worker_meta", None, parse=validation.worker_metadata)
             for child in self._children
-        )
+        ]
         stopping = {index for index, order in enumerate(self._orders) if order.duty is Duty.STOP}
         standing_by = {index for index, order in enumerate(self._orders) if order.duty is Duty.STAND_BY}
         isolated = {child.index for child in self._children if child.isolated}
@@ -195,7 +221,7 @@ class WorkerSide:
             return None
         unstopped = frozenset(index for index in stopping if not self._children[index].stopped)
         handshakes = {index: own for index, own in self._handshakes.items() if index in standing_by}
-        return MultiWorkerMetadata(parts, self._orders, frozenset(isolated - stopping), unstopped, handshakes)
+        return MultiWorkerMetadata(tuple(parts), self._orders, frozenset(isolated - stopping), unstopped, handshakes)
 
 
 def _rank() -> tuple[int, int]:

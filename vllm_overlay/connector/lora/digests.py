@@ -98,9 +98,14 @@ class AdapterReports:
         self._sent: dict[int, AdapterWeights] = {}
         self._sent_version = 0
 
+    @property
+    def have_changed(self) -> bool:
+        """Whether ``take_changes`` would say something."""
+        return self._sent_version != self._adapters.version
+
     def take_changes(self) -> Counter[AdapterWeights]:
         """What has changed since the last call, each counted once for this rank."""
-        if self._sent_version == self._adapters.version:
+        if not self.have_changed:
             return Counter()
         loaded = {weights.adapter_id: weights for weights in self._adapters.weights()}
         changes = [weights for weights in loaded.values() if self._sent.get(weights.adapter_id) != weights]
