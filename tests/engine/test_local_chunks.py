@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
-from tests.models.llama4 import ATTENTION_CHUNK, make_llama4
+from tests.models.families import ATTENTION_CHUNK, make_llama4
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
-from tests.models.nemotron_h import make_nemotron_h
+from tests.models.families import make_nemotron_h
 
 pytestmark = pytest.mark.engine
 

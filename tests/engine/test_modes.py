@@ -11,7 +11,7 @@ from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.restore import assert_restored
 from tests.engine.states import FLOAT32
-from tests.models.gemma3 import make_gemma3
+from tests.models.families import make_gemma3
 
 pytestmark = pytest.mark.engine
 

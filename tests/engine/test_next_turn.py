@@ -9,7 +9,7 @@ import pytest
 from tests.engine.client import Engine, Output, cpu_child, multi, prompt
 from tests.engine.restore import U, restorable
 from tests.engine.states import BFLOAT16
-from tests.models.gemma3 import make_gemma3
+from tests.models.families import make_gemma3
 
 pytestmark = pytest.mark.engine
 

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.client import Engine, Output, disk_child, multi, prompt
 from tests.engine.restore import assert_restored
 from tests.engine.states import BFLOAT16, FLOAT32
-from tests.models.phi3 import LONG_ROPE_FROM_TOKENS, make_phi3
+from tests.models.families import LONG_ROPE_FROM_TOKENS, make_phi3
 
 pytestmark = [pytest.mark.engine, pytest.mark.engines]
 

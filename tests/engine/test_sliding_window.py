@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
-from tests.models.gemma3 import SLIDING_WINDOW, make_gemma3
+from tests.models.families import SLIDING_WINDOW, make_gemma3
 
 pytestmark = pytest.mark.engine
 

@@ -8,23 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.states import BFLOAT16, FLOAT32
-from tests.models.cohere2 import make_cohere2
-from tests.models.deepseek import make_deepseek
-from tests.models.falcon_h1 import make_falcon_h1
-from tests.models.gemma3 import make_gemma3
-from tests.models.gpt_oss import make_gpt_oss
-from tests.models.granite4 import make_granite4
-from tests.models.jamba import make_jamba
-from tests.models.lfm2 import make_lfm2
-from tests.models.llama import make_llama
-from tests.models.llama4 import make_llama4
-from tests.models.mamba2 import make_mamba2
-from tests.models.mistral import make_mistral
-from tests.models.nemotron_h import make_nemotron_h
-from tests.models.phi3 import make_phi3
-from tests.models.qwen3 import make_qwen3
-from tests.models.qwen3_5_moe import make_qwen3_5_moe
-from tests.models.qwen3_next import make_qwen3_next
+from tests.models.families import (
+    make_cohere2,
+    make_deepseek,
+    make_falcon_h1,
+    make_gemma3,
+    make_gpt_oss,
+    make_granite4,
+    make_jamba,
+    make_lfm2,
+    make_llama,
+    make_llama4,
+    make_mamba2,
+    make_mistral,
+    make_nemotron_h,
+    make_phi3,
+    make_qwen3,
+    make_qwen3_5_moe,
+    make_qwen3_next,
+)
 from tools.tiny_model import make_tiny_model
 
 UNIT = 64

@@ -3,7 +3,6 @@
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -160,9 +159,7 @@ def test_another_series_takes_a_declaration_only_where_it_makes_the_same_of_the_
     assert apply(declared, next_series).declared == [C]
 
 
-def test_in_a_checkout_the_commands_that_are_advised_give_both(tree: Path, series: Series) -> None:
-    if shutil.which("git") is None:
-        pytest.skip("no git here")
+def test_in_a_checkout_the_commands_that_are_advised_give_both(tree: Path, series: Series, needs_git: None) -> None:
     who = "-c user.name=me -c user.email=me@example.org -c commit.gpgsign=false"
     (tree / "PKG-INFO").unlink()
     run(f"git init --quiet && git {who} add . && git {who} commit --quiet -m vLLM && git tag v0.32.0", tree)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patches.trees import ORIGINALS, A, B, C, make_tree
+from tests.patches.trees import ORIGINALS, A, B, make_tree
 from vllm_overlay.patching import advice, installed
 from vllm_overlay.patching.tree import apply, status
 
@@ -28,22 +28,13 @@ def test_an_unpatched_vllm_is_refused_in_one_sentence_with_the_command(tree, ser
     assert installed.require() == f"vLLM 0.32.0, 3 patches, series {series.id}"
 
 
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda tree: make_tree(tree, version="0.33.0"), "vLLM 0.33.0 is installed"),
-        (lambda tree: (tree / A).write_text("mine\n"), r"vllm/a\.py \(edited\)"),
-        (lambda tree: (tree / C).unlink(), r"vllm/sub/c\.py \(missing\)"),
-    ],
-)
-def test_another_vllm_is_refused(tree, series, monkeypatch, spoil, said):
+def test_another_vllm_is_refused(tree, series, monkeypatch):
     apply(tree, series)
-    spoil(tree)
+    make_tree(tree, version="0.33.0")
     monkeypatch.setattr(installed, "installed_root", lambda: tree)
     monkeypatch.setattr(installed, "load", lambda: series)
-    with pytest.raises(installed.UnpatchedError, match=said) as error:
+    with pytest.raises(installed.UnpatchedError, match=r"vLLM 0\.33\.0 is installed.*apply_patches\.py --installed"):
         installed.require()
-    assert "apply_patches.py --installed" in str(error.value)
 
 
 def test_no_vllm_at_all_is_said_so(monkeypatch):

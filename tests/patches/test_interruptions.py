@@ -6,9 +6,6 @@ all of them to one end and leaves nothing over.
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -21,7 +18,6 @@ from vllm_overlay.patching.originals import STATE_DIRECTORY
 from vllm_overlay.patching.series import sha256
 from vllm_overlay.patching.tree import apply, reverse, status
 
-REPO = Path(__file__).resolve().parents[2]
 STEPS = ("replace", "unlink", "fsync", "fchmod", "mkdir")
 SOME_PATCHED = [A, C]
 """What the tests call half: the first and the last file are patched."""
@@ -150,35 +146,38 @@ def test_a_file_that_cannot_be_put_back_is_named_and_the_next_run_repairs_it(tre
 # Kills
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-sys.path.insert(0, {repo!r})
-from vllm_overlay.patching import tree
-from vllm_overlay.patching.series import load
-action, directory, root, left = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-series = load(directory)
-def stepping(real):
-    def step(*arguments, **keywords):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), 9)
-        return real(*arguments, **keywords)
-    return step
-for name in {steps!r}:
-    setattr(os, name, stepping(getattr(os, name)))
-getattr(tree, action)(root, series)
-"""
-
-
 def killed_at(step, action, tree, series):
     """Runs an action in a process that is killed at its n-th step; returns whether it was."""
-    script = KILLED.format(repo=str(REPO), steps=(*STEPS, "open", "rmdir"))
-    command = [sys.executable, "-c", script, action.__name__, str(series.directory), str(tree), str(step)]
-    code = subprocess.run(command).returncode
-    assert code in (0, -9)
-    return code == -9
+    child = os.fork()
+    if child == 0:
+        _be_killed_at(step, action, tree, series)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -9)
+    return status == -9
+
+
+def _be_killed_at(step, action, tree, series):
+    """In the forked process; does not return."""
+    left = step
+
+    def stepping(real):
+        def take(*arguments, **keywords):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), 9)
+            return real(*arguments, **keywords)
+
+        return take
+
+    for name in (*STEPS, "open", "rmdir"):
+        setattr(os, name, stepping(getattr(os, name)))
+    status = 1
+    try:
+        action(tree, series)
+        status = 0
+    finally:
+        os._exit(status)
 
 
 def assert_it_is_told(tree, series, known=(FileState.ORIGINAL, FileState.PATCHED)):

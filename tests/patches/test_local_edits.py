@@ -3,7 +3,6 @@
 
 import re
 import shlex
-import shutil
 import subprocess
 
 import pytest
@@ -34,10 +33,8 @@ def git(tree, *arguments):
 
 
 @pytest.fixture
-def checkout(tmp_path):
+def checkout(tmp_path, needs_git):
     """A git checkout: it does not say its version."""
-    if shutil.which("git") is None:
-        pytest.skip("no git here")
     tree = make_tree(tmp_path / "checkout", version=None)
     git(tree, "init", "--quiet")
     git(tree, "add", ".")

@@ -3,11 +3,7 @@
 
 import os
 
-import pytest
-
-from tests.patches.trees import A, B, installed_originals, make_tree
-from vllm_overlay.patching.diff import PatchError
-from vllm_overlay.patching.replace import replace_files
+from tests.patches.trees import A, installed_originals, make_tree
 from vllm_overlay.patching.tree import apply, reverse
 
 
@@ -53,12 +49,3 @@ def test_a_patched_tree_that_is_read_only_is_left_alone_without_an_error(tree, s
     for name in ("unlink", "replace", "mkdir", "fchmod"):
         monkeypatch.setattr(os, name, refuse)
     assert apply(tree, series).is_applied
-
-
-def test_who_may_not_write_is_told_to_be_the_owner(tree, series, monkeypatch):
-    def refuse(*names, **keywords):
-        raise PermissionError(13, "Permission denied", "a.py")
-
-    monkeypatch.setattr(os, "fchmod", refuse)
-    with pytest.raises(PatchError, match=f"a.py: Permission denied; run this as the owner of {tree}"):
-        replace_files(tree, {A: b"new", B: b"new"})

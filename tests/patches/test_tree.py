@@ -4,10 +4,9 @@
 import pytest
 
 from tests.patches.trees import ORIGINALS, A, B, C, contents, installed_originals, make_tree, make_unpatched
-from vllm_overlay.patching.advice import FileState
 from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.originals import STATE_DIRECTORY
-from vllm_overlay.patching.tree import apply, find_root, refusal, reverse, status, version_of
+from vllm_overlay.patching.tree import apply, find_root, refusal, reverse, version_of
 
 
 def test_apply_and_reverse_give_byte_identical_files(tree, series):
@@ -52,13 +51,6 @@ def refused(tree, series, said, action=apply):
     assert contents(tree) == before
     assert {path: (tree / path).lstat().st_ino for path in before} == inodes
     assert not (tree / STATE_DIRECTORY).exists()
-
-
-def test_a_changed_file_is_refused_by_name(tree, series):
-    (tree / C).write_text("c = 1\nc = 2\nc = 3\n# mine\n")
-    assert status(tree, series).states[C] is FileState.EDITED
-    refused(tree, series, f"edited  {C}")
-    assert f"edited  {C}" in refusal(tree, series)
 
 
 def test_another_version_is_refused_even_when_its_files_match(tree, series):
@@ -110,12 +102,6 @@ def test_a_linked_directory_is_refused(tree, series, tmp_path):
     refused(tree, series, "symbolic link")
 
 
-def test_a_missing_file_is_refused(tree, series):
-    (tree / C).unlink()
-    assert status(tree, series).states[C] is FileState.MISSING
-    refused(tree, series, f"missing  {C}")
-
-
 def test_a_directory_without_vllm_is_refused(tmp_path):
     with pytest.raises(PatchError, match="holds no vllm"):
         find_root(tmp_path)
@@ -123,13 +109,3 @@ def test_a_directory_without_vllm_is_refused(tmp_path):
 
 def test_the_package_directory_stands_for_its_parent(tree):
     assert find_root(tree / "vllm") == find_root(tree) == tree
-
-
-def test_a_tree_with_some_patched_files_is_partial_and_goes_either_way(tree, series):
-    apply(tree, series)
-    (tree / A).write_text(ORIGINALS[A])
-    assert status(tree, series).is_partial
-    assert reverse(tree, series).is_original
-    apply(tree, series)
-    (tree / A).write_text(ORIGINALS[A])
-    assert apply(tree, series).is_applied

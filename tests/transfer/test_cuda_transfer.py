@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CudaTransfer submits and when its copies end, on a fake device; and the worker over it."""
+"""What CudaTransfer submits and when its copies end, on a fake device. Its worker: tests/connector/test_worker.py."""
 
 import time
 from typing import Any
@@ -7,15 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.connector.fake_stream import FakeTier
 from tests.transfer import naive
 from tests.transfer.fake_device import DeviceError, FakeDevice, FakeStream
-from vllm_overlay.connector.lora.digests import LoadedAdapters
-from vllm_overlay.connector.metadata import LoadJob, StoreJob
-from vllm_overlay.connector.worker import OffloadWorker
-from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tally import Tally
-from vllm_overlay.tiers.base import LoadTicket, StoreTicket
 from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import FinishedCopy, Placement, Span
 from vllm_overlay.transfer.copy_table import CopyTable
@@ -245,78 +238,3 @@ def test_closing_hears_of_what_ends_meanwhile(made: Made, monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "sleep", lambda _: made.device.run_all())
     assert made.transfer.close(60.0)
     assert len(made.transfer.poll()) == 2
-
-
-# The worker over it.
-
-
-def a_worker(made: Made) -> tuple[OffloadWorker, FakeTier]:
-    tier = FakeTier()
-    tally = Tally()
-    return OffloadWorker(made.transfer, tier, LoadedAdapters(), load_timeout_s=60.0, tally=tally), tier
-
-
-def store_job(ticket: int, block: int) -> StoreJob:
-    planned = PlannedObject(ObjectId("f0", bytes([ticket])), (), 0, TOKENS, CHUNK_BYTES)
-    return StoreJob(StoreTicket(ticket, planned), chunk(block))
-
-
-def load_job(block: int) -> LoadJob:
-    ticket = LoadTicket(1, ObjectId("f0", b"1"), CHUNK_BYTES)
-    return LoadJob("load", "request", (ticket,), (chunk(block),), (Span(0, block, TOKENS, TOKENS),))
-
-
-def test_the_tier_gets_what_the_step_computed(made: Made) -> None:
-    worker, tier = a_worker(made)
-    for step in range(3):
-        made.fill(step, step + 1)
-        worker.store((store_job(step, step),))
-        made.fill(step, 99)
-    made.device.run_all()
-    worker.advance()
-    assert tier.stored == {step: bytes([step + 1]) * CHUNK_BYTES for step in range(3)}
-
-
-def test_a_late_load_keeps_its_blocks_and_buffers_until_its_copies_have_ended(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Written off with a copy in flight: nothing is reported or given back before the event."""
-    worker, tier = a_worker(made)
-    free = len(tier.free)
-    worker.start_loads((load_job(2),), ())
-    tier.arrive("load", 0, b"contents")
-    worker.advance()
-    later = time.monotonic() + 100
-    monkeypatch.setattr(time, "monotonic", lambda: later)
-    for _ in range(3):
-        worker.advance()
-    assert worker.take_finished() == (set(), set())
-    assert len(tier.free) == free - 1 and tier.cancelled_loads == []
-    made.device.run_all()
-    worker.advance()
-    assert worker.take_finished() == ({"request"}, {"request"})
-    assert len(tier.free) == free and tier.cancelled_loads == ["load"]
-
-
-def test_a_worker_without_a_device_goes_on(made: Made) -> None:
-    worker, tier = a_worker(made)
-    free = len(tier.free)
-    worker.store((store_job(1, 1),))
-    made.device.lose()
-    worker.store((store_job(2, 2),))
-    worker.start_loads((load_job(3),), ())
-    tier.arrive("load", 0, b"contents")
-    worker.advance()
-    assert worker.take_finished() == ({"request"}, {"request"})
-    metadata = worker.take_metadata()
-    assert metadata is not None and metadata.failed_stores == {1, 2}
-    assert len(tier.free) == free and tier.stored == {}
-
-
-def test_a_shutdown_with_a_copy_in_flight_counts_it_and_leaves_its_buffer_taken(made: Made) -> None:
-    worker, tier = a_worker(made)
-    free = len(tier.free)
-    worker.store((store_job(1, 1),))
-    assert worker.close(0.01) == 1
-    assert len(tier.free) == free - 1
-    assert tier.stored == {}

@@ -163,15 +163,6 @@ def swapped(slots: torch.Tensor, first: int, second: int) -> torch.Tensor:
     return slots - offsets + other
 
 
-def two_tokens(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Two tokens of each block change places."""
-    write_to_cells(side_by_side)(keys, values, cache, swapped(slots, 7, 30))
-
-
-def two_neighbours(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    write_to_cells(side_by_side)(keys, values, cache, swapped(slots, 0, 1))
-
-
 def two_tokens_of_one_block(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     other = torch.where(slots // BLOCK == 2, swapped(slots, 40, 41), slots)
     write_to_cells(side_by_side)(keys, values, cache, other)
@@ -255,8 +246,6 @@ def clears_the_rest(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tenso
 WRONG_WRITES = [
     clears_the_rest,
     one_token_on_around,
-    two_tokens,
-    two_neighbours,
     two_tokens_of_one_block,
     two_heads,
     values_of_the_other_head,

@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from tests.models.nemotron_h import make_nemotron_h
+from tests.models.families import make_nemotron_h
 from tests.patches.lab import conclude, error_of, prompt
 
 SYMPTOM = "IndexError in mamba_mixer2: the first prompt that is longer than a block ends the engine"
