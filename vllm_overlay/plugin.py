@@ -15,6 +15,9 @@ CONNECTORS = {
 }
 """Name in ``kv_connector`` -> module and class, imported when the name is first used."""
 
+SECONDARY_TIER = "hybrid_disk"
+"""``type`` of the disk tier among the ``secondary_tiers`` of vLLM's OffloadingConnector."""
+
 
 def register() -> None:
     """Entry point ``vllm_overlay``: makes our connectors known by name, and has settings checked early.
@@ -26,10 +29,25 @@ def register() -> None:
     for name, (module, cls) in CONNECTORS.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, cls)
+    _register_secondary_tier()
     if hasattr(KVConnectorFactory, "register_check"):  # of the series, which vLLM may not have yet
         from vllm_overlay.settings.early_check import check
 
         KVConnectorFactory.register_check(check)
+
+
+def _register_secondary_tier() -> None:
+    """``"type": "hybrid_disk"`` below vLLM's OffloadingConnector. Its class is one of ours that is vLLM's, but for
+    telling such a tier which engine it serves."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    if SECONDARY_TIER not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier(SECONDARY_TIER, "vllm_overlay.offloading.tier", "HybridDiskTier")
+        del KVConnectorFactory._registry["OffloadingConnector"]
+        KVConnectorFactory.register_connector(
+            "OffloadingConnector", "vllm_overlay.offloading.connector", "OffloadingConnector"
+        )
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import contextlib
 import json
 from pathlib import Path
 
+from tests.tiers.disk.catalogue.inside import find
 from tests.tiers.disk.tier_pair import NAMESPACE
 from vllm_overlay import cli
 from vllm_overlay.tiers.disk.catalogue import Catalogue
@@ -34,7 +35,7 @@ def run(capsys, *arguments):
 def path_of(root, planned, namespace=NAMESPACE):
     """Where the catalogue says that an object lies."""
     with contextlib.closing(Catalogue(str(root))) as catalogue:
-        (found,) = catalogue.find(namespace.fingerprint, [namespace.stored_id(planned.object_id)])
+        (found,) = find(catalogue, namespace.fingerprint, [namespace.stored_id(planned.object_id)])
     return Path(writer.path_of(str(root), found.file, 0))
 
 

@@ -31,7 +31,7 @@ def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig",
     _check_prefix_cache(vllm_config)
     _check_groups(kv_cache_config)
     if spec.outlives_engine:
-        _check_keys_survive_restart(vllm_config)
+        check_keys_survive_restart(vllm_config)
 
 
 def _check_engine(vllm_config: "VllmConfig") -> None:
@@ -101,7 +101,7 @@ def _check_groups(kv_cache_config: "KVCacheConfig") -> None:
                 )
 
 
-def _check_keys_survive_restart(vllm_config: "VllmConfig") -> None:
+def check_keys_survive_restart(vllm_config: "VllmConfig") -> None:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if not algorithm.startswith("sha256") and os.getenv("PYTHONHASHSEED") is None:
         raise ConfigError(

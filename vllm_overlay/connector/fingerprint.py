@@ -51,7 +51,7 @@ def compute_fingerprints(
     """
     import vllm
 
-    weights = _weights_identity(vllm_config, weights_name, cache_directory)
+    weights = weights_identity(vllm_config, weights_name, cache_directory)
     attention = {
         **_attention_facts(vllm_config, kv_cache_config, weights, geometry, page_facts, cell_facts),
         **facts,
@@ -69,8 +69,7 @@ def _attention_facts(
     page_facts: tuple[str, ...],
     cell_facts: Mapping[int, str],
 ) -> dict[str, Any]:
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     groups = [
         {
             "tag": geometry.tag(group),
@@ -84,9 +83,7 @@ def _attention_facts(
     return {
         "format": versions.FINGERPRINT,
         "weights": weights,
-        "config": config,
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
+        **model_facts(vllm_config),
         "cache_dtype": cache_dtype(vllm_config),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "hash": [cache.prefix_caching_hash_algo, os.getenv("PYTHONHASHSEED"), geometry.match_unit],
@@ -96,11 +93,19 @@ def _attention_facts(
     }
 
 
+def model_facts(vllm_config: "VllmConfig") -> dict[str, Any]:
+    """What the model's configuration says of the numbers."""
+    model = vllm_config.model_config
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
+    return {"config": config, "dtype": str(model.dtype), "quantization": model.quantization}
+
+
 def _digest(facts: dict[str, Any]) -> str:
     return blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Path) -> str:
+def weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Path) -> str:
+    """``name`` stands for the weights, or else the digest of their files. Raises ConfigError where there are none."""
     model, load = vllm_config.model_config, vllm_config.load_config
     if name:
         return f"namespace:{name} revision:{model.revision}"

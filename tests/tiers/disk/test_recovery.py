@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.tiers.disk.catalogue.inside import find
 from tests.tiers.disk.devices import FailingDevice, GatedDevice, RuledDevice
 from tests.tiers.disk.files import (
     bytes_under,
@@ -44,7 +45,7 @@ def short_pauses(monkeypatch):
 def row_file(made: TierPair, planned: PlannedObject) -> File | None:
     """Where the catalogue has an object."""
     stored_id = made.namespace.stored_id(planned.object_id)
-    found = catalogue_of(made.tier).find(made.namespace.fingerprint, [stored_id])
+    found = find(catalogue_of(made.tier), made.namespace.fingerprint, [stored_id])
     return found[0].file if found else None
 
 

@@ -6,6 +6,7 @@ import time
 
 import msgspec
 
+from tests.tiers.disk.catalogue.inside import find
 from tests.tiers.disk.files import object_files, on_disk
 from tests.tiers.disk.inside import (
     catalogue_of,
@@ -116,7 +117,7 @@ def test_an_object_that_no_row_can_hold_keeps_no_other_waiting(tmp_path):
         made.store(chain("q", 1))
         made.settled()
         wanted = [planned.object_id for planned in (first, chain("q", 1)[0])]
-        assert len(catalogue_of(made.tier).find(NAMESPACE.fingerprint, wanted)) == 2
+        assert len(find(catalogue_of(made.tier), NAMESPACE.fingerprint, wanted)) == 2
 
 
 def test_an_object_that_was_evicted_before_a_reload_serves_again_once_it_is_stored_anew(tmp_path):
@@ -128,7 +129,7 @@ def test_an_object_that_was_evicted_before_a_reload_serves_again_once_it_is_stor
         changes_since = catalogue.changes_since
 
         def behind_once(*arguments):
-            if not behind and not catalogue.find(NAMESPACE.fingerprint, [first.object_id]):
+            if not behind and not find(catalogue, NAMESPACE.fingerprint, [first.object_id]):
                 behind.append(FellBehind("many changes of others"))
                 raise behind[0]
             return changes_since(*arguments)

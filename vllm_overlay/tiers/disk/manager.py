@@ -206,6 +206,10 @@ class DiskTierManager(TierManager):
             return VisibleHits(self.index, hidden, geometry, keys)
         return self.index
 
+    def has(self, object_id: ObjectId) -> bool:
+        """Whether the object can be loaded, for who asks object by object: one that is hidden cannot."""
+        return self.index.has(object_id) and object_id not in self._hidden
+
     def has_or_awaits(self, object_id: ObjectId) -> bool:
         return self.index.has_or_awaits(object_id) and self._replaceable(object_id) is None
 

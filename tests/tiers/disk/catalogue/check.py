@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tests.tiers.disk.catalogue.inside import reading
 from vllm_overlay.tiers.disk.catalogue import Catalogue
-from vllm_overlay.tiers.disk.catalogue.grants import read_meta
+from vllm_overlay.tiers.disk.catalogue.namespaces import read_namespaces
 from vllm_overlay.tiers.disk.catalogue.rows import (
     COLUMNS,
     MAX_PARENTS,
@@ -20,7 +20,7 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     WriterId,
     read_all,
 )
-from vllm_overlay.tiers.disk.catalogue.writers import read_namespaces
+from vllm_overlay.tiers.disk.catalogue.writers import read_totals
 
 MAX_FINDINGS = 100
 _ROWS = 4096
@@ -55,12 +55,12 @@ def _objects(db: sqlite3.Connection) -> Iterator[str]:
             newest = max(newest, row.last_use)
             if row.namespace not in namespaces:
                 yield f"object {row.id} is in namespace {row.namespace}, which is not there"
-    meta = read_meta(db)
-    if (num_objects, num_bytes) != (meta.num_objects, meta.num_bytes):
-        counted = f"{meta.num_objects} of {meta.num_bytes} counted"
+    totals = read_totals(db)
+    if (num_objects, num_bytes) != (totals.num_objects, totals.object_bytes):
+        counted = f"{totals.num_objects} of {totals.object_bytes} counted"
         yield f"{num_objects} objects of {num_bytes} bytes are there, {counted}"
-    if newest > meta.newest_use:
-        yield f"an object was used at {newest}, after {meta.newest_use}"
+    if newest > totals.newest_use:
+        yield f"an object was used at {newest}, after {totals.newest_use}"
 
 
 def _parents(db: sqlite3.Connection) -> Iterator[str]:

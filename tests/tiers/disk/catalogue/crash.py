@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.tiers.disk.catalogue.check import check
+from tests.tiers.disk.catalogue.inside import find
 from tests.tiers.disk.catalogue.objects import MODEL, NOW, OTHERS, PRIVATE, Engine
 from tests.waiting import PATIENCE_S
 from vllm_overlay.planner.objects import ObjectId
@@ -94,7 +95,7 @@ def work_until_killed(root: Path, seed: int, doom: tuple[int, bool] | None, log_
         grant = engine.grant(len(batch) * OBJECT, OBJECT, CAPACITY)
         if grant.short_bytes:
             remove(engine, log, grant.short_bytes)
-        there = {item.object_id: item.file for item in engine.catalogue.find(engine.namespace.fingerprint, ids(batch))}
+        there = {item.object_id: item.file for item in find(engine.catalogue, engine.namespace.fingerprint, ids(batch))}
         replaced = [there.get(item.object_id) if draw.random() < 0.3 else None for item in batch]
         log.write("may_replace", filter(None, replaced))
         answers = engine.catalogue.commit(engine.name, zip(batch, replaced, strict=True))

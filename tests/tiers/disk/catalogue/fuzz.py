@@ -158,7 +158,6 @@ def operations(catalogue: Catalogue) -> list[Callable[[], object]]:
         lambda: within_bounds(list(catalogue.load(MINE)[1])),
         lambda: within_bounds(list(catalogue.load_all())),
         lambda: catalogue.changes_since(0, MINE),
-        lambda: within_bounds([catalogue.find(MINE, CHUNKS)]),
         catalogue.totals,
         catalogue.writers,
         lambda: [catalogue.numbers_of(each) for each in (ONE, DYING)],

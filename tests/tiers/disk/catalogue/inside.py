@@ -3,8 +3,10 @@
 
 import contextlib
 import sqlite3
+from collections.abc import Collection
 
-from vllm_overlay.tiers.disk.catalogue import Catalogue
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.catalogue import Catalogue, StoredObject
 from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS
 
 
@@ -16,3 +18,8 @@ def reading(catalogue: Catalogue) -> contextlib.AbstractContextManager[sqlite3.C
 def writing(catalogue: Catalogue) -> contextlib.AbstractContextManager[sqlite3.Connection]:
     """A transaction in which a test does what no call does."""
     return catalogue._connection.writing()
+
+
+def find(catalogue: Catalogue, fingerprint: str, object_ids: Collection[ObjectId]) -> list[StoredObject]:
+    """Those of these objects that are there."""
+    return [item for part in catalogue.load(fingerprint)[1] for item in part if item.object_id in object_ids]

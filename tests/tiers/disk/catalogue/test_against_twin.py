@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.tiers.disk.catalogue.check import check
+from tests.tiers.disk.catalogue.inside import find
 from tests.tiers.disk.catalogue.objects import (
     MODEL,
     NOW,
@@ -337,8 +338,8 @@ class Machine(RuleBasedStateMachine):
         assert (totals.object_bytes, totals.num_objects) == (self.twin.object_bytes, len(self.twin.objects))
         assert totals.num_bytes == self.twin.num_bytes and totals.newest_use == self.twin.newest_use
         for namespace in (MODEL, OTHERS, PRIVATE):
-            mine = self.of_namespace(namespace)
-            assert self.reader.find(namespace.fingerprint, IDS) == [mine[each] for each in IDS if each in mine]
+            found = find(self.reader, namespace.fingerprint, IDS)
+            assert {item.object_id: item for item in found} == self.of_namespace(namespace)
         expected = {name: row.served for name, row in self.twin.writers.items()}
         assert {row.name: row.fingerprint for row in self.reader.writers()} == expected
 

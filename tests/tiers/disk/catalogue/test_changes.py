@@ -31,8 +31,7 @@ from vllm_overlay.tiers.disk.catalogue import (
     Scored,
     StoredObject,
     Superseded,
-    changes,
-    load,
+    feed,
     replace_damaged,
 )
 
@@ -83,7 +82,7 @@ def test_many_changes_come_in_parts(tmp_path: Path) -> None:
 
 
 def test_who_fell_behind_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "MAX_KEPT", 10)
+    monkeypatch.setattr(feed, "MAX_KEPT", 10)
     one = Engine(tmp_path)
     one.store(*map(one.stored, range(300)))
     seq, _ = one.catalogue.load(MINE)
@@ -95,7 +94,7 @@ def test_who_fell_behind_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_load_in_many_slices_while_others_write_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The highest number goes and another object comes between two slices: its children must not get a wrong parent."""
-    monkeypatch.setattr(load, "SLICE_ROWS", 2)
+    monkeypatch.setattr(feed, "_SLICE_ROWS", 2)
     one, two = Engine(tmp_path), Engine(tmp_path)
     one.store(one.stored(0), one.stored(1, (0,)), one.stored(2, (1,)), one.stored(3, last_use=1))
     seq, slices = one.catalogue.load(MINE)
@@ -128,7 +127,7 @@ def test_a_new_catalogue_learns_from_the_files(tmp_path: Path) -> None:
     old.store(*items)
     one, two = rebuilding(tmp_path, old.catalogue.generation), Engine(tmp_path, is_complete=False)
     assert one.grant(1, 1).num_bytes == 0
-    assert one.catalogue.totals().is_complete is False
+    assert one.catalogue.totals().is_complete == 0
     one.catalogue.adopt(items)
     one.catalogue.end_rebuild()
     assert two.loaded() == [*items] and two.catalogue.totals().num_bytes == 2 * 8192 and check(two.catalogue) == []

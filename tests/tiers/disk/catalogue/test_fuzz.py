@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiers.disk.catalogue import fuzz
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.objects import object_id
+from tests.tiers.disk.catalogue.objects import Engine, stored
 from tests.tiers.disk.catalogue.test_open import change
 from vllm_overlay.tiers.disk.catalogue import Catalogue, connection, schema
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
@@ -63,11 +63,19 @@ def test_parents_that_cannot_be_are_damage(tmp_path: Path, parent: int) -> None:
     for call in (
         lambda: list(catalogue.load(fuzz.MINE)[1]),
         lambda: catalogue.changes_since(0, fuzz.MINE),
-        lambda: catalogue.find(fuzz.MINE, [object_id(9)]),
     ):
         with pytest.raises(Damaged):
             call()
     catalogue.close()
+
+
+@pytest.mark.parametrize("change_of", ["object SET id", "namespace SET id", "sqlite_sequence SET seq"])
+def test_a_table_without_a_number_left_is_no_full_disk(tmp_path: Path, change_of: str) -> None:
+    fuzz.make(tmp_path)
+    last = f"UPDATE {change_of} = {2**63 - 1} WHERE rowid = (SELECT max(rowid) FROM {change_of.split()[0]})"
+    change(Path(path_of(str(tmp_path), 1)), *WITHOUT_RULES, last, *RULES)
+    with pytest.raises(Damaged):
+        Engine(tmp_path).store(stored(5000, writer=fuzz.ONE))
 
 
 def test_more_namespaces_than_anybody_has_are_damage(tmp_path: Path) -> None:

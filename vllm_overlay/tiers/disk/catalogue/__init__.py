@@ -5,7 +5,6 @@ The objects' files are the truth: a row is what we believe. A catalogue that is 
 """
 
 from vllm_overlay.tiers.disk.catalogue.catalogue import BATCH_ROWS, Catalogue
-from vllm_overlay.tiers.disk.catalogue.changes import Changes, Gone
 from vllm_overlay.tiers.disk.catalogue.errors import (
     Busy,
     CatalogueError,
@@ -14,14 +13,13 @@ from vllm_overlay.tiers.disk.catalogue.errors import (
     Superseded,
     Unavailable,
 )
-from vllm_overlay.tiers.disk.catalogue.eviction import Limits
+from vllm_overlay.tiers.disk.catalogue.eviction import Limits, Scored
+from vllm_overlay.tiers.disk.catalogue.feed import Changes, Gone
 from vllm_overlay.tiers.disk.catalogue.generations import replace_damaged
-from vllm_overlay.tiers.disk.catalogue.grants import HELD_PARTS, Grant, Totals, limit_bytes
+from vllm_overlay.tiers.disk.catalogue.namespaces import Namespace, NamespaceUsage
 from vllm_overlay.tiers.disk.catalogue.objects import Committed, Refusal
-from vllm_overlay.tiers.disk.catalogue.rows import File, Garbage, StoredObject, Victim
-from vllm_overlay.tiers.disk.catalogue.scores import Scored
-from vllm_overlay.tiers.disk.catalogue.usage import NamespaceUsage
-from vllm_overlay.tiers.disk.catalogue.writers import Namespace, WriterRow
+from vllm_overlay.tiers.disk.catalogue.rows import File, Garbage, StoredObject
+from vllm_overlay.tiers.disk.catalogue.writers import HELD_PARTS, Grant, Totals, WriterRow, limit_bytes
 
 __all__ = [
     "BATCH_ROWS",
@@ -46,7 +44,6 @@ __all__ = [
     "Superseded",
     "Totals",
     "Unavailable",
-    "Victim",
     "WriterRow",
     "limit_bytes",
     "replace_damaged",

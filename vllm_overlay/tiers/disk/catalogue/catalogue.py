@@ -8,23 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from typing import TypeVar
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import (
-    changes,
-    eviction,
-    garbage,
-    grants,
-    objects,
-    scores,
-    usage,
-    writers,
-)
-from vllm_overlay.tiers.disk.catalogue.changes import Changes
+from vllm_overlay.tiers.disk.catalogue import eviction, feed, garbage, namespaces, objects, writers
 from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
 from vllm_overlay.tiers.disk.catalogue.errors import Busy, Unavailable
-from vllm_overlay.tiers.disk.catalogue.eviction import Limits
+from vllm_overlay.tiers.disk.catalogue.eviction import Limits, Scored
+from vllm_overlay.tiers.disk.catalogue.feed import Changes, Loader
 from vllm_overlay.tiers.disk.catalogue.generations import DEFAULT_TIMEOUT_S
-from vllm_overlay.tiers.disk.catalogue.grants import Grant, Totals
-from vllm_overlay.tiers.disk.catalogue.load import Loader
+from vllm_overlay.tiers.disk.catalogue.namespaces import Namespace, NamespaceUsage, check_namespace
 from vllm_overlay.tiers.disk.catalogue.objects import Committed, Refusal
 from vllm_overlay.tiers.disk.catalogue.rows import (
     File,
@@ -35,16 +25,13 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     Score,
     Seconds,
     StoredObject,
-    Victim,
     WorldSize,
     check_objects,
     check_value,
     file_columns,
     number_of,
 )
-from vllm_overlay.tiers.disk.catalogue.scores import Scored
-from vllm_overlay.tiers.disk.catalogue.usage import NamespaceUsage
-from vllm_overlay.tiers.disk.catalogue.writers import Namespace, WriterRow, check_namespace
+from vllm_overlay.tiers.disk.catalogue.writers import Grant, Totals, WriterRow
 
 BATCH_ROWS = 256
 _FIRST = (-(2**63), -1)
@@ -111,7 +98,7 @@ class Catalogue:
         """The numbers of its files that a row or the garbage names; None until a rebuild is complete."""
         number = number_of(writer)
         with self._connection.reading(LONG_CALLS) as db:
-            return garbage.numbers_of(db, number) if grants.read_meta(db).is_complete else None
+            return garbage.numbers_of(db, number) if writers.is_complete(db) else None
 
     def bury(self, writer: str, heir: str) -> int:
         """End a writer that is dead and whose directory has no file that nothing names; returns what it was granted.
@@ -122,7 +109,7 @@ class Catalogue:
         if writer == heir:
             raise ValueError(f"writer {writer} cannot bury itself")
         with self._connection.writing() as db:
-            return writers.bury(db, *numbers) if grants.read_meta(db).is_complete else 0
+            return writers.bury(db, *numbers) if writers.is_complete(db) else 0
 
     # Room.
 
@@ -135,19 +122,19 @@ class Catalogue:
         for value in (num_bytes, at_least, capacity_bytes):
             check_value(NumBytes, value)
         with self._connection.writing() as db:
-            return grants.grant(db, number, num_bytes, at_least, capacity_bytes)
+            return writers.grant(db, number, num_bytes, at_least, capacity_bytes)
 
     def give_back(self, writer: str, num_bytes: int) -> int:
         """Return room for which nothing will be written; returns what this writer still holds."""
         number = number_of(writer)
         check_value(NumBytes, num_bytes)
         with self._connection.writing() as db:
-            return grants.give_back(db, number, num_bytes)
+            return writers.give_back(db, number, num_bytes)
 
     def totals(self) -> Totals:
         """The counters: as fast with a million objects as with none."""
         with self._connection.reading() as db:
-            return grants.read_totals(db)
+            return writers.read_totals(db)
 
     # Objects.
 
@@ -165,16 +152,8 @@ class Catalogue:
                 raise ValueError(f"writer {writer} cannot commit a file of {others.pop()}")
             with self._connection.writing() as db:
                 answers += objects.commit(db, number, part)
-                changes.trim(db)
+                feed.trim(db)
         return answers
-
-    def find(self, fingerprint: str, object_ids: Iterable[ObjectId]) -> list[StoredObject]:
-        """Those of these objects that are there."""
-        found = []
-        for part in _batches(object_ids):
-            with self._connection.reading() as db:
-                found += objects.find(db, fingerprint, part)
-        return found
 
     def named(self, files: Iterable[File]) -> set[File]:
         """Those of these files that a row or the garbage names."""
@@ -189,7 +168,7 @@ class Catalogue:
         last slice."""
         check_value(Fingerprint, fingerprint)
         with self._connection.reading() as db:
-            seq = changes.last_seq(db)
+            seq = feed.last_seq(db)
         return seq, self._slices(Loader(fingerprint))
 
     def load_all(self) -> Iterator[list[StoredObject]]:
@@ -202,14 +181,14 @@ class Catalogue:
         Raises FellBehind: then ``load`` again.
         """
         with self._connection.reading() as db:
-            return changes.read(db, seq, fingerprint)
+            return feed.read(db, seq, fingerprint)
 
     def touch(self, fingerprint: str, object_ids: Iterable[ObjectId], now: int) -> None:
         """These objects were used: no score that was published before holds them back."""
         check_value(Seconds, now)
         for part in _batches(object_ids):
             with self._connection.writing() as db:
-                scores.touch(db, fingerprint, part, now)
+                eviction.touch(db, fingerprint, part, now)
 
     def publish_scores(self, fingerprint: str, scored: Iterable[Scored], expires_at: int) -> None:
         """Until ``expires_at`` evict these objects as if they had last been used at the time that the score says.
@@ -221,21 +200,21 @@ class Catalogue:
         for part in _batches(scored):
             check_value(list[Score], [value for item in part for value in (item.score, item.until)])
             with self._connection.writing() as db:
-                scores.publish(db, fingerprint, part, expires_at)
+                eviction.publish(db, fingerprint, part, expires_at)
 
     def learned(self, fingerprint: str) -> bytes | None:
         """What eviction has learned of a namespace."""
         with self._connection.reading() as db:
-            return writers.learned(db, fingerprint)
+            return namespaces.learned(db, fingerprint)
 
     def keep_learned(self, fingerprint: str, learned: bytes) -> None:
         """Keep it for the next start, at most 16 KiB."""
         with self._connection.writing() as db:
-            writers.keep_learned(db, fingerprint, learned)
+            namespaces.keep_learned(db, fingerprint, learned)
 
     # Removal. The caller unlinks what is returned and calls ``collected`` then.
 
-    def choose_victims(self, limits: Limits, now: int) -> list[Victim]:
+    def choose_victims(self, limits: Limits, now: int) -> list[Garbage]:
         """What ``evict`` would take out, also while nothing can be written. Changes nothing that anybody can see."""
         with contextlib.suppress(Busy, Unavailable):
             self._expire_scores(now)
@@ -244,7 +223,7 @@ class Catalogue:
 
     def evict(
         self, writer: str, limits: Limits, now: int, may_go: Callable[[list[File]], Set[File]] | None = None
-    ) -> list[Victim]:
+    ) -> list[Garbage]:
         """Take out at most 256 objects, those that are worth the least over all namespaces, leaves first.
 
         One transaction chooses and takes out, so no two processes choose the same. ``may_go`` is told what was chosen,
@@ -278,27 +257,27 @@ class Catalogue:
         for part in _batches(files):
             with self._connection.writing() as db:
                 freed = garbage.collected(db, part)
-                kept += grants.keep(db, number, min(freed, keep_bytes - kept), capacity_bytes)
+                kept += writers.keep(db, number, min(freed, keep_bytes - kept), capacity_bytes)
         return kept
 
     # Rebuild, by one process at a time.
 
-    def adopt(self, batch: Iterable[StoredObject], namespaces: Iterable[Namespace] = ()) -> None:
+    def adopt(self, batch: Iterable[StoredObject], served: Iterable[Namespace] = ()) -> None:
         """Take in objects whose files a rebuild has found; they need no grant. Parents first.
 
         A file whose object has another file by now, or lacks a parent, is garbage.
         """
-        checked = list(namespaces)
+        checked = list(served)
         for namespace in checked:
             check_namespace(namespace)
         with self._rebuilding() as db:
             for namespace in checked:
-                writers.add_namespace(db, namespace)
+                namespaces.add_namespace(db, namespace)
         for part in _batches(batch):
             check_objects(part)
             with self._rebuilding() as db:
                 objects.adopt(db, part)
-                changes.trim(db)
+                feed.trim(db)
 
     def discard(self, files: Iterable[Garbage]) -> None:
         """Files that a rebuild has found and that no row names are garbage."""
@@ -319,14 +298,14 @@ class Catalogue:
     def usage(self) -> list[NamespaceUsage]:
         """One a namespace, the largest first. Reads every row."""
         with self._connection.reading(LONG_CALLS) as db:
-            return usage.measure(db)
+            return namespaces.measure(db)
 
     # How it is done.
 
     @contextlib.contextmanager
     def _rebuilding(self) -> Iterator[sqlite3.Connection]:
         with self._connection.writing() as db:
-            if grants.read_meta(db).is_complete:
+            if writers.is_complete(db):
                 raise ValueError("the rebuild has ended")
             yield db
 
@@ -340,10 +319,10 @@ class Catalogue:
     def _expire_scores(self, now: int) -> None:
         check_value(Seconds, now)
         with self._connection.reading() as db:
-            has_more = scores.has_expired(db, now)
+            has_more = eviction.has_expired(db, now)
         while has_more:
             with self._connection.writing() as db:
-                has_more = scores.expire(db, now, BATCH_ROWS)
+                has_more = eviction.expire(db, now, BATCH_ROWS)
 
 
 def _batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:

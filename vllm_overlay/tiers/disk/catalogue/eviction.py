@@ -8,14 +8,17 @@ compared. What loses its last child and has no score of its own takes over the c
 
 import heapq
 import sqlite3
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from vllm_overlay.tiers.disk.catalogue import changes
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.disk.catalogue import feed
+from vllm_overlay.tiers.disk.catalogue.namespaces import find_namespace, read_namespaces, served
+from vllm_overlay.tiers.disk.catalogue.objects import BY_NAME
 from vllm_overlay.tiers.disk.catalogue.rows import (
     MAX_PARENTS,
     MAX_SCORE,
@@ -26,13 +29,12 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     NumBytes,
     ObjectBytes,
     Score,
-    Victim,
     WorldSize,
     WriterId,
     name_of,
     read_all,
 )
-from vllm_overlay.tiers.disk.catalogue.writers import act_as, read_grant, read_namespaces, served
+from vllm_overlay.tiers.disk.catalogue.writers import act_as, read_grant
 
 _COLUMNS = "id, namespace, place, writer, number, world_size, num_bytes, num_children, score"
 _MAX_PLACE = max(MAX_SCORE, 2.0**40)
@@ -54,7 +56,7 @@ class _Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return File(name_of(self.writer), self.number)
 
     @property
-    def victim(self) -> Victim:
+    def victim(self) -> Garbage:
         return Garbage(self.file, self.world_size, self.num_bytes)
 
     def taking_over(self, child: "_Leaf") -> "_Leaf":
@@ -62,6 +64,17 @@ class _Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
         if child.score is None or self.score is not None:
             return self
         return msgspec.structs.replace(self, place=child.score, score=child.score)
+
+
+class Scored(msgspec.Struct, frozen=True, gc=False):
+    """What a writer thinks of an object: evict it as if it had last been used at ``score``.
+
+    The writer knows its uses up to ``until``: of an object that somebody has used later it knows too little.
+    """
+
+    object_id: ObjectId
+    score: float
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +86,57 @@ class Limits:
     pinned: Set[File] = frozenset()
 
 
-def choose(db: sqlite3.Connection, limits: Limits) -> list[Victim]:
+# What objects are worth.
+
+
+def touch(db: sqlite3.Connection, fingerprint: str, object_ids: Sequence[ObjectId], now: int) -> None:
+    """Objects were used at ``now``, and a score of before is ``now`` too. What is not there is passed over."""
+    if (namespace := find_namespace(db, fingerprint)) is None:
+        return
+    db.executemany(
+        f"UPDATE object SET last_use = ?, score = CASE WHEN score IS NULL THEN NULL ELSE ? END WHERE {BY_NAME}",
+        ((now, now, namespace, each.key, each.tag) for each in object_ids),
+    )
+    db.execute("UPDATE meta SET newest_use = ?1 WHERE newest_use < ?1", (now,))
+
+
+def publish(db: sqlite3.Connection, fingerprint: str, scores: Sequence[Scored], expires_at: int) -> None:
+    """Until ``expires_at`` these objects are evicted as if they had last been used at the time that the score says."""
+    if (namespace := find_namespace(db, fingerprint)) is None:
+        return
+    db.executemany(
+        f"UPDATE object SET score = ?, score_expiry = ? WHERE {BY_NAME} AND last_use <= ?",
+        ((item.score, expires_at, namespace, item.object_id.key, item.object_id.tag, item.until) for item in scores),
+    )
+
+
+def has_expired(db: sqlite3.Connection, now: int) -> bool:
+    """Whether ``expire`` has work."""
+    found = db.execute("SELECT 1 FROM object WHERE score IS NOT NULL AND score_expiry <= ? LIMIT 1", (now,)).fetchone()
+    return found is not None
+
+
+def expire(db: sqlite3.Connection, now: int, num_rows: int) -> bool:
+    """Forget at most ``num_rows`` scores; returns whether it was as many, so that there may be more."""
+    cursor = db.execute(
+        "UPDATE object SET score = NULL, score_expiry = NULL WHERE id IN"
+        " (SELECT id FROM object WHERE score IS NOT NULL AND score_expiry <= ? LIMIT ?)",
+        (now, num_rows),
+    )
+    return cursor.rowcount >= num_rows
+
+
+# What goes.
+
+
+def choose(db: sqlite3.Connection, limits: Limits) -> list[Garbage]:
     """What ``evict`` would take out."""
     return [leaf.victim for leaf in _Choice(db, limits).run()]
 
 
 def evict(
     db: sqlite3.Connection, writer: int, limits: Limits, may_go: Callable[[list[File]], Set[File]] | None
-) -> list[Victim]:
+) -> list[Garbage]:
     """Take the rows of leaves out; their files are this writer's to unlink. What of them may not go keeps its parents
     too."""
     read_grant(db, writer)
@@ -88,7 +144,7 @@ def evict(
     allowed = None if may_go is None else may_go([leaf.file for leaf in chosen])
     act_as(db, writer)
     gone = [leaf.victim for leaf in chosen if (allowed is None or leaf.file in allowed) and _delete(db, leaf.id)]
-    changes.trim(db)
+    feed.trim(db)
     return gone
 
 

@@ -1,49 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects come in, and are looked up by name."""
+"""Objects come in."""
 
 import sqlite3
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import garbage
-from vllm_overlay.tiers.disk.catalogue.errors import Damaged
+from vllm_overlay.tiers.disk.catalogue.namespaces import Namespace, add_namespace, find_namespace
 from vllm_overlay.tiers.disk.catalogue.rows import (
-    COLUMNS,
-    MAX_PARENTS,
     File,
     Garbage,
     Id,
-    Key,
-    Kind,
     Number,
     StoredObject,
     WriterId,
     name_of,
     number_of,
-    read_all,
-    read_objects,
     read_one,
 )
-from vllm_overlay.tiers.disk.catalogue.writers import (
-    Namespace,
-    act_as,
-    add_namespace,
-    find_namespace,
-    read_grant,
-    write_grant,
-)
+from vllm_overlay.tiers.disk.catalogue.writers import act_as, read_grant, write_grant
 
 BY_NAME = "namespace = ? AND key = ? AND kind = ?"
 _FIELDS = "writer, number, world_size, num_bytes, payload_bytes, start_tokens, end_tokens, last_use"
 _FIND = f"SELECT id, writer, number FROM object WHERE {BY_NAME}"
+_IS_NO_GARBAGE = "NOT EXISTS (SELECT 1 FROM garbage WHERE writer = ?1 AND number = ?2)"
 _INSERT = (
-    f"INSERT INTO object (namespace, kind, key, {_FIELDS}, num_children) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"
+    f"INSERT INTO object ({_FIELDS}, namespace, kind, key, num_children)"
+    f" SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, 0 WHERE {_IS_NO_GARBAGE}"
     " ON CONFLICT (namespace, key, kind) DO NOTHING"
 )
-_REPLACE = f"UPDATE object SET ({_FIELDS}) = (?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?"
+_REPLACE = f"UPDATE object SET ({_FIELDS}) = (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8) WHERE id = ?9 AND {_IS_NO_GARBAGE}"
 
 
 class Refusal(Enum):
@@ -71,7 +60,7 @@ def commit(
 ) -> list[Committed | Refusal]:
     """Take in objects; their bytes come from the writer's grant."""
     act_as(db, writer)
-    arrivals = _Arrivals(db, read_grant(db, writer), garbage.among(db, [item.file for item, _ in batch]))
+    arrivals = _Arrivals(db, read_grant(db, writer))
     answers = [arrivals.add(item, replaced) for item, replaced in batch]
     write_grant(db, writer, arrivals.room_bytes)
     return answers
@@ -81,8 +70,7 @@ def adopt(db: sqlite3.Connection, batch: Sequence[StoredObject]) -> None:
     """Take in objects whose files were there before the catalogue was. A file that another one of the same name or a
     missing parent keeps out is garbage."""
     act_as(db, None)
-    unwanted = garbage.among(db, [item.file for item in batch])
-    arrivals = _Arrivals(db, sum(item.num_bytes for item in batch), unwanted)
+    arrivals = _Arrivals(db, sum(item.num_bytes for item in batch))
     for item in batch:
         if arrivals.find_namespace(item.fingerprint) is None:
             arrivals.namespaces[item.fingerprint] = add_namespace(db, Namespace(item.fingerprint))
@@ -93,10 +81,8 @@ def adopt(db: sqlite3.Connection, batch: Sequence[StoredObject]) -> None:
 class _Arrivals:
     """One transaction's. The rows that it has found or made need not be looked up again as parents."""
 
-    def __init__(self, db: sqlite3.Connection, room_bytes: int, unwanted: Set[File]) -> None:
-        """``unwanted`` are files that are garbage."""
+    def __init__(self, db: sqlite3.Connection, room_bytes: int) -> None:
         self._db = db
-        self._unwanted = unwanted
         self._ids: dict[tuple[int, ObjectId], int] = {}
         self.namespaces: dict[str, int | None] = {}
         self.room_bytes = room_bytes
@@ -106,36 +92,28 @@ class _Arrivals:
         if (namespace := self.find_namespace(item.fingerprint)) is None:
             return Refusal.NAMESPACE
         parents = [self._find_id(namespace, each) for each in item.planned.parents]
-        why_not = self._why_not(item, parents)
-        if why_not is None and self._insert(namespace, item, parents):
+        has_room = item.num_bytes <= self.room_bytes
+        if has_room and None not in parents and self._insert(namespace, item, parents):
             return self._paid(item)
         found = self._find_file(namespace, item.object_id)
         if found is not None and (found[1] == item.file or found[1] != replaced):
             return Committed(found[1], is_paid=False)
-        if found is not None:
-            why_not = self._why_not(item, ())  # its row has its parents
-        if why_not is not None:
-            return why_not
-        if found is None:
-            raise Damaged(f"{item.object_id} is there and is not found")
-        self._db.execute(_REPLACE, (*_fields(item), found[0]))
-        return self._paid(item)
-
-    def _why_not(self, item: StoredObject, parents: Sequence[int | None]) -> Refusal | None:
-        if None in parents:
+        if found is None and None in parents:
             return Refusal.PARENT
-        if item.num_bytes > self.room_bytes:
+        if not has_room:
             return Refusal.NO_GRANT
-        return Refusal.GARBAGE if item.file in self._unwanted else None
+        if found is None or not self._db.execute(_REPLACE, (*_fields(item), found[0])).rowcount:
+            return Refusal.GARBAGE
+        return self._paid(item)
 
     def _paid(self, item: StoredObject) -> Committed:
         self.room_bytes -= item.num_bytes
         return Committed(item.file, is_paid=True)
 
     def _insert(self, namespace: int, item: StoredObject, parents: Sequence[int | None]) -> bool:
-        """False, and nothing changed, when a row of this name is there."""
+        """False, and nothing changed, when a row of this name is there or the file is garbage."""
         object_id = item.object_id
-        cursor = self._db.execute(_INSERT, (namespace, object_id.tag, object_id.key, *_fields(item)))
+        cursor = self._db.execute(_INSERT, (*_fields(item), namespace, object_id.tag, object_id.key))
         if not cursor.rowcount:
             return False
         self._ids[namespace, object_id] = number = cursor.lastrowid or 0
@@ -170,27 +148,3 @@ def _fields(item: StoredObject) -> tuple[int, ...]:
         number_of(file.writer), file.number, item.world_size, item.num_bytes, planned.num_bytes, planned.start_tokens,
         planned.end_tokens, item.last_use,
     )  # fmt: skip
-
-
-def find(db: sqlite3.Connection, fingerprint: str, object_ids: Sequence[ObjectId]) -> list[StoredObject]:
-    """Those of these objects that are there."""
-    if (namespace := find_namespace(db, fingerprint)) is None:
-        return []
-    found = []
-    for each in object_ids:
-        rows = db.execute(f"SELECT {COLUMNS} FROM object WHERE {BY_NAME}", (namespace, each.key, each.tag))
-        found += [row.stored(fingerprint, row.object_id, _parents_of(db, row.id)) for row in read_objects(rows)]
-    return found
-
-
-def _parents_of(db: sqlite3.Connection, number: int) -> tuple[ObjectId, ...]:
-    """Raises Damaged where one is not there."""
-    rows = db.execute(
-        "SELECT parent, kind, object.key FROM parent LEFT JOIN object ON object.id = parent.parent WHERE child = ?"
-        f" ORDER BY position LIMIT {MAX_PARENTS + 1}",
-        (number,),
-    )
-    parents = read_all(tuple[Id, Kind, Key], rows)
-    if len(parents) > MAX_PARENTS or any(parent >= number for parent, _, _ in parents):
-        raise Damaged(f"object {number} has {parents} as parents")
-    return tuple(ObjectId(kind, key) for _, kind, key in parents)

@@ -74,9 +74,6 @@ class Garbage(msgspec.Struct, frozen=True, gc=False):
     num_bytes: int
 
 
-Victim = Garbage
-
-
 class ObjectRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A row of ``object``, in the order of ``COLUMNS``. Made by ``read_objects``, which looks at ``kind`` too."""
 

@@ -127,6 +127,12 @@ TRIGGERS = {
         END""",
 }
 
+_LAST_NUMBERS = (
+    "SELECT seq FROM sqlite_sequence UNION ALL SELECT coalesce(max(id), 0) FROM object"
+    " UNION ALL SELECT coalesce(max(id), 0) FROM namespace LIMIT 100"
+)
+"""A table that has no number left says that the disk is full."""
+
 _SETTINGS = (
     "PRAGMA trusted_schema = OFF",
     "PRAGMA foreign_keys = OFF",
@@ -173,7 +179,7 @@ def verify(db: sqlite3.Connection, journal: str) -> None:
         raise Damaged(f"its schema has version {version}, not {VERSION}")
     if _schema_of(db) != _expected_schema():
         raise Damaged("its tables are not those of a catalogue")
-    read_all(tuple[Number], db.execute("SELECT seq FROM sqlite_sequence LIMIT 100"))  # at the end the disk seems full
+    read_all(tuple[Number], db.execute(_LAST_NUMBERS))
     if db.execute("PRAGMA journal_mode").fetchone()[0] != journal:
         raise Damaged(f"its journal is not the one of this root, {journal}")
 

@@ -1,39 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Namespaces, and the writers that serve them.
+"""Writers, and the bytes that they may still write.
 
 A *writer* is one life of one engine; its row says which namespace it serves and what it was granted. Nobody asks for
 locks here: who has seen that a writer is dead buries it.
+
+Objects, grants and files that are being unlinked stay within the capacity together. A grant that nobody uses is room
+that nobody has, so all writers together may hold a 32nd of the capacity, each its equal part of that.
 """
 
 import sqlite3
-from collections.abc import Iterable
+from dataclasses import dataclass
 
 import msgspec
 
-from vllm_overlay.tiers.disk.catalogue.errors import Damaged, Superseded
+from vllm_overlay.tiers.disk.catalogue.errors import Superseded
+from vllm_overlay.tiers.disk.catalogue.namespaces import Namespace, add_namespace, drop_unused
 from vllm_overlay.tiers.disk.catalogue.rows import (
     Fingerprint,
     Flag,
-    Id,
     NumBytes,
+    Seconds,
     WriterId,
-    check_value,
     name_of,
     read_all,
+    read_one,
     read_value,
 )
-from vllm_overlay.tiers.disk.catalogue.schema import MAX_LEARNED_BYTES, MAX_WORDS_BYTES
 
-MAX_NAMESPACES = 10_000
+HELD_PARTS = 32
 _MAX_WRITERS = 100_000
-
-
-class Namespace(msgspec.Struct, frozen=True):
-    """One model. ``words`` is JSON for people; empty where nobody knows it. Nobody else serves a private one."""
-
-    fingerprint: str
-    words: str = ""
-    is_private: bool = False
+_TOTALS = (
+    "SELECT num_bytes, (SELECT coalesce(sum(granted), 0) FROM writer),"
+    " (SELECT coalesce(sum(num_bytes), 0) FROM garbage), num_objects, (SELECT count(namespace) FROM writer),"
+    " is_complete, newest_use FROM meta WHERE id = 1"
+)
 
 
 class WriterRow(msgspec.Struct, frozen=True):
@@ -44,74 +44,38 @@ class WriterRow(msgspec.Struct, frozen=True):
     granted: int
 
 
-class NamespaceRow(msgspec.Struct, array_like=True, frozen=True):
-    id: Id
-    fingerprint: Fingerprint
-    is_private: Flag
+class Totals(msgspec.Struct, array_like=True, frozen=True):
+    """In bytes. ``granted_bytes`` is for files that are no objects yet, ``removing_bytes`` are files to unlink.
+
+    ``num_writers`` serve a namespace. ``is_complete`` is 0 until a rebuild has told the catalogue of all files.
+    ``newest_use`` is the latest that anything was used at: time does not go back behind it.
+    """
+
+    object_bytes: NumBytes
+    granted_bytes: NumBytes
+    removing_bytes: NumBytes
+    num_objects: NumBytes
+    num_writers: NumBytes
+    is_complete: Flag
+    newest_use: Seconds
+
+    @property
+    def num_bytes(self) -> int:
+        """What files may take at most."""
+        return self.object_bytes + self.granted_bytes + self.removing_bytes
 
 
-# Namespaces.
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """In bytes. ``num_bytes`` were added to what the writer holds.
 
+    ``short_bytes`` more would have been, were there room: evict as many. ``surplus_bytes`` are more than the writer's
+    part by now: give back what is not being written.
+    """
 
-def check_namespace(namespace: Namespace) -> None:
-    """Raise ValueError unless its row could be read back."""
-    check_value(Fingerprint, namespace.fingerprint)
-    if len(namespace.words.encode()) > MAX_WORDS_BYTES:
-        raise ValueError(f"the words of a namespace have at most {MAX_WORDS_BYTES} bytes")
-
-
-def read_namespaces(db: sqlite3.Connection) -> dict[int, NamespaceRow]:
-    """All of them, by number."""
-    found = db.execute("SELECT id, fingerprint, is_private FROM namespace LIMIT ?", (MAX_NAMESPACES + 1,))
-    rows = read_all(NamespaceRow, found)
-    if len(rows) > MAX_NAMESPACES:
-        raise Damaged(f"it has more than {MAX_NAMESPACES} namespaces")
-    return {row.id: row for row in rows}
-
-
-def find_namespace(db: sqlite3.Connection, fingerprint: str) -> int | None:
-    """Its number; None when it is not there."""
-    row = db.execute("SELECT id FROM namespace WHERE fingerprint = ?", (fingerprint,)).fetchone()
-    return None if row is None else int(read_value(Id, row))
-
-
-def add_namespace(db: sqlite3.Connection, namespace: Namespace) -> int:
-    """Its number. What was known of it stays, words take the place of none."""
-    db.execute(
-        "INSERT INTO namespace (fingerprint, words, is_private) VALUES (?, ?, ?) ON CONFLICT (fingerprint) DO UPDATE"
-        " SET words = CASE excluded.words WHEN '' THEN words ELSE excluded.words END,"
-        " is_private = max(is_private, excluded.is_private)",
-        (namespace.fingerprint, namespace.words, int(namespace.is_private)),
-    )
-    if (number := find_namespace(db, namespace.fingerprint)) is None:
-        raise Damaged(f"namespace {namespace.fingerprint} cannot be kept")
-    return number
-
-
-def learned(db: sqlite3.Connection, fingerprint: str) -> bytes | None:
-    """What eviction has learned of it."""
-    row = db.execute("SELECT learned FROM namespace WHERE fingerprint = ?", (fingerprint,)).fetchone()
-    return None if row is None else read_value(bytes | None, row)
-
-
-def keep_learned(db: sqlite3.Connection, fingerprint: str, words: bytes) -> None:
-    """Nothing is kept of a namespace that is not there. Raises ValueError for too much."""
-    if len(words) > MAX_LEARNED_BYTES:
-        raise ValueError(f"what was learned of a namespace has at most {MAX_LEARNED_BYTES} bytes")
-    db.execute("UPDATE namespace SET learned = ? WHERE fingerprint = ?", (words, fingerprint))
-
-
-def _drop_unused_namespaces(db: sqlite3.Connection) -> None:
-    """Those that nobody serves and that have no object, with what was learned of them. Not before all files are
-    known."""
-    db.execute(
-        "DELETE FROM namespace WHERE (SELECT is_complete FROM meta)"
-        " AND NOT EXISTS (SELECT 1 FROM writer WHERE writer.namespace = namespace.id)"
-        " AND NOT EXISTS (SELECT 1 FROM object INDEXED BY object_name WHERE object.namespace = namespace.id)"
-    )
-
-
-# Writers.
+    num_bytes: int
+    short_bytes: int = 0
+    surplus_bytes: int = 0
 
 
 def join(db: sqlite3.Connection, writer: int, namespace: Namespace) -> None:
@@ -119,7 +83,7 @@ def join(db: sqlite3.Connection, writer: int, namespace: Namespace) -> None:
     number = add_namespace(db, namespace)
     db.execute("INSERT OR IGNORE INTO writer VALUES (?, NULL, 0)", (writer,))
     db.execute("UPDATE writer SET namespace = ? WHERE id = ?", (number, writer))
-    _drop_unused_namespaces(db)
+    drop_unused(db)
 
 
 def leave(db: sqlite3.Connection, writer: int, in_flight_bytes: int) -> None:
@@ -127,7 +91,7 @@ def leave(db: sqlite3.Connection, writer: int, in_flight_bytes: int) -> None:
     db.execute("UPDATE garbage SET collector = NULL WHERE collector = ?", (writer,))
     db.execute("UPDATE writer SET namespace = NULL, granted = min(granted, ?) WHERE id = ?", (in_flight_bytes, writer))
     db.execute("DELETE FROM writer WHERE id = ? AND granted = 0", (writer,))
-    _drop_unused_namespaces(db)
+    drop_unused(db)
 
 
 def bury(db: sqlite3.Connection, writer: int, heir: int) -> int:
@@ -137,7 +101,7 @@ def bury(db: sqlite3.Connection, writer: int, heir: int) -> int:
     num_bytes = 0 if row is None else int(read_value(NumBytes, row))
     db.execute("UPDATE garbage SET collector = ? WHERE collector = ?", (heir, writer))
     db.execute("DELETE FROM writer WHERE id = ?", (writer,))
-    _drop_unused_namespaces(db)
+    drop_unused(db)
     return num_bytes
 
 
@@ -150,12 +114,6 @@ def read_writers(db: sqlite3.Connection) -> list[WriterRow]:
     )
     found = read_all(tuple[WriterId, Fingerprint | None, NumBytes], rows)
     return [WriterRow(name_of(number), fingerprint, granted) for number, fingerprint, granted in found]
-
-
-def served(db: sqlite3.Connection) -> set[int]:
-    """The namespaces that writers serve, of whom nobody knows that they are dead."""
-    rows: Iterable[tuple[int]] = db.execute("SELECT DISTINCT namespace FROM writer WHERE namespace IS NOT NULL")
-    return {number for (number,) in read_all(tuple[Id], rows)}
 
 
 def read_grant(db: sqlite3.Connection, writer: int) -> int:
@@ -173,3 +131,49 @@ def write_grant(db: sqlite3.Connection, writer: int, num_bytes: int) -> None:
 def act_as(db: sqlite3.Connection, writer: int | None) -> None:
     """Who has to unlink what this transaction makes garbage; None: whoever asks first."""
     db.execute("UPDATE meta SET actor = ? WHERE actor IS NOT ?", (writer, writer))
+
+
+# Room.
+
+
+def read_totals(db: sqlite3.Connection) -> Totals:
+    """Counters, and sums over writers and garbage: takes no time that grows with the number of objects."""
+    return read_one(Totals, db.execute(_TOTALS).fetchone())
+
+
+def is_complete(db: sqlite3.Connection) -> bool:
+    """Whether the catalogue knows all files: no rebuild is under way."""
+    return bool(read_value(Flag, db.execute("SELECT is_complete FROM meta WHERE id = 1").fetchone()))
+
+
+def limit_bytes(totals: Totals, capacity_bytes: int, at_least: int) -> int:
+    """What one writer may hold: its part, but always ``at_least``, which one object takes."""
+    return max(at_least, capacity_bytes // HELD_PARTS // max(1, totals.num_writers))
+
+
+def grant(db: sqlite3.Connection, writer: int, num_bytes: int, at_least: int, capacity_bytes: int) -> Grant:
+    """Add up to ``num_bytes`` to what a writer holds; nothing while a rebuild is under way."""
+    totals, held = read_totals(db), read_grant(db, writer)
+    if not totals.is_complete:
+        return Grant(0)
+    limit = limit_bytes(totals, capacity_bytes, at_least)
+    wanted = min(num_bytes, max(0, limit - held))
+    granted = max(0, min(wanted, capacity_bytes - totals.num_bytes))
+    if granted:
+        write_grant(db, writer, held + granted)
+    return Grant(granted, wanted - granted, max(0, held + granted - limit))
+
+
+def give_back(db: sqlite3.Connection, writer: int, num_bytes: int) -> int:
+    """Take up to ``num_bytes`` from what a writer holds; returns what it holds then."""
+    left = max(0, read_grant(db, writer) - num_bytes)
+    write_grant(db, writer, left)
+    return left
+
+
+def keep(db: sqlite3.Connection, writer: int, num_bytes: int, capacity_bytes: int) -> int:
+    """Grant a writer bytes that it has just made free, as far as the capacity is not exceeded; returns them."""
+    kept = max(0, min(num_bytes, capacity_bytes - read_totals(db).num_bytes))
+    if kept:
+        write_grant(db, writer, read_grant(db, writer) + kept)
+    return kept

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's OffloadingConnector, which tells a secondary tier of ours which engine it is built for."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as vllms
+
+from vllm_overlay.config import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServedEngine:
+    """What an engine computes with, and what its KV cache holds."""
+
+    vllm_config: "VllmConfig"
+    kv_cache_config: "KVCacheConfig"
+
+
+_being_built: list[ServedEngine] = []
+"""The engine whose connector is being built in this process: none, or one."""
+
+
+class OffloadingConnector(vllms.OffloadingConnector):
+    """The plug-in makes this the class of ``"kv_connector": "OffloadingConnector"``.
+
+    vLLM hands a secondary tier the model's name and the shape of its KV cache. That is too little to tell weights and
+    settings apart that compute other numbers. The rest is vLLM's own.
+    """
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        with _building(ServedEngine(vllm_config, kv_cache_config)):
+            super().__init__(vllm_config, role, kv_cache_config)
+
+
+@contextlib.contextmanager
+def _building(engine: ServedEngine) -> Iterator[None]:
+    _being_built.append(engine)
+    try:
+        yield
+    finally:
+        _being_built.remove(engine)
+
+
+def engine_being_built() -> ServedEngine:
+    """Called by a secondary tier that is being made. Raises ConfigError outside an OffloadingConnector."""
+    if not _being_built:
+        raise ConfigError(
+            "a hybrid_disk tier is made by vLLM's OffloadingConnector alone: "
+            'set "kv_connector": "OffloadingConnector" without a kv_connector_module_path'
+        )
+    return _being_built[-1]

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``"type": "hybrid_disk"``: the disk tier as a secondary tier of vLLM's OffloadingConnector."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from vllm_overlay import versions
+from vllm_overlay.common.rate_limited_log import RateLimitedLog
+from vllm_overlay.offloading.connector import engine_being_built
+from vllm_overlay.offloading.namespace import namespace_of
+from vllm_overlay.offloading.rows import Fetched, RowWorker
+from vllm_overlay.planner.objects import ObjectId, ObjectKind, PlannedObject, chunk_tag
+from vllm_overlay.settings.check import checked, refuse_unknown
+from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket
+from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT
+from vllm_overlay.tiers.disk.files.root import open_root
+from vllm_overlay.tiers.disk.manager import DiskTierManager
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.memory import PAGE_BYTES, HostBuffer
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingSpec
+
+_SETTINGS = (
+    *("root", "capacity_bytes", "min_free_bytes", "max_write_bytes_per_s", "store_on_nth_use", "staging_bytes"),
+    *("read_threads", "write_threads", "direct_io", "namespace", "encryption_key_file", "host_name"),
+    *("load_timeout_s", "shutdown_timeout_s"),
+)
+"""Those of the disk tier that mean something where vLLM cuts the chunks and picks what to restore."""
+_log = RateLimitedLog(logging.getLogger(__name__))
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A job of vLLM's, until its result is out. ``left`` are the keys that nothing is known of yet."""
+
+    job_id: int
+    deadline: float
+    left: set[OffloadKey]
+    done: list[OffloadKey] = field(default_factory=list)
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Store:
+    """A row that is to become an object. ``ticket`` once there is room for it."""
+
+    job: _Job
+    key: OffloadKey
+    row: int
+    ticket: StoreTicket | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A job's objects, pinned, in the order of their tickets."""
+
+    job: _Job
+    keys: list[OffloadKey]
+    tickets: list[LoadTicket]
+
+
+class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
+    """See vLLM's ``SecondaryTierManager``. All calls come from the scheduler's thread, and none waits for the disk.
+
+    An object is one row: one chunk of one KV cache group, all ranks together. It has no parents: what hangs together
+    vLLM knows. So what goes first is what was not used for longest. Rows are copied through the staging memory, so a
+    disk that hangs keeps no row: its job fails after ``load_timeout_s``.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: "OffloadingSpec",
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **given: Any,
+    ) -> None:
+        """Called by vLLM's factory. ``given`` is the tier's part of ``secondary_tiers``. Raises ConfigError."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        engine = engine_being_built()
+        settings = _settings(given, tier_type)
+        open_root(Device(), settings.root)
+        facts = {INTEGRITY: integrity_of(settings.encryption_key_file).name, OBJECT_FORMAT: versions.DISK_OBJECT}
+        root = Path(settings.root)
+        self._row_bytes = self.block_size_bytes
+        namespace = namespace_of(engine, offloading_spec.config, self._row_bytes, settings.namespace, root, facts)
+        rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(-1, self._row_bytes)
+        unit_bytes = min(-(-self._row_bytes // PAGE_BYTES) * PAGE_BYTES, 1 << 20)
+        self._worker = RowWorker(rows, settings, namespace, 0, 1, unit_bytes, self._row_bytes)
+        self._manager = DiskTierManager(settings, namespace, 1, self._row_bytes)
+        self._timeout_s, self._shutdown_s = settings.load_timeout_s, settings.shutdown_timeout_s
+        self._chunk_tokens = [
+            group.tokens_per_block * offloading_spec.blocks_per_chunk for group in offloading_spec.config.groups
+        ]
+        self._queue: deque[_Store] = deque()
+        """Until there is staging memory for them."""
+        self._stores: dict[int, _Store] = {}
+        """Being written, by ticket."""
+        self._loads: dict[str, _Load] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._results: list[JobResult] = []
+        self._has_advanced = False
+        """In this step: so that its lookups find what other engines have stored."""
+
+    # Lookups.
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not self._has_advanced:
+            self._has_advanced = True
+            self._manager.advance()
+        if self._worker.load_pause_s() or not self._manager.has(_object_id(key)):
+            return LookupResult.MISS
+        return LookupResult.HIT
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._manager.touch([_object_id(key) for key in keys])
+
+    # Stores.
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        job = self._begin(job_metadata)
+        self._queue += [_Store(job, key, row) for key, row in _rows(job_metadata)]
+        self._start_stores()
+        self._end_if_done(job)
+
+    def _start_stores(self) -> None:
+        """As many as there is staging memory for. The rows of the others stay lent."""
+        while self._queue:
+            store = self._queue[0]
+            if store.key in store.job.left:
+                store.ticket = store.ticket or self._reserved(store)
+                if store.ticket is not None:
+                    buffer = self._worker.begin_store(store.ticket)
+                    if buffer is None:
+                        return
+                    self._write(store, store.ticket, buffer)
+            self._queue.popleft()
+
+    def _reserved(self, store: _Store) -> StoreTicket | None:
+        """A ticket for what is to be stored. Otherwise its key has ended: it is there, or there is no room."""
+        object_id = _object_id(store.key)
+        if self._manager.has_or_awaits(object_id) or not self._manager.should_store(object_id):
+            self._end_key(store.job, store.key, succeeded=True)
+            return None
+        group = get_offload_group_idx(store.key)
+        planned = PlannedObject(object_id, (), 0, self._chunk_tokens[group], self._row_bytes, group)
+        ticket = self._manager.reserve(planned)
+        if ticket is None:
+            self._end_key(store.job, store.key, succeeded=False)
+        return ticket
+
+    def _write(self, store: _Store, ticket: StoreTicket, buffer: HostBuffer) -> None:
+        self._stores[ticket.ticket] = store
+        self._worker.lend(ticket.ticket, store.row)
+        self._worker.submit_store(ticket, buffer)
+
+    def _end_store(self, result: StoreResult) -> None:
+        if result.reason is None:
+            self._manager.commit(result.ticket)
+        else:
+            self._manager.abort(result.ticket)
+        store = self._stores.pop(result.ticket)
+        self._end_key(store.job, store.key, succeeded=result.reason is None)
+
+    # Loads.
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        job = self._begin(job_metadata)
+        load = _Load(job, [], [])
+        load_id = str(job.job_id)
+        for key, row in _rows(job_metadata):
+            object_id = _object_id(key)
+            group = get_offload_group_idx(key)
+            planned = PlannedObject(object_id, (), 0, self._chunk_tokens[group], self._row_bytes, group)
+            pinned = self._manager.acquire([planned]) if self._manager.has(object_id) else None
+            if pinned is None:  # it went since the lookup
+                self._end_key(job, key, succeeded=False)
+                continue
+            self._worker.lend((load_id, len(load.keys)), row)
+            load.keys.append(key)
+            load.tickets += pinned
+        if load.tickets:
+            self._loads[load_id] = load
+            self._worker.begin_load(load_id, load.tickets)
+        self._end_if_done(job)
+
+    def _end_fetch(self, result: FetchResult) -> None:
+        load = self._loads[result.load_id]
+        if result.buffer is not None:
+            self._worker.end_fetch(result.load_id, result.position)
+        elif result.is_bad:
+            self._manager.drop(result.object_id)
+        elif result.is_unreadable:
+            self._manager.suspend(result.object_id)
+        self._end_key(load.job, load.keys[result.position], succeeded=result.buffer is not None)
+        if not load.job.left:
+            self._manager.release(self._loads.pop(result.load_id).tickets)
+
+    # Jobs.
+
+    def _begin(self, job_metadata: TransferJob) -> _Job:
+        job = _Job(job_metadata.job_id, time.monotonic() + self._timeout_s, set(job_metadata.keys))
+        self._jobs[job.job_id] = job
+        return job
+
+    def _end_key(self, job: _Job, key: OffloadKey, *, succeeded: bool) -> None:
+        if key not in job.left:
+            return  # its job was given up
+        job.left.discard(key)
+        if succeeded:
+            job.done.append(key)
+        else:
+            job.failed = True
+        self._end_if_done(job)
+
+    def _end_if_done(self, job: _Job) -> None:
+        if not job.left and self._jobs.pop(job.job_id, None) is not None:
+            num_bytes = len(job.done) * self._row_bytes
+            seconds = time.monotonic() - (job.deadline - self._timeout_s)
+            self._results.append(
+                JobResult(job.job_id, not job.failed, tuple(job.done) or None, seconds, num_bytes or None)
+            )
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        if self._jobs:
+            self._take_in()
+            now = time.monotonic()
+            self._give_up([job for job in self._jobs.values() if job.deadline < now])
+            self._start_stores()
+        results, self._results = self._results, []
+        return results
+
+    def _take_in(self) -> None:
+        stored, fetched = self._worker.poll()
+        for stored_one in stored:
+            self._end_store(stored_one)
+        for fetched_one in fetched:
+            self._end_fetch(fetched_one)
+
+    def _give_up(self, jobs: Collection[_Job]) -> None:
+        """These jobs have failed. Their rows are vLLM's again, and a thread that still has one of their files finds
+        none."""
+        if not jobs:
+            return
+        given_up = set(jobs)
+        borrowers: list[int | Fetched] = [ticket for ticket, store in self._stores.items() if store.job in given_up]
+        loads = [load_id for load_id, load in self._loads.items() if load.job in given_up]
+        borrowers += [(load_id, place) for load_id in loads for place in range(len(self._loads[load_id].keys))]
+        self._worker.take_back(borrowers)
+        for load_id in loads:
+            self._worker.load_was_late(load_id)
+            self._worker.cancel_load(load_id)
+            self._manager.release(self._loads.pop(load_id).tickets)
+        for store in [store for store in self._queue if store.job in given_up]:
+            self._queue.remove(store)
+            if store.ticket is not None:
+                self._manager.abort(store.ticket.ticket)
+        _log.warning(
+            "late", "%s: %d jobs were not done in load_timeout_s=%g", self.tier_type, len(jobs), self._timeout_s
+        )
+        for job in jobs:
+            job.failed, job.left = True, set()
+            self._end_if_done(job)
+
+    def drain_jobs(self) -> None:
+        """vLLM forgets its rows, and perhaps serves other weights from now on (``reset_prefix_cache`` with connectors,
+        sleep, new weights). What was stored so far is for the next start, which reads the weights' files."""
+        self._take_in()
+        self._give_up(list(self._jobs.values()))
+        self._manager.clear()
+
+    # The engine's steps.
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._manager.advance()
+        self._has_advanced = False
+
+    def has_pending_work(self) -> bool:
+        return bool(self._jobs) or self._manager.has_more_to_come()
+
+    def shutdown(self) -> None:
+        deadline = time.monotonic() + self._shutdown_s
+        while self._jobs and time.monotonic() < deadline:
+            self._take_in()
+            self._start_stores()
+            time.sleep(0.001)
+        self._give_up(list(self._jobs.values()))
+        self._worker.close(max(0.0, deadline - time.monotonic()))
+        self._manager.close()
+
+
+def _settings(given: Mapping[str, Any], tier_type: str) -> DiskTierSettings:
+    whose = f"the secondary tier {tier_type}"
+    refuse_unknown(given, _SETTINGS, whose)
+    return checked({**given, "name": tier_type}, DiskTierSettings, whose)
+
+
+def _rows(job_metadata: TransferJob) -> Iterable[tuple[OffloadKey, int]]:
+    return zip(job_metadata.keys, map(int, job_metadata.chunk_ids), strict=True)
+
+
+def _object_id(key: OffloadKey) -> ObjectId:
+    """A chunk of one of vLLM's KV cache groups, whatever its kind."""
+    return ObjectId(chunk_tag(ObjectKind.FULL_ATTENTION, get_offload_group_idx(key)), get_offload_block_hash(key))

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Namespaces: who is served, what eviction has learned of them, and what each takes."""
+
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from vllm_overlay.tiers.disk.catalogue.errors import Damaged
+from vllm_overlay.tiers.disk.catalogue.rows import (
+    Fingerprint,
+    Flag,
+    Id,
+    Kind,
+    NumBytes,
+    Seconds,
+    check_value,
+    read_all,
+    read_value,
+)
+from vllm_overlay.tiers.disk.catalogue.schema import MAX_LEARNED_BYTES, MAX_WORDS_BYTES
+
+MAX_NAMESPACES = 10_000
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """One model. ``words`` is JSON for people; empty where nobody knows it. Nobody else serves a private one."""
+
+    fingerprint: str
+    words: str = ""
+    is_private: bool = False
+
+
+class NamespaceRow(msgspec.Struct, array_like=True, frozen=True):
+    id: Id
+    fingerprint: Fingerprint
+    is_private: Flag
+
+
+@dataclass(slots=True)
+class NamespaceUsage:
+    """``kinds`` has [objects, bytes] for each kind. Times are in seconds since the epoch."""
+
+    fingerprint: str
+    words: str
+    is_private: bool
+    has_learned: bool
+    is_served: bool
+    num_objects: int = 0
+    num_bytes: int = 0
+    oldest_use: int | None = None
+    newest_use: int | None = None
+    kinds: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, kind: str, num_objects: int, num_bytes: int, oldest: int, newest: int) -> None:
+        self.num_objects += num_objects
+        self.num_bytes += num_bytes
+        self.oldest_use = oldest if self.oldest_use is None else min(oldest, self.oldest_use)
+        self.newest_use = newest if self.newest_use is None else max(newest, self.newest_use)
+        self.kinds[kind] = num_objects, num_bytes
+
+
+def check_namespace(namespace: Namespace) -> None:
+    """Raise ValueError unless its row could be read back."""
+    check_value(Fingerprint, namespace.fingerprint)
+    if len(namespace.words.encode()) > MAX_WORDS_BYTES:
+        raise ValueError(f"the words of a namespace have at most {MAX_WORDS_BYTES} bytes")
+
+
+def read_namespaces(db: sqlite3.Connection) -> dict[int, NamespaceRow]:
+    """All of them, by number."""
+    found = db.execute("SELECT id, fingerprint, is_private FROM namespace LIMIT ?", (MAX_NAMESPACES + 1,))
+    rows = read_all(NamespaceRow, found)
+    if len(rows) > MAX_NAMESPACES:
+        raise Damaged(f"it has more than {MAX_NAMESPACES} namespaces")
+    return {row.id: row for row in rows}
+
+
+def find_namespace(db: sqlite3.Connection, fingerprint: str) -> int | None:
+    """Its number; None when it is not there."""
+    row = db.execute("SELECT id FROM namespace WHERE fingerprint = ?", (fingerprint,)).fetchone()
+    return None if row is None else int(read_value(Id, row))
+
+
+def add_namespace(db: sqlite3.Connection, namespace: Namespace) -> int:
+    """Its number. What was known of it stays, words take the place of none."""
+    db.execute(
+        "INSERT INTO namespace (fingerprint, words, is_private) VALUES (?, ?, ?) ON CONFLICT (fingerprint) DO UPDATE"
+        " SET words = CASE excluded.words WHEN '' THEN words ELSE excluded.words END,"
+        " is_private = max(is_private, excluded.is_private)",
+        (namespace.fingerprint, namespace.words, int(namespace.is_private)),
+    )
+    if (number := find_namespace(db, namespace.fingerprint)) is None:
+        raise Damaged(f"namespace {namespace.fingerprint} cannot be kept")
+    return number
+
+
+def learned(db: sqlite3.Connection, fingerprint: str) -> bytes | None:
+    """What eviction has learned of it."""
+    row = db.execute("SELECT learned FROM namespace WHERE fingerprint = ?", (fingerprint,)).fetchone()
+    return None if row is None else read_value(bytes | None, row)
+
+
+def keep_learned(db: sqlite3.Connection, fingerprint: str, words: bytes) -> None:
+    """Nothing is kept of a namespace that is not there. Raises ValueError for too much."""
+    if len(words) > MAX_LEARNED_BYTES:
+        raise ValueError(f"what was learned of a namespace has at most {MAX_LEARNED_BYTES} bytes")
+    db.execute("UPDATE namespace SET learned = ? WHERE fingerprint = ?", (words, fingerprint))
+
+
+def drop_unused(db: sqlite3.Connection) -> None:
+    """Those that nobody serves and that have no object, with what was learned of them. Not before all files are
+    known."""
+    db.execute(
+        "DELETE FROM namespace WHERE (SELECT is_complete FROM meta)"
+        " AND NOT EXISTS (SELECT 1 FROM writer WHERE writer.namespace = namespace.id)"
+        " AND NOT EXISTS (SELECT 1 FROM object INDEXED BY object_name WHERE object.namespace = namespace.id)"
+    )
+
+
+def served(db: sqlite3.Connection) -> set[int]:
+    """The namespaces that writers serve, of whom nobody knows that they are dead."""
+    rows: Iterable[tuple[int]] = db.execute("SELECT DISTINCT namespace FROM writer WHERE namespace IS NOT NULL")
+    return {number for (number,) in read_all(tuple[Id], rows)}
+
+
+def measure(db: sqlite3.Connection) -> list[NamespaceUsage]:
+    """One a namespace, the largest first. Reads every row."""
+    serving = served(db)
+    namespaces = read_namespaces(db)
+    beside = db.execute("SELECT id, words, learned IS NOT NULL FROM namespace")
+    usages = {
+        number: NamespaceUsage(row.fingerprint, words, bool(row.is_private), bool(has_learned), number in serving)
+        for number, words, has_learned in read_all(tuple[Id, str, Flag], beside)
+        if (row := namespaces.get(number)) is not None
+    }
+    rows = db.execute(
+        "SELECT namespace, kind, count(*), sum(num_bytes), min(last_use), max(last_use) FROM object NOT INDEXED"
+        " GROUP BY namespace, kind LIMIT 100000"
+    )
+    for namespace, kind, num_objects, num_bytes, oldest, newest in read_all(
+        tuple[Id, Kind, NumBytes, NumBytes, Seconds, Seconds], rows
+    ):
+        if namespace not in usages:
+            raise Damaged(f"there is no namespace {namespace}")
+        usages[namespace].add(kind, num_objects, num_bytes, oldest, newest)
+    return sorted(usages.values(), key=lambda usage: -usage.num_bytes)
