@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks vLLM how it will cut a model's KV cache, without weights, devices or network: ``vllm-overlay plan`` runs this.
+"""Asks vLLM how it will cut a model's KV cache, without weights and devices: ``vllm-overlay plan`` and ``serve`` do.
 
 ``python -m vllm_overlay.dry_start QUESTION ANSWER``: reads a ``planning.question.Question`` as JSON from one file and
 writes an ``Answer`` to another. It is a process of its own, because vLLM changes what a process has only once:
@@ -7,10 +7,13 @@ environment variables, process groups, the default dtype. The model is built on 
 """
 
 import os
+import re
 import sys
 import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -18,25 +21,40 @@ from pydantic import ValidationError
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.geometry import GeometryError, Group, check_groups
-from vllm_overlay.planning.question import Answer, EngineLayout, Question
+from vllm_overlay.planning.question import Answer, EngineLayout, Flags, Question, Reply
+from vllm_overlay.settings.check import did_you_mean
 
 _STATIC_GIB = "1"
 """Of KV cache on a CPU; nothing is allocated, but vLLM would look for free memory."""
+_WITHOUT_WEIGHTS = {"load_format": "dummy", "skip_tokenizer_init": True, "shutdown_timeout": 0}
+_ONE_ENGINE = {
+    "data_parallel_size": 1,
+    "data_parallel_rank": None,
+    "data_parallel_start_rank": None,
+    "data_parallel_size_local": None,
+    "data_parallel_hybrid_lb": False,
+    "data_parallel_external_lb": False,
+}
+"""All engines are alike, and one that knew of the others would wait for them."""
 
 
 def main(question_path: str, answer_path: str) -> None:
-    """Writes the answer, which is a refusal where the connector or vLLM refuses."""
     question = msgspec.json.decode(Path(question_path).read_bytes(), type=Question)
-    os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+    if not question.may_fetch:
+        os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = _STATIC_GIB
+    Path(answer_path).write_bytes(msgspec.json.encode(answer(question)))
+
+
+def answer(question: Question) -> Answer:
+    """A refusal where the connector or vLLM refuses."""
     try:
-        answer = Answer(layout=_layout(question))
+        return Answer(reply=_reply(question))
     except (ConfigError, GeometryError) as error:
-        answer = Answer(refusal=str(error))
-    except (ValueError, AssertionError, NotImplementedError, OSError, KeyError) as error:
-        answer = Answer(refusal=f"vLLM cannot start {question.model}: {_sentence(error)}")
-    Path(answer_path).write_bytes(msgspec.json.encode(answer))
+        return Answer(refusal=str(error))
+    except (ValueError, TypeError, AssertionError, NotImplementedError, OSError, KeyError) as error:
+        return Answer(refusal=f"vLLM cannot start: {_sentence(error)}")
 
 
 def _sentence(error: Exception) -> str:
@@ -47,16 +65,104 @@ def _sentence(error: Exception) -> str:
     return ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
 
 
-def _layout(question: Question) -> EngineLayout:
+def _reply(question: Question) -> Reply:
+    from vllm.transformers_utils.utils import is_cloud_storage
+
+    parsed = _parsed(question.arguments)
+    flags = Flags(
+        model=parsed.model,
+        prefix_match_unit=parsed.prefix_match_unit,
+        max_num_batched_tokens=parsed.max_num_batched_tokens,
+        prefix_cache_retention_interval=parsed.prefix_cache_retention_interval,
+        enable_prefix_caching=parsed.enable_prefix_caching,
+        shutdown_timeout=parsed.shutdown_timeout,
+        tensor_parallel_size=parsed.tensor_parallel_size,
+        num_engines=parsed.data_parallel_size_local or parsed.data_parallel_size,
+    )
+    if not (question.may_fetch and is_cloud_storage(parsed.model)):
+        _require_configuration(parsed.hf_config_path or parsed.model, parsed.revision, question.may_fetch)
+    return Reply(flags, _layout(parsed, question.kv_transfer_config))
+
+
+def _parsed(arguments: Sequence[str]) -> Any:
+    """What ``python -m vllm.entrypoints.openai.api_server`` makes of them; None where a flag of ours was not given.
+
+    Raises ConfigError, also for flags that this program would drop in silence.
+    """
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            """vLLM's would end the process."""
+            unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+            hint = did_you_mean(unknown[1], self._option_string_actions) if unknown else ""
+            raise ConfigError(f"vLLM's server: {message}{hint}")
+
+    parser = make_arg_parser(Parser())
+    parser.set_defaults(model=None, shutdown_timeout=None)
+    parsed = parser.parse_args(list(arguments))
+    if parsed.model is None:
+        raise ConfigError("which model? Write it first, as in MODEL --cpu 32GiB, or give --model MODEL")
+    if parsed.model_tag is not None:
+        raise ConfigError(
+            f"{parsed.model_tag!r} belongs to no flag: write the model first, and a size as one word, such as 32GiB"
+        )
+    if parsed.kv_transfer_config is not None:
+        raise ConfigError(
+            "--kv-transfer-config is made from --cpu and --disk: leave it out, or take what --dry-run prints, change "
+            "it, and start vLLM with it"
+        )
+    for flag, is_given in (
+        ("--headless", parsed.headless),
+        ("--grpc", parsed.grpc),
+        ("--api-server-count", parsed.api_server_count not in (None, 1)),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"{flag} is known to `vllm serve` alone: leave it out, or give that the JSON that --dry-run prints"
+            )
+    validate_parsed_serve_args(parsed)
+    return parsed
+
+
+def _require_configuration(model: str, revision: str | None, may_fetch: bool) -> None:
+    """vLLM would speak of repositories and revisions. Raises ConfigError."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if (Path(model) / "config.json").is_file():
+        return
+    why = ""
+    try:
+        if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+            return
+        if may_fetch:
+            hf_hub_download(model, "config.json", revision=revision)
+            return
+    except HFValidationError as error:
+        raise ConfigError(
+            f"{model} is no directory with a config.json: give the directory of the model, or its name"
+        ) from error
+    except OSError as error:
+        why = f", and could not be fetched ({_sentence(error).rstrip('.')})"
+    raise ConfigError(
+        f"{model} is neither a directory with a config.json nor in the local cache of transformers{why}: give such a "
+        f"directory, or load it once with `hf download {model} config.json`"
+    )
+
+
+def _layout(parsed: Any, kv_transfer_config: dict[str, Any]) -> EngineLayout:
     from vllm import __version__
-    from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm.config import KVTransferConfig, set_current_vllm_config
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
-    arguments: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": True}
-    engine_arguments = EngineArgs(model=question.model, **arguments, **question.engine_arguments)
-    vllm_config = engine_arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    arguments = AsyncEngineArgs.from_cli_args(Namespace(**{**vars(parsed), **_WITHOUT_WEIGHTS, **_ONE_ENGINE}))
+    arguments.enable_prefix_caching = parsed.enable_prefix_caching is not False
+    arguments.kv_transfer_config = KVTransferConfig(**kv_transfer_config)
+    vllm_config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     with set_current_vllm_config(vllm_config):
         _build_on_meta(vllm_config)
         current_platform.update_block_size_for_backend(vllm_config)
@@ -118,9 +224,12 @@ def _groups(vllm_config: Any) -> list[Group]:
     vllm_config.cache_config.kv_cache_layout = "LBHNC"  # As on a CPU; it changes no size.
     groups = get_kv_cache_groups(vllm_config, _specs(vllm_config))
     kv_cache_config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
-    check_supported(vllm_config, kv_cache_config, tier_spec({"tier": "cpu"}))
+    for child in vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"]:
+        check_supported(vllm_config, kv_cache_config, tier_spec(child["kv_connector_extra_config"]))
     if states_end_with_requests(kv_cache_config):
-        raise ConfigError("vLLM keeps this model's states only while a request runs, so nothing could be restored")
+        is_on = vllm_config.cache_config.enable_prefix_caching
+        why = "" if is_on else " without the prefix cache: leave out --no-enable-prefix-caching"
+        raise ConfigError(f"vLLM keeps this model's states only while a request runs{why}; nothing could be restored")
     planned = planner_groups(kv_cache_config, dict(enumerate(map(_pages, groups))))
     if len(groups) > 1 and (unit := vllm_config.cache_config.prefix_match_unit):
         check_groups(planned, unit)

@@ -6,6 +6,7 @@ vLLM is not asked here: tests/planning/test_dry_start.py does that.
 
 import json
 import shlex
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from tests.cli.commands import run
 from tests.planning.layouts import LLAMA, QWEN_35B, QWEN_35B_EXACT
 from vllm_overlay import cli
-from vllm_overlay.planning import ask_vllm
+from vllm_overlay.planning.question import Flags, Reply
 
 MODEL = "/models/Qwen3.5-35B-A3B"
 TIERS = ("--cpu", "32GiB", "--disk", "/mnt/kv:1TiB")
@@ -23,7 +24,10 @@ TIERS = ("--cpu", "32GiB", "--disk", "/mnt/kv:1TiB")
 def answer(monkeypatch):
     """Call it with what vLLM is to answer."""
     monkeypatch.setattr("vllm_overlay.planning.plan.available_memory", lambda: 64 << 30)
-    return lambda layout: monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: layout)
+    monkeypatch.setattr("vllm_overlay.planning.plan.volume_bytes", lambda root: 2 << 40)
+    return lambda layout, **flags: monkeypatch.setattr(
+        "vllm_overlay.planning.plan.ask_vllm", lambda question: Reply(Flags(model=MODEL, **flags), layout)
+    )
 
 
 def refused(capsys, *arguments) -> str:
@@ -52,7 +56,7 @@ def test_without_a_warning_the_status_is_0(answer, capsys, monkeypatch):
     assert (status, [item["severity"] for item in plan["advice"]]) == (0, ["note"])
     monkeypatch.setattr("vllm_overlay.planning.plan.available_memory", lambda: (8 << 30) - 1)
     status, plan = run(capsys, "plan", MODEL, "--cpu", "8GiB")
-    assert (status, [item["setting"] for item in plan["advice"]]) == (1, ["--prefix-match-unit", "capacity_bytes"])
+    assert (status, [item["setting"] for item in plan["advice"]]) == (1, ["--prefix-match-unit", "--cpu"])
 
 
 def test_the_text_says_who_was_asked_and_ends_with_the_command(answer, capsys):
@@ -62,7 +66,12 @@ def test_the_text_says_who_was_asked_and_ends_with_the_command(answer, capsys):
     assert "vLLM 0.32.0 on this machine (cpu)" in text and "1056 tokens" in text
     assert "restores are not bit-exact with GDN kernels" in text
     assert "conversations of 8000" in text
-    assert shlex.split(text.splitlines()[-1])[:2] == ["python", "-m"]
+    assert shlex.split(text.splitlines()[-1])[:4] == [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+    ]
     assert all(char.isprintable() or char == "\n" for char in text)
 
 
@@ -80,51 +89,80 @@ def test_a_terminal_gets_tables_with_the_same_numbers(answer, capsys, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("layout", "arguments", "sentence"),
+    ("flags", "sentence"),
     [
-        (QWEN_35B, ("--prefix-match-unit", "64"), "must divide every attention block size, here 1056: 48 does"),
-        (QWEN_35B, ("--prefix-cache-retention-interval", "1000"), "must be a multiple of the block size 1056: 1056 is"),
-        (QWEN_35B, ("--cpu", "60MiB"), "of the CPU tier is smaller than one snapshot and its attention"),
-        (QWEN_35B, ("--disk", "/mnt/kv:100MiB"), "of the disk tier cannot hold two of the largest objects"),
-        (QWEN_35B, ("--disk", "1TiB"), "--disk '1TiB' must be a root and a size, such as /mnt/kv:1TiB"),
-        (QWEN_35B, ("--cpu", "much"), "--cpu='much' is not a size: give bytes or a string such as \"4 GiB\""),
-        (QWEN_35B, ("--cpu", ""), "--cpu='' is not a size"),
-        (QWEN_35B, ("--disk", "/mnt/kv:much"), "the size in --disk='much' is not a size"),
-        (
-            QWEN_35B,
-            ("--disk", "kv:1TiB"),
-            "the root in --disk='kv' depends on the directory that the server is started in: set it",
-        ),
-        (
-            QWEN_35B,
-            ("--disk", "s3://kv:1TiB"),
-            "is a URL, and this is a path: set it to an absolute path such as '/mnt/kv'",
-        ),
-        (QWEN_35B, ("--turns", "0"), "--conversation-tokens and --turns must be at least 1"),
-        (LLAMA, ("--prefix-match-unit", "8"), "leave it out, and set --block-size 8"),
+        ({"prefix_match_unit": 64}, "must divide every attention block size, here 1056: 48 does"),
+        ({"prefix_cache_retention_interval": 1000}, "must be a multiple of the block size 1056: 1056 is"),
     ],
 )
-def test_what_cannot_work_is_refused_with_a_sentence(answer, capsys, layout, arguments, sentence):
-    answer(layout)
-    assert sentence in refused(capsys, MODEL, *TIERS, *arguments)
+def test_flags_of_vllms_that_cannot_work_are_refused_with_a_sentence(answer, capsys, flags, sentence):
+    answer(QWEN_35B, **flags)
+    assert sentence in refused(capsys, MODEL, *TIERS)
 
 
-def test_no_tier_is_wrong_usage(capsys):
-    assert "give --cpu 32GiB, --disk /mnt/kv:1TiB or both" in refused(capsys, MODEL)
+def test_a_match_unit_for_a_model_of_one_group_is_refused(answer, capsys):
+    answer(LLAMA, prefix_match_unit=8)
+    assert "leave it out, and set --block-size 8" in refused(capsys, MODEL, *TIERS)
 
 
-def test_a_model_that_is_nowhere_is_refused_before_vllm_is_asked(tmp_path, capsys):
-    sentence = "is neither a directory with a config.json nor in the local cache of transformers"
-    for nowhere in ("nobody/nothing", "/nowhere", "no/such/name", tmp_path):
-        assert sentence in refused(capsys, nowhere, *TIERS)
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--cpu", "60MiB"), "of the CPU tier is smaller than one snapshot and its attention"),
+        (("--disk", "/mnt/kv:100MiB"), "of the disk tier cannot hold two of the largest objects"),
+        (("--disk", "1TiB"), "--disk='1TiB' has no path: write it before the size, such as /var/cache/vllm-kv:1TiB"),
+        (("--disk", ":1TiB"), "--disk=':1TiB' has no path: write it before the size, such as /var/cache/vllm-kv:1TiB"),
+        (("--cpu", "much"), "--cpu='much' is not a size: give bytes or a string such as \"4 GiB\""),
+        (("--cpu", ""), "--cpu='' is not a size"),
+        (("--cpu", "1GiB", "--cpu", "2GiB"), "--cpu is there 2 times: 1GiB and 2GiB. Give it once"),
+        (("--disk", "/mnt/kv:much"), "'much', is no size: write /mnt/kv:1TiB, or /mnt/kv:much:1TiB where the colon"),
+        (("--disk", "/mnt/kv:"), "'', is no size: write /mnt/kv:1TiB, or"),
+        (("--disk", "kv:1TiB"), "--disk='kv' depends on the directory that the server is started in: set it"),
+        (("--disk", "s3://kv:1TiB"), "is a URL, and this is a path: set it to an absolute path such as '/var/cache/"),
+        (("--turns", "0"), "--conversation-tokens and --turns must be at least 1"),
+        ((), "there is no tier: give --cpu 32GiB, --disk /var/cache/vllm-kv:1TiB or both"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_sentence(answer, capsys, arguments, sentence):
+    answer(QWEN_35B)
+    assert sentence in refused(capsys, MODEL, *arguments)
 
 
-def test_a_name_in_the_local_cache_is_found(tmp_path, monkeypatch):
-    snapshot = tmp_path / "models--some--model" / "snapshots" / "0123"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (tmp_path / "models--some--model" / "refs").mkdir()
-    (tmp_path / "models--some--model" / "refs" / "main").write_text("0123")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
-    ask_vllm._require_configuration("some/model")
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("/mnt/kv:1TiB", {"root": "/mnt/kv", "capacity_bytes": "1TiB"}),
+        ("/mnt/kv:60Gi", {"root": "/mnt/kv", "capacity_bytes": "60Gi"}),
+        ("/mnt/a:b:1 TB", {"root": "/mnt/a:b", "capacity_bytes": "1 TB"}),
+        ("/mnt/kv", {"root": "/mnt/kv"}),
+    ],
+)
+def test_a_disk_is_a_path_and_a_size_which_may_be_left_out(answer, capsys, given, taken):
+    answer(QWEN_35B)
+    _, plan = run(capsys, "plan", MODEL, "--disk", given)
+    (child,) = plan["kv_transfer_config"]["kv_connector_extra_config"]["connectors"]
+    assert child["kv_connector_extra_config"] == {"tier": "disk", **taken}
+
+
+def test_every_other_flag_is_in_the_command_in_its_order(answer, capsys):
+    answer(QWEN_35B)
+    mine = [
+        "--served-model-name",
+        "m",
+        "-tp",
+        "2",
+        "--override-generation-config",
+        '{"top_k": -1}',
+        "--max_model_len=8k",
+    ]
+    _, plan = run(capsys, "plan", "--cpu=8GiB", MODEL, *mine)
+    assert plan["command"][3 : 5 + len(mine)] == ["--model", MODEL, *mine]
+    _, plan = run(capsys, "plan", "--config", "server.yaml", "--cpu=8GiB")
+    assert plan["command"][3:5] == ["--config", "server.yaml"]
+
+
+def test_a_volume_that_is_too_small_is_said_with_what_it_can_have(answer, capsys, monkeypatch):
+    answer(QWEN_35B_EXACT)
+    monkeypatch.setattr("vllm_overlay.planning.plan.volume_bytes", lambda root: 100 << 30)
+    assert cli.main(["plan", MODEL, *TIERS]) == 1
+    assert "warning: --disk: the volume of /mnt/kv has 100GiB, " in capsys.readouterr().out

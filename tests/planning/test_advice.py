@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each setting that works and costs something is named, with a value that works; the others are not."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import replace as replaced
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.planning.layouts import QWEN_27B, QWEN_27B_EXACT, QWEN_35B, QWEN_35B_EXACT
+from vllm_overlay.config import GIB, MIB, parse_bytes
 from vllm_overlay.planning.advice import Advice, Severity, advice
 from vllm_overlay.planning.capacity import Conversation, geometry_of, tier_capacity
 from vllm_overlay.planning.plan import choose_match_unit
-from vllm_overlay.planning.question import EngineLayout, Question
+from vllm_overlay.planning.question import EngineLayout, Flags
+from vllm_overlay.planning.volume import Disk, as_argument
 from vllm_overlay.tiers.factory import tier_spec
 
 GOOD: dict[str, Any] = {"block_size": 1088, "prefix_match_unit": 64, "max_num_batched_tokens": 8192}
@@ -18,13 +22,14 @@ GOOD: dict[str, Any] = {"block_size": 1088, "prefix_match_unit": 64, "max_num_ba
 
 def given(found: EngineLayout, capacity: str = "8 GiB", **flags: Any) -> list[Advice]:
     """The advice to who gave these flags and got this layout."""
-    question, conversation = Question(model="m", **flags), Conversation(8000)
-    found = replace(found, max_num_batched_tokens=flags.get("max_num_batched_tokens", 8192))
-    unit = choose_match_unit(question, found)
+    flags.pop("block_size", None)
+    given, conversation = Flags(model="m", **flags), Conversation(8000)
+    found = replaced(found, max_num_batched_tokens=flags.get("max_num_batched_tokens", 8192))
+    unit = choose_match_unit(given, found)
     spec = tier_spec({"tier": "cpu", "capacity_bytes": capacity})
     tier = tier_capacity(spec, geometry_of(found, unit, spec), 1, conversation)
     assert tier is not None
-    return advice(question, found, unit, [tier], conversation, outlives_engine=True, host_bytes=0, free_bytes=0)
+    return advice(given, found, unit, [tier], conversation, disks=[], host_bytes=0, free_bytes=0)
 
 
 def warnings(found: EngineLayout, **flags: Any) -> list[Advice]:
@@ -66,13 +71,6 @@ def test_a_step_budget_near_a_block_is_warned_of(budget: int, words: str) -> Non
     assert warnings(QWEN_35B_EXACT, **{**GOOD, "max_num_batched_tokens": 2176}) == []
 
 
-def test_a_hash_that_no_restart_repeats_is_warned_of() -> None:
-    (item,) = warnings(QWEN_35B_EXACT, **GOOD, prefix_caching_hash_algo="xxhash_cbor")
-    assert item.setting == "--prefix-caching-hash-algo"
-    for algorithm in ("sha256", "sha256_cbor"):
-        assert warnings(QWEN_35B_EXACT, **GOOD, prefix_caching_hash_algo=algorithm) == []
-
-
 def test_periodic_states_are_warned_of() -> None:
     (item,) = warnings(QWEN_35B_EXACT, **GOOD, prefix_cache_retention_interval=2176)
     assert item.setting == "--prefix-cache-retention-interval"
@@ -86,13 +84,50 @@ def test_room_for_less_than_one_conversation_is_warned_of() -> None:
     assert warnings(QWEN_35B_EXACT, capacity=str(needed + (1 << 20)) + " B", **GOOD) == []
 
 
-@pytest.mark.parametrize(("free_bytes", "is_warned"), [(4096, False), (4095, True)])
-def test_more_than_the_free_memory_is_warned_of(free_bytes: int, is_warned: bool) -> None:
-    question = Question(model="m", **GOOD)
-    items = advice(question, QWEN_35B_EXACT, 64, [], Conversation(8000), False, 4096, free_bytes)
-    assert [item.setting for item in items] == ["capacity_bytes"] * is_warned
+def asked(flags: Flags, disks: Sequence[Disk] = (), host_bytes: int = 0, free_bytes: int = 0) -> list[Advice]:
+    return advice(flags, QWEN_35B_EXACT, 64, [], Conversation(8000), disks, host_bytes, free_bytes)
+
+
+FLAGS = Flags(model="m", prefix_match_unit=64, max_num_batched_tokens=8192)
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "free_bytes", "works"),
+    [(1, 32 * GIB, ""), (1, 32 * GIB - 1, "15GiB leaves"), (2, 64 * GIB, ""), (2, 63 * GIB, "15GiB leaves")],
+)
+def test_more_than_the_free_memory_ends_a_start_and_half_of_it_works(
+    num_engines: int, free_bytes: int, works: str
+) -> None:
+    found = asked(replace(FLAGS, num_engines=num_engines), host_bytes=32 * GIB, free_bytes=free_bytes)
+    assert [(item.setting, item.ends_a_start) for item in found] == [("--cpu", True)] * bool(works)
+    assert all(works in item.sentence for item in found)
+
+
+@pytest.mark.parametrize(
+    ("volume_bytes", "words"),
+    [
+        (101 * GIB, ""),
+        (101 * GIB - 1, "has 100GiB, of which min_free_bytes leaves 99GiB: give a larger one, or --disk /kv:99GiB"),
+        (2 * GIB, "has 2GiB, of which min_free_bytes leaves 1GiB: give a larger one, or --disk /kv:1GiB"),
+        (512 * MIB, 'of at least 2GiB, or write "min_free_bytes": "32MiB" into the JSON of the disk tier'),
+    ],
+)
+def test_a_volume_that_is_smaller_than_asked_is_warned_of_with_what_works(volume_bytes: int, words: str) -> None:
+    disk = Disk("/kv", 100 * GIB, GIB, least_bytes=16 * MIB, volume_bytes=volume_bytes)
+    found = asked(FLAGS, [disk])
+    assert [(item.setting, item.ends_a_start) for item in found] == [("--disk", False)] * bool(words)
+    assert all(words in item.sentence for item in found)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "word"),
+    [(1 << 40, "1TiB"), (15 << 39, "7680GiB"), (20 << 40, "20TiB"), (GIB - 1, "1023MiB"), (512, "512"), (0, "0")],
+)
+def test_a_size_in_advice_can_be_given_back(num_bytes: int, word: str) -> None:
+    assert as_argument(num_bytes) == word
+    assert parse_bytes(word, "--cpu") <= num_bytes
 
 
 def test_another_platform_than_ours_is_warned_of() -> None:
-    (item,) = warnings(replace(QWEN_35B_EXACT, platform="cuda"), **GOOD)
+    (item,) = warnings(replaced(QWEN_35B_EXACT, platform="cuda"), **GOOD)
     assert item.sentence.startswith("this version was never run on 'cuda'")

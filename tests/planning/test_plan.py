@@ -8,14 +8,15 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.planning import ask_vllm
 from vllm_overlay.planning.capacity import Conversation
 from vllm_overlay.planning.plan import Plan, make_plan
-from vllm_overlay.planning.question import EngineLayout, Question
+from vllm_overlay.planning.question import EngineLayout, Flags, Reply
 
 CHILDREN = [{"tier": "cpu", "capacity_bytes": "8GiB"}]
 
 
 def plan_for(monkeypatch: pytest.MonkeyPatch, answer: EngineLayout, **given: int) -> Plan:
-    monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: answer)
-    return make_plan(Question(model="m", **given), CHILDREN, Conversation(8000))
+    reply = Reply(Flags(model="m", **given), answer)
+    monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: reply)
+    return make_plan(["--model", "m"], CHILDREN, Conversation(8000))
 
 
 def test_two_ranks_together_keep_the_bytes_that_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,4 +36,4 @@ def test_a_model_of_one_group_gets_no_match_unit(monkeypatch: pytest.MonkeyPatch
 def test_without_vllm_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask_vllm.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="has no vLLM to ask: run this in the environment that will serve the model"):
-        make_plan(Question(model="m"), CHILDREN, Conversation(8000))
+        make_plan(["--model", "m"], CHILDREN, Conversation(8000))

@@ -10,8 +10,8 @@ from tests.planning.layouts import QWEN_0_8B
 from vllm_overlay.multi_connector.children import child_specs
 from vllm_overlay.planning.capacity import Conversation
 from vllm_overlay.planning.plan import make_plan
-from vllm_overlay.planning.question import Question
-from vllm_overlay.planning.server_command import shell_line
+from vllm_overlay.planning.question import Flags, Reply
+from vllm_overlay.planning.server_command import server_command, shell_line, transfer_config
 from vllm_overlay.plugin import register
 from vllm_overlay.tiers.factory import tier_spec
 
@@ -23,12 +23,13 @@ CHILDREN = [
 
 @pytest.fixture(autouse=True)
 def answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: QWEN_0_8B)
+    reply = Reply(Flags(model="m"), QWEN_0_8B)
+    monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: reply)
 
 
 def test_a_shell_reads_back_the_same_arguments_and_json() -> None:
     model = "/models/a model; $(rm)"
-    plan = make_plan(Question(model=model, max_model_len=4096), CHILDREN, Conversation(8000))
+    plan = make_plan(["--model", model, "--max-model-len", "4096"], CHILDREN, Conversation(8000))
     words = shlex.split(shell_line(plan.command))
     assert words == list(plan.command)
     assert words[words.index("--model") + 1] == model
@@ -43,7 +44,7 @@ def test_a_shell_reads_back_the_same_arguments_and_json() -> None:
 
 def test_our_connector_takes_the_configuration() -> None:
     register()
-    config = make_plan(Question(model="m"), CHILDREN, Conversation(8000)).kv_transfer_config
+    config = make_plan(["--model", "m"], CHILDREN, Conversation(8000)).kv_transfer_config
     specs = child_specs(config["kv_connector_extra_config"], config["kv_role"], "engine")
     assert [spec.name for spec in specs] == ["cpu", "disk"]
     assert all(spec.load_weight.is_measured for spec in specs)
@@ -51,24 +52,18 @@ def test_our_connector_takes_the_configuration() -> None:
     assert [tier.settings.capacity_bytes for tier in tiers] == [32 << 30, 1 << 40]
 
 
-def test_vllm_takes_every_flag_of_the_command() -> None:
+@pytest.mark.parametrize(
+    ("flags", "added"),
+    [
+        ({}, ["--enable-prefix-caching", "--prefix-match-unit", "32", "--shutdown-timeout", "10"]),
+        ({"shutdown_timeout": 0, "enable_prefix_caching": True}, ["--prefix-match-unit", "32"]),
+        ({"prefix_match_unit": 544}, ["--enable-prefix-caching", "--shutdown-timeout", "10"]),
+    ],
+)
+def test_only_what_was_not_given_is_added(flags: dict[str, int], added: list[str]) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    flags = {
-        "block_size": 544,
-        "max_model_len": 4096,
-        "tensor_parallel_size": 2,
-        "kv_cache_dtype": "fp8",
-        "mamba_ssm_cache_dtype": "float32",
-        "prefix_match_unit": 32,
-        "max_num_batched_tokens": 8192,
-        "prefix_caching_hash_algo": "sha256_cbor",
-        "prefix_cache_retention_interval": 0,
-    }
-    plan = make_plan(Question(model="m", **flags), CHILDREN, Conversation(8000))
-    parser = make_arg_parser(FlexibleArgumentParser())
-    parsed = parser.parse_args(list(plan.command[3:]))
-    assert {name: getattr(parsed, name) for name in flags} == flags
-    assert parsed.model == "m"
-    assert parsed.enable_prefix_caching is True
+    command = server_command(["--model", "m"], Flags(model="m", **flags), 32, transfer_config(CHILDREN))
+    assert command[3:-2] == ["--model", "m", *added]
+    make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])

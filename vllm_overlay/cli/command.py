@@ -27,3 +27,5 @@ class Command:
     """SOUND and PROBLEMS, as far as it returns them -> what that means."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    passes_on: bool = False
+    """What it does not know is for vLLM's own parser: it is in ``arguments.vllm``, in its order."""

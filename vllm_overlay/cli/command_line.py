@@ -12,6 +12,7 @@ from vllm_overlay.cli.command import INTERRUPTED, PROBLEMS, SOUND, USAGE, Comman
 from vllm_overlay.cli.console import shown
 from vllm_overlay.cli.plan import PLAN
 from vllm_overlay.cli.probe import PROBE
+from vllm_overlay.cli.serve import SERVE
 from vllm_overlay.cli.stats import STATS
 from vllm_overlay.cli.verify import VERIFY
 from vllm_overlay.config import ConfigError
@@ -21,12 +22,16 @@ from vllm_overlay.verification.answers import NothingToVerify
 
 FAILURES = (OSError, ConfigError, GeometryError, ApiError, NothingToVerify)
 """What a command raises for wrong usage, in a sentence."""
-COMMANDS: tuple[Command, ...] = (VERIFY, PLAN, PROBE, STATS)
+COMMANDS: tuple[Command, ...] = (SERVE, VERIFY, PLAN, PROBE, STATS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status. The script ``vllm-overlay`` calls it."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown and not arguments.passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments.vllm = unknown
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -60,9 +65,11 @@ exit status:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
-        subparser = subparsers.add_parser(command.name, help=command.summary, description=command.description)
+        subparser = subparsers.add_parser(
+            command.name, help=command.summary, description=command.description, allow_abbrev=not command.passes_on
+        )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(run=command.run, passes_on=command.passes_on)
     return parser
 
 

@@ -11,33 +11,23 @@ import msgspec
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
 from vllm_overlay.cli.console import shown, size
 from vllm_overlay.cli.table import Rows, show_table
-from vllm_overlay.config import ConfigError, parse_bytes
+from vllm_overlay.cli.tier_flags import add_tier_flags, children_of, server_arguments
+from vllm_overlay.config import ConfigError
 from vllm_overlay.planning.capacity import Conversation
 from vllm_overlay.planning.plan import Plan, make_plan
-from vllm_overlay.planning.question import FLAGS, Question
 from vllm_overlay.planning.server_command import shell_line
-from vllm_overlay.settings.paths import parse_path
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_tier_flags(parser, "[--conversation-tokens N] [--turns N] [--json]")
     parser.epilog = """\
 Asks the vLLM that is installed here, in a quarter to half a minute. It needs the model's config.json, no weights, no
 network and no memory of a device. vLLM chooses by the processor and the device: ask on the machine that will serve.
+Flags of vLLM's server are weighed, and are in the command.
 
 example:
-  vllm-overlay plan /models/Qwen3.5-35B-A3B --cpu 32GiB --disk /mnt/kv:1TiB --conversation-tokens 8000
+  vllm-overlay plan /models/Qwen3.5-35B-A3B --cpu 32GiB --disk /mnt/kv:1TiB --max-model-len 65536
 """
-    parser.add_argument("model", metavar="MODEL", help="a directory, or a name in transformers' local cache")
-    parser.add_argument("--cpu", metavar="SIZE", help='capacity of a CPU tier, such as "32 GiB" (all ranks together)')
-    parser.add_argument("--disk", metavar="ROOT:SIZE", help="root and capacity of a disk tier, such as /mnt/kv:1TiB")
-    server = parser.add_argument_group("flags of vLLM's server, which the command will have too")
-    for name in ("block_size", "max_model_len", "tensor_parallel_size", "prefix_match_unit", "max_num_batched_tokens"):
-        server.add_argument(_flag(name), type=int, metavar="N")
-    server.add_argument("--prefix-cache-retention-interval", type=int, metavar="N")
-    server.add_argument("--kv-cache-dtype", metavar="DTYPE")
-    server.add_argument("--mamba-ssm-cache-dtype", metavar="DTYPE", help="of recurrent states")
-    server.add_argument("--prefix-caching-hash-algo", metavar="NAME")
     parser.add_argument(
         "--conversation-tokens",
         type=int,
@@ -51,38 +41,16 @@ example:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.conversation_tokens < 1 or arguments.turns < 1:
         raise ConfigError("--conversation-tokens and --turns must be at least 1, such as 8000 and 1")
-    question = Question(model=arguments.model, **{name: getattr(arguments, name) for name in FLAGS})
-    interval = question.prefix_cache_retention_interval or 0
-    conversation = Conversation(arguments.conversation_tokens, arguments.turns, interval)
-    plan = make_plan(question, _children(arguments), conversation)
+    conversation = Conversation(arguments.conversation_tokens, arguments.turns)
+    plan = make_plan(server_arguments(arguments), children_of(arguments), conversation)
     if arguments.json:
         print(json.dumps(_plain(plan), indent=2))
     else:
         _show(plan)
     return PROBLEMS if plan.has_warnings else SOUND
-
-
-def _children(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The settings of each tier, the CPU's first. Raises ConfigError that names the flag."""
-    children: list[dict[str, Any]] = []
-    if arguments.cpu is not None:
-        parse_bytes(arguments.cpu, "--cpu")
-        children.append({"tier": "cpu", "capacity_bytes": arguments.cpu})
-    if arguments.disk is not None:
-        root, _, capacity = arguments.disk.rpartition(":")
-        if not root:
-            raise ConfigError(f"--disk {arguments.disk!r} must be a root and a size, such as /mnt/kv:1TiB")
-        parse_bytes(capacity, "the size in --disk")
-        root = parse_path(root, "the root in --disk", "/mnt/kv")
-        children.append({"tier": "disk", "root": root, "capacity_bytes": capacity})
-    return children
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
@@ -112,7 +80,7 @@ def _engine_rows(plan: Plan) -> Rows:
     layout = plan.layout
     states = sum(group.page_bytes for group in layout.groups if not group.is_attention)
     rows = [
-        ("model", shown(plan.question.model)),
+        ("model", shown(plan.flags.model)),
         ("asked", f"vLLM {layout.vllm} on this machine ({layout.platform})"),
         ("block size N", f"{layout.block_size} tokens"),
         ("match unit", f"{plan.match_unit} tokens"),
@@ -155,4 +123,5 @@ PLAN = Command(
     statuses={SOUND: "nothing to mind", PROBLEMS: "it works, with warnings"},
     add_arguments=_add_arguments,
     run=_run,
+    passes_on=True,
 )

@@ -5,9 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from vllm_overlay.config import GIB
 from vllm_overlay.planner.geometry import EXACT_TOKENS, finer_match_unit
 from vllm_overlay.planning.capacity import Conversation, TierCapacity
-from vllm_overlay.planning.question import EngineLayout, Question
+from vllm_overlay.planning.question import EngineLayout, Flags
+from vllm_overlay.planning.volume import Disk, as_argument
 
 
 class Severity(StrEnum):
@@ -22,10 +24,12 @@ class Advice:
     severity: Severity
     setting: str
     sentence: str
+    ends_a_start: bool = False
+    """A server that is started now, as things are here, would refuse to start."""
 
 
-def _warning(setting: str, sentence: str) -> Advice:
-    return Advice(Severity.WARNING, setting, sentence)
+def _warning(setting: str, sentence: str, ends_a_start: bool = False) -> Advice:
+    return Advice(Severity.WARNING, setting, sentence, ends_a_start)
 
 
 def _note(setting: str, sentence: str) -> Advice:
@@ -33,27 +37,26 @@ def _note(setting: str, sentence: str) -> Advice:
 
 
 def advice(
-    question: Question,
+    flags: Flags,
     layout: EngineLayout,
     match_unit: int,
     tiers: Sequence[TierCapacity],
     conversation: Conversation,
-    outlives_engine: bool,
+    disks: Sequence[Disk],
     host_bytes: int,
     free_bytes: int,
 ) -> list[Advice]:
     """All that applies, in the order of the flags.
 
-    ``outlives_engine``: whether a restart is to find a tier's objects. ``host_bytes``: what tiers take of the host's
-    memory; ``free_bytes``: what is free there.
+    ``host_bytes``: what the tiers of one engine take of the host's memory; ``free_bytes``: what is free there.
     """
     return [
         *_of_platform(layout),
-        *_of_match_unit(question, layout, match_unit),
-        *_of_step_budget(question, layout),
-        *_of_hash(question, outlives_engine),
-        *_of_retention(question, layout, tiers),
-        *_of_memory(host_bytes, free_bytes),
+        *_of_match_unit(flags, layout, match_unit),
+        *_of_step_budget(flags, layout),
+        *_of_retention(flags, layout, tiers),
+        *_of_memory(flags, host_bytes, free_bytes),
+        *_of_volumes(disks),
         *_of_capacity(tiers, conversation),
     ]
 
@@ -66,7 +69,7 @@ def _of_platform(layout: EngineLayout) -> Iterator[Advice]:
         )
 
 
-def _of_match_unit(question: Question, layout: EngineLayout, match_unit: int) -> Iterator[Advice]:
+def _of_match_unit(flags: Flags, layout: EngineLayout, match_unit: int) -> Iterator[Advice]:
     finer = finer_match_unit(layout.groups)
     default = layout.default_match_unit
     if layout.takes_match_unit and match_unit == default and finer < default:
@@ -74,7 +77,7 @@ def _of_match_unit(question: Question, layout: EngineLayout, match_unit: int) ->
             "--prefix-match-unit",
             f"hits are found at multiples of {match_unit} tokens only: set --prefix-match-unit {finer}",
         )
-    elif layout.takes_match_unit and question.prefix_match_unit is None and match_unit < default:
+    elif layout.takes_match_unit and flags.prefix_match_unit is None and match_unit < default:
         yield _note(
             "--prefix-match-unit",
             f"it was not given: the command has {match_unit}, and without it hits are found at multiples of {default} "
@@ -90,12 +93,12 @@ def _of_match_unit(question: Question, layout: EngineLayout, match_unit: int) ->
         )
 
 
-def _of_step_budget(question: Question, layout: EngineLayout) -> Iterator[Advice]:
+def _of_step_budget(flags: Flags, layout: EngineLayout) -> Iterator[Advice]:
     budget, block = layout.max_num_batched_tokens, layout.block_size
     if not layout.has_states:
         return
     if budget < 2 * block:
-        given = "" if question.max_num_batched_tokens else ", vLLM's choice here,"
+        given = "" if flags.max_num_batched_tokens else ", vLLM's choice here,"
         where = "below one block" if budget < block else "less than two blocks"
         yield _warning(
             "--max-num-batched-tokens",
@@ -104,18 +107,8 @@ def _of_step_budget(question: Question, layout: EngineLayout) -> Iterator[Advice
         )
 
 
-def _of_hash(question: Question, outlives_engine: bool) -> Iterator[Advice]:
-    algorithm = question.prefix_caching_hash_algo
-    if outlives_engine and algorithm is not None and not algorithm.startswith("sha256"):
-        yield _warning(
-            "--prefix-caching-hash-algo",
-            f"{algorithm} is seeded at random in every process, so a disk tier is refused at start: "
-            "use --prefix-caching-hash-algo sha256_cbor, or set PYTHONHASHSEED to a fixed number",
-        )
-
-
-def _of_retention(question: Question, layout: EngineLayout, tiers: Sequence[TierCapacity]) -> Iterator[Advice]:
-    interval = question.prefix_cache_retention_interval
+def _of_retention(flags: Flags, layout: EngineLayout, tiers: Sequence[TierCapacity]) -> Iterator[Advice]:
+    interval = flags.prefix_cache_retention_interval
     if interval and layout.has_states and tiers:
         megabytes = max(tier.snapshot_bytes for tier in tiers) / 1e6
         yield _warning(
@@ -125,20 +118,42 @@ def _of_retention(question: Question, layout: EngineLayout, tiers: Sequence[Tier
         )
 
 
-def _of_memory(host_bytes: int, free_bytes: int) -> Iterator[Advice]:
-    if host_bytes > free_bytes:
+def _of_memory(flags: Flags, host_bytes: int, free_bytes: int) -> Iterator[Advice]:
+    """Half of what is free leaves the other half to the model."""
+    if host_bytes * flags.num_engines > free_bytes:
+        each = f" for each of {flags.num_engines} engines" if flags.num_engines > 1 else ""
         yield _warning(
-            "capacity_bytes",
-            f"{host_bytes} of the CPU tier is more than the {free_bytes} bytes of memory that are free on this machine "
-            "now, where a server would refuse to start",
+            "--cpu",
+            f"{as_argument(host_bytes)}{each} is more than the {as_argument(free_bytes)} of memory that are free here "
+            "now, in the container or on the machine, and a server refuses to start: "
+            f"{as_argument(free_bytes // 2 // flags.num_engines)} leaves as much for the model",
+            ends_a_start=True,
         )
+
+
+def _of_volumes(disks: Sequence[Disk]) -> Iterator[Advice]:
+    for disk in disks:
+        if disk.usable_bytes >= disk.capacity_bytes:
+            continue
+        found = f"the volume of {disk.root} has {as_argument(disk.volume_bytes)}, of which min_free_bytes leaves "
+        if disk.usable_bytes >= disk.least_bytes:
+            usable = as_argument(disk.usable_bytes)
+            yield _warning("--disk", f"{found}{usable}: give a larger one, or --disk {disk.root}:{usable}")
+        else:
+            larger = as_argument(GIB * -(-(disk.min_free_bytes + 2 * disk.least_bytes) // GIB))
+            free = as_argument(disk.volume_bytes // 16)
+            yield _warning(
+                "--disk",
+                f"{found}too little for anything to be stored: give a volume of at least {larger}, or write "
+                f'"min_free_bytes": "{free}" into the JSON of the disk tier',
+            )
 
 
 def _of_capacity(tiers: Sequence[TierCapacity], conversation: Conversation) -> Iterator[Advice]:
     for tier in tiers:
         if not tier.num_conversations:
             yield _warning(
-                "capacity_bytes",
+                f"--{tier.name}",
                 f"the {tier.name} tier does not hold one conversation of {conversation.num_tokens} tokens: "
                 f"give it at least {tier.conversation_bytes} bytes",
             )

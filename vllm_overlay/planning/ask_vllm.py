@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The asking side of a dry start: a process that has vLLM, and what it answers."""
 
-import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -11,21 +10,20 @@ from pathlib import Path
 import msgspec
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.planning.question import Answer, EngineLayout, Question
+from vllm_overlay.planning.question import Answer, Question, Reply
 
 _MODULE = "vllm_overlay.dry_start"
 _TIMEOUT_S = 600.0
 
 
-def ask_vllm(question: Question, timeout_s: float = _TIMEOUT_S) -> EngineLayout:
-    """The layout that the vLLM of this Python works out, in a process of its own. Takes as long as an import of it.
+def ask_vllm(question: Question, timeout_s: float = _TIMEOUT_S) -> Reply:
+    """What the vLLM of this Python works out, in a process of its own. Takes as long as an import of it.
 
     Raises:
         ConfigError: there is no vLLM, it or the connector refuses the question, or the process did not answer.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"{sys.executable} has no vLLM to ask: run this in the environment that will serve the model")
-    _require_configuration(question.model)
     with tempfile.TemporaryDirectory(prefix="vllm-overlay-plan-") as directory:
         asked, answered, log = (Path(directory) / name for name in ("question", "answer", "log"))
         asked.write_bytes(msgspec.json.encode(question))
@@ -42,26 +40,11 @@ def ask_vllm(question: Question, timeout_s: float = _TIMEOUT_S) -> EngineLayout:
             except subprocess.TimeoutExpired as error:
                 raise ConfigError(f"vLLM did not answer within {timeout_s:g} seconds: {_end_of(log)}") from error
         if not answered.exists():
-            raise ConfigError(f"vLLM could not be asked about {question.model}: {_end_of(log)}")
+            raise ConfigError(f"vLLM could not be asked: {_end_of(log)}")
         answer = msgspec.json.decode(answered.read_bytes(), type=Answer)
-    if answer.layout is None:
+    if answer.reply is None:
         raise ConfigError(answer.refusal)
-    return answer.layout
-
-
-def _require_configuration(model: str) -> None:
-    """vLLM would speak of repositories and revisions. Raises ConfigError."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    is_there = (Path(model) / "config.json").is_file()
-    with contextlib.suppress(HFValidationError):
-        is_there = is_there or isinstance(try_to_load_from_cache(model, "config.json"), str)
-    if not is_there:
-        raise ConfigError(
-            f"{model} is neither a directory with a config.json nor in the local cache of transformers: give such a "
-            f"directory, or load it once with `hf download {model} config.json`"
-        )
+    return answer.reply
 
 
 def _end_of(log: Path) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator asks, a model and the flags of vLLM's server that decide its blocks, and what vLLM answers."""
+"""What an operator asks, the arguments of vLLM's server and the tiers, and what vLLM answers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,51 +8,32 @@ import msgspec
 
 from vllm_overlay.planner.geometry import Group, common_block_size
 
-FLAGS = (
-    "block_size",
-    "max_model_len",
-    "tensor_parallel_size",
-    "kv_cache_dtype",
-    "mamba_ssm_cache_dtype",
-    "prefix_match_unit",
-    "max_num_batched_tokens",
-    "prefix_caching_hash_algo",
-    "prefix_cache_retention_interval",
-)
-"""Fields that vLLM's ``EngineArgs`` has under the same names; None: not given."""
-
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """``model`` is a directory or a name in transformers' local cache. Lengths and sizes are in tokens."""
+    """A server that is thought of."""
+
+    arguments: tuple[str, ...]
+    """As vLLM's own parser will get them, ``--model`` among them."""
+    kv_transfer_config: dict[str, Any]
+    may_fetch: bool = False
+    """Whether a model that is not here may be looked for where vLLM would fetch it from."""
+
+
+class Flags(msgspec.Struct, frozen=True, kw_only=True):
+    """What vLLM's parser read of ``Question.arguments``, and what the plan rests on. None: not given.
+
+    Flags have the names of vLLM's ``EngineArgs``; lengths are in tokens.
+    """
 
     model: str
-    block_size: int | None = None
-    max_model_len: int | None = None
-    tensor_parallel_size: int | None = None
-    kv_cache_dtype: str | None = None
-    mamba_ssm_cache_dtype: str | None = None
     prefix_match_unit: int | None = None
     max_num_batched_tokens: int | None = None
-    prefix_caching_hash_algo: str | None = None
     prefix_cache_retention_interval: int | None = None
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor_parallel_size or 1
-
-    @property
-    def engine_arguments(self) -> dict[str, Any]:
-        """What was given, by the names of ``EngineArgs``."""
-        return {name: value for name in FLAGS if (value := getattr(self, name)) is not None}
-
-    @property
-    def server_flags(self) -> list[str]:
-        """What was given, as arguments of vLLM's server."""
-        return [
-            word
-            for name, value in self.engine_arguments.items()
-            for word in (f"--{name.replace('_', '-')}", str(value))
-        ]
+    enable_prefix_caching: bool | None = None
+    shutdown_timeout: int | None = None
+    tensor_parallel_size: int = 1
+    num_engines: int = 1
+    """With data parallelism, those on this host. Each has tiers of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +70,16 @@ class EngineLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Either a layout, or the sentence with which the connector or vLLM refuses to start."""
+class Reply:
+    """What vLLM made of the question."""
 
-    layout: EngineLayout | None = None
+    flags: Flags
+    layout: EngineLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Either a reply, or the sentence with which the connector or vLLM refuses to start."""
+
+    reply: Reply | None = None
     refusal: str = ""

