@@ -2,7 +2,6 @@
 """A HybridDiskTier over rows of its own, without an engine: jobs as vLLM's TieringOffloadingManager submits them."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
+from tests.tiers.disk.devices import GatedDevice
 from tests.waiting import until
 from vllm_overlay.offloading.tier import HybridDiskTier
 from vllm_overlay.tiers.memory import PAGE_BYTES
@@ -28,13 +28,24 @@ def keys(count: int, name: str = "prompt", group: int = 0) -> list[OffloadKey]:
 class LentRows:
     """The tier, and the rows that it copies from and to. Settings are those of the tier in ``secondary_tiers``."""
 
-    def __init__(self, root: Path, **settings: Any) -> None:
+    def __init__(self, root: str, **settings: Any) -> None:
         self.rows = np.zeros((NUM_ROWS, ROW_BYTES), dtype=np.uint8)
         config = SimpleNamespace(groups=(SimpleNamespace(tokens_per_block=64),) * 2)
         spec: Any = SimpleNamespace(config=config, blocks_per_chunk=1)
-        given = {"root": str(root), "capacity_bytes": "8 MiB", "min_free_bytes": 0, **settings}
+        given = {"root": root, "capacity_bytes": "8 MiB", "min_free_bytes": 0, **settings}
         self.tier = HybridDiskTier(spec, memoryview(self.rows), "hybrid_disk", **given)
         self._num_jobs = 0
+        self._is_shut_down = False
+
+    def gate(self, call: str) -> GatedDevice:
+        """From here on these calls of the tier's threads on objects wait for the test."""
+        device = self.tier._worker._device = GatedDevice(call)
+        return device
+
+    def shutdown(self) -> None:
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self.tier.shutdown()
 
     def fill(self, rows: Sequence[int], value: int = 0) -> None:
         """Each row with bytes of its own."""

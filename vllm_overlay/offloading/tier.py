@@ -246,7 +246,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             )
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        if self._jobs:
+        if self._jobs or self._stores:
             self._take_in()
             oldest = time.monotonic() - self._timeout_s
             self._give_up([job for job in self._jobs.values() if job.started < oldest])
@@ -300,7 +300,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._has_advanced = False
 
     def has_pending_work(self) -> bool:
-        return bool(self._jobs) or self._manager.has_more_to_come()
+        return bool(self._jobs or self._stores) or self._manager.has_more_to_come()
 
     def shutdown(self) -> None:
         deadline = time.monotonic() + self._shutdown_s
