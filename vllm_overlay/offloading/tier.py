@@ -47,6 +47,8 @@ _SETTINGS = (
     *("load_timeout_s", "shutdown_timeout_s"),
 )
 """Those of the disk tier that mean something where vLLM cuts the chunks and picks what to restore."""
+ROOM_S = 1.0
+"""How long a store waits for room, which an eviction may be making. vLLM does not offer it again."""
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 
@@ -55,7 +57,7 @@ class _Job:
     """A job of vLLM's, until its result is out. ``left`` are the keys that nothing is known of yet."""
 
     job_id: int
-    deadline: float
+    started: float
     left: set[OffloadKey]
     done: list[OffloadKey] = field(default_factory=list)
     failed: bool = False
@@ -145,35 +147,30 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = self._begin(job_metadata)
-        self._queue += [_Store(job, key, row) for key, row in _rows(job_metadata)]
+        for key, row in _rows(job_metadata):
+            if self._is_wanted(_object_id(key)):
+                self._queue.append(_Store(job, key, row))
+            else:
+                self._end_key(job, key, succeeded=True)
         self._start_stores()
-        self._end_if_done(job)
+
+    def _is_wanted(self, object_id: ObjectId) -> bool:
+        return not self._manager.has_or_awaits(object_id) and self._manager.should_store(object_id)
 
     def _start_stores(self) -> None:
-        """As many as there is staging memory for. The rows of the others stay lent."""
+        """As many as there is staging memory and room on the disk for. The rows of the others stay lent."""
         while self._queue:
             store = self._queue[0]
-            if store.key in store.job.left:
-                store.ticket = store.ticket or self._reserved(store)
-                if store.ticket is not None:
-                    buffer = self._worker.begin_store(store.ticket)
-                    if buffer is None:
-                        return
-                    self._write(store, store.ticket, buffer)
+            store.ticket = store.ticket or self._manager.reserve(self._planned(store.key))
+            if store.ticket is None:
+                if time.monotonic() < store.job.started + ROOM_S and self._is_wanted(_object_id(store.key)):
+                    return
+                self._end_key(store.job, store.key, succeeded=False)
+            elif (buffer := self._worker.begin_store(store.ticket)) is not None:
+                self._write(store, store.ticket, buffer)
+            else:
+                return
             self._queue.popleft()
-
-    def _reserved(self, store: _Store) -> StoreTicket | None:
-        """A ticket for what is to be stored. Otherwise its key has ended: it is there, or there is no room."""
-        object_id = _object_id(store.key)
-        if self._manager.has_or_awaits(object_id) or not self._manager.should_store(object_id):
-            self._end_key(store.job, store.key, succeeded=True)
-            return None
-        group = get_offload_group_idx(store.key)
-        planned = PlannedObject(object_id, (), 0, self._chunk_tokens[group], self._row_bytes, group)
-        ticket = self._manager.reserve(planned)
-        if ticket is None:
-            self._end_key(store.job, store.key, succeeded=False)
-        return ticket
 
     def _write(self, store: _Store, ticket: StoreTicket, buffer: HostBuffer) -> None:
         self._stores[ticket.ticket] = store
@@ -192,13 +189,10 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         job = self._begin(job_metadata)
-        load = _Load(job, [], [])
-        load_id = str(job.job_id)
+        load, load_id = _Load(job, [], []), str(job.job_id)
         for key, row in _rows(job_metadata):
             object_id = _object_id(key)
-            group = get_offload_group_idx(key)
-            planned = PlannedObject(object_id, (), 0, self._chunk_tokens[group], self._row_bytes, group)
-            pinned = self._manager.acquire([planned]) if self._manager.has(object_id) else None
+            pinned = self._manager.acquire([self._planned(key)]) if self._manager.has(object_id) else None
             if pinned is None:  # it went since the lookup
                 self._end_key(job, key, succeeded=False)
                 continue
@@ -224,8 +218,12 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     # Jobs.
 
+    def _planned(self, key: OffloadKey) -> PlannedObject:
+        group = get_offload_group_idx(key)
+        return PlannedObject(_object_id(key), (), 0, self._chunk_tokens[group], self._row_bytes, group)
+
     def _begin(self, job_metadata: TransferJob) -> _Job:
-        job = _Job(job_metadata.job_id, time.monotonic() + self._timeout_s, set(job_metadata.keys))
+        job = _Job(job_metadata.job_id, time.monotonic(), set(job_metadata.keys))
         self._jobs[job.job_id] = job
         return job
 
@@ -242,16 +240,16 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def _end_if_done(self, job: _Job) -> None:
         if not job.left and self._jobs.pop(job.job_id, None) is not None:
             num_bytes = len(job.done) * self._row_bytes
-            seconds = time.monotonic() - (job.deadline - self._timeout_s)
+            seconds = time.monotonic() - job.started
             self._results.append(
                 JobResult(job.job_id, not job.failed, tuple(job.done) or None, seconds, num_bytes or None)
             )
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        if self._jobs:
+        if self._jobs or self._stores:
             self._take_in()
-            now = time.monotonic()
-            self._give_up([job for job in self._jobs.values() if job.deadline < now])
+            oldest = time.monotonic() - self._timeout_s
+            self._give_up([job for job in self._jobs.values() if job.started < oldest])
             self._start_stores()
         results, self._results = self._results, []
         return results
@@ -302,7 +300,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._has_advanced = False
 
     def has_pending_work(self) -> bool:
-        return bool(self._jobs) or self._manager.has_more_to_come()
+        return bool(self._jobs or self._stores) or self._manager.has_more_to_come()
 
     def shutdown(self) -> None:
         deadline = time.monotonic() + self._shutdown_s

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier behind vLLM's OffloadingConnector, job by job."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.engine.damage import flip
+from tests.offloading.lent_rows import ROW_BYTES, LentRows, keys
+from tests.waiting import until
+from vllm_overlay.config import ConfigError
+from vllm_overlay.offloading import tier as module
+from vllm_overlay.offloading.connector import engine_being_built
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+
+Make = Callable[..., LentRows]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Tiers on one root, of one namespace. They are shut down at the end."""
+    made: list[LentRows] = []
+    monkeypatch.setattr(module, "engine_being_built", lambda: None)
+    monkeypatch.setattr(module, "namespace_of", lambda *_: DiskNamespace("ab" * 32, "ab" * 32, {"model": "tiny"}))
+
+    def one(**settings: Any) -> LentRows:
+        made.append(LentRows(**{"root": str(tmp_path / "root"), **settings}))
+        return made[-1]
+
+    yield one
+    for lent in made:
+        lent.shutdown()
+
+
+def objects(root: Path) -> list[Path]:
+    return sorted(root.glob("root/*/*/*.r0"))
+
+
+def test_what_was_stored_is_loaded_into_other_rows_also_by_the_next_engine(make: Make) -> None:
+    first, names = make(), [*keys(3), *keys(2, group=1)]
+    first.fill(range(5))
+    stored = first.store(names, range(5))
+    assert stored.success
+    first.shutdown()
+    second = make()
+    until(lambda: all(map(second.has, names)), "what the first engine has stored")
+    assert second.load(names, range(20, 25)).success
+    assert (second.rows[20:25] == first.rows[:5]).all()
+    assert not second.has(keys(1, group=2)[0])
+
+
+def test_a_job_larger_than_the_staging_memory_is_stored_as_a_whole(make: Make) -> None:
+    lent, names = make(staging_bytes=4 * ROW_BYTES), keys(20)
+    lent.fill(range(20))
+    assert lent.store(names, range(20)).success
+    assert all(map(lent.has, names))
+
+
+def test_a_flipped_bit_fails_its_own_key_which_is_a_miss_until_it_is_stored_anew(make: Make, tmp_path: Path) -> None:
+    lent, names = make(), keys(4)
+    lent.fill(range(4))
+    lent.store(names, range(4))
+    until(lambda: len(objects(tmp_path)) == 4)
+    flip(objects(tmp_path)[1:2])
+    loaded = lent.load(names, range(10, 14))
+    assert not loaded.success
+    bad = [name for name in names if name not in (loaded.successful_keys or ())]
+    assert len(bad) == 1
+    assert [lent.has(name) for name in names] == [name not in bad for name in names]
+    row = names.index(bad[0])
+    lent.store(bad, [row])
+    assert lent.load(names, range(10, 14)).success
+    assert (lent.rows[10:14] == lent.rows[:4]).all()
+
+
+def test_a_read_that_hangs_fails_its_job_and_touches_no_row_afterwards(make: Make) -> None:
+    first, names = make(), keys(2)
+    first.fill(range(2))
+    first.store(names, range(2))
+    first.shutdown()
+    lent = make(load_timeout_s=0.05)
+    until(lambda: all(map(lent.has, names)), "what the first engine has stored")
+    device = lent.gate("preadv")
+    job = lent.submit(names, [8, 9], is_load=True)
+    device.waiting.acquire()
+    result = lent.result(job)
+    assert not result.success
+    assert not result.successful_keys
+    lent.rows[8:10] = 77
+    device.gate.set()
+    lent.shutdown()
+    assert (lent.rows[8:10] == 77).all()
+
+
+def test_a_write_that_hangs_gives_its_row_back_and_stores_what_the_row_held(make: Make) -> None:
+    lent, names = make(load_timeout_s=0.05), keys(1)
+    until(lambda: lent.store(keys(1, "first"), [1]).success, "room")
+    device = lent.gate("pwritev")
+    lent.fill([0])
+    job = lent.submit(names, [0], is_load=False)
+    device.waiting.acquire()
+    assert not lent.result(job).success
+    before = lent.rows[0].copy()
+    lent.rows[0] = 77
+    device.gate.set()
+    until(lambda: lent.step() or lent.has(names[0]), "the object")
+    until(lambda: lent.load(names, [5]).success, "a load in so short a time")
+    assert (lent.rows[5] == before).all()
+
+
+def test_after_draining_nothing_touches_a_row_and_nothing_older_is_loaded(make: Make) -> None:
+    lent, names, more = make(), keys(2), keys(2, "more")
+    lent.fill(range(4))
+    lent.store(names, range(2))
+    device = lent.gate("pwritev")
+    job = lent.submit(more, [2, 3], is_load=False)
+    device.waiting.acquire()
+    lent.tier.drain_jobs()
+    assert [(one.job_id, one.success) for one in lent.tier.get_finished_jobs()] == [(job, False)]
+    device.gate.set()
+    assert not any(map(lent.has, [*names, *more]))
+    lent.fill([6], 5)
+    lent.store(names[:1], [6])
+    assert lent.load(names[:1], [7]).success
+    assert (lent.rows[7] == lent.rows[6]).all()
+
+
+def test_stores_that_find_no_room_fail_and_what_is_there_is_not_written_again(make: Make, tmp_path: Path) -> None:
+    lent, names = make(), keys(4)
+    lent.fill(range(4))
+    lent.store(names, range(4))
+    assert lent.store(names, range(4)).success
+    assert len(objects(tmp_path)) == 4
+
+
+def test_limits_hold(make: Make, tmp_path: Path) -> None:
+    capacity = 40 * ROW_BYTES
+    lent = make(capacity_bytes=capacity)
+    for number in range(20):
+        lent.fill(range(4), number)
+        lent.store(keys(4, f"prompt {number}"), range(4))
+        assert sum(path.stat().st_size for path in objects(tmp_path)) <= capacity
+    assert any(lent.has(key) for key in keys(4, "prompt 19"))
+    assert not any(lent.has(key) for key in keys(4, "prompt 0"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"capcity_bytes": 1}, "did you mean capacity_bytes?"),
+        ({"hybrid_chunk_size": 64}, "hybrid_chunk_size"),
+        ({"eviction_policy": "learned"}, "eviction_policy"),
+        ({"root": "s3://bucket"}, "root"),
+        ({"capacity_bytes": 1}, "set it to at least"),
+    ],
+)
+def test_what_it_does_not_take_is_refused(make: Make, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
+        make(**given)
+
+
+def test_without_an_engine_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match='set "kv_connector": "OffloadingConnector"'):
+        engine_being_built()
+
+
+@pytest.mark.parametrize(
+    ("change", "flag"), [({"lora_config": object()}, "--enable-lora"), ({"speculative_config": object()}, "--spec")]
+)
+def test_what_names_of_chunks_do_not_say_is_refused(change: dict[str, Any], flag: str, tmp_path: Path) -> None:
+    from vllm_overlay.offloading.namespace import namespace_of
+
+    cache = SimpleNamespace(prefix_caching_hash_algo="sha256")
+    config = SimpleNamespace(**{"lora_config": None, "speculative_config": None, "cache_config": cache, **change})
+    engine: Any = SimpleNamespace(vllm_config=config)
+    offloading: Any = SimpleNamespace(parallel=None)
+    with pytest.raises(ConfigError, match=flag):
+        namespace_of(engine, offloading, 4096, "", tmp_path, {})
