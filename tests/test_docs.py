@@ -90,7 +90,7 @@ def test_a_page_without_a_fault_has_no_finding(clone: Path) -> None:
         ("`make test NOTHING=1`", 1, "the Makefile does not use NOTHING"),
         ("`vllm-overlay nothing`", 1, "there is no sub-command nothing"),
         ("`vllm-overlay probe URL --turns 3`", 1, "it has no --turns"),
-        ("`python -m vllm_overlay plan MODEL --watch`", 1, "it has no --watch"),
+        ("`python -m vllm_overlay stats ROOT --watch`", 1, "it has no --watch"),
         ("`python -m bench.nothing`", 1, "there is no module bench.nothing"),
         ("`python -m vllm_overlay.planner`", 1, "vllm_overlay.planner has no __main__.py"),
         ("`python -m bench.serving --watch`", 1, "it has no --watch"),

@@ -6,7 +6,8 @@ from typing import Any
 from vllm.config import KVTransferConfig
 
 from vllm_overlay.multi_connector.children import child_specs
-from vllm_overlay.plugin import register
+from vllm_overlay.offloading.tier import tier_settings
+from vllm_overlay.plugin import SECONDARY_TIER, register
 from vllm_overlay.tiers.factory import tier_spec
 
 
@@ -18,6 +19,9 @@ def accepted_tiers(config: dict[str, Any]) -> list[str]:
     register()
     taken = KVTransferConfig(**config)
     extra = taken.kv_connector_extra_config
+    if taken.kv_connector == "OffloadingConnector":
+        behind = [dict(tier) for tier in extra["secondary_tiers"] if tier["type"] == SECONDARY_TIER]
+        return [tier_settings(tier, str(tier.pop("type"))).name for tier in behind]
     if taken.kv_connector != "MultiConnector":
         return [tier_spec(extra).settings.tier]
     assert taken.kv_connector_module_path == "vllm_overlay.multi_connector"

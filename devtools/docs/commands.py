@@ -140,6 +140,8 @@ def _problem_of_overlay(command: Command, words: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser()
     for each in COMMANDS:
         if each.name == names[0]:
+            if each.passes_on:  # its other flags are vLLM's
+                return None
             each.add_arguments(parser)
             return _unknown_flag(command, parser._option_string_actions)
     return f"there is no sub-command {names[0]}"

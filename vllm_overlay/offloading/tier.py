@@ -103,7 +103,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         """Called by vLLM's factory. ``given`` is the tier's part of ``secondary_tiers``. Raises ConfigError."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         engine = engine_being_built()
-        settings = _settings(given, tier_type)
+        settings = tier_settings(given, tier_type)
         open_root(Device(), settings.root)
         facts = {INTEGRITY: integrity_of(settings.encryption_key_file).name, OBJECT_FORMAT: versions.DISK_OBJECT}
         root = Path(settings.root)
@@ -313,7 +313,8 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._manager.close()
 
 
-def _settings(given: Mapping[str, Any], tier_type: str) -> DiskTierSettings:
+def tier_settings(given: Mapping[str, Any], tier_type: str) -> DiskTierSettings:
+    """The checked settings of such a tier. Raises ConfigError."""
     whose = f"the secondary tier {tier_type}"
     refuse_unknown(given, _SETTINGS, whose)
     return checked({**given, "name": tier_type}, DiskTierSettings, whose)
