@@ -16,6 +16,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from vllm_overlay.common.ownership import why_not_ours
+from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device, make_directory
 from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, marked_journal, write_marker
@@ -33,6 +34,7 @@ _DO_NOT_PASS = frozenset(
 """What a wrong path, owner or mode gives. A full disk, a read-only one and a server that is away come back."""
 _MACHINE_ID = Path("/etc/machine-id")
 logger = logging.getLogger(__name__)
+_log = RateLimitedLog(logger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def _open(device: Device, root: str) -> None:
             raise ConfigError(
                 f"root={root!r} cannot be created ({error.strerror}): set it to a writable directory"
             ) from error
-        return logger.warning("disk tier: %s cannot be made now: %s", root, error)
+        return _log.warning("make", "disk tier: %s cannot be made now: %s", root, error)
     if _check_directory(root):
         return
     try:
@@ -144,7 +146,7 @@ def _open(device: Device, root: str) -> None:
     except OSError as error:
         if error.errno in _DO_NOT_PASS:
             raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700") from error
-        logger.warning("disk tier: %s takes no file now: %s", root, error)
+        _log.warning("mark", "disk tier: %s takes no file now: %s", root, error)
 
 
 def _check_directory(root: str) -> str:
