@@ -34,12 +34,12 @@ class Row:
     taken: tuple[dict[str, Any], ...] = ()
 
 
-def tier(name: str = "cpu", **extra: Any) -> dict[str, Any]:
-    return {"kv_connector": "HybridOffloadConnector", "kv_connector_extra_config": {"tier": name, **extra}}
+def tier(kind: Any = "cpu", /, **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": "HybridOffloadConnector", "kv_connector_extra_config": {"tier": kind, **extra}}
 
 
-def alone(name: str = "cpu", **extra: Any) -> list[str]:
-    return given({**tier(name, **extra), "kv_role": "kv_both"})
+def alone(kind: Any = "cpu", /, **extra: Any) -> list[str]:
+    return given({**tier(kind, **extra), "kv_role": "kv_both"})
 
 
 def disk(**extra: Any) -> list[str]:
@@ -170,6 +170,51 @@ VALUES = [
     Row("tier by another name", alone("fs", root_dir=ROOT), ("tier='fs' is not known", "did you mean disk?")),
     Row("tier by another name", alone("ram"), ("tier='ram' is not known", "did you mean cpu?")),
     Row("no tier", alone(None), ("tier=None is not known",)),
+    Row("tier with a blank", alone("disk ", root=ROOT), ("tier='disk ' is not known", "did you mean disk?")),
+    Row("tier by its device", alone("nvme", root=ROOT), ("tier='nvme' is not known", "did you mean disk?")),
+    Row("two tiers in one", alone("cpu,disk"), ("tier='cpu,disk' is not known", '"cpu" or "disk"')),
+    Row("a list of tiers", alone(["cpu", "disk"]), ("tier=['cpu', 'disk'] is not known", '"cpu" or "disk"')),
+    Row(
+        "an octal number",
+        disk(read_threads="010"),
+        ("read_threads='010' of the disk tier must be a whole number from 1",),
+    ),
+    Row("another octal number", disk(read_threads="0o4"), ("read_threads='0o4' of the disk tier must be a whole",)),
+    Row("no thread", disk(read_threads=0), ("read_threads=0 of the disk tier must be a whole number from 1 to 64",)),
+    Row(
+        "many threads",
+        disk(write_threads=10**9),
+        ("write_threads=1000000000", "a whole number from 1 to 64, such as 2"),
+    ),
+    Row("YAML's on", disk(direct_io=True), ('direct_io=True of the disk tier must be "auto" or "off"',)),
+    Row("a word in capitals, for a number", alone(hybrid_chunk_size="AUTO"), taken=({"hybrid_chunk_size": "auto"},)),
+    Row("yes for true", alone(store_decoded_tokens="yes"), ("store_decoded_tokens='yes'", "must be true or false or")),
+    Row(
+        "seconds with a unit",
+        alone(load_timeout_s="30s"),
+        ("load_timeout_s='30s' of the cpu tier must be a number above",),
+    ),
+    Row(
+        "no seconds",
+        alone(load_timeout_s=0),
+        ("load_timeout_s=0 of the cpu tier must be a number above 0, such as 30",),
+    ),
+    Row(
+        "no number as a weight", alone(load_weight="nan"), ("load_weight=nan of connector 'cpu' must be \"auto\" or a",)
+    ),
+    Row(
+        "an endless weight",
+        alone(load_weight=float("inf")),
+        ("load_weight=inf of connector 'cpu' must be \"auto\" or",),
+    ),
+    Row("a weight below 0", multi(tier(load_weight=-0.5)), ("load_weight=-0.5 of connector 'cpu'", "of at least 0")),
+    Row("a share as a size", disk(min_free_bytes="10%"), ("min_free_bytes='10%' is not a size",)),
+    Row("no number as a size", alone(capacity_bytes=float("nan")), ("capacity_bytes=nan is not a size",)),
+    Row(
+        "another cache's policy",
+        disk(eviction_policy="LRU"),
+        ("eviction_policy='LRU' is not known", "did you mean lru?"),
+    ),
 ]
 
 KEYS = [
@@ -263,7 +308,24 @@ ROOTS = [
     _root("%KV_DIR%", "holds %KV_DIR%, which"),
     _root('"/var/kv"', "has quotes of its own", "/var/kv"),
     _root("~nobody-of-this-name/kv", "is in the home of a user who has none here"),
-    _root("/var/\0kv", "holds a null character"),
+    _root("/var/\0kv", "holds the character '\\x00'"),
+    _root("/mnt/a\nb", "holds the character '\\n'"),
+    _root("`pwd`/kv", "holds `pwd`, which nobody has replaced"),
+    _root("/mnt/@KV_DIR@", "holds @KV_DIR@, which nobody has replaced"),
+    _root("/mnt/*/kv", "holds *, which nobody has replaced"),
+    _root("C:\\kv", "is a path of Windows"),
+    _root("c:/kv", "is a path of Windows"),
+    _root("\\\\server\\kv", "is a path of Windows"),
+    _root("/mnt/kv:1TiB", "ends with a size, which has a setting of its own", "/mnt/kv"),
+    _root("/host/kv:/kv", "is more than one path", "/host/kv"),
+    _root("/mnt/a, /mnt/b", "is more than one path", "/mnt/a"),
+    Row(
+        "a list of roots",
+        disk(root=["/mnt/a", "/mnt/b"]),
+        ("root=['/mnt/a', '/mnt/b'] of the disk tier must be a string",),
+    ),
+    Row("a root from a file of Windows", disk(root="\ufeff/tmp/kv\r\n"), taken=({"root": "/tmp/kv"},)),
+    Row("a root with a colon", disk(root="/mnt/kv:a"), taken=({"root": "/mnt/kv:a"},)),
     Row("a root in the home", disk(root="~/kv"), taken=({"root": "/home/somebody/kv"},)),
     Row("a root with blanks around", disk(root="  /tmp/kv\n"), taken=({"root": "/tmp/kv"},)),
     Row("a root with a slash", disk(root="/tmp/kv/"), taken=({"root": "/tmp/kv/"},)),
@@ -348,6 +410,51 @@ CONNECTORS = [
             "--kv-transfer-config.kv_connector_extra_config.capacity_bytes=1Gi",
         ],
         taken=({"tier": "cpu", "capacity_bytes": GIB},),
+    ),
+    Row("no role", given(tier()), ("Please specify kv_role",)),
+    Row("a role of null", given({**tier(), "kv_role": None}), ("Please specify kv_role",)),
+    Row("a role misspelt", given({**tier(), "kv_role": "both"}), ("kv_role", "'kv_both' or 'kv_consumer'")),
+    Row(
+        "a child's role misspelt",
+        multi({**tier(), "kv_role": "both"}),
+        ("connector 0 cannot be configured: kv_role='both'", "'kv_both'"),
+    ),
+    Row("a newline at the end", given(json.dumps({**tier(), "kv_role": "kv_both"}) + "\n"), taken=({"tier": "cpu"},)),
+    Row("quotes of its own", given(f"'{alone()[1]}'"), ("Invalid JSON",)),
+    Row("JSON in a string of JSON", given(json.dumps(alone()[1])), ("Input should be an object",)),
+    Row("a comma too many", given(alone()[1][:-1] + ",}"), ("Invalid JSON: trailing comma",)),
+    Row("YAML", given("{kv_connector: HybridOffloadConnector, kv_role: kv_both}"), ("Invalid JSON",)),
+    Row("a file of YAML", given("/etc/vllm/kv.yaml"), ("Invalid JSON", "/etc/vllm/kv.yaml")),
+    Row("a list", given(f"[{alone()[1]}]"), ("Input should be an object",)),
+    Row("the flag twice", [*alone("disk", root=ROOT), *alone("cpu")], taken=({"tier": "cpu"},)),
+    Row("a setting twice", given(alone(name="a")[1].replace('"name"', '"name": "b", "name"')), taken=({"name": "a"},)),
+    Row(
+        "a module as a file",
+        multi(tier(), path="vllm_overlay/multi_connector.py"),
+        ("kv_connector_module_path='vllm_overlay/multi_connector.py' is not there", f"MultiConnector in {OURS}"),
+    ),
+    Row(
+        "a class with its module",
+        given({**tier(), "kv_connector": "vllm_overlay.connector.HybridOffloadConnector", "kv_role": "kv_both"}),
+        ("is not there", "did you mean HybridOffloadConnector?"),
+    ),
+    Row(
+        "a tier in the MultiConnector's module",
+        given({**tier(), "kv_connector_module_path": OURS, "kv_role": "kv_both"}),
+        (f"kv_connector='HybridOffloadConnector' in kv_connector_module_path='{OURS}' is not there", "ours are"),
+    ),
+    Row("no children", multi(), ("the MultiConnector has no children: set kv_connector_extra_config.connectors to",)),
+    Row("children of null", multi(connectors=None), ("the MultiConnector has no children",)),
+    Row("a child of null", multi(connectors=[tier(), None]), ("must be a list of mappings",)),
+    Row("a child by its name alone", multi(connectors=["cpu"]), ("connectors=['cpu']", "must be a list of mappings")),
+    Row(
+        "a child without a class",
+        multi({"kv_role": "kv_both"}),
+        ("kv_connector=None of connector 0 must be a class name",),
+    ),
+    Row("one tier twice", multi(tier(), tier()), taken=({"name": "cpu"}, {"name": "cpu#2"})),
+    Row(
+        "a control file that is a directory", multi(tier(), control_file="/tmp"), ("control_file='/tmp' of the Multi",)
     ),
     Row("underscores", ["--kv_transfer_config", alone()[1]], taken=({"tier": "cpu"},)),
 ]

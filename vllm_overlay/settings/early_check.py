@@ -5,6 +5,7 @@ The plug-in registers ``check`` with vLLM (patch 0022). A configuration without 
 own MultiConnector over our tiers is refused and not replaced by ours: what runs is what is written.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +62,16 @@ def _extra_of(child: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _is_ours(name: object, path: object) -> bool:
     if isinstance(path, str) and path:
-        return path.partition(".")[0] == _PACKAGE
+        return re.split(r"\W", path.strip())[0] == _PACKAGE
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     known = KVConnectorFactory._registry
-    return name in CONNECTORS or (name not in known and nearest(str(name), known) in CONNECTORS)
+    return name in CONNECTORS or (name not in known and nearest(_last_part(name), known) in CONNECTORS)
+
+
+def _last_part(name: object) -> str:
+    """The class, where somebody has written its module before it."""
+    return str(name).rpartition(".")[2].rpartition(":")[2]
 
 
 def _check_settings(config: "KVTransferConfig") -> None:
@@ -78,7 +84,7 @@ def _check_settings(config: "KVTransferConfig") -> None:
     except (ImportError, AttributeError, ValueError) as error:
         where = f" in kv_connector_module_path={path!r}" if path is not None else ""
         works = " or ".join(f"{known} in {module}" for known, module in _MODULES.items())
-        hint = did_you_mean(name, _MODULES) if name not in _MODULES else ""
+        hint = did_you_mean(_last_part(name), _MODULES) if name not in _MODULES else ""
         raise ConfigError(f"kv_connector={name!r}{where} is not there: ours are {works}{hint}") from error
     if issubclass(cls, NamedChild):
         cls.check_child(config.kv_connector_extra_config)

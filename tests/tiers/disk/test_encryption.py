@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encryption at rest: what lies on the disk says nothing without the key, and nothing that was changed is loaded."""
 
+import contextlib
 import itertools
 import os
 from pathlib import Path
@@ -291,10 +292,23 @@ def test_the_name_of_a_key_differs_and_does_not_hold_it(key, other_key):
         (32, 0o604, "set its mode to 0600"),
     ],
 )
-def test_a_key_that_is_short_or_not_private_is_refused_with_what_to_do(tmp_path, num_bytes, mode, words):
+def test_a_key_that_is_short_or_not_private_is_refused_with_what_to_do(tmp_path, num_bytes, mode, words, monkeypatch):
     path = make_key(tmp_path / "key", bytes(num_bytes))
     os.chmod(path, mode)
+    if os.geteuid() == 0:
+        monkeypatch.setattr("os.geteuid", lambda: 12345)
+        os.chown(path, 12345, -1)
     with pytest.raises(ConfigError, match=f"^encryption_key_file=.*{words}"):
+        integrity_of(path)
+
+
+@pytest.mark.parametrize(("mode", "is_refused"), [(0o440, False), (0o640, False), (0o660, True), (0o444, True)])
+def test_a_key_of_root_may_be_read_by_a_group_as_a_secret_in_a_container_is(tmp_path, mode, is_refused):
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a file of root's")
+    path = make_key(tmp_path / "key", bytes(32))
+    os.chmod(path, mode)
+    with pytest.raises(ConfigError, match="0440 where root owns it") if is_refused else contextlib.nullcontext():
         integrity_of(path)
 
 

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -283,6 +284,36 @@ def test_a_root_that_is_removed_or_replaced_is_left_and_the_new_one_taken(tmp_pa
             other.recovered()
             assert writers_in(made.root) == (2, 1)
             assert made.reasons(chain("q", 1)) == ["", ""]
+
+
+CLEANERS = {
+    "all files": 'find "$0" -type f -delete',
+    "all that lies there": 'rm -rf "$0"/*',
+    "all files, then empty directories": 'find "$0" -type f -delete; find "$0" -mindepth 1 -type d -empty -delete',
+    "what is old": 'find "$0" -type f ! -name "catalogue*" -exec touch -d "-9 days" {} + ; '
+    'find "$0" -type f -mtime +7 -delete',
+}
+"""As cron runs them. The catalogue is written all the time, and so is never old."""
+
+
+@pytest.mark.parametrize("command", CLEANERS.values(), ids=CLEANERS)
+def test_after_a_cleaner_stores_go_on_and_an_empty_tree_is_a_root(tmp_path, said, command):
+    root = tmp_path / "root"
+    with tier_pair(root) as made:
+        made.store(chain("p", 1))
+        made.settled()
+        with delay_bookkeeper(made.tier):  # it would make files while they are removed
+            subprocess.run(["sh", "-c", command, root], check=True)
+        until(lambda: said("was removed or replaced, and begins anew"), "a word of it")
+        assert set(made.reasons(chain("p", 1))) == {"missing"}
+        made.store_at_last(chain("q", 1)[0])
+        until(lambda: made.reasons(chain("q", 1)[:1]) == [""], "a load")
+    assert len(said("was removed or replaced")) == 1
+    subprocess.run(["sh", "-c", CLEANERS["all files"], root], check=True)
+    assert [path for path in root.rglob("*") if path.is_file()] == []
+    with tier_pair(root) as again:
+        again.recovered().store(chain("q", 1))
+        assert again.reasons(chain("q", 1)) == ["", ""]
 
 
 def writers_in(root):

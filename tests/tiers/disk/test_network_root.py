@@ -9,6 +9,7 @@ import pytest
 
 from tests.tiers.disk.file_systems import fuse_mount, outage, pretend, unmount
 from tests.tiers.disk.halves import open_tier
+from tests.tiers.disk.inside import delay_bookkeeper
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import tier_pair
 from tests.waiting import until
@@ -44,7 +45,8 @@ def test_stores_go_on_after_a_cleaner_has_removed_what_is_open(tmp_path, said, c
         with tier_pair(root, host_name="node-7") as made, tier_pair(root, host_name="node-7") as other:
             made.recovered().store(chain("p", 1))
             other.recovered()
-            subprocess.run(["sh", "-c", command, root])
+            with delay_bookkeeper(made.tier), delay_bookkeeper(other.tier):  # they would make files meanwhile
+                subprocess.run(["sh", "-c", command, root])
             for tier in (made, other):
                 until(lambda tier=tier: tier.tier.advance() or not tier.has(chain("p", 1)[0]), "the loss")
             made.store_at_last(chain("q", 1)[0])

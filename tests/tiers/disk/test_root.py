@@ -237,8 +237,12 @@ def test_a_root_that_others_may_write_is_refused(tmp_path, start, mode):
     root = tmp_path / "root"
     start(Device(), str(root))
     root.chmod(mode)
-    with pytest.raises(ConfigError, match=rf"root=.* mode {mode:04o}, so others may write it: .*mode to 0700"):
+    with pytest.raises(
+        ConfigError, match=rf"root=.* mode {mode:04o}, so others may write it: .*mode to 0700"
+    ) as refusal:
         start(Device(), str(root))
+    assert f"set it to one below, such as '{root}/vllm-kv', which is made anew" in str(refusal.value)
+    start(Device(), str(root / "vllm-kv"))
 
 
 @pytest.fixture
@@ -255,7 +259,18 @@ def as_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_a_root_of_another_user_is_refused(as_nobody):
     os.seteuid(65534)
-    with pytest.raises(ConfigError, match=r"root=.* belongs to user 0"):
+    with pytest.raises(
+        ConfigError, match=r"root=.* belongs to user 0: run the server as that user \(this is user 65534"
+    ):
+        opened(as_nobody)
+
+
+def test_a_root_that_an_earlier_container_had_as_another_user_is_refused_with_both_users(as_nobody):
+    os.chmod(as_nobody, 0o700)
+    os.seteuid(65534)
+    with pytest.raises(
+        ConfigError, match=r"root=.* belongs to user 0: run the server as that user \(this is user 65534"
+    ):
         opened(as_nobody)
 
 
@@ -307,7 +322,7 @@ def test_a_file_system_without_direct_io_is_told_once(tmp_path, caplog):
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("call", ["mkdir", "open", "pwritev"])
-def test_a_disk_that_takes_nothing_at_start_is_no_refusal_and_a_root_later(tmp_path, caplog, call, error):
+def test_a_disk_that_takes_nothing_at_start_is_no_refusal_and_a_root_later(tmp_path, said, call, error):
     class Disk(FailingDevice):
         def mkdir(self, path):
             if "mkdir" in self.faults:
@@ -316,7 +331,7 @@ def test_a_disk_that_takes_nothing_at_start_is_no_refusal_and_a_root_later(tmp_p
 
     device = Disk(**{call: error})
     root = opened(tmp_path / "root", device=device)
-    assert os.strerror(error) in caplog.text and str(tmp_path / "root") in caplog.text
+    assert said(os.strerror(error))
     with pytest.raises(OSError, match="can be made there now"):
         reopen_root(device, root)
     device.faults.clear()

@@ -64,6 +64,17 @@ def test_a_disk_that_takes_nothing_at_start_is_not_fatal_and_comes_back(tmp_path
     made.close()
 
 
+def test_a_disk_that_takes_nothing_for_long_is_no_flood_in_the_log(tmp_path, caplog):
+    """Each turn of the bookkeeper asks for the root again."""
+    device = FailingDevice(open=errno.EROFS)
+    made = TierPair(tmp_path / "root", device=device)
+    for _ in range(3):
+        made.turned()
+    assert len([message for message in caplog.messages if "takes no file now" in message]) <= 1
+    device.faults.clear()
+    made.close()
+
+
 def test_a_read_only_disk_at_start_is_not_fatal_and_comes_back(tmp_path):
     with disk(tmp_path / "disk") as made_disk:
         root = made_disk.path / "root"

@@ -8,6 +8,9 @@ from vllm_overlay.config import ConfigError
 
 MIN_KEY_BYTES = 32
 _MAX_KEY_BYTES = 1 << 16
+_OF_A_USER, _OF_ROOT = 0o077, 0o037
+"""Bits that a key's mode must not have. Who can read what root owns by its group is for root to say, and a container
+without root reads its secrets so."""
 
 
 def read_key(path: str) -> bytes:
@@ -28,10 +31,10 @@ def read_key(path: str) -> bytes:
         raise ConfigError(f"{said} is no regular file: set it to one that holds the key")
     if state.st_uid not in (0, os.geteuid()):
         raise ConfigError(f"{said} belongs to user {state.st_uid}, who can read the key: make this user its owner")
-    if stat.S_IMODE(state.st_mode) & 0o077:
+    if state.st_mode & (_OF_A_USER if state.st_uid else _OF_ROOT):
         raise ConfigError(
             f"{said} has mode {stat.S_IMODE(state.st_mode):04o}, so others may read or change the key: set its mode "
-            "to 0600"
+            "to 0600, or to 0440 where root owns it (defaultMode of a secret in Kubernetes)"
         )
     if not MIN_KEY_BYTES <= len(secret) <= _MAX_KEY_BYTES:
         held = len(secret) if len(secret) <= _MAX_KEY_BYTES else "too many"

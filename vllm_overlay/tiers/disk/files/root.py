@@ -16,6 +16,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from vllm_overlay.common.ownership import why_not_ours
+from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files.device import Device, make_directory
 from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, marked_journal, write_marker
@@ -33,6 +34,7 @@ _DO_NOT_PASS = frozenset(
 """What a wrong path, owner or mode gives. A full disk, a read-only one and a server that is away come back."""
 _MACHINE_ID = Path("/etc/machine-id")
 logger = logging.getLogger(__name__)
+_log = RateLimitedLog(logger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def _open(device: Device, root: str) -> None:
             raise ConfigError(
                 f"root={root!r} cannot be created ({error.strerror}): set it to a writable directory"
             ) from error
-        return logger.warning("disk tier: %s cannot be made now: %s", root, error)
+        return _log.warning("make", "disk tier: %s cannot be made now: %s", root, error)
     if _check_directory(root):
         return
     try:
@@ -144,7 +146,7 @@ def _open(device: Device, root: str) -> None:
     except OSError as error:
         if error.errno in _DO_NOT_PASS:
             raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700") from error
-        logger.warning("disk tier: %s takes no file now: %s", root, error)
+        _log.warning("mark", "disk tier: %s takes no file now: %s", root, error)
 
 
 def _check_directory(root: str) -> str:
@@ -153,6 +155,8 @@ def _check_directory(root: str) -> str:
         found = os.stat(root)
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"root={root!r} is not a directory: set it to one that this user owns")
+        if found.st_uid != os.geteuid() and not os.access(root, os.R_OK | os.X_OK, effective_ids=True):
+            raise ConfigError(f"root={root!r} {why_not_ours(found)}: {_what_works(root, found)}")
         journal = recognise(root)
     except NotARootError as error:
         raise ConfigError(f"root={root!r} {error.why}") from error
@@ -161,10 +165,22 @@ def _check_directory(root: str) -> str:
             f"root={root!r} cannot be read ({error.strerror}): set it to a readable directory of mode 0700"
         ) from error
     if why := why_not_ours(found):
-        raise ConfigError(f"root={root!r} {why}: set it to a directory of this user's own, and its mode to 0700")
+        raise ConfigError(f"root={root!r} {why}: {_what_works(root, found)}")
     if found.st_mode & stat.S_IRWXU != stat.S_IRWXU:
         raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700")
     return journal
+
+
+def _what_works(root: str, found: os.stat_result) -> str:
+    """For a directory that is not this user's alone, as a volume is that an orchestrator has mounted."""
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return (
+            f"set it to one below, such as {os.path.join(root, 'vllm-kv')!r}, which is made anew, or its mode to 0700"
+        )
+    return (
+        f"run the server as that user (this is user {os.geteuid()}), or set it to a directory of this user's own, of "
+        "mode 0700"
+    )
 
 
 def _require_locks(device: Device, root: str) -> None:
