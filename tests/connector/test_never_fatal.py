@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
+from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector import connector as connector_module
 from vllm_overlay.connector.connector import HybridOffloadConnector
 from vllm_overlay.connector.guard import never_fatal
@@ -26,7 +27,6 @@ AT_START = {
 """Hooks before serving, which may refuse to start."""
 ALREADY_SAFE = {
     "role",
-    "bind_connector_metadata",
     "clear_connector_metadata",
     "has_connector_metadata",
     "get_loaded_kv_cache_group_ids",
@@ -164,6 +164,14 @@ def test_loads_that_could_not_be_started_fail() -> None:
     made, half = recording("worker", "start_loads", OffloadMetadata(failed_loads=("r",)))
     made.start_load_kv(None)
     assert [name for name, _ in half.calls] == ["begin_step", "start_loads", "fail_loads"]
+
+
+def test_loads_that_could_not_begin_fail_and_the_step_is_known() -> None:
+    metadata = OffloadMetadata(failed_loads=("r",))
+    made, half = recording("worker", "begin_loads")
+    made.bind_connector_metadata(metadata)
+    assert made._get_connector_metadata() is metadata
+    assert half.calls[1:] == [("fail_loads", ((), (), Reason.HOOK_ERROR))]
 
 
 def test_when_adapters_cannot_be_checked_what_was_restored_is_not_believed_and_loads_start() -> None:

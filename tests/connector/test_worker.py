@@ -54,9 +54,15 @@ class Made:
             self.stream.blocks[ticket] = b"reused!!"
 
     def load(self, load_id: str, blocks: list[int], zeros: tuple[Span, ...] = ()) -> None:
+        self.worker.start_loads(self.begin(load_id, blocks, zeros), ())
+
+    def begin(self, load_id: str, blocks: list[int], zeros: tuple[Span, ...] = ()) -> tuple[LoadJob, ...]:
+        """What happens of a load before the pass."""
         tickets = tuple(LoadTicket(n, ObjectId("f0", bytes([n])), UNIT) for n in range(len(blocks)))
         placements = tuple(map(at, blocks))
-        self.worker.start_loads((LoadJob(load_id, load_id[0], tickets, placements, zeros),), ())
+        jobs = (LoadJob(load_id, load_id[0], tickets, placements, zeros),)
+        self.worker.begin_loads(jobs)
+        return jobs
 
     def reports(self) -> dict[int, bool]:
         """Tickets that were reported so far, and whether they failed."""
@@ -166,6 +172,35 @@ def test_an_unexpected_error_reports_each_ticket_once(made: Made) -> None:
 
 
 # Loads.
+
+
+def test_objects_are_read_before_the_pass_and_written_after_it(made: Made) -> None:
+    jobs = made.begin("p#1", [7])
+    made.tier.arrive("p#1", 0, b"content.")
+    assert not made.stream.in_flight
+    made.worker.start_loads(jobs, ())
+    made.stream.end(*made.stream.in_flight)
+    made.worker.advance()
+    assert made.worker.take_finished() == ({"p"}, set())
+
+
+def test_a_load_that_is_given_up_before_it_may_write_frees_what_it_holds(made: Made) -> None:
+    jobs = made.begin("p#1", [7])
+    made.tier.arrive("p#1", 0, b"content.")
+    made.worker.fail_loads(jobs, (), Reason.HOOK_ERROR)
+    made.worker.start_loads(jobs, ())
+    assert not made.stream.in_flight and not made.tier.is_loading("p#1")
+    assert made.worker.take_finished() == ({"p"}, {"p"})
+    assert made.worker.is_quiet is False  # the report says why
+    assert made.worker.take_metadata() is not None and made.worker.is_quiet
+
+
+def test_a_load_that_the_tier_refuses_by_an_exception_fails_alone(made: Made) -> None:
+    begin = made.tier.begin_load
+    made.tier.begin_load = lambda name, tickets: raising() if name == "p#1" else begin(name, tickets)  # type: ignore[method-assign]
+    made.load("p#1", [7])
+    made.load("q#1", [8])
+    assert made.worker.take_finished() == ({"p"}, {"p"}) and made.tier.is_loading("q#1")
 
 
 def test_a_load_is_reported_once_its_last_copy_has_ended(made: Made) -> None:
@@ -472,6 +507,7 @@ class Chaos:
         objects = tuple(LoadTicket(n, ObjectId("f0", bytes([n])), UNIT) for n in range(count))
         jobs = (LoadJob(f"r{number}#1", f"r{number}", objects, tuple(at((number << 8) + n) for n in range(count)), ()),)
         try:
+            self.made.worker.begin_loads(jobs)
             self.made.worker.start_loads(jobs, ())
         except RuntimeError:
             self.made.worker.fail_loads(jobs, (), Reason.HOOK_ERROR)

@@ -62,6 +62,7 @@ def test_a_load_that_never_ends_is_given_up_and_computed(engine: Engine) -> None
         ("scheduler", "plan_stores"),
         ("scheduler", "update"),
         ("scheduler", "finished"),
+        ("worker", "begin_loads"),
         ("worker", "start_loads"),
         ("worker", "store"),
         ("worker", "take_metadata"),

@@ -66,6 +66,7 @@ _ANSWERS: dict[str, Callable[[], Any]] = {
     "request_finished_all_groups": lambda: (False, None),
     "has_pending_push_work": lambda: False,
     "reset_cache": lambda: False,
+    "bind_connector_metadata": lambda: None,
     "start_load_kv": lambda: None,
     "_check_adapters": lambda: None,
     "wait_for_layer_load": lambda: None,
@@ -235,6 +236,15 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
 
     # Worker side.
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, OffloadMetadata):
+            self._worker.begin_loads(connector_metadata.loads)
+
+    def _recover_bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker is not None and isinstance(connector_metadata, OffloadMetadata):
+            self._worker.fail_loads(connector_metadata.loads, (), Reason.HOOK_ERROR)
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         if self._worker is not None and isinstance(metadata, OffloadMetadata):
@@ -298,8 +308,9 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
     # Both sides.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self._worker is not None:
-            return None  # what it counts goes to the scheduler's half with what it reports
+        if self._worker is not None and not self._tally.total("hook_errors"):
+            # What it counts goes to the scheduler's half with what it reports, unless it can report no more.
+            return None
         if self._scheduler is not None:
             if not self._report_times.is_due() and self._scheduler.has_requests:
                 return None

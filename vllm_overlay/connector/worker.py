@@ -136,15 +136,22 @@ class OffloadWorker:
 
     # Loads.
 
+    def begin_loads(self, jobs: tuple[LoadJob, ...]) -> None:
+        """Called before a pass: the tier reads meanwhile. Nothing is written to blocks before ``start_loads``."""
+        for job in jobs:
+            load = self._loads[job.load_id] = _Load(job, time.monotonic(), set(range(len(job.tickets))))
+            if job.tickets and not self._fenced(self._tier.begin_load, job.load_id, job.tickets):
+                self._fail_load(load, Reason.HOOK_ERROR)
+
     def start_loads(self, jobs: tuple[LoadJob, ...], unplanned: tuple[str, ...]) -> None:
-        """Start this step's loads; ``unplanned`` requests were promised one that cannot happen."""
+        """Called after the pass: this step's loads, which have begun, and all others may write to their blocks.
+
+        ``unplanned`` requests were promised a load that cannot happen.
+        """
         for request_id in unplanned:
             self.fail_request(request_id, Reason.NOT_PLANNED)
         for job in jobs:
-            load = self._loads[job.load_id] = _Load(job, time.monotonic(), set(range(len(job.tickets))))
-            if job.tickets:
-                self._tier.begin_load(job.load_id, job.tickets)
-            else:
+            if not job.tickets and (load := self._loads.get(job.load_id)) is not None:
                 self._scatter(load, [])
         self.advance()
 
