@@ -202,18 +202,8 @@ def test_the_command_prints_a_table_a_trace_and_draws_it(tmp_path: Path, capsys:
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     picture = tmp_path / "plot.png"
-    arguments = [
-        "chat:2",
-        str(trace),
-        "--requests",
-        "60",
-        "--budgets",
-        "16",
-        "unlimited",
-        "--policies",
-        "lru",
-        "learned",
-    ]
+    chosen = ["--requests", "60", "--budgets", "16", "unlimited", "--policies", "lru", "learned"]
+    arguments = ["chat:2", str(trace), *chosen]
     assert hit_rate.main([*arguments, "--plot", str(picture), "--device", "64", "--speculative", "2048"]) == 0
     out = capsys.readouterr().out
     assert "chat:2: 60 requests" in out and "trace.jsonl: 12 requests, 13200 prompt tokens" in out
@@ -222,21 +212,8 @@ def test_the_command_prints_a_table_a_trace_and_draws_it(tmp_path: Path, capsys:
 
 
 def test_the_command_prints_json_from_several_processes(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    arguments = [
-        "scan:1",
-        "--requests",
-        "50",
-        "--budgets",
-        "8",
-        "16",
-        "--policies",
-        "lru",
-        "learned",
-        "--json",
-        "--jobs",
-        "2",
-    ]
-    assert hit_rate.main(arguments) == 0
+    arguments = ["scan:1", "--requests", "50", "--budgets", "8", "16", "--policies", "lru", "learned"]
+    assert hit_rate.main([*arguments, "--json", "--jobs", "2"]) == 0
     rows = json.loads(capfdbinary.readouterr().out)
     assert [(row["budget"], row["policy"]) for row in rows] == [
         ("8", "lru"),
