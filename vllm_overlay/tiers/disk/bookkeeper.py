@@ -24,16 +24,14 @@ from vllm_overlay.tiers.disk.catalogue import (
     Unavailable,
     replace_damaged,
 )
-from vllm_overlay.tiers.disk.evictor import Quota, is_full
-from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
-from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.evictor import is_full
 from vllm_overlay.tiers.disk.files.lease import Lease
-from vllm_overlay.tiers.disk.files.root import Root
 from vllm_overlay.tiers.disk.files.writer import Life
 from vllm_overlay.tiers.disk.learned import encode_learned
 from vllm_overlay.tiers.disk.ranking import times_of
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.session import Session
+from vllm_overlay.tiers.disk.site import Site
 from vllm_overlay.tiers.disk.steps import Discarded, Moved, Step, Stored
 from vllm_overlay.tiers.disk.updates import ServedNamespace
 from vllm_overlay.tiers.index import PrefixIndex
@@ -75,22 +73,10 @@ class Bookkeeper:
     can be loaded.
     """
 
-    def __init__(
-        self,
-        root: Root,
-        served: ServedNamespace,
-        world_size: int,
-        quota: Quota,
-        device: Device,
-        integrity: Integrity = XXH3,
-        lease: Lease | None = None,
-    ) -> None:
-        self._root = root
+    def __init__(self, site: Site, served: ServedNamespace, lease: Lease | None) -> None:
+        self._site = site
+        self._root = site.root
         self._served = served
-        self._world_size = world_size
-        self._quota = quota
-        self._device = device
-        self._integrity = integrity
         self._lease = lease
         self._room = Room()
         self._steps: deque[Step] = deque()
@@ -137,7 +123,7 @@ class Bookkeeper:
             fingerprint=namespace.fingerprint,
             planned=namespace.stored(store.planned),
             file=store.file,
-            world_size=self._world_size,
+            world_size=self._site.world_size,
             num_bytes=store.num_bytes,
             last_use=0,
         )
@@ -145,7 +131,7 @@ class Bookkeeper:
 
     def discard(self, store: "Store") -> None:
         """No rank writes the object of a store any more, and nobody wants its files."""
-        self._add(Discarded(store.served, store.file, self._world_size, store.num_bytes, store.parents))
+        self._add(Discarded(store.served, store.file, self._site.world_size, store.num_bytes, store.parents))
 
     def use(self, served: ServedNamespace, object_ids: Iterable[ObjectId]) -> None:
         """These are used now: they go late."""
@@ -227,7 +213,7 @@ class Bookkeeper:
     def _reopen(self) -> None:
         """Not on a full disk: there only an open session knows what to unlink, and a new one could not join."""
         with contextlib.suppress(OSError):
-            if is_full(self._device, self._root.path):
+            if is_full(self._site):
                 return
         self._end_session()
 
@@ -298,10 +284,7 @@ class Bookkeeper:
     def _open_session(self) -> Session:
         """The catalogue of the root that is there now, in which this process has a writer that serves."""
         if self._session is None:
-            self._session = Session(
-                self._root, self._served, self._world_size, self._quota, self._room, self._device, self._integrity,
-                self._life,
-            )  # fmt: skip
+            self._session = Session(self._site, self._served, self._room, self._life)
             if self._life is not None and self._life is not self._session.life:
                 self._life.end()
             self._life = self._session.life

@@ -17,7 +17,6 @@ from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierUs
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.bookkeeper import Bookkeeper
 from vllm_overlay.tiers.disk.catalogue import File
-from vllm_overlay.tiers.disk.evictor import Quota
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import MAX_PARENTS, file_bytes
@@ -29,6 +28,7 @@ from vllm_overlay.tiers.disk.learned import read_learned
 from vllm_overlay.tiers.disk.parts import DiskPart
 from vllm_overlay.tiers.disk.ranking import Ranker
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.disk.site import Quota, Site
 from vllm_overlay.tiers.disk.tickets import FileTickets
 from vllm_overlay.tiers.disk.updates import (
     Committed,
@@ -100,6 +100,7 @@ class DiskTierManager(TierManager):
         integrity = integrity_of(settings.encryption_key_file)
         root = choose_root(device, settings.root, settings.host_name)
         lease = take_lease(device, root)
+        site = Site(root, device, integrity, quota, world_size)
         self._geometry = geometry if settings.eviction_policy != "lru" else None
         self._keep_learned_at = 0.0
         self._ranker = self._new_ranker(read_learned(root, namespace.fingerprint) if self._geometry else None)
@@ -123,7 +124,7 @@ class DiskTierManager(TierManager):
         self._dropped = 0
         self._served = ServedNamespace(namespace)
         self._awake_until = time.monotonic() + _AWAKE_S
-        self._bookkeeper = Bookkeeper(root, self._served, world_size, quota, device, integrity, lease)
+        self._bookkeeper = Bookkeeper(site, self._served, lease)
 
     def _new_ranker(self, learned: Learned | None) -> Ranker | None:
         return None if self._geometry is None else Ranker(self._geometry, self._capacity_bytes, learned)
