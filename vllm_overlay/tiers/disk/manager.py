@@ -121,7 +121,6 @@ class DiskTierManager(TierManager):
         """What a reload that is under way has not found yet."""
         self._outdated: set[ObjectId] = set()
         """What the last reload has not found."""
-        self._dropped = 0
         self._served = ServedNamespace(namespace)
         self._awake_until = time.monotonic() + _AWAKE_S
         self._bookkeeper = Bookkeeper(site, self._served, lease)
@@ -237,7 +236,6 @@ class DiskTierManager(TierManager):
         parents = tuple([self._tickets.file(entry.ticket) for entry in found])
         num_bytes = bytes_on_disk(planned.num_bytes, self._world_size)
         if not (writer := self._take_room(num_bytes, parents)):
-            self._dropped += 1
             return None
         file = File(writer, next(self._numbers))
         ticket = self._tickets.of_store(file)
@@ -371,7 +369,6 @@ class DiskTierManager(TierManager):
             used_bytes=self.index.used_bytes,
             capacity_bytes=self._capacity_bytes,
             evicted_objects=self._bookkeeper.num_evicted,
-            dropped_objects=self._dropped,
         )
 
     def close(self) -> None:
