@@ -179,7 +179,7 @@ from tests.tiers.disk.tier_pair import NAMESPACE, settings
 from tests.waiting import until
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.catalogue import File
-from vllm_overlay.tiers.disk.parts import DiskPart
+from vllm_overlay.tiers.disk.tickets import DiskPart
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 worker = DiskTierWorker(settings(Path(sys.argv[1])), NAMESPACE, 0, 1, UNIT, OBJECT)
 print("ready", flush=True)

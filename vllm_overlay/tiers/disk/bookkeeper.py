@@ -28,12 +28,11 @@ from vllm_overlay.tiers.disk.evictor import is_full
 from vllm_overlay.tiers.disk.files.lease import Lease
 from vllm_overlay.tiers.disk.files.writer import Life
 from vllm_overlay.tiers.disk.learned import encode_learned
+from vllm_overlay.tiers.disk.messages import Discarded, Moved, ServedNamespace, Step, Stored
 from vllm_overlay.tiers.disk.ranking import times_of
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.session import Session
 from vllm_overlay.tiers.disk.site import Site
-from vllm_overlay.tiers.disk.steps import Discarded, Moved, Step, Stored
-from vllm_overlay.tiers.disk.updates import ServedNamespace
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.base import Ranked
 from vllm_overlay.tiers.policies.reuse import Learned

@@ -10,11 +10,10 @@ import msgspec
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Refusal
 from vllm_overlay.tiers.disk.catalogue import Committed as Answer
+from vllm_overlay.tiers.disk.messages import Committed, Discarded, Moved, ServedNamespace, Step, Stored, discarded
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.site import Seat
-from vllm_overlay.tiers.disk.steps import Discarded, Moved, Step, Stored, discarded
 from vllm_overlay.tiers.disk.unlinker import Unlinker
-from vllm_overlay.tiers.disk.updates import Committed, ServedNamespace
 
 _log = RateLimitedLog(logging.getLogger(__name__))
 

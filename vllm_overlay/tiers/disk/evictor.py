@@ -6,10 +6,10 @@ from collections.abc import Set
 from functools import partial
 
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, File, Garbage, Limits, Totals, limit_bytes
+from vllm_overlay.tiers.disk.messages import ServedNamespace
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.site import Seat, Site
 from vllm_overlay.tiers.disk.unlinker import Unlinker
-from vllm_overlay.tiers.disk.updates import ServedNamespace
 
 _LARGEST_AHEAD = 2
 """A prompt's chunks come before its snapshot, and must not take the room of that."""

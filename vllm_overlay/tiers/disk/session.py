@@ -10,12 +10,11 @@ from vllm_overlay.tiers.disk.evictor import Evictor
 from vllm_overlay.tiers.disk.files.root import is_in_place, reopen_root
 from vllm_overlay.tiers.disk.files.writer import Life, begin_life
 from vllm_overlay.tiers.disk.follower import Follower
+from vllm_overlay.tiers.disk.messages import Discarded, ServedNamespace, Step
 from vllm_overlay.tiers.disk.recovery.recovery import Recovery
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.site import Seat, Site
-from vllm_overlay.tiers.disk.steps import Discarded, Step
 from vllm_overlay.tiers.disk.unlinker import Unlinker
-from vllm_overlay.tiers.disk.updates import ServedNamespace
 
 
 class Session:
