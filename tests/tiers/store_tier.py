@@ -95,7 +95,7 @@ class StoreManager(TierManager):
 
     def usage(self) -> TierUsage:
         used = sum(self.held.values()) * self._num_ranks
-        return TierUsage(len(self.held), used, self._capacity_bytes, 0, 0)
+        return TierUsage(len(self.held), used, self._capacity_bytes, 0)
 
     def clear(self) -> None:
         self.held.clear()

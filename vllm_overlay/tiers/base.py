@@ -56,7 +56,6 @@ class TierUsage:
     used_bytes: int
     capacity_bytes: int
     evicted_objects: int
-    dropped_objects: int
 
 
 class TierManager(ABC):

@@ -96,7 +96,6 @@ class CpuTierManager(TierManager):
         self._units = UnitAllocator(num_units)
         self._tickets = itertools.count(1)
         self._evicted = 0
-        self._dropped = 0
 
     def advance(self) -> None:
         """Nothing happens behind the scheduler's back here."""
@@ -112,7 +111,6 @@ class CpuTierManager(TierManager):
             return None
         units = self._take_units(units_needed(planned.num_bytes, self._unit_bytes), keep=planned.parents)
         if units is None:
-            self._dropped += 1
             return None
         return self._reserve(planned, units)
 
@@ -187,7 +185,6 @@ class CpuTierManager(TierManager):
             used_bytes=used_units * self._unit_bytes * self._world_size,
             capacity_bytes=self._num_units * self._unit_bytes * self._world_size,
             evicted_objects=self._evicted,
-            dropped_objects=self._dropped,
         )
 
     def clear(self) -> None:

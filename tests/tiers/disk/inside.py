@@ -13,7 +13,7 @@ from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.updates import Update
+from vllm_overlay.tiers.disk.messages import Update
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.policies.reuse import Learned
 

@@ -48,9 +48,7 @@ def why_wrong(path: Path, item: StoredObject, rank: int, integrity: Integrity) -
     if len(raw) != file_bytes(header.payload_bytes):
         return f"has {len(raw)} bytes"
     payload = memoryview(bytearray(raw))[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
-    opening = integrity.open(header.seal.salt)
-    opening.update(payload)
-    if not opening.verify(header.seal.checksum) or any(raw[HEADER_BYTES + header.payload_bytes :]):
+    if not integrity.unseal(header.seal, [payload]) or any(raw[HEADER_BYTES + header.payload_bytes :]):
         return "has other bytes than were written"
     return ""
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.tiers.disk.devices import GatedDevice
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk, writers_of
+from tests.tiers.disk.halves import seat_in
 from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, has_buried, room_bytes
 from tests.tiers.disk.objects import OBJECT, chain, content, fill
 from tests.tiers.disk.oracle import problems
@@ -178,7 +179,7 @@ from tests.tiers.disk.tier_pair import NAMESPACE, settings
 from tests.waiting import until
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.catalogue import File
-from vllm_overlay.tiers.disk.parts import DiskPart
+from vllm_overlay.tiers.disk.tickets import DiskPart
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 worker = DiskTierWorker(settings(Path(sys.argv[1])), NAMESPACE, 0, 1, UNIT, OBJECT)
 print("ready", flush=True)
@@ -292,7 +293,7 @@ def begin_burial(root: Path, is_complete: bool = True) -> tuple[Catalogue, buria
     catalogue.join(HEIR, OF_NAMESPACE)
     if is_complete:
         catalogue.end_rebuild()
-    return catalogue, burial.Burial(catalogue, str(root), HEIR, Device(), lambda: False)
+    return catalogue, burial.Burial(seat_in(root, catalogue, HEIR, Device()), lambda: False)
 
 
 def test_what_an_engine_that_is_just_beginning_commits_meanwhile_is_not_taken_for_a_dead_ones(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.parts import DiskPart
+from vllm_overlay.tiers.disk.tickets import DiskPart
 
 
 def namespaces(root):

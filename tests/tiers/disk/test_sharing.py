@@ -19,7 +19,7 @@ from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import File, Limits
-from vllm_overlay.tiers.disk.updates import Gone
+from vllm_overlay.tiers.disk.messages import Gone
 
 
 def lookup(made: TierPair) -> int:

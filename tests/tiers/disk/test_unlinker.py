@@ -12,6 +12,7 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice, RuledDevice, is_object
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
+from tests.tiers.disk.halves import seat_in
 from tests.tiers.disk.inside import num_turns, stores_in_flight_bytes
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.oracle import problems
@@ -43,7 +44,7 @@ def unlinker_of(root: Path, device: Device, garbage: list[Garbage]) -> tuple[Cat
     catalogue.discard(garbage)
     catalogue.end_rebuild()
     catalogue.join(WRITER, Namespace("a" * 64))
-    return catalogue, Unlinker(catalogue, str(root), WRITER, device)
+    return catalogue, Unlinker(seat_in(root, catalogue, WRITER, device))
 
 
 def on_unlink(act: Callable[[str], object]) -> Device:

@@ -25,18 +25,14 @@ from vllm_overlay.tiers.disk.catalogue import (
     replace_damaged,
 )
 from vllm_overlay.tiers.disk.evictor import is_full
-from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
-from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.lease import Lease
-from vllm_overlay.tiers.disk.files.root import Root
 from vllm_overlay.tiers.disk.files.writer import Life
 from vllm_overlay.tiers.disk.learned import encode_learned
+from vllm_overlay.tiers.disk.messages import Discarded, Moved, ServedNamespace, Step, Stored
 from vllm_overlay.tiers.disk.ranking import times_of
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.session import Session
-from vllm_overlay.tiers.disk.steps import Discarded, Moved, Step, Stored
-from vllm_overlay.tiers.disk.updates import ServedNamespace
-from vllm_overlay.tiers.disk.volume import Quota
+from vllm_overlay.tiers.disk.site import Site
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.base import Ranked
 from vllm_overlay.tiers.policies.reuse import Learned
@@ -76,22 +72,10 @@ class Bookkeeper:
     can be loaded.
     """
 
-    def __init__(
-        self,
-        root: Root,
-        served: ServedNamespace,
-        world_size: int,
-        quota: Quota,
-        device: Device,
-        integrity: Integrity = XXH3,
-        lease: Lease | None = None,
-    ) -> None:
-        self._root = root
+    def __init__(self, site: Site, served: ServedNamespace, lease: Lease | None) -> None:
+        self._site = site
+        self._root = site.root
         self._served = served
-        self._world_size = world_size
-        self._quota = quota
-        self._device = device
-        self._integrity = integrity
         self._lease = lease
         self._room = Room()
         self._steps: deque[Step] = deque()
@@ -112,7 +96,7 @@ class Bookkeeper:
         self._num_turns = 0
         self.num_evicted = 0
         """Objects that this process has evicted, of whatever namespace."""
-        self.usable_bytes = quota.capacity_bytes
+        self.usable_bytes = site.quota.capacity_bytes
         """What all objects of the root may take now; 0 while there is no root to work in."""
         self._thread = threading.Thread(target=self._run, name="disk-bookkeeper", daemon=True)
         self._thread.start()
@@ -140,7 +124,7 @@ class Bookkeeper:
             fingerprint=namespace.fingerprint,
             planned=namespace.stored(store.planned),
             file=store.file,
-            world_size=self._world_size,
+            world_size=self._site.world_size,
             num_bytes=store.num_bytes,
             last_use=0,
         )
@@ -148,7 +132,7 @@ class Bookkeeper:
 
     def discard(self, store: "Store") -> None:
         """No rank writes the object of a store any more, and nobody wants its files."""
-        self._add(Discarded(store.served, store.file, self._world_size, store.num_bytes, store.parents))
+        self._add(Discarded(store.served, store.file, self._site.world_size, store.num_bytes, store.parents))
 
     def use(self, served: ServedNamespace, object_ids: Iterable[ObjectId]) -> None:
         """These are used now: they go late."""
@@ -236,7 +220,7 @@ class Bookkeeper:
     def _reopen(self) -> None:
         """Not on a full disk: there only an open session knows what to unlink, and a new one could not join."""
         with contextlib.suppress(OSError):
-            if is_full(self._device, self._root.path):
+            if is_full(self._site):
                 return
         self._end_session()
 
@@ -308,10 +292,7 @@ class Bookkeeper:
     def _open_session(self) -> Session:
         """The catalogue of the root that is there now, in which this process has a writer that serves."""
         if self._session is None:
-            self._session = Session(
-                self._root, self._served, self._world_size, self._quota, self._room, self._device, self._integrity,
-                self._life,
-            )  # fmt: skip
+            self._session = Session(self._site, self._served, self._room, self._life)
             if self._life is not None and self._life is not self._session.life:
                 self._life.end()
             self._life = self._session.life

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Refusal
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Refusal
 from vllm_overlay.tiers.disk.catalogue import Committed as Answer
+from vllm_overlay.tiers.disk.messages import Committed, Discarded, Moved, ServedNamespace, Step, Stored, discarded
 from vllm_overlay.tiers.disk.room import Room
-from vllm_overlay.tiers.disk.steps import Discarded, Moved, Step, Stored, discarded
+from vllm_overlay.tiers.disk.site import Seat
 from vllm_overlay.tiers.disk.unlinker import Unlinker
-from vllm_overlay.tiers.disk.updates import Committed, ServedNamespace
 
 _log = RateLimitedLog(logging.getLogger(__name__))
 
@@ -21,16 +21,8 @@ _log = RateLimitedLog(logging.getLogger(__name__))
 class Committer:
     """Called in the bookkeeper's thread. Raises CatalogueError. The steps that are left are then tried again."""
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        writer: str,
-        unlinker: Unlinker,
-        room: Room,
-        move: Callable[[ServedNamespace], None],
-    ) -> None:
-        self._catalogue = catalogue
-        self._writer = writer
+    def __init__(self, seat: Seat, unlinker: Unlinker, room: Room, move: Callable[[ServedNamespace], None]) -> None:
+        self._seat = seat
         self._unlinker = unlinker
         self._room = room
         self._move = move
@@ -73,14 +65,14 @@ class Committer:
 
     def _ask(self, stored: Sequence[Stored], now: int) -> list[Answer | Refusal]:
         """What the catalogue says of each. A writer that has ended meanwhile takes its stores along."""
-        own = [step for step in stored if step.item.file.writer == self._writer]
+        own = [step for step in stored if step.item.file.writer == self._seat.writer]
         answers = dict(zip((step.item.file for step in own), self._answers(own, now), strict=True))
         return [answers.get(step.item.file, Refusal.NO_GRANT) for step in stored]
 
     def _answers(self, stored: Sequence[Stored], now: int) -> list[Answer | Refusal]:
         try:
             used = [(msgspec.structs.replace(step.item, last_use=now), step.replaces) for step in stored]
-            return self._catalogue.commit(self._writer, used)
+            return self._seat.catalogue.commit(self._seat.writer, used)
         except ValueError as error:  # an object that no row can hold must not keep the others
             if len(stored) > 1:
                 return [answer for step in stored for answer in self._answers([step], now)]
@@ -90,7 +82,7 @@ class Committer:
     def _discard(self, step: Discarded) -> bool:
         """Whether its files are gone, or named after all: a rebuild may have found them. If not, its bytes stay
         taken."""
-        if not self._catalogue.named([step.file]) and not self._unlinker.unlink(step.file, step.world_size):
+        if not self._seat.catalogue.named([step.file]) and not self._unlinker.unlink(step.file, step.world_size):
             return False
         self._room.release(step.num_bytes)
         step.served.holds.release(step.parents)

@@ -5,12 +5,12 @@ import logging
 from collections.abc import Set
 from functools import partial
 
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, File, Garbage, Limits, Totals, limit_bytes
-from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, File, Garbage, Limits, Totals, limit_bytes
+from vllm_overlay.tiers.disk.messages import ServedNamespace
 from vllm_overlay.tiers.disk.room import Room
+from vllm_overlay.tiers.disk.site import Seat, Site
 from vllm_overlay.tiers.disk.unlinker import Unlinker
-from vllm_overlay.tiers.disk.updates import ServedNamespace
-from vllm_overlay.tiers.disk.volume import Quota, Volume
+from vllm_overlay.tiers.disk.volume import Volume
 
 _LARGEST_AHEAD = 2
 """A prompt's chunks come before its snapshot, and must not take the room of that."""
@@ -24,19 +24,15 @@ logger = logging.getLogger(__name__)
 class Evictor:
     """Called in the bookkeeper's thread. Raises CatalogueError and OSError."""
 
-    def __init__(
-        self, catalogue: Catalogue, writer: str, unlinker: Unlinker, room: Room, quota: Quota, root: str, device: Device
-    ) -> None:
-        self._catalogue = catalogue
-        self._writer = writer
+    def __init__(self, seat: Seat, unlinker: Unlinker, room: Room) -> None:
+        self._seat = seat
+        self._catalogue = seat.catalogue
+        self._quota = seat.site.quota
         self._unlinker = unlinker
         self._room = room
-        self._quota = quota
-        self._root = root
-        self._device = device
         self._ahead: list[Garbage] = []
         """What went before its row since the catalogue could be written last."""
-        self.usable_bytes = quota.capacity_bytes
+        self.usable_bytes = seat.site.quota.capacity_bytes
         """What all objects together may take, once the catalogue is complete."""
         self._has_looked = False
 
@@ -56,7 +52,7 @@ class Evictor:
         self._give_back(self._room.available - target)  # members that have joined since make the parts smaller
         if self._room.available * 2 >= target and self._room.available >= at_least:
             return 0, False
-        grant = self._catalogue.grant(self._writer, max(0, target - self._room.available), at_least, capacity)
+        grant = self._catalogue.grant(self._seat.writer, max(0, target - self._room.available), at_least, capacity)
         self._room.grow(grant.num_bytes)
         self._give_back(grant.surplus_bytes)
         short_bytes = grant.short_bytes if self._room.is_wanted else max(0, totals.num_bytes - capacity)
@@ -67,17 +63,18 @@ class Evictor:
     def _give_back(self, num_bytes: int) -> None:
         """As far as no store has taken it."""
         if num_bytes > 0 and (returned := self._room.take_back(num_bytes)):
-            self._catalogue.give_back(self._writer, returned)
+            self._catalogue.give_back(self._seat.writer, returned)
 
     def _look_for_room(self, totals: Totals) -> int:
         """What all objects together may take. The first look says so where it is less than the settings promise."""
-        volume = Volume(self._device.free_bytes(self._root), totals.object_bytes + totals.removing_bytes)
+        device, root = self._seat.site.device, self._seat.root
+        volume = Volume(device.free_bytes(root), totals.object_bytes + totals.removing_bytes)
         usable = volume.usable_bytes(self._quota)
         if totals.is_complete:
             self.usable_bytes = usable
             if not self._has_looked:
                 self._has_looked = True
-                if shortage := volume.shortage(self._quota, self._root, self._device.total_bytes(self._root)):
+                if shortage := volume.shortage(self._quota, root, device.total_bytes(root)):
                     logger.warning("disk tier: %s", shortage)
         return usable
 
@@ -86,7 +83,7 @@ class Evictor:
         gone: set[File] = set()
         try:
             limits = Limits(short_bytes, BATCH_ROWS, served.holds.held())
-            removed = self._catalogue.evict(self._writer, limits, now, partial(_claim, served, claimed))
+            removed = self._catalogue.evict(self._seat.writer, limits, now, partial(_claim, served, claimed))
             gone.update(item.file for item in removed)
         finally:
             served.holds.unclaim(claimed - gone)
@@ -97,7 +94,7 @@ class Evictor:
     def unlink_ahead(self, served: ServedNamespace, now: int) -> int:
         """Called when the catalogue cannot be written. Where that is for a full disk, the files go first that would be
         evicted next. A load of one is a miss, and the next eviction takes its row. Returns how many objects went."""
-        if not is_full(self._device, self._root):
+        if not is_full(self._seat.site):
             return 0
         wanted = sum(item.num_bytes for item in self._ahead) + max(_FULL_BYTES, self._quota.largest_bytes)
         limits = Limits(wanted, len(self._ahead) + BATCH_ROWS, served.holds.held())
@@ -105,14 +102,14 @@ class Evictor:
         gone = [item for item in victims if self._unlinker.unlink(item.file, item.world_size)]
         self._ahead += gone
         logger.warning(
-            "disk tier: %s is full: removed %d objects so that the catalogue can be written", self._root, len(gone)
+            "disk tier: %s is full: removed %d objects so that the catalogue can be written", self._seat.root, len(gone)
         )
         return len(gone)
 
 
-def is_full(device: Device, root: str) -> bool:
+def is_full(site: Site) -> bool:
     """Whether SQLite may not be able to write for want of space. Raises OSError."""
-    return device.free_bytes(root) < _FULL_BYTES
+    return site.device.free_bytes(site.root.path) < _FULL_BYTES
 
 
 def _claim(served: ServedNamespace, claimed: set[File], files: list[File]) -> Set[File]:

@@ -9,7 +9,7 @@ from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.disk.catalogue import Catalogue, FellBehind, StoredObject
 from vllm_overlay.tiers.disk.files.format import file_bytes
 from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER
-from vllm_overlay.tiers.disk.updates import Found, Gone, ReloadBegins, ReloadEnds, ServedNamespace
+from vllm_overlay.tiers.disk.messages import Found, Gone, ReloadBegins, ReloadEnds, ServedNamespace
 
 _OBJECTS_AN_UPDATE = 64
 _MAX_WAITING = 4096

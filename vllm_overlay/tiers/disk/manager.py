@@ -25,11 +25,7 @@ from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, check_stored_
 from vllm_overlay.tiers.disk.files.root import choose_root
 from vllm_overlay.tiers.disk.hidden import UNREADABLE_S, Hidden, VisibleHits
 from vllm_overlay.tiers.disk.learned import read_learned
-from vllm_overlay.tiers.disk.parts import DiskPart
-from vllm_overlay.tiers.disk.ranking import Ranker
-from vllm_overlay.tiers.disk.settings import DiskTierSettings
-from vllm_overlay.tiers.disk.tickets import FileTickets
-from vllm_overlay.tiers.disk.updates import (
+from vllm_overlay.tiers.disk.messages import (
     Committed,
     Found,
     Gone,
@@ -38,6 +34,10 @@ from vllm_overlay.tiers.disk.updates import (
     ServedNamespace,
     Update,
 )
+from vllm_overlay.tiers.disk.ranking import Ranker
+from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.disk.site import Site
+from vllm_overlay.tiers.disk.tickets import DiskPart, FileTickets
 from vllm_overlay.tiers.disk.volume import Quota
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
@@ -53,11 +53,12 @@ _JOIN_S = 2.0
 logger = logging.getLogger(__name__)
 
 
-class Store(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """An object from its ticket until the catalogue has answered. ``num_bytes`` are of all ranks' files.
+class Store(msgspec.Struct, eq=False, gc=False):
+    """An object from its ticket until the catalogue is told of it. ``num_bytes`` are of all ranks' files.
 
     ``parents`` are the files that are held meanwhile. ``replaces``: the index has the object in that file, pinned and
-    hidden, because it was not right or could not be read.
+    hidden, because it was not right or could not be read. ``is_written``: every rank has reported it, and a parent is
+    still on its way.
     """
 
     served: ServedNamespace
@@ -66,6 +67,7 @@ class Store(msgspec.Struct, frozen=True, eq=False, gc=False):
     num_bytes: int
     parents: tuple[File, ...]
     replaces: File | None
+    is_written: bool = False
 
 
 class DiskTierManager(TierManager):
@@ -100,6 +102,7 @@ class DiskTierManager(TierManager):
         integrity = integrity_of(settings.encryption_key_file)
         root = choose_root(device, settings.root, settings.host_name)
         lease = take_lease(device, root)
+        site = Site(root, device, integrity, quota, world_size)
         self._geometry = geometry if settings.eviction_policy != "lru" else None
         self._keep_learned_at = 0.0
         self._ranker = self._new_ranker(read_learned(root, namespace.fingerprint) if self._geometry else None)
@@ -109,10 +112,6 @@ class DiskTierManager(TierManager):
         self._numbers = itertools.count(1)
         self._tickets = FileTickets()
         self._stores: dict[int, Store] = {}
-        self._written: set[int] = set()
-        """Stores that every rank has reported, while a parent is still on its way."""
-        self._replacing: set[ObjectId] = set()
-        """Hidden objects that are being stored anew. The index has them, pinned."""
         self._hidden = Hidden()
         self._unconfirmed: set[ObjectId] = set()
         """Objects that the catalogue has yet to take in."""
@@ -120,10 +119,9 @@ class DiskTierManager(TierManager):
         """What a reload that is under way has not found yet."""
         self._outdated: set[ObjectId] = set()
         """What the last reload has not found."""
-        self._dropped = 0
         self._served = ServedNamespace(namespace)
         self._awake_until = time.monotonic() + _AWAKE_S
-        self._bookkeeper = Bookkeeper(root, self._served, world_size, quota, device, integrity, lease)
+        self._bookkeeper = Bookkeeper(site, self._served, lease)
 
     def _new_ranker(self, learned: Learned | None) -> Ranker | None:
         return None if self._geometry is None else Ranker(self._geometry, self._capacity_bytes, learned)
@@ -215,10 +213,16 @@ class DiskTierManager(TierManager):
 
     def _replaceable(self, object_id: ObjectId) -> File | None:
         """The file of an object that is here, hidden, and not on its way once more."""
-        if not self._hidden or object_id not in self._hidden or object_id in self._replacing:
+        if not self._hidden or object_id not in self._hidden or self._is_replacing(object_id):
             return None
         entry = self.index.get(object_id)
         return None if entry is None else self._tickets.file(entry.ticket)
+
+    def _is_replacing(self, object_id: ObjectId) -> bool:
+        return any(
+            store.replaces is not None and store.served is self._served and store.planned.object_id == object_id
+            for store in self._stores.values()
+        )
 
     # Stores.
 
@@ -236,13 +240,11 @@ class DiskTierManager(TierManager):
         parents = tuple([self._tickets.file(entry.ticket) for entry in found])
         num_bytes = bytes_on_disk(planned.num_bytes, self._world_size)
         if not (writer := self._take_room(num_bytes, parents)):
-            self._dropped += 1
             return None
         file = File(writer, next(self._numbers))
         ticket = self._tickets.of_store(file)
         self._stores[ticket] = Store(served, planned, file, num_bytes, parents, replaces)
         if replaces is not None:
-            self._replacing.add(planned.object_id)
             self.index.pin([planned.object_id])
         else:
             self._hidden.discard(planned.object_id)
@@ -271,7 +273,7 @@ class DiskTierManager(TierManager):
             self._tell_of(ticket)
             self._end_replacing(store)
         else:
-            self._written.add(ticket)
+            store.is_written = True
             visible, released = self.index.commit(ticket)
             for entry in visible:
                 self._tell_of(entry.ticket)
@@ -290,7 +292,6 @@ class DiskTierManager(TierManager):
 
     def _tell_of(self, ticket: int) -> None:
         """The object of a store can be found: others shall find it too."""
-        self._written.discard(ticket)
         if (store := self._stores.pop(ticket, None)) is not None:
             self._unconfirmed.add(store.planned.object_id)
             if self._ranker is not None:
@@ -298,7 +299,6 @@ class DiskTierManager(TierManager):
             self._bookkeeper.commit(store)
 
     def _end_replacing(self, store: Store) -> None:
-        self._replacing.discard(store.planned.object_id)
         self._discard_all(self.index.unpin([store.planned.object_id]))
 
     def _discard_all(self, released: Iterable[Entry]) -> None:
@@ -307,7 +307,6 @@ class DiskTierManager(TierManager):
             self._discard(entry.ticket)
 
     def _discard(self, ticket: int) -> None:
-        self._written.discard(ticket)
         if (store := self._stores.pop(ticket, None)) is not None:
             self._bookkeeper.discard(store)
 
@@ -353,15 +352,16 @@ class DiskTierManager(TierManager):
         What was stored before stays for those who serve it, and goes first when nobody does. This process finds it
         again once it is restarted and the weights' files say that it is right.
         """
-        for ticket in list(self._written):
-            self._discard(ticket)
+        for ticket, store in list(self._stores.items()):
+            if store.is_written:
+                self._discard(ticket)
         self._served = ServedNamespace(self._first_namespace.since(secrets.token_hex(8)))
         self._bookkeeper.serve(self._served, retired=self.index)
         if self._ranker is not None:
             self._ranker = self._new_ranker(self._ranker.learned())
         self.index = _new_index(self._ranker)
         self._hidden = Hidden()
-        self._replacing, self._unconfirmed, self._unseen, self._outdated = set(), set(), set(), set()
+        self._unconfirmed, self._unseen, self._outdated = set(), set(), set()
         logger.info("%s: reset: what was stored before is not loaded any more", self._name)
 
     def usage(self) -> TierUsage:
@@ -370,7 +370,6 @@ class DiskTierManager(TierManager):
             used_bytes=self.index.used_bytes,
             capacity_bytes=self._bookkeeper.usable_bytes,
             evicted_objects=self._bookkeeper.num_evicted,
-            dropped_objects=self._dropped,
         )
 
     def close(self) -> None:

@@ -7,17 +7,14 @@ from collections import deque
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Namespace, Superseded
 from vllm_overlay.tiers.disk.committer import Committer
 from vllm_overlay.tiers.disk.evictor import Evictor
-from vllm_overlay.tiers.disk.files.checksum import Integrity
-from vllm_overlay.tiers.disk.files.device import Device
-from vllm_overlay.tiers.disk.files.root import Root, is_in_place, reopen_root
+from vllm_overlay.tiers.disk.files.root import is_in_place, reopen_root
 from vllm_overlay.tiers.disk.files.writer import Life, begin_life
 from vllm_overlay.tiers.disk.follower import Follower
+from vllm_overlay.tiers.disk.messages import Discarded, ServedNamespace, Step
 from vllm_overlay.tiers.disk.recovery.recovery import Recovery
 from vllm_overlay.tiers.disk.room import Room
-from vllm_overlay.tiers.disk.steps import Discarded, Step
+from vllm_overlay.tiers.disk.site import Seat, Site
 from vllm_overlay.tiers.disk.unlinker import Unlinker
-from vllm_overlay.tiers.disk.updates import ServedNamespace
-from vllm_overlay.tiers.disk.volume import Quota
 
 
 class Session:
@@ -26,26 +23,16 @@ class Session:
     ``life`` is this engine's writer of before. It stays the writer while others see that it lives.
     """
 
-    def __init__(
-        self,
-        root: Root,
-        served: ServedNamespace,
-        world_size: int,
-        quota: Quota,
-        room: Room,
-        device: Device,
-        integrity: Integrity,
-        life: Life | None,
-    ) -> None:
-        reopen_root(device, root)
-        self._root = root
+    def __init__(self, site: Site, served: ServedNamespace, room: Room, life: Life | None) -> None:
+        root = site.root
+        reopen_root(site.device, root)
+        self._site = site
         self._room = room
-        self._world_size = world_size
         self.served = served
         self.catalogue = Catalogue(root.path, root.journal)
         try:
             if life is None or not life.is_in_place():
-                life = begin_life(root.path, device)
+                life = begin_life(root.path, site.device)
             self.life = life
             self.catalogue.join(self.writer, namespace_of(served))
             granted = self.catalogue.give_back(self.writer, 0)
@@ -56,13 +43,12 @@ class Session:
         room.begin(self.writer, granted)
         self.to_epoch_s = max(time.time(), float(newest_use)) - time.monotonic()
         """Turns monotonic seconds into those since the epoch: a clock that is set back makes nothing old."""
-        self.unlinker = Unlinker(self.catalogue, root.path, self.writer, device)
-        self.committer = Committer(self.catalogue, self.writer, self.unlinker, room, self._move)
-        self.evictor = Evictor(self.catalogue, self.writer, self.unlinker, room, quota, root.path, device)
-        self.follower = Follower(self.catalogue, served, world_size)
-        self.recovery = Recovery(
-            self.catalogue, root.path, self.writer, served.namespace.fingerprint, device, integrity
-        )
+        seat = Seat(site, self.catalogue, self.writer)
+        self.unlinker = Unlinker(seat)
+        self.committer = Committer(seat, self.unlinker, room, self._move)
+        self.evictor = Evictor(seat, self.unlinker, room)
+        self.follower = Follower(self.catalogue, served, site.world_size)
+        self.recovery = Recovery(seat, served.namespace.fingerprint)
 
     @property
     def writer(self) -> str:
@@ -78,7 +64,7 @@ class Session:
         the recovery has met."""
         if self.recovery.damage is not None:
             raise self.recovery.damage
-        if not is_in_place(self._root):
+        if not is_in_place(self._site.root):
             raise Superseded("it is not there, or on another disk")
         if not self.life.is_in_place():
             raise Superseded(f"the lock of writer {self.writer} was removed")
@@ -104,7 +90,7 @@ class Session:
         if self.served is not served:
             self.catalogue.serve(self.writer, namespace_of(served))
             self.served = served
-            self.follower = Follower(self.catalogue, served, self._world_size)
+            self.follower = Follower(self.catalogue, served, self._site.world_size)
 
     def leave(self) -> None:
         """What stores that are still under way leave is looked after by who buries the writer."""

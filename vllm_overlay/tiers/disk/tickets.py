@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files as numbers: the tickets that the index keeps of its entries."""
+"""What tickets say of files: to workers, and to the index, which keeps of each entry a number."""
+
+import msgspec
 
 from vllm_overlay.tiers.disk.catalogue import File
 
 _BITS = 40
 """Of a file's number. The rest of a ticket stands for its writer."""
+
+
+class DiskPart(msgspec.Struct, frozen=True, gc=False):
+    """What the manager tells its workers beside the object: the file of a store or a load, and its namespace."""
+
+    file: File
+    fingerprint: str
+    is_private: bool = False
 
 
 class FileTickets:

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
-from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Garbage
-from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.catalogue import File, Garbage
 from vllm_overlay.tiers.disk.files.writer import paths_of
+from vllm_overlay.tiers.disk.site import Seat
 from vllm_overlay.tiers.disk.thread_pool import in_threads
 
 _THREADS = 4
@@ -19,11 +19,8 @@ class Unlinker:
     """Called in the bookkeeper's thread. Raises CatalogueError. What cannot be unlinked now stays garbage, and keeps
     its bytes until the next ``run``."""
 
-    def __init__(self, catalogue: Catalogue, root: str, writer: str, device: Device) -> None:
-        self._catalogue = catalogue
-        self._root = root
-        self._writer = writer
-        self._device = device
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
         self.num_stuck = 0
         """Of the garbage that ``run`` has met last."""
 
@@ -32,7 +29,7 @@ class Unlinker:
         unlink before."""
         self.num_stuck = 0
         last: File | None = None
-        while garbage := self._catalogue.garbage(self._writer, after=last):
+        while garbage := self._seat.catalogue.garbage(self._seat.writer, after=last):
             last = garbage[-1].file
             self._unlink(garbage, 0, 0)
 
@@ -44,18 +41,18 @@ class Unlinker:
         is_gone = in_threads(lambda item: self.unlink(item.file, item.world_size), garbage, _THREADS)
         gone = [item.file for item, is_this_gone in zip(garbage, is_gone, strict=True) if is_this_gone]
         self.num_stuck += len(garbage) - len(gone)
-        return self._catalogue.collected(self._writer, gone, keep_bytes, capacity_bytes) if gone else 0
+        return self._seat.catalogue.collected(self._seat.writer, gone, keep_bytes, capacity_bytes) if gone else 0
 
     def unlink(self, file: File, world_size: int) -> bool:
         """Whether no rank has this file any more. Called in whatever thread."""
-        return self.unlink_all(paths_of(self._root, file, world_size))
+        return self.unlink_all(paths_of(self._seat.root, file, world_size))
 
     def unlink_all(self, paths: Iterable[str]) -> bool:
         """Whether none of these files is there any more."""
         is_gone = True
         for path in paths:
             try:
-                self._device.unlink(path)
+                self._seat.site.device.unlink(path)
             except FileNotFoundError:
                 pass
             except OSError as error:

@@ -6,13 +6,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import xxhash
 from blake3 import blake3
 
 from vllm_overlay.tiers.disk.files import encryption
-from vllm_overlay.tiers.disk.files.key_file import read_key
 
 KEY_ID_BYTES = 8
 _CONTEXT = "vllm-overlay disk tier: "
@@ -34,38 +33,6 @@ class Seal(NamedTuple):
 
 NO_SEAL = Seal(b"")
 """Of a header whose payload is not written yet."""
-
-
-class Digest(Protocol):
-    """A checksum that is fed piece by piece. ``digest`` is that of all pieces one after the other."""
-
-    def update(self, data: memoryview | bytes, /) -> object: ...
-
-    def digest(self) -> bytes: ...
-
-
-class Opening(Protocol):
-    """A payload that was read, fed segment by segment. An encrypted one is decrypted in place.
-
-    Nothing of it may be used before ``verify`` says that the header's checksum is that of all of it.
-    """
-
-    def update(self, segment: memoryview, /) -> None: ...
-
-    def verify(self, checksum: bytes, /) -> bool: ...
-
-
-class _Checked:
-    """The opening of a payload that lies there as it is."""
-
-    def __init__(self, digest: Digest) -> None:
-        self._digest = digest
-
-    def update(self, segment: memoryview) -> None:
-        self._digest.update(segment)
-
-    def verify(self, checksum: bytes) -> bool:
-        return hmac.compare_digest(checksum, self._digest.digest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +67,9 @@ class Integrity(ABC):
         encrypted."""
 
     @abstractmethod
-    def open(self, salt: bytes) -> Opening:
-        """For the payload of a header with that salt."""
+    def unseal(self, seal: Seal, segments: Sequence[memoryview]) -> bool:
+        """Whether the payload in these segments is the one that was sealed so. An encrypted one is decrypted in place.
+        Nothing of it may be used unless it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +92,8 @@ class PlainIntegrity(Integrity):
     def seal(self, segments: Sequence[memoryview]) -> Seal:
         return Seal(self.checksum_of(segments))
 
-    def open(self, salt: bytes) -> Opening:
-        return _Checked(xxhash.xxh3_128())
+    def unseal(self, seal: Seal, segments: Sequence[memoryview]) -> bool:
+        return hmac.compare_digest(seal.checksum, self.checksum_of(segments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +127,8 @@ class EncryptedIntegrity(Integrity):
         salt = os.urandom(encryption.SALT_BYTES)
         return Seal(encryption.encrypt(self.encryption_key, salt, segments), salt)
 
-    def open(self, salt: bytes) -> Opening:
-        return encryption.Decryption(self.encryption_key, salt)
+    def unseal(self, seal: Seal, segments: Sequence[memoryview]) -> bool:
+        return encryption.decrypt(self.encryption_key, seal.salt, segments, seal.checksum)
 
 
 XXH3 = PlainIntegrity(name="xxh3")
@@ -168,4 +136,4 @@ XXH3 = PlainIntegrity(name="xxh3")
 
 def integrity_of(encryption_key_file: str = "") -> Integrity:
     """AES-256-GCM with a key, else XXH3. Called at start; raises ConfigError."""
-    return EncryptedIntegrity.of(read_key(encryption_key_file)) if encryption_key_file else XXH3
+    return EncryptedIntegrity.of(encryption.read_key(encryption_key_file)) if encryption_key_file else XXH3

@@ -209,8 +209,5 @@ def read_object(
     header = _decode(page, partial(ObjectHeader.decode, integrity=integrity))
     if header.identity != identity:
         raise BadObject(Reason.HEADER)
-    opening = integrity.open(header.seal.salt)
-    for view in views:
-        opening.update(view)
-    if not opening.verify(header.seal.checksum) or padding.any():
+    if not integrity.unseal(header.seal, views) or padding.any():
         raise BadObject(Reason.CHECKSUM)

@@ -5,21 +5,19 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from vllm_overlay.tiers.disk.catalogue import Catalogue
-from vllm_overlay.tiers.disk.files.device import Device, remove_quietly
+from vllm_overlay.tiers.disk.files.device import remove_quietly
 from vllm_overlay.tiers.disk.files.writer import dead, directories_under, has_begun, parse_name, writers_under
+from vllm_overlay.tiers.disk.site import Seat
 
 
 class Burial:
-    """Called in the recovery thread. ``heir`` is this engine's writer, which is never buried from here."""
+    """Called in the recovery thread. The heir is this engine's writer, which is never buried from here."""
 
-    def __init__(
-        self, catalogue: Catalogue, root: str, heir: str, device: Device, is_closing: Callable[[], bool]
-    ) -> None:
-        self._catalogue = catalogue
-        self._root = root
-        self._heir = heir
-        self._device = device
+    def __init__(self, seat: Seat, is_closing: Callable[[], bool]) -> None:
+        self._catalogue = seat.catalogue
+        self._root = seat.root
+        self._heir = seat.writer
+        self._device = seat.site.device
         self._is_closing = is_closing
         self._buried: set[str] = set()
         """Names never come again, so these need not be looked at again."""

@@ -18,12 +18,11 @@ from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, File, Garbage, Namespace, StoredObject
-from vllm_overlay.tiers.disk.files.checksum import Integrity
-from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, File, Garbage, Namespace, StoredObject
 from vllm_overlay.tiers.disk.files.format import FormatError, ObjectHeader, file_bytes
 from vllm_overlay.tiers.disk.files.object_file import BadObject, read_header
 from vllm_overlay.tiers.disk.files.writer import directories_under, parse_name, writers_under
+from vllm_overlay.tiers.disk.site import Seat
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
 
 GIVE_UP_S = 60.0
@@ -45,27 +44,19 @@ class Found:
 
 
 class Rebuild:
-    """One rebuild. ``fingerprint`` is this engine's namespace, in which only what ``integrity`` proves counts. Of other
+    """One rebuild. ``fingerprint`` is this engine's namespace: there only what its key proves counts. Of other
     namespaces, whose keys this process may not have, headers are believed: their objects are counted and removed in
     order here, and never loaded.
 
     ``is_closing`` is asked often. Once it says yes, what was found means nothing.
     """
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        root: str,
-        fingerprint: str,
-        device: Device,
-        integrity: Integrity,
-        is_closing: Callable[[], bool],
-    ) -> None:
-        self._catalogue = catalogue
-        self._root = root
+    def __init__(self, seat: Seat, fingerprint: str, is_closing: Callable[[], bool]) -> None:
+        self._catalogue = seat.catalogue
+        self._root = seat.root
         self._fingerprint = fingerprint
-        self._device = device
-        self._integrity = integrity
+        self._device = seat.site.device
+        self._integrity = seat.site.integrity
         self._is_closing = is_closing
         self._give_up_at = math.inf
         self._unread: list[str] = []

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.file_lock import try_lock
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
-from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Damaged
-from vllm_overlay.tiers.disk.files.checksum import Integrity
-from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.catalogue import CatalogueError, Damaged
 from vllm_overlay.tiers.disk.recovery.burial import Burial
 from vllm_overlay.tiers.disk.recovery.rebuild import Rebuild
+from vllm_overlay.tiers.disk.site import Seat
 
 REBUILD_LOCK = "rebuild.lock"
 PAUSE_S = 10.0
@@ -25,13 +24,11 @@ class Recovery:
     """One for each open catalogue, with one thread. It never keeps the bookkeeper waiting for longer than a
     transaction."""
 
-    def __init__(
-        self, catalogue: Catalogue, root: str, writer: str, fingerprint: str, device: Device, integrity: Integrity
-    ) -> None:
-        self._catalogue = catalogue
-        self._root = root
-        self._burial = Burial(catalogue, root, writer, device, self._is_closing)
-        self._rebuild = Rebuild(catalogue, root, fingerprint, device, integrity, self._is_closing)
+    def __init__(self, seat: Seat, fingerprint: str) -> None:
+        self._catalogue = seat.catalogue
+        self._root = seat.root
+        self._burial = Burial(seat, self._is_closing)
+        self._rebuild = Rebuild(seat, fingerprint, self._is_closing)
         self.has_buried = False
         """Whether all were looked at once: what the dead held is free, and need not be evicted."""
         self.damage: Damaged | None = None

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bookkeeper tells the scheduler about the objects of a namespace, in the order in which it happened."""
+"""What the bookkeeper's and the scheduler's threads tell each other, each in the order in which it happened."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.catalogue import File
+from vllm_overlay.tiers.disk.catalogue import File, StoredObject
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.holds import Holds
+
+# To the scheduler.
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +69,40 @@ class ServedNamespace:
     """Whether ``updates`` had all objects once. Set by the bookkeeper's thread."""
     is_complete: bool = False
     """The same, of a catalogue that knew all files. Set by the bookkeeper's thread."""
+
+
+# To the bookkeeper.
+
+
+class Stored(msgspec.Struct, frozen=True, gc=False):
+    """All ranks' files of an object are in place. The files of its ``parents`` are held, and its bytes taken from the
+    room."""
+
+    served: ServedNamespace
+    item: StoredObject
+    parents: tuple[File, ...]
+    replaces: File | None = None
+
+
+class Discarded(msgspec.Struct, frozen=True, gc=False):
+    """A store has failed, or nobody wants its object. What it left is to be unlinked, unless something names it."""
+
+    served: ServedNamespace
+    file: File
+    world_size: int
+    num_bytes: int
+    parents: tuple[File, ...]
+
+
+class Moved(msgspec.Struct, frozen=True, gc=False):
+    """From here on another namespace is served."""
+
+    served: ServedNamespace
+
+
+Step = Stored | Discarded | Moved
+
+
+def discarded(step: Stored) -> Discarded:
+    """The step for a store that the catalogue did not take."""
+    return Discarded(step.served, step.item.file, step.item.world_size, step.item.num_bytes, step.parents)
