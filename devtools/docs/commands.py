@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from devtools.docs.names import PACKAGES
+from devtools.docs.names import PACKAGES, is_known
 from devtools.docs.page import Finding, Page
 
 _SHELL = ("", "bash", "sh", "shell", "console")
@@ -137,9 +137,9 @@ def _problem_of_overlay(root: Path, command: Command, words: Sequence[str]) -> s
     if not names or not re.fullmatch(r"[a-z]+", names[0]):
         return None
     file = folder / f"{names[0]}.py"
-    if not file.is_file() or f'name="{names[0]}"' not in file.read_text(encoding="utf-8"):
+    if not file.is_file() or f'name="{names[0]}"' not in (text := file.read_text(encoding="utf-8")):
         return f"there is no sub-command {names[0]}"
-    return _problem_of_flags(command, file, root)
+    return _problem_of_flags(command, file, root, passes_on="passes_on=True" in text)
 
 
 def _problem_of_python(root: Path, command: Command) -> str | None:
@@ -164,8 +164,13 @@ def _problem_of_python(root: Path, command: Command) -> str | None:
     return None
 
 
-def _problem_of_flags(command: Command, file: Path, root: Path) -> str | None:
-    unknown = [flag for flag in command.flags if flag not in {*_flags(root, file), "--help"}]
+def _problem_of_flags(command: Command, file: Path, root: Path, passes_on: bool = False) -> str | None:
+    """``passes_on``: vLLM's flags are taken too."""
+    unknown = [
+        flag
+        for flag in command.flags
+        if flag not in {*_flags(root, file), "--help"} and not (passes_on and is_known(root, flag))
+    ]
     return f"it has no {unknown[0]}" if unknown else None
 
 
@@ -187,12 +192,9 @@ def _flags(root: Path, file: Path) -> frozenset[str]:
 
 
 def _options(tree: ast.AST) -> set[str]:
-    """Every string that is an option, and the names of a loop over ``add_argument(_flag(name))``."""
+    """Every string that is an option."""
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    options = {text for text in strings if re.fullmatch(r"--[a-z][a-z0-9-]*", text)}
-    if any(isinstance(node, ast.FunctionDef) and node.name == "_flag" for node in ast.walk(tree)):
-        options |= {f"--{text.replace('_', '-')}" for text in strings if re.fullmatch(r"[a-z_]+", text)}
-    return options
+    return {text for text in strings if re.fullmatch(r"--[a-z][a-z0-9-]*", text)}
 
 
 def _imported(root: Path, tree: ast.AST) -> list[Path]:
