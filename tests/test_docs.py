@@ -16,6 +16,7 @@ from devtools.docs.page import Page
 from devtools.docs_check import check, main, pages_of
 from tests.python_path import REPOSITORY
 from tests.transfer_config import accepted_tiers
+from vllm_overlay.cli.command_line import COMMANDS
 
 PAGES = [Page.read(REPOSITORY, path) for path in pages_of(REPOSITORY)]
 SERVERS = (("vllm", "serve"), ("python", "-m", "vllm.entrypoints.openai.api_server"))
@@ -91,6 +92,7 @@ def test_a_page_without_a_fault_has_no_finding(clone: Path) -> None:
         ("`vllm-overlay nothing`", 1, "there is no sub-command nothing"),
         ("`vllm-overlay probe URL --turns 3`", 1, "it has no --turns"),
         ("`python -m vllm_overlay stats ROOT --watch`", 1, "it has no --watch"),
+        ("`python -m vllm_overlay plan MODEL --dtype half --watch-closely`", 1, "it has no --watch-closely"),
         ("`python -m bench.nothing`", 1, "there is no module bench.nothing"),
         ("`python -m vllm_overlay.planner`", 1, "vllm_overlay.planner has no __main__.py"),
         ("`python -m bench.serving --watch`", 1, "it has no --watch"),
@@ -168,6 +170,17 @@ def words_of(program: tuple[str, ...]) -> Iterator[tuple[str, int, list[str]]]:
                 yield page.name, command.line, words[len(program) :]
 
 
+def subparser(name: str) -> argparse.ArgumentParser:
+    (command,) = (command for command in COMMANDS if command.name == name)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser
+
+
+PASSED_ON = {command.name for command in COMMANDS if command.passes_on}
+"""Commands that take vLLM's options too."""
+
+
 def unknown_options(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     options = words[: words.index("--")] if "--" in words else words
     return [
@@ -182,6 +195,20 @@ def server_parser() -> argparse.ArgumentParser:
 
     parser: argparse.ArgumentParser = make_arg_parser(FlexibleArgumentParser())
     return parser
+
+
+def test_commands_of_ours_have_options_that_their_parsers_know(
+    server_parser: argparse.ArgumentParser,
+) -> None:
+    found = [
+        (page, line, unknown)
+        for program in (("vllm-overlay",), ("python", "-m", "vllm_overlay"))
+        for page, line, words in words_of(program)
+        if words and not words[0].startswith("-") and words[0] in {command.name for command in COMMANDS}
+        for unknown in unknown_options(subparser(words[0]), words)
+        if words[0] not in PASSED_ON or unknown_options(server_parser, [unknown])
+    ]
+    assert found == []
 
 
 def test_servers_on_the_pages_have_options_that_vllm_knows(server_parser: argparse.ArgumentParser) -> None:
@@ -235,7 +262,7 @@ def test_a_configuration_on_a_page_is_accepted(config: tuple[str, int, Any]) -> 
 
 
 def test_configurations_are_found_on_the_pages_and_wrong_ones_refused() -> None:
-    assert {"README.md", "docs/quickstart.md"} <= {page for page, _, _ in CONFIGS}
+    assert {"README.md", "docs/configuration.md"} <= {page for page, _, _ in CONFIGS}
     for wrong in ({"tier": "cpu", "capacity": 1}, {"tier": "disk"}, {"connectors": [{"kv_connector": "No"}]}):
         with pytest.raises(Exception, match=r"capacity|root|No"):
             accepted(wrong)

@@ -5,9 +5,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
+from tests.planning.layouts import QWEN_35B
 from tests.test_versions import rows_of
-from vllm_overlay import multi_connector
+from vllm_overlay import cli, multi_connector
 from vllm_overlay.multi_connector.children import child_specs
+from vllm_overlay.planning.question import Flags, Reply
 from vllm_overlay.plugin import register
 from vllm_overlay.tiers.factory import tier_spec
 
@@ -17,8 +21,18 @@ MOST_WORDS, MOST_ROWS = 20, 8
 
 def example() -> str:
     """The README's ``--kv-transfer-config``, as it stands."""
-    (found,) = re.findall(r"--kv-transfer-config '(.*?)'", README.read_text(), re.DOTALL)
+    (found,) = re.findall(r"```json\n(.*?)```", README.read_text(), re.DOTALL)
     return str(found)
+
+
+def test_the_readmes_json_is_what_its_command_writes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reply = Reply(Flags(model="MODEL"), QWEN_35B)
+    monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: reply)
+    (command,) = re.findall(r"^vllm-overlay (serve .*)$", README.read_text(), re.MULTILINE)
+    assert cli.main([*command.split(), "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(example())
 
 
 def test_the_readmes_example_works_and_both_families_of_metrics_call_its_children_alike() -> None:

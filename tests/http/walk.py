@@ -15,7 +15,7 @@ from devtools.docs.page import CodeBlock, Page
 from tests.python_path import REPOSITORY
 from tests.waiting import PATIENCE_S, until
 
-SERVER = "vllm.entrypoints.openai.api_server"
+SERVER = "vllm-overlay serve"
 IS_UP = "Application startup complete."
 INTERRUPT = "Press Ctrl-C in the first terminal"
 
