@@ -16,7 +16,6 @@ from devtools.docs.page import Page
 from devtools.docs_check import check, main, pages_of
 from tests.python_path import REPOSITORY
 from tests.transfer_config import accepted_tiers
-from vllm_overlay.cli.command_line import COMMANDS
 
 PAGES = [Page.read(REPOSITORY, path) for path in pages_of(REPOSITORY)]
 SERVERS = (("vllm", "serve"), ("python", "-m", "vllm.entrypoints.openai.api_server"))
@@ -170,17 +169,6 @@ def words_of(program: tuple[str, ...]) -> Iterator[tuple[str, int, list[str]]]:
                 yield page.name, command.line, words[len(program) :]
 
 
-def subparser(name: str) -> argparse.ArgumentParser:
-    (command,) = (command for command in COMMANDS if command.name == name)
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser
-
-
-PASSED_ON = {command.name for command in COMMANDS if command.passes_on}
-"""Commands that take vLLM's options too."""
-
-
 def unknown_options(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
     options = words[: words.index("--")] if "--" in words else words
     return [
@@ -195,20 +183,6 @@ def server_parser() -> argparse.ArgumentParser:
 
     parser: argparse.ArgumentParser = make_arg_parser(FlexibleArgumentParser())
     return parser
-
-
-def test_commands_of_ours_have_options_that_their_parsers_know(
-    server_parser: argparse.ArgumentParser,
-) -> None:
-    found = [
-        (page, line, unknown)
-        for program in (("vllm-overlay",), ("python", "-m", "vllm_overlay"))
-        for page, line, words in words_of(program)
-        if words and not words[0].startswith("-") and words[0] in {command.name for command in COMMANDS}
-        for unknown in unknown_options(subparser(words[0]), words)
-        if words[0] not in PASSED_ON or unknown_options(server_parser, [unknown])
-    ]
-    assert found == []
 
 
 def test_servers_on_the_pages_have_options_that_vllm_knows(server_parser: argparse.ArgumentParser) -> None:

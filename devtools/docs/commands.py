@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands of this repository in code blocks and backticks: programs, sub-commands, targets and flags that exist.
 
-A flag exists when the program, or a module of this repository that it imports, has it as a string. Nothing is run.
+A flag of ``vllm-overlay`` is its parser's. One of another program exists when its file, or a module of ours that it
+imports, has it as a string. Nothing is run.
 """
 
-import ast
+import argparse
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from devtools.docs.names import PACKAGES, is_known
 from devtools.docs.page import Finding, Page
+from vllm_overlay.cli.command_line import COMMANDS
 
 _SHELL = ("", "bash", "sh", "shell", "console")
 _ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
+_IMPORT = re.compile(rf"^\s*(?:from|import) ((?:{'|'.join(PACKAGES)})[\w.]*)", re.MULTILINE)
+_OPTION = re.compile(r"\"(--[a-z][a-z0-9-]*)\"")
 _BEFORE = ("sudo", "time", "exec", "nohup", "env")
 _NO_COMMAND = ("vllm-overlay", "disk", "tier")
 """How texts begin from which keys are derived (docs/disk-format.md)."""
@@ -130,16 +134,17 @@ def _problem_of_make(root: Path, words: Sequence[str]) -> str | None:
 
 
 def _problem_of_overlay(root: Path, command: Command, words: Sequence[str]) -> str | None:
-    folder = root / "vllm_overlay" / "cli"
     names = [word for word in words if not word.startswith("-")]
-    if words and words[0].startswith("--"):
-        return _problem_of_flags(command, folder / "command_line.py", root)
     if not names or not re.fullmatch(r"[a-z]+", names[0]):
         return None
-    file = folder / f"{names[0]}.py"
-    if not file.is_file() or f'name="{names[0]}"' not in (text := file.read_text(encoding="utf-8")):
-        return f"there is no sub-command {names[0]}"
-    return _problem_of_flags(command, file, root, passes_on="passes_on=True" in text)
+    parser = argparse.ArgumentParser()
+    for each in COMMANDS:
+        if each.name == names[0]:
+            each.add_arguments(parser)
+            own = parser._option_string_actions
+            passed_on = [flag for flag in command.flags if each.passes_on and is_known(root, flag)]
+            return _unknown_flag(command, {*own, *passed_on})
+    return f"there is no sub-command {names[0]}"
 
 
 def _problem_of_python(root: Path, command: Command) -> str | None:
@@ -157,56 +162,30 @@ def _problem_of_python(root: Path, command: Command) -> str | None:
             file = file.with_name("__main__.py")
             if not file.is_file():
                 return f"{module} has no __main__.py"
-        return _problem_of_flags(command, file, root)
+        return _unknown_flag(command, _flags(root, file))
     if words and words[0].endswith(".py") and words[0].split("/")[0] in PACKAGES:
         file = root / words[0]
-        return _problem_of_flags(command, file, root) if file.is_file() else f"there is no {words[0]}"
+        return _unknown_flag(command, _flags(root, file)) if file.is_file() else f"there is no {words[0]}"
     return None
 
 
-def _problem_of_flags(command: Command, file: Path, root: Path, passes_on: bool = False) -> str | None:
-    """``passes_on``: vLLM's flags are taken too."""
-    unknown = [
-        flag
-        for flag in command.flags
-        if flag not in {*_flags(root, file), "--help"} and not (passes_on and is_known(root, flag))
-    ]
+def _unknown_flag(command: Command, known: Collection[str]) -> str | None:
+    unknown = [flag for flag in command.flags if flag not in known and flag != "--help"]
     return f"it has no {unknown[0]}" if unknown else None
 
 
 @cache
 def _flags(root: Path, file: Path) -> frozenset[str]:
     """The options of a program: those of its file and of the modules of ours that it imports."""
-    found: set[str] = set()
-    seen: set[Path] = set()
+    texts: dict[Path, str] = {}
     waiting = [file]
     while waiting:
         each = waiting.pop()
-        if each in seen:
-            continue
-        seen.add(each)
-        tree = ast.parse(each.read_text(encoding="utf-8"))
-        found |= _options(tree)
-        waiting += _imported(root, tree)
-    return frozenset(found)
-
-
-def _options(tree: ast.AST) -> set[str]:
-    """Every string that is an option."""
-    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return {text for text in strings if re.fullmatch(r"--[a-z][a-z0-9-]*", text)}
-
-
-def _imported(root: Path, tree: ast.AST) -> list[Path]:
-    """The files of this repository that a module imports."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    files = [_file_of(root, name) for name in names if name.split(".")[0] in PACKAGES]
-    return [file for file in files if file is not None]
+        if each not in texts:
+            texts[each] = each.read_text(encoding="utf-8")
+            imported = (_file_of(root, name) for name in _IMPORT.findall(texts[each]))
+            waiting += [path for path in imported if path is not None]
+    return frozenset(flag for text in texts.values() for flag in _OPTION.findall(text))
 
 
 def _file_of(root: Path, module: str) -> Path | None:
