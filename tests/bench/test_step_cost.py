@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.serving_sides import NONE, Side
+from bench.serving_sides import NONE
 from bench.step_cost import (
     BOTH,
     CPU_ALONE,
@@ -157,10 +157,10 @@ def test_a_decode_step_costs_few_calls_and_bytes_however_many_requests_run() -> 
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("side", [CPU_ALONE, BOTH], ids=lambda side: side.name)
-def test_forty_layers_of_attention_cost_as_many_calls_as_one(side: Side) -> None:
+@pytest.mark.benchmarks
+def test_forty_layers_of_attention_cost_as_many_calls_as_one() -> None:
     calls = []
     for layers in ("4", "160"):
-        with processes([side], ["--running", "1", "--layers", layers]) as (process,):
+        with processes([BOTH], ["--running", "1", "--layers", layers]) as (process,):
             calls.append(process.ask("counts", 1, STEPS)["calls"])
     assert calls[0] == calls[1]

@@ -7,7 +7,7 @@ from typing import Any
 from vllm_overlay.multi_connector import MultiConnector
 
 _OF_LIVING_REQUESTS = {"_living", "_latest_loads"}
-_OF_NO_REQUEST = {"_start_hooks", "_handshakes", "_invalid_blocks", "_quiet"}
+_OF_NO_REQUEST = {"_start_hooks", "_handshakes", "_invalid_blocks", "quiet"}
 
 
 def _entries(parts: Iterable[object], left_out: set[str]) -> int:

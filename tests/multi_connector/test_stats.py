@@ -45,12 +45,11 @@ def counted(found, name):
     return found.data["*"].tallies[name]
 
 
-@pytest.mark.parametrize("where", ["scheduler", "worker"])
-def test_while_requests_live_a_report_waits_for_its_time(where):
+def test_while_requests_live_a_report_waits_for_its_time():
     engine, clock = Lockstep(), Clock()
     engine.scheduler.on_new_request(request())
     engine.step()
-    side = engine.scheduler if where == "scheduler" else engine.workers[0]
+    side = engine.scheduler
     side._report_times = ReportTimes(clock)
     quiet(side)
     side._children[0].tally.count("errors")

@@ -30,11 +30,6 @@ class Completions:
         self._done = KVConnectorTransferResults()
         self._invalid_blocks: set[int] = set()
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether a request lives, as far as this rank was told."""
-        return bool(self._living)
-
     def owes(self, child: int) -> bool:
         """Whether ``child`` still has something to report."""
         return any(load.child == child for load in self._loads.values()) or any(

@@ -196,14 +196,18 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         return any(child.start("requires_kv_delivery") for child in self._children)
 
     def get_kv_connector_stats(self) -> MultiStats | None:
-        """Called in the scheduler and in workers. Increments since the last report, or None."""
+        """Called in the scheduler and in workers. Increments since the last report, or None.
+
+        Workers have little to report, and at once: an engine that becomes idle may not step again.
+        """
         is_due = self._report_times.is_due()
-        if not is_due and (self._scheduler.has_requests or self._worker.has_requests):
+        if not is_due and self._scheduler.has_requests:
             return None
         self._scheduler.record_gauges()
         stats = MultiStats()
         for child in self._children:
-            own = child.call("get_kv_connector_stats", None, parse=_STATS)
+            is_quiet = child in self._worker.quiet
+            own = None if is_quiet else child.call("get_kv_connector_stats", None, parse=_STATS)
             tally = child.take_tally(with_hook_seconds=is_due)
             if own is not None or not tally.is_empty():
                 stats.aggregate(MultiStats.of(child.name, tally, own, child.connector))

@@ -57,7 +57,7 @@ class WorkerSide:
         self._handshakes: dict[int, dict[tuple[int, int], KVConnectorHandshakeMetadata]] = {}
         self.working = children
         """Children with something to do in this step."""
-        self._quiet: set[Child] = set()
+        self.quiet: set[Child] = set()
         """Children that had nothing under way and nothing to report, and have had nothing to do since."""
 
     # ---- Start.
@@ -65,11 +65,6 @@ class WorkerSide:
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
         parts = tuple(child.start("get_handshake_metadata") for child in self._children)
         return MultiHandshakeMetadata(parts) if any(part is not None for part in parts) else None
-
-    @property
-    def has_requests(self) -> bool:
-        """Without one the engine may become idle with this step."""
-        return self._completions.has_requests
 
     # ---- A step's way.
 
@@ -89,7 +84,7 @@ class WorkerSide:
             return
         self._obey(metadata)
         self.working = [child for child, _ in self._parts(metadata)]
-        self._quiet.difference_update(self.working)
+        self.quiet.difference_update(self.working)
         for request_id, holders in metadata.saves.items():
             self._completions.expect_saves(request_id, holders)
         for request_id in metadata.releases:
@@ -130,7 +125,7 @@ class WorkerSide:
     def _renew(self, child: Child, generation: int) -> None:
         """Builds the new instance. The old one has been stopped on every rank."""
         self._handshakes.pop(child.index, None)
-        self._quiet.discard(child)
+        self.quiet.discard(child)
         self._stop_attempts[child.index] = self._new_backoff()
         if not child.renew(generation):
             return
@@ -141,7 +136,7 @@ class WorkerSide:
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """This rank's reports. Also where an isolated child is stopped and what it owed is released."""
         for child in self._children:
-            if child.in_service and child not in self._quiet:
+            if child.in_service and child not in self.quiet:
                 self._collect(child, self._without_unknown(child, finished_req_ids))
         for child in self._children:
             if child.isolated:
@@ -164,7 +159,7 @@ class WorkerSide:
             return
         if isinstance(results, QuietResults):
             if child not in self.working:  # which may still begin something, later in this step
-                self._quiet.add(child)
+                self.quiet.add(child)
             return
 
         def take_errors(answer: Any) -> bool:
@@ -200,7 +195,7 @@ class WorkerSide:
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
         events: dict[int, KVConnectorKVEvents] = {}
         for child in self._children:
-            if child in self._quiet:
+            if child in self.quiet:
                 continue
             if (own := child.call("get_kv_connector_kv_cache_events", None, parse=_EVENTS)) is not None:
                 events[child.index] = own
@@ -210,7 +205,7 @@ class WorkerSide:
         """Each child's part, and how the scheduler's orders went. Every rank speaks while an order is unusual."""
         parts = [
             None
-            if child in self._quiet
+            if child in self.quiet
             else child.call("build_connector_worker_meta", None, parse=validation.worker_metadata)
             for child in self._children
         ]
