@@ -10,6 +10,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from tests.connector.harness import NOTHING, Harness
+from tests.tiers.entries import evict_one
 from tests.tiers.integrity import check_integrity
 from tests.tiers.store_tier import Address, StoreManager
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
@@ -432,7 +433,7 @@ def test_an_exception_over_a_store_keeps_no_load_from_ending(made: Harness, monk
     reported = OffloadWorkerMetadata(Counter({job.ticket.ticket: 2 for job in jobs}))
     with pytest.raises(KeyError):
         made.scheduler.update(KVConnectorOutput(finished_recving={"loads"}), reported)
-    assert made.tier.index.evict_one() is not None, "the objects of a load that has ended are pinned"
+    assert evict_one(made.tier.index) is not None, "the objects of a load that has ended are pinned"
 
 
 class RefusesOnce(StoreManager):

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.planner.test_planner import set_view, tiers
 from tests.strategies import all_blocks
+from tests.tiers.entries import evict_one
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.planner import HybridOffloadPlanner, Lookup
@@ -101,7 +102,7 @@ def test_attention_that_was_evicted_is_told_from_attention_that_never_came() -> 
     for ticket, item in enumerate(stored):
         assert index.reserve(item, ticket) is not None
         index.commit(ticket)
-    evicted = [index.evict_one(), index.evict_one()]
+    evicted = [evict_one(index), evict_one(index)]
     assert [entry.end_tokens for entry in evicted if entry is not None] == [256, 192]
     assert dict(planner.lookup(keys, 320, 0, index).lost) == {
         "state": 128,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.naive_twin import SetView
 from tests.strategies import all_blocks, everything, families_of_prompts, geometries, naive_of
-from tests.tiers.entries import entries_of
+from tests.tiers.entries import entries_of, evict_one
 from tests.tiers.integrity import check_integrity
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.coverage import count_covered
@@ -380,6 +380,6 @@ def test_marking_what_is_needed_last_keeps_a_prefix_for_as_long_as_marking_all_o
     for item in reversed(held.values()):  # parents come first in it
         for parent in item.parents:
             used[parent] = max(used[parent], used[item.object_id])
-    gone = [entry.object_id for entry in iter(index.evict_one, None)]
+    gone = [entry.object_id for entry in iter(lambda: evict_one(index), None)]
     assert len(gone) == len(held)
     assert [used[object_id] for object_id in gone] == sorted(used[object_id] for object_id in gone)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.naive_twin import NaiveIndex, nearest_snapshot_chunk
 from tests.strategies import everything, families_of_prompts, geometries, naive_of
-from tests.tiers.entries import entries_of
+from tests.tiers.entries import entries_of, evict_one
 from tests.tiers.integrity import check_integrity
 from tests.tiers.policies.structure import check_runs
 from vllm_overlay.planner.geometry import Geometry
@@ -172,7 +172,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict_one(self, data):
         keep = self.some_names(data, max_size=2)
-        entry = self.index.evict_one(keep)
+        entry = evict_one(self.index, keep)
         if entry is None:
             assert not self.twin.evictable() - set(keep)
         else:

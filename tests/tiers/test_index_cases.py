@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.tiers.entries import evict_one
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.entry import EntryState
 from vllm_overlay.tiers.index import PrefixIndex
@@ -127,9 +128,9 @@ def test_leaves_go_first_and_the_deepest_of_those_used_together():
     index.reserve(chunk(0, name="b"), 9)
     index.commit(9)
     index.touch([chunk(position).object_id for position in range(3)])
-    order = [index.evict_one() for _ in range(4)]
+    order = [evict_one(index) for _ in range(4)]
     assert names(order) == [b"b0", b"a2", b"a1", b"a0"]
-    assert index.evict_one() is None
+    assert evict_one(index) is None
 
 
 def test_room_is_made_by_as_few_evictions_as_needed_and_not_by_the_parent_of_the_newcomer():
@@ -146,10 +147,10 @@ def test_room_is_made_by_as_few_evictions_as_needed_and_not_by_the_parent_of_the
 def test_nothing_pinned_is_evicted():
     index = filled(3)
     index.pin([chunk(1).object_id])
-    assert names([index.evict_one()]) == [b"a2"]
-    assert index.evict_one() is None
+    assert names([evict_one(index)]) == [b"a2"]
+    assert evict_one(index) is None
     index.unpin([chunk(1).object_id])
-    assert names([index.evict_one()]) == [b"a1"]
+    assert names([evict_one(index)]) == [b"a1"]
 
 
 def test_a_load_counts_as_a_use():
@@ -158,7 +159,7 @@ def test_a_load_counts_as_a_use():
     load = [chunk(0, name="a").object_id]
     index.pin(load)
     index.unpin(load)
-    assert names([index.evict_one(), index.evict_one()]) == [b"b0", b"a0"]
+    assert names([evict_one(index), evict_one(index)]) == [b"b0", b"a0"]
 
 
 def test_recovery_takes_any_order_and_returns_what_cannot_be_reached():
@@ -182,7 +183,7 @@ def test_recovery_waits_for_a_parent_that_is_being_stored_and_leaves_what_is_the
 def test_recovered_objects_age_in_the_order_given():
     index = PrefixIndex(None)
     assert index.restore([chunk(0, name=name) for name in "cab"]) == []
-    assert names([index.evict_one() for _ in range(3)]) == [b"c0", b"a0", b"b0"]
+    assert names([evict_one(index) for _ in range(3)]) == [b"c0", b"a0", b"b0"]
 
 
 NUM_DEEP = 100_000

@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.strategies import everything, families_of_prompts, geometries
+from tests.tiers.entries import evict_one
 from vllm_overlay.planner.batched_hits import BatchedHits
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
@@ -35,7 +36,7 @@ def index_of(objects: Sequence[PlannedObject], num_evicted: int = 0) -> PrefixIn
         if index.reserve(planned, ticket) is not None:
             index.commit(ticket)
     for _ in range(num_evicted):
-        index.evict_one()
+        evict_one(index)
     return index
 
 

@@ -300,19 +300,6 @@ class PrefixIndex:
             self._let_go(entry)
         return released
 
-    def evict_one(self, keep: Sequence[ObjectId] = ()) -> Entry | None:
-        """Evicts and releases one visible object that is unpinned and has nothing on top, but none of ``keep``.
-
-        Returns None when there is none.
-        """
-        kept = self._hold_visible(keep)
-        leaf = self._evict_leaf()
-        if leaf is not None:
-            self._evicted.add([leaf.object_id])
-        for entry in kept:
-            self._let_go(entry)
-        return leaf
-
     def _hold_visible(self, object_ids: Sequence[ObjectId]) -> list[Entry]:
         entries = [entry for object_id in object_ids if (entry := self.get(object_id)) is not None]
         for entry in entries:

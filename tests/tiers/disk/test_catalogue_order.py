@@ -17,6 +17,7 @@ from bench.replay_tiers import IndexShelf
 from bench.trace import TraceRequest
 from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import MODEL, Engine
+from tests.tiers.entries import evict_one
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.disk.bookkeeper import LATE_S
@@ -79,7 +80,7 @@ def test_the_catalogue_evicts_in_the_order_of_the_replay(geometry: Geometry, dat
         known = {item.file: NAMESPACE.own_id(item.object_id) for item in engine.loaded()}
         order = [known[item.file] for item in engine.catalogue.choose_victims(Limits(1 << 50, 1 << 20), 0)]
         evicted = []
-        while (entry := shelf.index.evict_one()) is not None:
+        while (entry := evict_one(shelf.index)) is not None:
             evicted.append(entry.object_id)
         assert evicted == order
         assert check(engine.catalogue) == []

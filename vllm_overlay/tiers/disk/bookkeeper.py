@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -57,14 +56,6 @@ LATE_S = 5.0
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranking:
-    """``scores`` are not made before they are asked for: numpy sorts in the bookkeeper's thread, while others run."""
-
-    served: ServedNamespace
-    ranking: Sequence[Ranked]
-
-
 class Bookkeeper:
     """One a DiskTierManager. Public methods are called from the scheduler's thread and never wait for the disk.
 
@@ -81,7 +72,7 @@ class Bookkeeper:
         self._steps: deque[Step] = deque()
         self._stuck: list[Discarded] = []
         self._used: deque[tuple[ServedNamespace, ObjectId]] = deque(maxlen=_MOST_USED)
-        self._rankings: deque[_Ranking] = deque(maxlen=1)
+        self._rankings: deque[tuple[ServedNamespace, Sequence[Ranked]]] = deque(maxlen=1)
         self._publishing: tuple[ServedNamespace, Iterator[Scored]] | None = None
         self._learned: Learned | None = None
         self._retired: deque[PrefixIndex] = deque()
@@ -140,7 +131,7 @@ class Bookkeeper:
 
     def rank(self, served: ServedNamespace, ranking: Sequence[Ranked]) -> None:
         """From now on evict in this order. The ranking's clock is the monotonic one."""
-        self._rankings.append(_Ranking(served, ranking))
+        self._rankings.append((served, ranking))
 
     def keep(self, learned: Learned) -> None:
         """Write it down soon, or at the end: for the next start of this namespace."""
@@ -272,8 +263,8 @@ class Bookkeeper:
     def _publish(self, session: Session) -> None:
         """A part of the last ranking, so that nothing else has to wait for all of it."""
         if self._rankings:
-            latest = self._rankings.popleft()
-            self._publishing = latest.served, _scores_of(latest, session.to_epoch_s)
+            served, ranking = self._rankings.popleft()
+            self._publishing = served, _scores_of(served, ranking, session.to_epoch_s)
         if self._publishing is None or self._publishing[0] is not session.served:
             return
         if part := list(islice(self._publishing[1], _SCORES_A_TURN)):
@@ -313,7 +304,7 @@ class Bookkeeper:
             session.leave()
 
 
-def _scores_of(latest: _Ranking, to_epoch_s: float) -> Iterator[Scored]:
-    namespace = latest.served.namespace
-    for item in times_of(latest.ranking, to_epoch_s):
-        yield Scored(namespace.stored_id(item.object_id), item.score, item.until + LATE_S)
+def _scores_of(served: ServedNamespace, ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Scored]:
+    """Made as they are asked for: numpy sorts in the bookkeeper's thread, while others run."""
+    for item in times_of(ranking, to_epoch_s):
+        yield Scored(served.namespace.stored_id(item.object_id), item.score, item.until + LATE_S)

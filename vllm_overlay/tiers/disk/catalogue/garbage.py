@@ -13,6 +13,7 @@ from vllm_overlay.tiers.disk.catalogue.rows import (
     WriterId,
     file_columns,
     name_of,
+    number_of,
     read_all,
     read_value,
 )
@@ -30,6 +31,19 @@ def named(db: sqlite3.Connection, files: Sequence[File]) -> Set[File]:
     """Those that a row or the garbage names."""
     statement = _OF_ANYTHING.format("AND number = ?2")
     return {file for file in files if db.execute(statement, file_columns(file)).fetchone()}
+
+
+def among(db: sqlite3.Connection, files: Sequence[File]) -> Set[File]:
+    """Those of a transaction's files that are garbage, in a statement a writer."""
+    found: set[File] = set()
+    for writer in {file.writer for file in files}:
+        of_one = [file.number for file in files if file.writer == writer]
+        rows = db.execute(
+            "SELECT number FROM garbage WHERE writer = ? AND number BETWEEN ? AND ?",
+            (number_of(writer), min(of_one), max(of_one)),
+        )
+        found.update(File(writer, number) for (number,) in read_all(tuple[Number], rows))
+    return found
 
 
 def discard(db: sqlite3.Connection, files: Sequence[Garbage]) -> None:

@@ -2,13 +2,14 @@
 """Objects come in."""
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from enum import Enum
 
 import msgspec
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import garbage
+from vllm_overlay.tiers.disk.catalogue.errors import Damaged
 from vllm_overlay.tiers.disk.catalogue.namespaces import Namespace, add_namespace, find_namespace
 from vllm_overlay.tiers.disk.catalogue.rows import (
     File,
@@ -26,13 +27,11 @@ from vllm_overlay.tiers.disk.catalogue.writers import act_as, read_grant, write_
 BY_NAME = "namespace = ? AND key = ? AND kind = ?"
 _FIELDS = "writer, number, world_size, num_bytes, payload_bytes, start_tokens, end_tokens, last_use"
 _FIND = f"SELECT id, writer, number FROM object WHERE {BY_NAME}"
-_IS_NO_GARBAGE = "NOT EXISTS (SELECT 1 FROM garbage WHERE writer = ?1 AND number = ?2)"
 _INSERT = (
-    f"INSERT INTO object ({_FIELDS}, namespace, kind, key, num_children)"
-    f" SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, 0 WHERE {_IS_NO_GARBAGE}"
+    f"INSERT INTO object (namespace, kind, key, {_FIELDS}, num_children) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)"
     " ON CONFLICT (namespace, key, kind) DO NOTHING"
 )
-_REPLACE = f"UPDATE object SET ({_FIELDS}) = (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8) WHERE id = ?9 AND {_IS_NO_GARBAGE}"
+_REPLACE = f"UPDATE object SET ({_FIELDS}) = (?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?"
 
 
 class Refusal(Enum):
@@ -60,7 +59,7 @@ def commit(
 ) -> list[Committed | Refusal]:
     """Take in objects; their bytes come from the writer's grant."""
     act_as(db, writer)
-    arrivals = _Arrivals(db, read_grant(db, writer))
+    arrivals = _Arrivals(db, read_grant(db, writer), garbage.among(db, [item.file for item, _ in batch]))
     answers = [arrivals.add(item, replaced) for item, replaced in batch]
     write_grant(db, writer, arrivals.room_bytes)
     return answers
@@ -70,7 +69,8 @@ def adopt(db: sqlite3.Connection, batch: Sequence[StoredObject]) -> None:
     """Take in objects whose files were there before the catalogue was. A file that another one of the same name or a
     missing parent keeps out is garbage."""
     act_as(db, None)
-    arrivals = _Arrivals(db, sum(item.num_bytes for item in batch))
+    room_bytes = sum(item.num_bytes for item in batch)
+    arrivals = _Arrivals(db, room_bytes, garbage.among(db, [item.file for item in batch]))
     for item in batch:
         if arrivals.find_namespace(item.fingerprint) is None:
             arrivals.namespaces[item.fingerprint] = add_namespace(db, Namespace(item.fingerprint))
@@ -81,8 +81,10 @@ def adopt(db: sqlite3.Connection, batch: Sequence[StoredObject]) -> None:
 class _Arrivals:
     """One transaction's. The rows that it has found or made need not be looked up again as parents."""
 
-    def __init__(self, db: sqlite3.Connection, room_bytes: int) -> None:
+    def __init__(self, db: sqlite3.Connection, room_bytes: int, unwanted: Set[File]) -> None:
+        """``unwanted`` are files that are garbage: asked once, because a look at each row costs a tenth more."""
         self._db = db
+        self._unwanted = unwanted
         self._ids: dict[tuple[int, ObjectId], int] = {}
         self.namespaces: dict[str, int | None] = {}
         self.room_bytes = room_bytes
@@ -92,8 +94,9 @@ class _Arrivals:
         if (namespace := self.find_namespace(item.fingerprint)) is None:
             return Refusal.NAMESPACE
         parents = [self._find_id(namespace, each) for each in item.planned.parents]
-        has_room = item.num_bytes <= self.room_bytes
-        if has_room and None not in parents and self._insert(namespace, item, parents):
+        has_room, is_unwanted = item.num_bytes <= self.room_bytes, item.file in self._unwanted
+        is_welcome = has_room and not is_unwanted and None not in parents
+        if is_welcome and self._insert(namespace, item, parents):
             return self._paid(item)
         found = self._find_file(namespace, item.object_id)
         if found is not None and (found[1] == item.file or found[1] != replaced):
@@ -102,8 +105,11 @@ class _Arrivals:
             return Refusal.PARENT
         if not has_room:
             return Refusal.NO_GRANT
-        if found is None or not self._db.execute(_REPLACE, (*_fields(item), found[0])).rowcount:
+        if is_unwanted:
             return Refusal.GARBAGE
+        if found is None:
+            raise Damaged(f"{item.object_id} is there and is not found")
+        self._db.execute(_REPLACE, (*_fields(item), found[0]))
         return self._paid(item)
 
     def _paid(self, item: StoredObject) -> Committed:
@@ -111,9 +117,9 @@ class _Arrivals:
         return Committed(item.file, is_paid=True)
 
     def _insert(self, namespace: int, item: StoredObject, parents: Sequence[int | None]) -> bool:
-        """False, and nothing changed, when a row of this name is there or the file is garbage."""
+        """False, and nothing changed, when a row of this name is there."""
         object_id = item.object_id
-        cursor = self._db.execute(_INSERT, (*_fields(item), namespace, object_id.tag, object_id.key))
+        cursor = self._db.execute(_INSERT, (namespace, object_id.tag, object_id.key, *_fields(item)))
         if not cursor.rowcount:
             return False
         self._ids[namespace, object_id] = number = cursor.lastrowid or 0
