@@ -308,11 +308,11 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
     # Both sides.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self._worker is not None and not self._tally.total("hook_errors"):
-            # What it counts goes to the scheduler's half with what it reports, unless it can report no more.
-            return None
+        has_failed = bool(self._tally.total("hook_errors"))  # which is told at once: what else tells may have failed
+        if self._worker is not None and not has_failed:
+            return None  # what it counts goes to the scheduler's half with what it reports
         if self._scheduler is not None:
-            if not self._report_times.is_due() and self._scheduler.has_requests:
+            if not self._report_times.is_due() and self._scheduler.has_requests and not has_failed:
                 return None
             self._scheduler.record_gauges()
         if self._tally.is_empty():
