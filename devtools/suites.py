@@ -48,7 +48,7 @@ OTHERS = (
     Suite(
         "engines",
         "the same promises with other dtypes, step sizes, schedulers, model runners, and in random workloads",
-        ("vllm_overlay/connector", "vllm_overlay/planner", "vllm_overlay/transfer"),
+        ("vllm_overlay/connector", "vllm_overlay/offloading", "vllm_overlay/planner", "vllm_overlay/transfer"),
     ),
     Suite(
         "faults",

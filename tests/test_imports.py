@@ -35,6 +35,7 @@ RULES = (
     Rule("planner", allowed=("common",), without=NO_ENGINE),
     Rule("tiers", allowed=("planner", "common", "config", "settings", "versions"), without=NO_ENGINE),
     Rule("transfer", allowed=("planner", "common", "tiers.memory")),
+    Rule("offloading", forbidden=("multi_connector", "transfer", "planning", "cli", "server")),
     Rule("multi_connector", forbidden=("connector", "tiers", "transfer", "planner")),
     Rule("server", allowed=("metrics",), without=NO_ENGINE),
     Rule("verification", allowed=("server", "metrics"), without=NO_ENGINE),
