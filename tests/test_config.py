@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_overlay.config import GIB, MIB, ConfigError, parse_bytes
+from vllm_overlay.config import GIB, MIB, ConfigError, as_size, parse_bytes
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.factory import tier_spec
 
@@ -74,3 +74,12 @@ def test_what_is_not_given_has_its_default_and_sizes_become_numbers() -> None:
     settings = tier_spec({**DISK, "staging_bytes": "1 MiB"}).settings
     assert isinstance(settings, DiskTierSettings)
     assert (settings.name, settings.capacity_bytes, settings.staging_bytes) == ("disk", 20 * GIB, MIB)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "word"),
+    [(1 << 40, "1TiB"), (15 << 39, "7680GiB"), (20 << 40, "20TiB"), (GIB - 1, "1023MiB"), (512, "512B"), (0, "0B")],
+)
+def test_a_size_that_is_said_can_be_given_back(num_bytes: int, word: str) -> None:
+    assert as_size(num_bytes) == word
+    assert parse_bytes(word, "--cpu") <= num_bytes

@@ -37,6 +37,14 @@ def parse_bytes(value: object, setting: str) -> int:
     return num_bytes
 
 
+def as_size(num_bytes: int) -> str:
+    """One word that ``parse_bytes`` reads, at most ``num_bytes`` and near it: ``"1862GiB"``."""
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if num_bytes >= 10 * unit or (num_bytes >= unit and num_bytes % unit == 0):
+            return f"{num_bytes // unit}{name}"
+    return f"{num_bytes}B"
+
+
 def _size(value: object, is_rate: bool) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None

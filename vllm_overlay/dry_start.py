@@ -19,14 +19,20 @@ import msgspec
 import torch
 from pydantic import ValidationError
 
-from vllm_overlay.config import ConfigError
+from vllm_overlay.config import GIB, ConfigError
 from vllm_overlay.planner.geometry import GeometryError, Group, check_groups
 from vllm_overlay.planning.question import Answer, EngineLayout, Flags, Question, Reply
 from vllm_overlay.settings.check import did_you_mean
 
+_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE"
 _STATIC_GIB = "1"
 """Of KV cache on a CPU; nothing is allocated, but vLLM would look for free memory."""
-_WITHOUT_WEIGHTS = {"load_format": "dummy", "skip_tokenizer_init": True, "shutdown_timeout": 0}
+_WITHOUT_WEIGHTS = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "shutdown_timeout": 0,
+    "gpu_memory_utilization": 0.5,
+}
 _ONE_ENGINE = {
     "data_parallel_size": 1,
     "data_parallel_rank": None,
@@ -43,7 +49,6 @@ def main(question_path: str, answer_path: str) -> None:
     if not question.may_fetch:
         os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = _STATIC_GIB
     Path(answer_path).write_bytes(msgspec.json.encode(answer(question)))
 
 
@@ -76,12 +81,35 @@ def _reply(question: Question) -> Reply:
         prefix_cache_retention_interval=parsed.prefix_cache_retention_interval,
         enable_prefix_caching=parsed.enable_prefix_caching,
         shutdown_timeout=parsed.shutdown_timeout,
+        kv_cache_memory_bytes=_cache_bytes(parsed),
+        gpu_memory_utilization=parsed.gpu_memory_utilization,
         tensor_parallel_size=parsed.tensor_parallel_size,
         num_engines=parsed.data_parallel_size_local or parsed.data_parallel_size,
     )
     if not (question.may_fetch and is_cloud_storage(parsed.model)):
         _require_configuration(parsed.hf_config_path or parsed.model, parsed.revision, question.may_fetch)
     return Reply(flags, _layout(parsed, question.kv_transfer_config))
+
+
+def _cache_bytes(parsed: Any) -> int | None:
+    """Of vLLM's own KV cache, where it was given: on a CPU the environment comes before the flag."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and (gib := os.environ.get(_CACHE_GIB)):
+        return int(gib) * GIB
+    given: int | None = parsed.kv_cache_memory_bytes
+    return given
+
+
+def _node_bytes() -> int:
+    """``EngineLayout.node_bytes``."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return 0
+    from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
+
+    return int(get_memory_node_info(get_visible_memory_node()[0]).total_memory)
 
 
 def _parsed(arguments: Sequence[str]) -> Any:
@@ -100,7 +128,7 @@ def _parsed(arguments: Sequence[str]) -> Any:
             raise ConfigError(f"vLLM's server: {message}{hint}")
 
     parser = make_arg_parser(Parser())
-    parser.set_defaults(model=None, shutdown_timeout=None)
+    parser.set_defaults(model=None, shutdown_timeout=None, gpu_memory_utilization=None)
     parsed = parser.parse_args(list(arguments))
     if parsed.model is None:
         raise ConfigError("which model? Write it first, as in MODEL --cpu 32GiB, or give --model MODEL")
@@ -159,6 +187,7 @@ def _layout(parsed: Any, kv_transfer_config: dict[str, Any]) -> EngineLayout:
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
+    os.environ[_CACHE_GIB] = _STATIC_GIB
     arguments = AsyncEngineArgs.from_cli_args(Namespace(**{**vars(parsed), **_WITHOUT_WEIGHTS, **_ONE_ENGINE}))
     arguments.enable_prefix_caching = parsed.enable_prefix_caching is not False
     arguments.kv_transfer_config = KVTransferConfig(**kv_transfer_config)
@@ -178,6 +207,7 @@ def _layout(parsed: Any, kv_transfer_config: dict[str, Any]) -> EngineLayout:
         state_dtype=_state_dtype(vllm_config) if states else "",
         max_model_len=vllm_config.model_config.max_model_len,
         max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        node_bytes=_node_bytes(),
     )
 
 

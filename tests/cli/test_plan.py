@@ -24,7 +24,7 @@ TIERS = ("--cpu", "32GiB", "--disk", "/mnt/kv:1TiB")
 def answer(monkeypatch):
     """Call it with what vLLM is to answer."""
     monkeypatch.setattr("vllm_overlay.planning.plan.available_memory", lambda: 64 << 30)
-    monkeypatch.setattr("vllm_overlay.planning.plan.volume_bytes", lambda root: 2 << 40)
+    monkeypatch.setattr("vllm_overlay.planning.plan.volume_bytes", lambda root: (2 << 40, 2 << 40))
     return lambda layout, **flags: monkeypatch.setattr(
         "vllm_overlay.planning.plan.ask_vllm", lambda question: Reply(Flags(model=MODEL, **flags), layout)
     )
@@ -163,6 +163,9 @@ def test_every_other_flag_is_in_the_command_in_its_order(answer, capsys):
 
 def test_a_volume_that_is_too_small_is_said_with_what_it_can_have(answer, capsys, monkeypatch):
     answer(QWEN_35B_EXACT)
-    monkeypatch.setattr("vllm_overlay.planning.plan.volume_bytes", lambda root: 100 << 30)
+    monkeypatch.setattr("vllm_overlay.planning.plan.volume_bytes", lambda root: (100 << 30, 100 << 30))
     assert cli.main(["plan", MODEL, *TIERS]) == 1
-    assert "warning: --disk: the volume of /mnt/kv has 100GiB, " in capsys.readouterr().out
+    assert (
+        "warning: --disk: /mnt/kv holds at most 99GiB of capacity_bytes=1TiB: its file system has 100GiB"
+        in capsys.readouterr().out
+    )

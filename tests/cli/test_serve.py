@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -33,15 +34,15 @@ def machine(monkeypatch):
     """64 GiB of free memory, 2 TiB of disk, and a process that cannot become another. Call it to change the flags."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     monkeypatch.setattr("vllm_overlay.planning.plan.available_memory", lambda: 64 << 30)
-    monkeypatch.setattr("vllm_overlay.planning.plan.volume_bytes", lambda root: 2 << 40)
+    monkeypatch.setattr("vllm_overlay.planning.plan.volume_bytes", lambda root: (2 << 40, 2 << 40))
 
     def become(program, command):
         raise Became(program, *command)
 
     monkeypatch.setattr("vllm_overlay.cli.serve.os.execv", become)
 
-    def answer(**flags):
-        reply = Reply(Flags(model=MODEL, **flags), QWEN_35B_EXACT)
+    def answer(node_bytes=0, **flags):
+        reply = Reply(Flags(model=MODEL, **flags), replace(QWEN_35B_EXACT, node_bytes=node_bytes))
         monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: reply)
 
     answer()
@@ -73,7 +74,7 @@ def test_it_says_what_to_mind_then_the_command_and_becomes_it(tmp_path, capsys):
     assert said.out == ""
     *lines, last = said.err.splitlines()
     assert shlex.split(last) == command
-    assert [line for line in lines if f"--disk {root}:2047GiB" in line]
+    assert [line for line in lines if "Set capacity_bytes to at most 2047GiB" in line]
     assert [line for line in lines if line.startswith("vllm-overlay: cpu: 32.0 GiB, room for ")]
     assert root.is_dir()
 
@@ -95,6 +96,20 @@ def test_more_memory_than_a_container_has_is_refused_with_what_works(capsys):
 def test_two_engines_have_a_tier_each(machine, capsys):
     machine(num_engines=2)
     assert "40GiB for each of 2 engines is more than the 64GiB" in refused(capsys, MODEL, "--cpu", "40GiB")
+
+
+def test_on_a_cpu_vllm_leaves_the_tiers_their_memory(machine, capsys):
+    """vLLM's default is 0.92 of all memory, and the tiers are refused after the weights were loaded."""
+    machine(node_bytes=64 << 30)
+    command = command_of(MODEL, "--cpu", "16GiB")
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.68"
+    assert "note: --gpu-memory-utilization: it was not given" in capsys.readouterr().err
+
+
+def test_on_a_cpu_a_cache_that_leaves_the_tiers_too_little_is_refused_before_weights(machine, capsys):
+    machine(node_bytes=64 << 30, kv_cache_memory_bytes=60 << 30)
+    said = refused(capsys, MODEL, "--cpu", "16GiB")
+    assert "--kv-cache-memory-bytes: vLLM on a CPU takes 60GiB" in said and "--gpu-memory-utilization 0.68" in said
 
 
 @pytest.mark.parametrize("what", ["a file", "somebody's directory", "a directory below a file"])

@@ -73,7 +73,7 @@ def test_a_repeated_prompt_is_restored_after_the_three_commands_of_the_first_pag
     assert second.same_as(first)
     assert metrics.values("vllm:hybrid_offload_restored_tokens_total", "connector")["cpu"] == restored
     log = (directory / "server.log").read_text()
-    assert re.search(rf"warning: --disk: the volume of {directory}/vllm-kv has \w+, of which", log)
+    assert re.search(rf"warning: --disk: {directory}/vllm-kv holds at most \w+ of capacity_bytes=1TiB", log)
     assert log.index("warning: --disk") < log.index("-m vllm.entrypoints.openai.api_server")
 
 

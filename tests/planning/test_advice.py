@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each setting that works and costs something is named, with a value that works; the others are not."""
 
-from collections.abc import Sequence
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -9,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from tests.planning.layouts import QWEN_27B, QWEN_27B_EXACT, QWEN_35B, QWEN_35B_EXACT
-from vllm_overlay.config import GIB, MIB, parse_bytes
+from vllm_overlay.config import GIB
 from vllm_overlay.planning.advice import Advice, Severity, advice
 from vllm_overlay.planning.capacity import Conversation, geometry_of, tier_capacity
+from vllm_overlay.planning.host_memory import HostMemory
 from vllm_overlay.planning.plan import choose_match_unit
 from vllm_overlay.planning.question import EngineLayout, Flags
-from vllm_overlay.planning.volume import Disk, as_argument
 from vllm_overlay.tiers.factory import tier_spec
 
 GOOD: dict[str, Any] = {"block_size": 1088, "prefix_match_unit": 64, "max_num_batched_tokens": 8192}
@@ -29,7 +28,7 @@ def given(found: EngineLayout, capacity: str = "8 GiB", **flags: Any) -> list[Ad
     spec = tier_spec({"tier": "cpu", "capacity_bytes": capacity})
     tier = tier_capacity(spec, geometry_of(found, unit, spec), 1, conversation)
     assert tier is not None
-    return advice(given, found, unit, [tier], conversation, disks=[], host_bytes=0, free_bytes=0)
+    return advice(given, found, unit, [tier], conversation, HostMemory(given, found, 0, 0), [])
 
 
 def warnings(found: EngineLayout, **flags: Any) -> list[Advice]:
@@ -84,8 +83,9 @@ def test_room_for_less_than_one_conversation_is_warned_of() -> None:
     assert warnings(QWEN_35B_EXACT, capacity=str(needed + (1 << 20)) + " B", **GOOD) == []
 
 
-def asked(flags: Flags, disks: Sequence[Disk] = (), host_bytes: int = 0, free_bytes: int = 0) -> list[Advice]:
-    return advice(flags, QWEN_35B_EXACT, 64, [], Conversation(8000), disks, host_bytes, free_bytes)
+def of_memory(flags: Flags, tier_bytes: int, free_bytes: int, node_bytes: int = 0) -> list[Advice]:
+    found = replaced(QWEN_35B_EXACT, node_bytes=node_bytes)
+    return advice(flags, found, 64, [], Conversation(8000), HostMemory(flags, found, tier_bytes, free_bytes), [])
 
 
 FLAGS = Flags(model="m", prefix_match_unit=64, max_num_batched_tokens=8192)
@@ -98,34 +98,51 @@ FLAGS = Flags(model="m", prefix_match_unit=64, max_num_batched_tokens=8192)
 def test_more_than_the_free_memory_ends_a_start_and_half_of_it_works(
     num_engines: int, free_bytes: int, works: str
 ) -> None:
-    found = asked(replace(FLAGS, num_engines=num_engines), host_bytes=32 * GIB, free_bytes=free_bytes)
+    found = of_memory(replace(FLAGS, num_engines=num_engines), 32 * GIB, free_bytes)
     assert [(item.setting, item.ends_a_start) for item in found] == [("--cpu", True)] * bool(works)
     assert all(works in item.sentence for item in found)
 
 
+SHARE, BYTES = "--gpu-memory-utilization", "--kv-cache-memory-bytes"
+
+
 @pytest.mark.parametrize(
-    ("volume_bytes", "words"),
+    ("given", "tier_gib", "free_gib", "setting", "words"),
     [
-        (101 * GIB, ""),
-        (101 * GIB - 1, "has 100GiB, of which min_free_bytes leaves 99GiB: give a larger one, or --disk /kv:99GiB"),
-        (2 * GIB, "has 2GiB, of which min_free_bytes leaves 1GiB: give a larger one, or --disk /kv:1GiB"),
-        (512 * MIB, 'of at least 2GiB, or write "min_free_bytes": "32MiB" into the JSON of the disk tier'),
+        ({}, 1, 64, "", ""),
+        ({}, 16, 60, SHARE, "it was not given: vLLM on a CPU takes 58GiB for itself of the 60GiB"),
+        ({}, 16, 60, SHARE, "so the command has 0.62"),
+        ({"num_engines": 2}, 16, 60, SHARE, "the 32GiB of the tiers, so the command has 0.18"),
+        ({"tensor_parallel_size": 2}, 16, 60, SHARE, "so the command has 0.31"),
+        ({"gpu_memory_utilization": 0.5}, 16, 60, "", ""),
+        ({"gpu_memory_utilization": 0.8}, 16, 60, SHARE, "refuses to start: set --gpu-memory-utilization 0.62"),
+        ({"kv_cache_memory_bytes": 8 * GIB}, 16, 60, "", ""),
+        ({"kv_cache_memory_bytes": 48 * GIB}, 16, 60, BYTES, "too, or give --gpu-memory-utilization 0.62"),
+        ({}, 55, 60, "--cpu", "--cpu 15GiB leaves room for both"),
     ],
 )
-def test_a_volume_that_is_smaller_than_asked_is_warned_of_with_what_works(volume_bytes: int, words: str) -> None:
-    disk = Disk("/kv", 100 * GIB, GIB, least_bytes=16 * MIB, volume_bytes=volume_bytes)
-    found = asked(FLAGS, [disk])
-    assert [(item.setting, item.ends_a_start) for item in found] == [("--disk", False)] * bool(words)
-    assert all(words in item.sentence for item in found)
+def test_on_a_cpu_what_vllm_takes_is_weighed_too(
+    given: dict[str, Any], tier_gib: int, free_gib: int, setting: str, words: str
+) -> None:
+    flags = replace(FLAGS, **given)
+    found = of_memory(flags, tier_gib * GIB, free_gib * GIB, node_bytes=64 * GIB)
+    assert [item.setting for item in found] == [setting] * bool(setting)
+    assert all(words in item.sentence and item.ends_a_start == ("not given" not in item.sentence) for item in found)
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "word"),
-    [(1 << 40, "1TiB"), (15 << 39, "7680GiB"), (20 << 40, "20TiB"), (GIB - 1, "1023MiB"), (512, "512"), (0, "0")],
-)
-def test_a_size_in_advice_can_be_given_back(num_bytes: int, word: str) -> None:
-    assert as_argument(num_bytes) == word
-    assert parse_bytes(word, "--cpu") <= num_bytes
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_the_share_that_a_command_gets_fits(num_engines: int) -> None:
+    layout, flags = replaced(QWEN_35B_EXACT, node_bytes=64 * GIB), replace(FLAGS, num_engines=num_engines)
+    share = HostMemory(flags, layout, 8 * GIB, 60 * GIB).chosen_share
+    assert not HostMemory(replace(flags, gpu_memory_utilization=share), layout, 8 * GIB, 60 * GIB).is_short
+
+
+def test_what_a_disk_tier_will_say_of_its_volume_is_said_before() -> None:
+    found = advice(
+        FLAGS, QWEN_35B_EXACT, 64, [], Conversation(8000), HostMemory(FLAGS, QWEN_35B_EXACT, 0, 0), ["/kv is small"]
+    )
+    assert [(item.setting, item.ends_a_start) for item in found] == [("--disk", False)]
+    assert found[0].sentence == "/kv is small. The SIZE of --disk is capacity_bytes"
 
 
 def test_another_platform_than_ours_is_warned_of() -> None:

@@ -64,6 +64,6 @@ def test_only_what_was_not_given_is_added(flags: dict[str, int], added: list[str
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    command = server_command(["--model", "m"], Flags(model="m", **flags), 32, transfer_config(CHILDREN))
+    command = server_command(["--model", "m"], Flags(model="m", **flags), 32, None, transfer_config(CHILDREN))
     assert command[3:-2] == ["--model", "m", *added]
     make_arg_parser(FlexibleArgumentParser()).parse_args(command[3:])

@@ -28,6 +28,12 @@ def test_an_arena_above_free_memory_is_refused_with_what_is_free() -> None:
         check_free_memory(1001, 1000)
 
 
+def test_the_refusal_names_what_vllm_took_on_a_cpu_and_how_much_less_works() -> None:
+    """Seen with the defaults of a CPU server: 592 MB were left for 1 GiB."""
+    with pytest.raises(ConfigError, match="have its own KV cache take 460MiB less, by --kv-cache-memory-bytes or by"):
+        check_free_memory(1 << 30, 592_000_000)
+
+
 def proc_with(directory: Path, available_kib: int) -> Path:
     (directory / "meminfo").write_text(f"MemTotal: 99999 kB\nMemAvailable: {available_kib} kB\n")
     return directory

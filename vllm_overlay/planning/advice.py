@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from vllm_overlay.config import GIB
+from vllm_overlay.config import as_size
 from vllm_overlay.planner.geometry import EXACT_TOKENS, finer_match_unit
 from vllm_overlay.planning.capacity import Conversation, TierCapacity
+from vllm_overlay.planning.host_memory import HostMemory
 from vllm_overlay.planning.question import EngineLayout, Flags
-from vllm_overlay.planning.volume import Disk, as_argument
 
 
 class Severity(StrEnum):
@@ -42,21 +42,17 @@ def advice(
     match_unit: int,
     tiers: Sequence[TierCapacity],
     conversation: Conversation,
-    disks: Sequence[Disk],
-    host_bytes: int,
-    free_bytes: int,
+    memory: HostMemory,
+    shortages: Sequence[str],
 ) -> list[Advice]:
-    """All that applies, in the order of the flags.
-
-    ``host_bytes``: what the tiers of one engine take of the host's memory; ``free_bytes``: what is free there.
-    """
+    """All that applies, in the order of the flags. ``shortages``: what disk tiers will say of their volumes."""
     return [
         *_of_platform(layout),
         *_of_match_unit(flags, layout, match_unit),
         *_of_step_budget(flags, layout),
         *_of_retention(flags, layout, tiers),
-        *_of_memory(flags, host_bytes, free_bytes),
-        *_of_volumes(disks),
+        *_of_memory(memory),
+        *(_warning("--disk", f"{shortage}. The SIZE of --disk is capacity_bytes") for shortage in shortages),
         *_of_capacity(tiers, conversation),
     ]
 
@@ -118,34 +114,39 @@ def _of_retention(flags: Flags, layout: EngineLayout, tiers: Sequence[TierCapaci
         )
 
 
-def _of_memory(flags: Flags, host_bytes: int, free_bytes: int) -> Iterator[Advice]:
+def _of_memory(memory: HostMemory) -> Iterator[Advice]:
     """Half of what is free leaves the other half to the model."""
-    if host_bytes * flags.num_engines > free_bytes:
+    flags, free = memory.flags, as_size(memory.free_bytes)
+    if memory.tiers_bytes > memory.free_bytes:
         each = f" for each of {flags.num_engines} engines" if flags.num_engines > 1 else ""
         yield _warning(
             "--cpu",
-            f"{as_argument(host_bytes)}{each} is more than the {as_argument(free_bytes)} of memory that are free here "
-            "now, in the container or on the machine, and a server refuses to start: "
-            f"{as_argument(free_bytes // 2 // flags.num_engines)} leaves as much for the model",
+            f"{as_size(memory.tier_bytes)}{each} is more than the {free} of memory that are free here now, in the "
+            "container or on the machine, and a server refuses to start: "
+            f"{as_size(memory.free_bytes // 2 // flags.num_engines)} leaves as much for the model",
             ends_a_start=True,
         )
-
-
-def _of_volumes(disks: Sequence[Disk]) -> Iterator[Advice]:
-    for disk in disks:
-        if disk.usable_bytes >= disk.capacity_bytes:
-            continue
-        found = f"the volume of {disk.root} has {as_argument(disk.volume_bytes)}, of which min_free_bytes leaves "
-        if disk.usable_bytes >= disk.least_bytes:
-            usable = as_argument(disk.usable_bytes)
-            yield _warning("--disk", f"{found}{usable}: give a larger one, or --disk {disk.root}:{usable}")
-        else:
-            larger = as_argument(GIB * -(-(disk.min_free_bytes + 2 * disk.least_bytes) // GIB))
-            free = as_argument(disk.volume_bytes // 16)
+    elif memory.is_short:
+        share, is_bytes = memory.share_that_fits, bool(flags.kv_cache_memory_bytes)
+        taken = (
+            f"vLLM on a CPU takes {as_size(memory.vllm_bytes)} for itself of the {free} of memory that are free here "
+            f"now, and leaves less than the {as_size(memory.tiers_bytes)} of the tiers"
+        )
+        if memory.chosen_share is not None:
+            yield _note("--gpu-memory-utilization", f"it was not given: {taken}, so the command has {share:g}")
+        elif share is not None:
+            remedy = "leave it out, VLLM_CPU_KVCACHE_SPACE too, or give" if is_bytes else "set"
             yield _warning(
-                "--disk",
-                f"{found}too little for anything to be stored: give a volume of at least {larger}, or write "
-                f'"min_free_bytes": "{free}" into the JSON of the disk tier',
+                "--kv-cache-memory-bytes" if is_bytes else "--gpu-memory-utilization",
+                f"{taken}, and a server refuses to start: {remedy} --gpu-memory-utilization {share:g}",
+                ends_a_start=True,
+            )
+        else:
+            yield _warning(
+                "--cpu",
+                f"{taken}, and a server refuses to start: --cpu {as_size(memory.free_bytes // 4 // flags.num_engines)} "
+                "leaves room for both",
+                ends_a_start=True,
             )
 
 

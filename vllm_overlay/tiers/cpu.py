@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.config import ConfigError, TierSettings, parse_bytes
+from vllm_overlay.config import MIB, ConfigError, TierSettings, as_size, parse_bytes
 from vllm_overlay.planner.coverage import HitSource
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
@@ -75,11 +75,16 @@ def arena_units(capacity_bytes: int, world_size: int, unit_bytes: int, largest_o
 
 
 def check_free_memory(capacity_bytes: int, available_bytes: int) -> None:
-    """Raises ConfigError when the arena could not be filled without swapping or being killed."""
+    """Raises ConfigError when the arena could not be filled without swapping or being killed.
+
+    vLLM has its weights and its own KV cache by now, which on a CPU come from the same memory.
+    """
     if capacity_bytes > available_bytes:
         raise ConfigError(
             f"capacity_bytes={capacity_bytes} of the CPU tier is more than the {available_bytes} bytes of memory that "
-            f"are free: set it to at most {available_bytes}"
+            f"are free: set it to at most {available_bytes} or, where vLLM serves on a CPU, have its own KV cache take "
+            f"{as_size(capacity_bytes - available_bytes + MIB)} less, by --kv-cache-memory-bytes or by "
+            "--gpu-memory-utilization, which is 0.92 of all memory unless given"
         )
 
 

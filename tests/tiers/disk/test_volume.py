@@ -22,30 +22,30 @@ DEFAULTS = Quota(20 * GIB, GIB, LARGEST)
         (DEFAULTS, 100 * GIB, 2 * GIB, 19 * GIB, ""),
         (  # a claim of 10 GiB, new
             DEFAULTS, 10 * GIB, 10 * GIB, 0,
-            "/kv holds at most 9 GiB of capacity_bytes=20 GiB: its file system has 10 GiB, of which others use "
-            "0 bytes and min_free_bytes=1 GiB stay free. Set capacity_bytes to at most 9 GiB, or root to a larger "
+            "/kv holds at most 9GiB of capacity_bytes=20GiB: its file system has 10GiB, of which others use "
+            "0B and min_free_bytes=1GiB stay free. Set capacity_bytes to at most 9GiB, or root to a larger "
             "file system",
         ),
         (  # a disk that others use too, and what this tier has there already
             DEFAULTS, 100 * GIB, 6 * GIB, 3 * GIB,
-            "/kv holds at most 8 GiB of capacity_bytes=20 GiB: its file system has 100 GiB, of which others use "
-            "91 GiB and min_free_bytes=1 GiB stay free. Set capacity_bytes to at most 8 GiB, or root to a "
+            "/kv holds at most 8GiB of capacity_bytes=20GiB: its file system has 100GiB, of which others use "
+            "91GiB and min_free_bytes=1GiB stay free. Set capacity_bytes to at most 8GiB, or root to a "
             "larger file system",
         ),
         (
             DEFAULTS, 100 * GIB, GIB, 0,
-            "nothing can be stored under /kv now: its file system has 100 GiB, of which others use 99 GiB and "
-            "min_free_bytes=1 GiB stay free. Free 9 MiB there, or set min_free_bytes lower",
+            "nothing can be stored under /kv now: its file system has 100GiB, of which others use 99GiB and "
+            "min_free_bytes=1GiB stay free. Free 9MiB there, or set min_free_bytes lower",
         ),
         (  # a claim of 512 MiB
             DEFAULTS, 512 * MIB, 512 * MIB, 0,
-            "nothing can be stored under /kv: its file system has 512 MiB, and min_free_bytes=1 GiB of it stay free. "
-            "Set min_free_bytes to 64 MiB and capacity_bytes to at most 448 MiB, or root to a larger file system",
+            "nothing can be stored under /kv: its file system has 512MiB, and min_free_bytes=1GiB of it stay free. "
+            "Set min_free_bytes to 64MiB and capacity_bytes to at most 448MiB, or root to a larger file system",
         ),
         (  # a container's /dev/shm, and states of tens of megabytes
             Quota(20 * GIB, GIB, 40 * MIB), 64 * MIB, 64 * MIB, 0,
-            "nothing can be stored under /kv: its file system has 64 MiB, and two of this model's largest objects take "
-            "80 MiB. Set root to a larger file system",
+            "nothing can be stored under /kv: its file system has 64MiB, and two of this model's largest objects take "
+            "80MiB. Set root to a larger file system",
         ),
     ],
 )  # fmt: skip
@@ -59,7 +59,7 @@ def test_what_is_less_than_promised_is_said_with_values_that_work(
 
 def test_the_values_that_it_names_work() -> None:
     volume = Volume(512 * MIB)
-    assert "Set min_free_bytes to 64 MiB and capacity_bytes to at most 448" in volume.shortage(DEFAULTS, "/", 512 * MIB)
+    assert "Set min_free_bytes to 64MiB and capacity_bytes to at most 448" in volume.shortage(DEFAULTS, "/", 512 * MIB)
     assert volume.shortage(Quota(448 * MIB, 64 * MIB, LARGEST), "/", 512 * MIB) == ""
 
 
@@ -78,7 +78,7 @@ class Small(Device):
 def test_a_volume_below_the_space_to_keep_is_said_and_has_no_capacity(tmp_path, said):
     with tier_pair(tmp_path / "root", device=Small(), min_free_bytes="1 GiB", capacity_bytes="200 GiB") as made:
         until(lambda: said("nothing can be stored under"), "a word of it")
-        assert "Set min_free_bytes to 8 MiB and capacity_bytes to at most 56 MiB" in said("nothing can be")[0]
+        assert "Set min_free_bytes to 8MiB and capacity_bytes to at most 56MiB" in said("nothing can be")[0]
         until(lambda: made.tier.usage().capacity_bytes == 0, "no capacity")
         assert made.try_store(chain("p", 1)[0]) == "no_room"
         made.turned()
@@ -94,7 +94,7 @@ def test_the_capacity_is_what_the_volume_has_and_follows_it(tmp_path, said):
         until(lambda: made.turned().tier.usage().capacity_bytes == 40 * MIB, "what others leave")
         device.free += 16 * MIB
         until(lambda: made.turned().tier.usage().capacity_bytes == 56 * MIB, "what the volume has")
-        assert len(said("Set capacity_bytes to at most 56 MiB")) == 1
+        assert len(said("Set capacity_bytes to at most 56MiB")) == 1
         assert len(said("stay free")) == 1
 
 

@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from vllm_overlay.config import GIB, MIB
+from vllm_overlay.config import MIB, as_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,37 +36,29 @@ class Volume:
         usable, most = self.usable_bytes(quota), total_bytes - quota.min_free_bytes
         if usable == quota.capacity_bytes:
             return ""
-        has = f"its file system has {_words(total_bytes)}"
-        others = f"others use {_words(max(0, total_bytes - self.free_bytes - self.own_bytes))}"
-        kept = f"min_free_bytes={_words(quota.min_free_bytes)}"
+        has = f"its file system has {as_size(total_bytes)}"
+        others = f"others use {as_size(max(0, total_bytes - self.free_bytes - self.own_bytes))}"
+        kept = f"min_free_bytes={as_size(quota.min_free_bytes)}"
         if usable >= quota.least_bytes:
             return (
-                f"{root} holds at most {_words(usable)} of capacity_bytes={_words(quota.capacity_bytes)}: {has}, of "
+                f"{root} holds at most {as_size(usable)} of capacity_bytes={as_size(quota.capacity_bytes)}: {has}, of "
                 f"which {others} and {kept} stay free. Set capacity_bytes to at most "
-                f"{_words(usable)}, or root to a larger file system"
+                f"{as_size(usable)}, or root to a larger file system"
             )
         if most >= quota.least_bytes:
             wanted = quota.least_bytes + quota.min_free_bytes - self.own_bytes - self.free_bytes
             return (
                 f"nothing can be stored under {root} now: {has}, of which {others} and "
-                f"{kept} stay free. Free {_words(wanted + MIB)} there, or set min_free_bytes lower"
+                f"{kept} stay free. Free {as_size(wanted + MIB)} there, or set min_free_bytes lower"
             )
         keep = total_bytes // 8
         if total_bytes - keep >= quota.least_bytes:
             return (
                 f"nothing can be stored under {root}: {has}, and {kept} of it stay free. Set min_free_bytes to "
-                f"{_words(keep)} and capacity_bytes to at most {_words(total_bytes - keep)}, or root to a larger "
+                f"{as_size(keep)} and capacity_bytes to at most {as_size(total_bytes - keep)}, or root to a larger "
                 "file system"
             )
         return (
             f"nothing can be stored under {root}: {has}, and two of this model's largest objects take "
-            f"{_words(quota.least_bytes)}. Set root to a larger file system"
+            f"{as_size(quota.least_bytes)}. Set root to a larger file system"
         )
-
-
-def _words(num_bytes: int) -> str:
-    """A size as the settings take it, no larger than ``num_bytes``."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
-        if num_bytes >= 64 * unit or (num_bytes >= unit and num_bytes % unit == 0):
-            return f"{num_bytes // unit} {name}"
-    return f"{num_bytes} bytes"
