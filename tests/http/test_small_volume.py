@@ -29,9 +29,7 @@ def test_the_log_names_what_works_and_probe_says_that_nothing_can_be_stored(
         root = shm.path / "kv"
         server = Server(tiny_model, msgspec.json.decode(CHART.replace("$ROOT", str(root))), log_path=log)
         with server as api:
-            until(
-                lambda: f"nothing can be stored under {root}: its file system has 64 MiB" in log.read_text(), "a word"
-            )
+            until(lambda: f"nothing can be stored under {root}: its file system has 64MiB" in log.read_text(), "a word")
             api.complete(prompt(700, seed=1))
             api.settled_metrics()
             status = cli.main(["probe", server.url, "--json"])
