@@ -36,4 +36,4 @@ def test_the_log_names_what_works_and_probe_says_that_nothing_can_be_stored(
             found = msgspec.json.decode(capsys.readouterr().out)
         assert (status, found["is_sound"], found["tiers"][0]["capacity"]) == (1, False, "0 B")
         assert "tier disk can store nothing where it is" in found["cause"]
-    assert "Set min_free_bytes to 8 MiB and capacity_bytes to at most 56 MiB" in log.read_text()
+    assert "Set min_free_bytes to 8MiB and capacity_bytes to at most 56MiB" in log.read_text()
