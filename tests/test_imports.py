@@ -38,7 +38,7 @@ RULES = (
     Rule("offloading", forbidden=("multi_connector", "transfer", "planning", "cli", "server")),
     Rule("multi_connector", forbidden=("connector", "tiers", "transfer", "planner")),
     Rule("server", allowed=("metrics",), without=NO_ENGINE),
-    Rule("verification", allowed=("server", "metrics"), without=NO_ENGINE),
+    Rule("verification", allowed=("common", "server", "metrics"), without=NO_ENGINE),
     Rule("planning", allowed=("planner", "tiers", "config"), without=NO_ENGINE),
     Rule("cli", forbidden=("connector", "multi_connector", "transfer", "dry_start"), without=NO_ENGINE),
 )

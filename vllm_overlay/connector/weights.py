@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from vllm_overlay.common.file_lock import locked_if_possible
 from vllm_overlay.config import ConfigError
-from vllm_overlay.connector.digest_cache import DigestCache, FileIdentity
+from vllm_overlay.connector.digest_cache import FileIdentity, read_digests, write_digests
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,12 @@ def weights_digest(files: Iterable[Path], cache_file: Path) -> str:
     when a file does not stay as it is, and OSError when one cannot be read.
     """
     with _one_at_a_time(cache_file.with_suffix(".lock")):
-        cache = DigestCache(cache_file)
-        known = cache.read()
+        known = read_digests(cache_file)
         found = {path: _known_or_new(path.resolve(), known) for path in dict.fromkeys(files)}
         settled = {file.identity: file.digest for file in found.values() if file.is_settled}
         if not settled.items() <= known.items():
             others = {identity: digest for identity, digest in known.items() if identity not in settled}
-            cache.write({**others, **settled})
+            write_digests(cache_file, {**others, **settled})
     total = blake3()
     for path, file in found.items():
         total.update(f"{path.name}:{file.digest};".encode(errors="surrogateescape"))
