@@ -38,7 +38,7 @@ FUTURE = "future"
 LEARNED = "learned"
 ON_DISK = {"lru on disk": False, "learned on disk": True}
 """As a disk tier's catalogue evicts; whether its engine ranks."""
-POLICIES = ("lru", "recency per turn", "arc", "s3-fifo", "hyperbolic", LEARNED, FUTURE)
+POLICIES = ("lru", "arc", "s3-fifo", LEARNED, FUTURE)
 BUDGETS = ("64", "32", "16", "8", "4", "unlimited")
 
 
