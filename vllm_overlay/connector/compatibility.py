@@ -35,48 +35,36 @@ def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig",
 
 
 def _check_engine(vllm_config: "VllmConfig") -> None:
-    parallel = vllm_config.parallel_config
-    if vllm_config.speculative_config is not None:
-        raise ConfigError(
-            "HybridOffloadConnector does not support speculative decoding yet: remove --speculative-config"
-        )
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "HybridOffloadConnector does not support pipeline parallelism yet: set --pipeline-parallel-size 1"
-        )
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ConfigError(
-            "HybridOffloadConnector does not support context parallelism yet: "
-            "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1"
-        )
-    if vllm_config.max_concurrent_batches > 1 and not vllm_config.kv_transfer_config.is_kv_consumer:
-        raise ConfigError(
-            'kv_role "kv_producer" does not work with asynchronous scheduling: vLLM would let this connector load into '
-            'blocks that a step still writes: set kv_role to "kv_both" or --no-async-scheduling'
-        )
-    _check_device(vllm_config)
-
-
-def _check_device(vllm_config: "VllmConfig") -> None:
     from vllm.platforms import current_platform
 
-    device = vllm_config.device_config.device_type
-    if device == "cpu":
-        return
-    if current_platform.is_rocm():  # whose devices vLLM calls "cuda"
-        raise ConfigError("HybridOffloadConnector was never run on ROCm: remove it, or use the CPU build of vLLM")
-    if device == "xpu":
-        raise ConfigError("HybridOffloadConnector was never run on XPU: remove it, or use the CPU build of vLLM")
-    if vllm_config.model_config.enable_sleep_mode:
-        raise ConfigError(
-            "HybridOffloadConnector does not support sleep mode yet, which takes the KV cache away while a load may "
-            "still write to it: remove --enable-sleep-mode"
-        )
-    if device != "cuda":
-        raise ConfigError(
-            f"HybridOffloadConnector knows CPUs and CUDA devices, and this engine runs on {device!r}: remove it, or "
-            "use another build of vLLM"
-        )
+    parallel, device = vllm_config.parallel_config, vllm_config.device_config.device_type
+    is_rocm = device != "cpu" and current_platform.is_rocm()  # whose devices vLLM calls "cuda"
+    refused = (
+        (vllm_config.speculative_config is not None, "speculative decoding yet: remove --speculative-config"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism yet: set --pipeline-parallel-size 1"),
+        (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "context parallelism yet: set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
+        ),
+        (
+            vllm_config.max_concurrent_batches > 1 and not vllm_config.kv_transfer_config.is_kv_consumer,
+            'kv_role "kv_producer" with asynchronous scheduling, because vLLM would let it load into blocks that a '
+            'step still writes: set kv_role to "kv_both" or --no-async-scheduling',
+        ),
+        (is_rocm, "ROCm, where it was never run: remove it, or use the CPU build of vLLM"),
+        (
+            device not in ("cpu", "cuda"),
+            f"{device!r}, where it was never run: remove it, or use a build of vLLM for CPUs or CUDA",
+        ),
+        (
+            device != "cpu" and vllm_config.model_config.enable_sleep_mode,
+            "sleep mode yet, which takes the KV cache away while a load may still write to it: remove "
+            "--enable-sleep-mode",
+        ),
+    )
+    for is_so, what in refused:
+        if is_so:
+            raise ConfigError(f"HybridOffloadConnector does not support {what}")
 
 
 def _check_prefix_cache(vllm_config: "VllmConfig") -> None:
