@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from devtools import rooms
-from devtools.rooms import Module
+from tests import rooms
+from tests.rooms import Module
 
 OURS = "vllm_overlay"
 
@@ -131,7 +131,7 @@ def test_a_planted_circle_is_found() -> None:
         ("planning.capacity", "from vllm_overlay.connector import metadata", "vllm_overlay.connector.metadata"),
         ("cli.stats", "from vllm_overlay.transfer import base", "vllm_overlay.transfer.base"),
         ("config", "from tests.strategies import layouts", "tests.strategies"),
-        ("plugin", "import devtools.rooms", "devtools.rooms"),
+        ("plugin", "import devtools.suites", "devtools.suites"),
     ],
 )
 def test_a_planted_wrong_arrow_is_found(module: str, line: str, target: str) -> None:
