@@ -2,6 +2,7 @@
 """What is refused at start, one sentence each, before it can go wrong."""
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
@@ -25,7 +26,8 @@ def states_end_with_requests(kv_cache_config: "KVCacheConfig") -> bool:
 
 def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", spec: TierSpec[Any]) -> None:
     """Called when a HybridOffloadConnector is built, in every process; raises ConfigError."""
-    _check_engine(vllm_config)
+    if what := next(_unsupported(vllm_config), ""):
+        raise ConfigError(f"HybridOffloadConnector does not support {what}")
     if states_end_with_requests(kv_cache_config):
         return  # The connector is idle: what its objects would need does not matter.
     _check_prefix_cache(vllm_config)
@@ -34,37 +36,33 @@ def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig",
         check_keys_survive_restart(vllm_config)
 
 
-def _check_engine(vllm_config: "VllmConfig") -> None:
+def _unsupported(vllm_config: "VllmConfig") -> Iterator[str]:
+    """What of an engine is not supported, and what to change."""
     from vllm.platforms import current_platform
 
     parallel, device = vllm_config.parallel_config, vllm_config.device_config.device_type
-    is_rocm = device != "cpu" and current_platform.is_rocm()  # whose devices vLLM calls "cuda"
-    refused = (
-        (vllm_config.speculative_config is not None, "speculative decoding yet: remove --speculative-config"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism yet: set --pipeline-parallel-size 1"),
-        (
-            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
-            "context parallelism yet: set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1",
-        ),
-        (
-            vllm_config.max_concurrent_batches > 1 and not vllm_config.kv_transfer_config.is_kv_consumer,
+    if vllm_config.speculative_config is not None:
+        yield "speculative decoding yet: remove --speculative-config"
+    if parallel.pipeline_parallel_size > 1:
+        yield "pipeline parallelism yet: set --pipeline-parallel-size 1"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "context parallelism yet: set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1"
+    if vllm_config.max_concurrent_batches > 1 and not vllm_config.kv_transfer_config.is_kv_consumer:
+        yield (
             'kv_role "kv_producer" with asynchronous scheduling, because vLLM would let it load into blocks that a '
-            'step still writes: set kv_role to "kv_both" or --no-async-scheduling',
-        ),
-        (is_rocm, "ROCm, where it was never run: remove it, or use the CPU build of vLLM"),
-        (
-            device not in ("cpu", "cuda"),
-            f"{device!r}, where it was never run: remove it, or use a build of vLLM for CPUs or CUDA",
-        ),
-        (
-            device != "cpu" and vllm_config.model_config.enable_sleep_mode,
+            'step still writes: set kv_role to "kv_both" or --no-async-scheduling'
+        )
+    if device == "cpu":
+        return
+    if current_platform.is_rocm():  # whose devices vLLM calls "cuda"
+        yield "ROCm, where it was never run: remove it, or use the CPU build of vLLM"
+    if device != "cuda":
+        yield f"{device!r}, where it was never run: remove it, or use a build of vLLM for CPUs or CUDA"
+    if vllm_config.model_config.enable_sleep_mode:
+        yield (
             "sleep mode yet, which takes the KV cache away while a load may still write to it: remove "
-            "--enable-sleep-mode",
-        ),
-    )
-    for is_so, what in refused:
-        if is_so:
-            raise ConfigError(f"HybridOffloadConnector does not support {what}")
+            "--enable-sleep-mode"
+        )
 
 
 def _check_prefix_cache(vllm_config: "VllmConfig") -> None:
