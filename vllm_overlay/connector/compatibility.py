@@ -26,7 +26,7 @@ def states_end_with_requests(kv_cache_config: "KVCacheConfig") -> bool:
 
 def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", spec: TierSpec[Any]) -> None:
     """Called when a HybridOffloadConnector is built, in every process; raises ConfigError."""
-    if what := next(_unsupported(vllm_config), ""):
+    if what := next(unsupported(vllm_config), ""):
         raise ConfigError(f"HybridOffloadConnector does not support {what}")
     if states_end_with_requests(kv_cache_config):
         return  # The connector is idle: what its objects would need does not matter.
@@ -36,8 +36,8 @@ def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig",
         check_keys_survive_restart(vllm_config)
 
 
-def _unsupported(vllm_config: "VllmConfig") -> Iterator[str]:
-    """What of an engine is not supported, and what to change."""
+def unsupported(vllm_config: "VllmConfig") -> Iterator[str]:
+    """What of an engine is not supported, and what to change, in words that follow "does not support"."""
     from vllm.platforms import current_platform
 
     parallel, device = vllm_config.parallel_config, vllm_config.device_config.device_type
