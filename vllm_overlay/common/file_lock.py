@@ -121,3 +121,18 @@ def is_in_place(path: str, fd: int) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return os.path.samestat(found, os.fstat(fd))
+
+
+def is_held(path: str) -> bool:
+    """Whether anybody holds a lock on ``path``. Creates nothing: a file that is not there holds none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

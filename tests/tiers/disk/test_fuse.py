@@ -15,7 +15,7 @@ import pytest
 
 from tests.tiers.disk.file_systems import fuse_mount, outage
 from tests.waiting import until
-from vllm_overlay.common.file_lock import try_lock
+from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files import lease as lease_module
 from vllm_overlay.tiers.disk.files.device import Device
@@ -200,4 +200,4 @@ def test_a_server_that_died_is_an_outage_until_it_is_mounted_again(tmp_path, mon
         other.take()
         lease.renew()
         other.release()
-        assert try_lock(str(Path(root.path, LEASE))) is None
+        assert is_held(str(Path(root.path, LEASE)))
