@@ -5,8 +5,6 @@ Ghosts are names of objects that went. Times are the trace's seconds.
 """
 
 import heapq
-import random
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,42 +19,29 @@ from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 @dataclass(slots=True)
 class Moment:
-    """Where the replay stands. ``turns``: earlier prompts that the request which is served now continues."""
+    """Where the replay stands."""
 
     clock: Clock
     capacity_bytes: int
     future: Future
     place: int = 0
 
-    @property
-    def turns(self) -> int:
-        return self.future.turns[self.place]
 
-
-class _Ordered(EvictionPolicy[Entry]):
-    """Offered entries by a rank that a subclass gives them when they are offered: the lowest goes first."""
+class KnowsTheFuture(EvictionPolicy[Entry]):
+    """What is used last from now on goes first: Belady's rule, over the objects that may go."""
 
     def __init__(self, moment: Moment) -> None:
-        self.moment = moment
+        self._moment = moment
         self._heap: list[tuple[float, int, int, Entry]] = []
         self._offered: dict[Entry, int] = {}
         self._sequence = 0
 
-    @abstractmethod
-    def rank(self, item: Entry, last_use: int) -> float:
-        """Of an entry that is offered now."""
-
-    def current_rank(self, item: Entry, rank: float) -> float:
-        """The present rank of an entry that surfaced with ``rank``. If the two differ, the entry goes back."""
-        return rank
-
     def add(self, item: Entry, last_use: int, end_tokens: int) -> None:
-        self._push(item, self.rank(item, last_use))
-
-    def _push(self, item: Entry, rank: float) -> None:
+        moment = self._moment
         self._sequence += 1
         self._offered[item] = self._sequence
-        heapq.heappush(self._heap, (rank, -item.end_tokens, self._sequence, item))
+        next_use = moment.future.next_use(item.object_id.key, item.object_id.is_snapshot, moment.place)
+        heapq.heappush(self._heap, (-next_use, -item.end_tokens, self._sequence, item))
 
     def discard(self, item: Entry) -> None:
         self._offered.pop(item, None)
@@ -66,8 +51,8 @@ class _Ordered(EvictionPolicy[Entry]):
             rank, _, sequence, item = heapq.heappop(self._heap)
             if self._offered.get(item) != sequence:
                 continue
-            if (now := self.current_rank(item, rank)) != rank:
-                self._push(item, now)
+            if -rank <= self._moment.place:  # that use is over
+                self.add(item, 0, item.end_tokens)
                 continue
             del self._offered[item]
             return item
@@ -75,99 +60,6 @@ class _Ordered(EvictionPolicy[Entry]):
 
     def __contains__(self, item: object) -> bool:
         return item in self._offered
-
-    def __len__(self) -> int:
-        return len(self._offered)
-
-
-class RecencyPerTurn(_Ordered):
-    """The longest unused first, as if each turn of its conversation had used it 60 s later."""
-
-    SECONDS = 60.0
-
-    def __init__(self, moment: Moment) -> None:
-        super().__init__(moment)
-        self._times: dict[Entry, float] = {}
-
-    def stored(self, item: Entry) -> None:
-        self._times[item] = self.moment.clock.now + self.SECONDS * self.moment.turns
-
-    def used(self, items: Sequence[Entry]) -> None:
-        for item in items:
-            self.stored(item)
-
-    def removed(self, item: Entry) -> None:
-        del self._times[item]
-
-    def rank(self, item: Entry, last_use: int) -> float:
-        return self._times[item]
-
-
-class KnowsTheFuture(_Ordered):
-    """What is used last from now on goes first: Belady's rule, over the objects that may go."""
-
-    def rank(self, item: Entry, last_use: int) -> float:
-        moment = self.moment
-        return -moment.future.next_use(item.object_id.key, item.object_id.is_snapshot, moment.place)
-
-    def current_rank(self, item: Entry, rank: float) -> float:
-        return rank if -rank > self.moment.place else self.rank(item, 0)
-
-
-class Hyperbolic(EvictionPolicy[Entry]):
-    """Uses over the time since it came and 60 s: the least of 64 offered entries goes first."""
-
-    SECONDS, SAMPLE = 60.0, 64
-
-    def __init__(self, moment: Moment) -> None:
-        self._clock = moment.clock
-        self._random = random.Random(1)
-        self._offered: list[Entry] = []
-        self._places: dict[Entry, int] = {}
-        self._uses: dict[Entry, tuple[float, int]] = {}
-
-    def stored(self, item: Entry) -> None:
-        self._uses[item] = self._clock.now, 1
-
-    def used(self, items: Sequence[Entry]) -> None:
-        for item in items:
-            since, count = self._uses[item]
-            self._uses[item] = since, count + 1
-
-    def removed(self, item: Entry) -> None:
-        del self._uses[item]
-
-    def add(self, item: Entry, last_use: int, end_tokens: int) -> None:
-        if item not in self._places:
-            self._places[item] = len(self._offered)
-            self._offered.append(item)
-
-    def discard(self, item: Entry) -> None:
-        place = self._places.pop(item, None)
-        if place is not None:
-            last = self._offered.pop()
-            if last is not item:
-                self._offered[place] = last
-                self._places[last] = place
-
-    def pop(self) -> Entry | None:
-        if not self._offered:
-            return None
-        count = len(self._offered)
-        draw = self._random.random
-        sample = (
-            self._offered if count <= self.SAMPLE else [self._offered[int(draw() * count)] for _ in range(self.SAMPLE)]
-        )
-        victim = min(sample, key=self._value)
-        self.discard(victim)
-        return victim
-
-    def _value(self, item: Entry) -> tuple[float, int]:
-        since, count = self._uses[item]
-        return count / (self._clock.now - since + self.SECONDS), -item.end_tokens
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._places
 
     def __len__(self) -> int:
         return len(self._offered)
@@ -321,9 +213,7 @@ class S3Fifo(_TwoQueues):
 
 BASELINES: dict[str, Callable[[Moment], EvictionPolicy[Entry]]] = {
     "lru": lambda _: LeastRecentlyUsed[Entry](),
-    "recency per turn": RecencyPerTurn,
     "arc": Arc,
     "s3-fifo": S3Fifo,
-    "hyperbolic": Hyperbolic,
     "future": KnowsTheFuture,
 }

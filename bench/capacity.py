@@ -1,31 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of its capacity the disk tier uses when many processes store into one root (docs/benchmarks.md)."""
 
-import argparse
-import hashlib
 import logging
 import os
-import tempfile
 import time
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
 from statistics import median
 
+from bench.disk_lab import halves, parser, prompts, scratch
 from bench.measure import table
 from vllm_overlay.config import MIB
-from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import file_bytes
-from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.root import choose_root
-from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
-from vllm_overlay.tiers.disk.worker import DiskTierWorker
-from vllm_overlay.tiers.memory import unit_size
 
-_NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
 _OBJECT_BYTES = 28 * 1024
 _CAPACITY_BYTES = 128 * MIB
 _STORES_PER_S = 1000.0
@@ -41,9 +32,8 @@ def settings_of(root: str) -> DiskTierSettings:
 def run_member(root: str, part: int, stores_per_s: float, seconds: float, all_are_ready: Barrier | None = None) -> None:
     """One process: it stores objects of its own at a pace, as far as the tier has room."""
     logging.getLogger("vllm_overlay").setLevel(logging.ERROR)
-    settings = settings_of(root)
-    tier = DiskTierManager(settings, _NAMESPACE, 1, _OBJECT_BYTES)
-    worker = DiskTierWorker(settings, _NAMESPACE, 0, 1, unit_size(_OBJECT_BYTES), _OBJECT_BYTES)
+    tier, worker = halves(settings_of(root), _OBJECT_BYTES)
+    objects = prompts(_OBJECT_BYTES, num_chunks=1, part=part)
     if all_are_ready is not None:
         all_are_ready.wait(_READY_S)
     began = time.monotonic()
@@ -51,9 +41,8 @@ def run_member(root: str, part: int, stores_per_s: float, seconds: float, all_ar
     while (now := time.monotonic() - began) < seconds:
         tier.advance()
         while num_tried < now * stores_per_s:
-            object_id = ObjectId("f0", hashlib.sha256(b"%d %d" % (part, num_tried)).digest())
             num_tried += 1
-            if (ticket := tier.reserve(PlannedObject(object_id, (), 0, 64, _OBJECT_BYTES))) is None:
+            if (ticket := tier.reserve(next(objects))) is None:
                 continue
             if (buffer := worker.begin_store(ticket)) is None:
                 tier.abort(ticket.ticket)
@@ -98,18 +87,13 @@ def measure(root: str, num_processes: int, seconds: float) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 8, 31], help="default: 1 8 31")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of storing each; default: %(default)s")
-    parser.add_argument("--directory", type=Path, default=Path(".benchmarks"), help="default: %(default)s")
-    arguments = parser.parse_args()
-    logging.getLogger("vllm_overlay").setLevel(logging.ERROR)
-    arguments.directory.mkdir(parents=True, exist_ok=True)
+    made = parser(__doc__)
+    made.add_argument("--processes", type=int, nargs="+", default=[1, 8, 31], help="default: 1 8 31")
+    made.add_argument("--seconds", type=float, default=10.0, help="of storing each; default: %(default)s")
+    arguments = made.parse_args()
     load = os.getloadavg()[0]
-    rows = []
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
-        for number in arguments.processes:
-            rows.append(measure(os.path.join(scratch, str(number)), number, arguments.seconds))
+    with scratch(arguments.directory) as place:
+        rows = [measure(str(place / str(number)), number, arguments.seconds) for number in arguments.processes]
     columns = ("processes", "most bytes of objects", "median", "least", "most with grants and garbage")
     print(f"of a capacity of {_CAPACITY_BYTES // MIB} MiB, load average {load:.1f}\n\n{table(columns, rows)}")
 

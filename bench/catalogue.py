@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk tier's catalogue under paced processes that share one root, one of which is killed (docs/benchmarks.md)."""
 
-import argparse
-import hashlib
 import os
 import secrets
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import TypeVar
 
+from bench.disk_lab import parser, prompts, scratch
 from bench.measure import percentile, table
-from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Catalogue, Committed, File, Limits, Namespace, StoredObject
 
 _MODEL = Namespace("a" * 64)
@@ -60,17 +57,10 @@ class Report:
         return [seconds for of_one in self.seconds.values() for seconds in of_one]
 
 
-def prompts(part: int, writer: str) -> Iterator[StoredObject]:
-    """Endless chains of ``_PROMPT`` chunks, parents first. No two parts have a name in common."""
-    parents: tuple[ObjectId, ...] = ()
-    number = 0
-    while True:
-        place = number % _PROMPT
-        object_id = ObjectId("f0", hashlib.sha256(b"%d %d" % (part, number)).digest())
-        planned = PlannedObject(object_id, parents if place else (), place * 64, place * 64 + 64, _OBJECT_BYTES - 4096)
+def stored_prompts(part: int, writer: str) -> Iterator[StoredObject]:
+    """Endless chains of chunks, in files of ``writer``."""
+    for number, planned in enumerate(prompts(_OBJECT_BYTES - 4096, _PROMPT, part)):
         yield StoredObject(_MODEL.fingerprint, planned, File(writer, number), 1, _OBJECT_BYTES, int(time.time()))
-        parents = (object_id,)
-        number += 1
 
 
 class Engine:
@@ -82,7 +72,7 @@ class Engine:
         self._catalogue = Catalogue(root)
         self._catalogue.join(self._writer, _MODEL)
         self._seq, _ = self._catalogue.load(_MODEL.fingerprint)
-        self._items = prompts(part, self._writer)
+        self._items = stored_prompts(part, self._writer)
         self._pending: list[StoredObject] = []
         self._recent: list[ObjectId] = []
 
@@ -186,7 +176,7 @@ def fill(root: str, num_objects: int) -> Catalogue:
     """A complete catalogue with so many objects, and no writer."""
     os.makedirs(root, 0o700, exist_ok=True)
     catalogue = Catalogue(root)
-    items = prompts(_MOST_PROCESSES + 1, secrets.token_hex(8))
+    items = stored_prompts(_MOST_PROCESSES + 1, secrets.token_hex(8))
     catalogue.adopt((next(items) for _ in range(num_objects)), [_MODEL])
     catalogue.end_rebuild()
     return catalogue
@@ -239,25 +229,23 @@ def _ms(seconds: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--processes", type=int, default=31, help="2 to 200; default: %(default)s")
-    parser.add_argument("--rows-per-s", type=float, default=2000.0, help="of all together; default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=20.0, help="default: %(default)s; a quarter with 1 and 8")
-    parser.add_argument("--rows", type=int, default=100_000, help="to load; default: %(default)s")
-    parser.add_argument("--directory", type=Path, default=Path(".benchmarks"), help="default: %(default)s")
-    arguments = parser.parse_args()
-    arguments.directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
+    made = parser(__doc__)
+    made.add_argument("--processes", type=int, default=31, help="2 to 200; default: %(default)s")
+    made.add_argument("--rows-per-s", type=float, default=2000.0, help="of all together; default: %(default)s")
+    made.add_argument("--seconds", type=float, default=20.0, help="default: %(default)s; a quarter with 1 and 8")
+    made.add_argument("--rows", type=int, default=100_000, help="to load; default: %(default)s")
+    arguments = made.parse_args()
+    with scratch(arguments.directory) as place:
         load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-        root = os.path.join(scratch, "main")
+        root = str(place / "main")
         outcome = compete(root, arguments.processes, arguments.rows_per_s, arguments.seconds, kill=True)
         rows = list(rows_of(outcome))
         for number in (1, 8):
-            root = os.path.join(scratch, str(number))
+            root = str(place / str(number))
             few = compete(root, number, arguments.rows_per_s, arguments.seconds / 4, kill=False)
             rows.append((f"bytes used of the capacity, {number} processes", f"{few.used:.1%}"))
         rows.append((f"bytes used of the capacity, {arguments.processes} processes", f"{outcome.used:.1%}"))
-        written, read = time_load(os.path.join(scratch, "rows"), arguments.rows)
+        written, read = time_load(str(place / "rows"), arguments.rows)
         rows.append((f"time to load {arguments.rows} rows (to write them)", f"{read:.2f} s ({written:.1f} s)"))
         rows.append(("load average before all this", load))
     print(table(("", f"{arguments.processes} processes, {arguments.rows_per_s:g} rows/s"), rows))

@@ -12,14 +12,11 @@ from pathlib import Path
 
 import torch  # noqa: F401  LMCache's extension is linked against its libraries
 
+from bench.disk_lab import halves
 from vllm_overlay.config import GIB, MIB
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
-from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
-from vllm_overlay.tiers.disk.worker import DiskTierWorker
-from vllm_overlay.tiers.memory import unit_size
 
 STAGING_BYTES = 256 * MIB
 WRITE_THREADS, READ_THREADS = 2, 4
@@ -46,10 +43,8 @@ class Ours:
             read_threads=READ_THREADS,
             encryption_key_file=encryption_key_file,
         )
-        namespace = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
         self._object_bytes = object_bytes
-        self.tier = DiskTierManager(settings, namespace, 1, object_bytes)
-        self._worker = DiskTierWorker(settings, namespace, 0, 1, unit_size(object_bytes), object_bytes)
+        self.tier, self._worker = halves(settings, object_bytes)
         self._tickets: list[StoreTicket] = []
         self._loads = itertools.count()
 

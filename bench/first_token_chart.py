@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -35,7 +35,7 @@ from tools.server import Server
 from tools.server_process import ServerError
 from vllm_overlay.metrics import CONNECTOR
 from vllm_overlay.multi_connector.control_file import LOOK_EVERY_S
-from vllm_overlay.server.api_client import ApiError, Completion, Metrics
+from vllm_overlay.server.api_client import ApiClient, ApiError
 
 MATCH_UNIT = 64
 VOCABULARY = 256
@@ -116,22 +116,10 @@ def caption(num_tokens: int, num_prompts: int) -> str:
     )
 
 
-class Api(Protocol):
-    """The part of ``ApiClient`` that is needed."""
-
-    def reset_prefix_cache(self) -> None: ...
-
-    def wait_for_stores(self) -> object: ...
-
-    def settled_metrics(self) -> Metrics: ...
-
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> Completion: ...
-
-
 class Bench:
     """One server that is up, and its control file."""
 
-    def __init__(self, api: Api, control_file: Path) -> None:
+    def __init__(self, api: ApiClient, control_file: Path) -> None:
         self._api = api
         self._control_file = control_file
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a whole trace says about each moment of it: turns, next uses, and the most that any cache could restore."""
+"""What a whole trace says about each moment of it: next uses, and the most that any cache could restore."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -17,26 +17,20 @@ class Future:
         self._block_tokens = block_tokens
         self.num_shared: list[int] = []
         """For each request, how many leading blocks an earlier one had too, short of its last token."""
-        self.turns: list[int] = []
-        """For each request, how many earlier prompts it continues, one after the other."""
         self._uses: defaultdict[bytes, list[int]] = defaultdict(list)
         self._ends: defaultdict[bytes, list[int]] = defaultdict(list)
         seen: set[int] = set()
-        turns: dict[int, int] = {}
         for place, request in enumerate(requests):
             limit = min(len(request.block_ids), (request.num_tokens - 1) // block_tokens)
             shared = 0
             while shared < limit and request.block_ids[shared] in seen:
                 shared += 1
             self.num_shared.append(shared)
-            self.turns.append(max((turns[block] + 1 for block in request.block_ids if block in turns), default=0))
             for block in request.block_ids[:shared]:
                 self._uses[block.to_bytes(8, "little")].append(place)
             if shared:
                 self._ends[request.block_ids[shared - 1].to_bytes(8, "little")].append(place)
             seen.update(request.block_ids)
-            if limit:
-                turns.setdefault(request.block_ids[limit - 1], self.turns[-1])
 
     @property
     def bound_tokens(self) -> int:

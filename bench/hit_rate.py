@@ -38,7 +38,7 @@ FUTURE = "future"
 LEARNED = "learned"
 ON_DISK = {"lru on disk": False, "learned on disk": True}
 """As a disk tier's catalogue evicts; whether its engine ranks."""
-POLICIES = ("lru", "recency per turn", "arc", "s3-fifo", "hyperbolic", LEARNED, FUTURE)
+POLICIES = ("lru", "arc", "s3-fifo", LEARNED, FUTURE)
 BUDGETS = ("64", "32", "16", "8", "4", "unlimited")
 
 
@@ -172,24 +172,6 @@ def share_table(rows: Sequence[Row], budgets: Sequence[str], policies: Sequence[
     return table(columns, body)
 
 
-def plot(rows: Sequence[Row], budgets: Sequence[str], policies: Sequence[str], file: Path) -> None:
-    """One picture, a panel for each trace and a line for each policy."""
-    from matplotlib.figure import Figure
-
-    traces = list(dict.fromkeys(row.trace for row in rows))
-    figure = Figure(figsize=(6.4 * len(traces), 4.4), layout="constrained")
-    for trace, axes in zip(traces, figure.subplots(1, len(traces), squeeze=False)[0], strict=True):
-        for policy in policies:
-            shares = {row.budget: row.restored for row in rows if (row.trace, row.policy) == (trace, policy)}
-            line = "-" if policy == LEARNED else ":" if policy == FUTURE else "--"
-            axes.plot([budget_name(one) for one in budgets], [shares[one] for one in budgets], line, label=policy)
-        axes.set(title=Path(trace).name, xlabel="size of the tier", ylabel="share of prompt tokens restored")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(file, dpi=110)
-
-
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m bench.hit_rate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -214,9 +196,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of the policy's draws")
     made.add_argument("--jobs", type=int, default=1, help="replays at once, a process each")
     made.add_argument("--json", action="store_true", help="print the figures as one JSON object")
-    made.add_argument(
-        "--plot", type=Path, metavar="FILE", help="restored tokens over the size of the tier, as a picture"
-    )
     return made
 
 
@@ -272,8 +251,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         for text in _texts(arguments, rows, all_requests):
             print(text + "\n")
-    if arguments.plot:
-        plot(rows, arguments.budgets, arguments.policies, arguments.plot)
     return 0
 
 

@@ -5,18 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 from bench.measure import percentile
 from bench.scaled_trace import ScaledRequest
-from vllm_overlay.server.api_client import ApiError, Completion
-
-
-class Api(Protocol):
-    """The part of ``ApiClient`` that is needed."""
-
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> Completion:
-        """One request, streamed."""
+from vllm_overlay.server.api_client import ApiClient, ApiError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +41,7 @@ class Part:
         return percentile([one.first_token_s for one in self.served], 0.5)
 
 
-def play(api: Api, requests: Sequence[ScaledRequest], answered: Callable[[], object] = lambda: None) -> Part:
+def play(api: ApiClient, requests: Sequence[ScaledRequest], answered: Callable[[], object] = lambda: None) -> Part:
     """Sends each request at its time and waits for all answers; ``answered`` is called after each, in any thread.
 
     An interruption is raised at once: requests under way end when their server does.
@@ -71,7 +63,7 @@ def play(api: Api, requests: Sequence[ScaledRequest], answered: Callable[[], obj
     return Part(served, errors, time.monotonic() - begin)
 
 
-def _send(api: Api, request: ScaledRequest, begin: float, answered: Callable[[], object]) -> Served | str:
+def _send(api: ApiClient, request: ScaledRequest, begin: float, answered: Callable[[], object]) -> Served | str:
     late_s = time.monotonic() - begin - request.arrival_s
     try:
         answer = api.complete(request.prompt, request.max_tokens)

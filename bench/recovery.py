@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A start of the disk tier on a root with many objects, while its scheduler steps (docs/benchmarks.md)."""
 
-import argparse
 import gc
-import hashlib
-import logging
 import os
 import secrets
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
+from bench.disk_lab import NAMESPACE, parser, prompts, scratch
 from bench.measure import percentile, table
 from vllm_overlay.config import GIB
-from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Namespace, StoredObject
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import ObjectHeader, file_bytes
-from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.object_file import write_object
 from vllm_overlay.tiers.disk.files.root import Root, choose_root
 from vllm_overlay.tiers.disk.files.writer import begin_life, path_of
@@ -28,28 +23,16 @@ from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.memory import HostPool
 
-_NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
 _OBJECT_BYTES = 4096
-_PROMPT_CHUNKS = 100
 _STEP_S = 0.001
-
-
-def prompts(num_objects: int) -> Iterator[PlannedObject]:
-    """Chains of ``_PROMPT_CHUNKS`` chunks, parents first."""
-    parents: tuple[ObjectId, ...] = ()
-    for number in range(num_objects):
-        place = number % _PROMPT_CHUNKS
-        object_id = ObjectId("f0", hashlib.sha256(number.to_bytes(8, "little")).digest())
-        yield PlannedObject(object_id, parents if place else (), place * 64, place * 64 + 64, _OBJECT_BYTES, 0)
-        parents = (object_id,)
 
 
 def fill(settings: DiskTierSettings, num_objects: int) -> None:
     """Write the objects' files, a page of header and a page of payload each, and no catalogue."""
     root, device, buffer = root_of(settings), Device(), HostPool(1, _OBJECT_BYTES).buffer([0], _OBJECT_BYTES)
-    fingerprint = bytes.fromhex(_NAMESPACE.fingerprint)
+    fingerprint = bytes.fromhex(NAMESPACE.fingerprint)
     life = begin_life(root.path, device)
-    for number, item in enumerate(prompts(num_objects)):
+    for number, item in enumerate(islice(prompts(_OBJECT_BYTES), num_objects)):
         file = File(life.writer, number)
         header = ObjectHeader(
             fingerprint, item.object_id, item.parents, item.start_tokens, item.end_tokens, item.num_bytes, 0, 1, file
@@ -64,10 +47,10 @@ def fill_rows(settings: DiskTierSettings, num_objects: int) -> None:
     catalogue = Catalogue(root.path, root.journal)
     catalogue.adopt(
         (
-            StoredObject(_NAMESPACE.fingerprint, item, File(writer, number), 1, file_bytes(item.num_bytes), now)
-            for number, item in enumerate(prompts(num_objects))
+            StoredObject(NAMESPACE.fingerprint, item, File(writer, number), 1, file_bytes(item.num_bytes), now)
+            for number, item in enumerate(islice(prompts(_OBJECT_BYTES), num_objects))
         ),
-        [Namespace(_NAMESPACE.fingerprint)],
+        [Namespace(NAMESPACE.fingerprint)],
     )
     catalogue.end_rebuild()
     catalogue.close()
@@ -98,7 +81,7 @@ def start(settings: DiskTierSettings, num_objects: int) -> Start:
     gc.collect()
     result = Start()
     began = time.perf_counter()
-    tier = DiskTierManager(settings, _NAMESPACE, 1, _OBJECT_BYTES)
+    tier = DiskTierManager(settings, NAMESPACE, 1, _OBJECT_BYTES)
     while tier.is_recovering:
         step = time.perf_counter()
         tier.advance()
@@ -126,17 +109,14 @@ def row_of(what: str, starts: list[Start]) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--objects", type=int, default=100_000, help="default: %(default)s, 0.8 GB on disk")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--directory", type=Path, default=Path(".benchmarks"), help="default: %(default)s")
-    parser.add_argument("--rows-only", action="store_true", help="no files, and no start without a catalogue")
-    arguments = parser.parse_args()
-    logging.getLogger("vllm_overlay").setLevel(logging.ERROR)
-    arguments.directory.mkdir(parents=True, exist_ok=True)
+    made = parser(__doc__)
+    made.add_argument("--objects", type=int, default=100_000, help="default: %(default)s, 0.8 GB on disk")
+    made.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    made.add_argument("--rows-only", action="store_true", help="no files, and no start without a catalogue")
+    arguments = made.parse_args()
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
-        settings = DiskTierSettings(root=str(Path(scratch) / "root"), capacity_bytes=64 * GIB, min_free_bytes=0)
+    with scratch(arguments.directory) as place:
+        settings = DiskTierSettings(root=str(place / "root"), capacity_bytes=64 * GIB, min_free_bytes=0)
         print(f"writing {arguments.objects} objects ...", flush=True)
         (fill_rows if arguments.rows_only else fill)(settings, arguments.objects)
         lost, there = [], []

@@ -1,46 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the disk tier keeps the scheduler's thread, at a reset and while a full tier stores (docs/benchmarks.md)."""
 
-import argparse
 import gc
-import hashlib
-import logging
 import os
 import resource
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
+from bench.disk_lab import halves, parser, prompts, scratch
 from bench.measure import percentile, table
-from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.files.format import file_bytes
-from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
-from vllm_overlay.tiers.disk.worker import DiskTierWorker
-from vllm_overlay.tiers.memory import unit_size
 
-_NAMESPACE = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
 _OBJECT_BYTES = 4096
-_PROMPT_CHUNKS = 100
 _STORES_A_STEP = 16
 _STEP_S = 0.001
-
-
-def prompts() -> Iterator[PlannedObject]:
-    """Chains of ``_PROMPT_CHUNKS`` chunks, parents first, for ever."""
-    parents: tuple[ObjectId, ...] = ()
-    number = 0
-    while True:
-        place = number % _PROMPT_CHUNKS
-        object_id = ObjectId("f0", hashlib.sha256(number.to_bytes(8, "little")).digest())
-        yield PlannedObject(object_id, parents if place else (), place * 64, place * 64 + 64, _OBJECT_BYTES, 0)
-        parents = (object_id,)
-        number += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +52,8 @@ class Scheduler:
 
     def __init__(self, root: str, num_objects: int) -> None:
         settings = DiskTierSettings(root=root, capacity_bytes=num_objects * file_bytes(_OBJECT_BYTES), min_free_bytes=0)
-        self.tier = DiskTierManager(settings, _NAMESPACE, 1, _OBJECT_BYTES)
-        self._worker = DiskTierWorker(settings, _NAMESPACE, 0, 1, unit_size(_OBJECT_BYTES), _OBJECT_BYTES)
-        self._prompts = prompts()
+        self.tier, self._worker = halves(settings, _OBJECT_BYTES)
+        self._prompts = prompts(_OBJECT_BYTES)
         self._next = next(self._prompts)
         self._done: list[int] = []
         self.num_stored = 0
@@ -169,16 +145,13 @@ def measure(root: str, num_objects: int, seconds: float) -> list[tuple[str, ...]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--objects", type=int, default=50_000, help="that the tier holds; default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of storing when full; default: %(default)s")
-    parser.add_argument("--directory", type=Path, default=Path(".benchmarks"), help="default: %(default)s")
-    arguments = parser.parse_args()
-    logging.getLogger("vllm_overlay").setLevel(logging.ERROR)
-    arguments.directory.mkdir(parents=True, exist_ok=True)
+    made = parser(__doc__)
+    made.add_argument("--objects", type=int, default=50_000, help="that the tier holds; default: %(default)s")
+    made.add_argument("--seconds", type=float, default=15.0, help="of storing when full; default: %(default)s")
+    arguments = made.parse_args()
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
-        rows = measure(os.path.join(scratch, "root"), arguments.objects, arguments.seconds)
+    with scratch(arguments.directory) as place:
+        rows = measure(str(place / "root"), arguments.objects, arguments.seconds)
     columns = (
         "steps of the scheduler",
         "number",

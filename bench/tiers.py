@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from bench import model
+from bench.disk_lab import NAMESPACE
 from bench.measure import Subject, table, take_turns
 from bench.rawdisk import RawFiles, settle
 from vllm_overlay.config import GIB, MIB
@@ -27,7 +28,6 @@ from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierWorker
 from vllm_overlay.tiers.cpu import CpuTierManager, CpuTierWorker
 from vllm_overlay.tiers.disk.files.device import Device
-from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
@@ -181,11 +181,10 @@ def bench_disk(directory: Path, total_bytes: int, rounds: int) -> tuple[list[Row
     num_blocks = max(model.STATE_GROUPS, -(-total_bytes // (model.BLOCK_TOKENS * model.TOKEN_BYTES)))
     transfer = CpuTransfer(model.kv_cache(num_blocks))
     settings = DiskTierSettings(root=str(directory / "tier"), capacity_bytes=64 * GIB, min_free_bytes=0)
-    namespace = DiskNamespace("a" * 64, "b" * 64, {"model": "a measurement"})
     largest = max(geometry.max_snapshot_bytes, geometry.chunk_bytes(geometry.full[0]))
     unit_bytes = unit_size(geometry.chunk_bytes(geometry.full[0]))
-    tier = DiskTierManager(settings, namespace, 1, largest)
-    worker = DiskTierWorker(settings, namespace, 0, 1, unit_bytes, largest)
+    tier = DiskTierManager(settings, NAMESPACE, 1, largest)
+    worker = DiskTierWorker(settings, NAMESPACE, 0, 1, unit_bytes, largest)
     driver = Driver(transfer, worker)
     direct = takes_direct_io(Device(), choose_root(Device(), settings.root))
     staging = _staging_of(worker, unit_bytes)

@@ -233,21 +233,16 @@ def module_of(test: str) -> str:
 
 def table(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """A row for each test module: how many passed, failed, were skipped, before and after."""
-    rows: dict[str, list[collections.Counter[str]]] = {}
-    for column, outcomes in enumerate((before, after)):
-        for test, outcome in outcomes.items():
-            module = module_of(test)
-            rows.setdefault(module, [collections.Counter(), collections.Counter()])[column][outcome] += 1
-    lines = ["| tests | before | after |", "| --- | --- | --- |"]
-    total = [collections.Counter[str](), collections.Counter[str]()]
-    for module, counts in sorted(rows.items()):
-        lines.append(f"| {module} | {_words(counts[0])} | {_words(counts[1])} |")
-        total = [one + other for one, other in zip(total, counts, strict=True)]
-    return "\n".join([*lines, f"| all | {_words(total[0])} | {_words(total[1])} |"])
+    modules = sorted({module_of(test) for test in (*before, *after)})
+    rows = [(module, *(_counts(side, module) for side in (before, after))) for module in modules]
+    total = ("all", *(_counts(side) for side in (before, after)))
+    lines = (f"| {name} | {then} | {now} |" for name, then, now in (*rows, total))
+    return "\n".join(["| tests | before | after |", "| --- | --- | --- |", *lines])
 
 
-def _words(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{counts[word]} {word}" for word in ("passed", "failed", "skipped") if counts.get(word))
+def _counts(outcomes: Mapping[str, str], module: str | None = None) -> str:
+    counts = collections.Counter(of for test, of in outcomes.items() if module in (None, module_of(test)))
+    return ", ".join(f"{counts[word]} {word}" for word in ("passed", "failed", "skipped") if counts[word])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from devtools.docs.commands import commands
-from devtools.docs.deployment import files_of
 from devtools.docs.page import Page
-from devtools.docs_check import check, main, pages_of
+from devtools.docs_check import check, files_of, main, pages_of
 from tests.python_path import REPOSITORY
 from tests.transfer_config import accepted_tiers
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from devtools import rooms
-from devtools.rooms import Module
+from tests import rooms
+from tests.rooms import Module
 
 OURS = "vllm_overlay"
 
@@ -38,7 +38,7 @@ RULES = (
     Rule("offloading", forbidden=("multi_connector", "transfer", "planning", "cli", "server")),
     Rule("multi_connector", forbidden=("connector", "tiers", "transfer", "planner")),
     Rule("server", allowed=("metrics",), without=NO_ENGINE),
-    Rule("verification", allowed=("server", "metrics"), without=NO_ENGINE),
+    Rule("verification", allowed=("common", "server", "metrics"), without=NO_ENGINE),
     Rule("planning", allowed=("planner", "tiers", "config"), without=NO_ENGINE),
     Rule("cli", forbidden=("connector", "multi_connector", "transfer", "dry_start"), without=NO_ENGINE),
 )
@@ -131,7 +131,7 @@ def test_a_planted_circle_is_found() -> None:
         ("planning.capacity", "from vllm_overlay.connector import metadata", "vllm_overlay.connector.metadata"),
         ("cli.stats", "from vllm_overlay.transfer import base", "vllm_overlay.transfer.base"),
         ("config", "from tests.strategies import layouts", "tests.strategies"),
-        ("plugin", "import devtools.rooms", "devtools.rooms"),
+        ("plugin", "import devtools.suites", "devtools.suites"),
     ],
 )
 def test_a_planted_wrong_arrow_is_found(module: str, line: str, target: str) -> None:

@@ -43,8 +43,8 @@ def steps(page: Page) -> Iterator[Step]:
     for block, following in zip(page.code_blocks, [*page.code_blocks[1:], None], strict=True):
         if block.language != "bash":
             continue
-        before = "\n".join(text.text for text in page.prose_lines if last_line < text.line < block.line)
-        yield Step(block.line, block.text, _shown(following), INTERRUPT in " ".join(before.split()))
+        before = " ".join(" ".join(page.lines[last_line : block.line - 1]).split())
+        yield Step(block.line, block.text, _shown(following), INTERRUPT in before)
         last_line = block.line
 
 

@@ -9,7 +9,7 @@ from tests.patches.trees import ORIGINALS, THREE_STEPS, A, B, C, contents, make_
 from vllm_overlay.patching import tree as patching_tree
 from vllm_overlay.patching.advice import FileState
 from vllm_overlay.patching.diff import PatchError
-from vllm_overlay.patching.originals import STATE_DIRECTORY, KeptOriginals
+from vllm_overlay.patching.originals import STATE_DIRECTORY, Kept
 from vllm_overlay.patching.series import Sums, sha256
 from vllm_overlay.patching.tree import apply, reverse, status
 
@@ -47,7 +47,7 @@ def test_a_kept_original_that_was_tampered_with_is_not_used(tree, tmp_path, tamp
 def test_an_original_of_another_vllm_is_not_used(tree, series, action):
     """The notes were made when the pin was another one."""
     other = b"of another version\n"
-    KeptOriginals.read(tree).keep({A: Sums(sha256(other), sha256(b"patched\n"))}, {A: other})
+    Kept.read(tree).keep({A: Sums(sha256(other), sha256(b"patched\n"))}, {A: other})
     (tree / A).write_bytes(b"patched\n")
     with pytest.raises(PatchError, match=f"original lost  {A}"):
         action(tree, series)
@@ -76,7 +76,7 @@ def test_what_is_kept_is_written_before_the_first_file_is_replaced(tree, series,
     kept = {}
 
     def seen(root, wanted):
-        originals = KeptOriginals.read(root)
+        originals = Kept.read(root)
         kept.update({path: originals.find(path, series.files[path].patched) for path in wanted})
 
     before = contents(tree)

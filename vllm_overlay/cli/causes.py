@@ -103,7 +103,8 @@ def _loads_failed(interval: Interval) -> str:
 
 def _of_tokens(interval: Interval) -> str:
     """By the largest reason of what was not restored."""
-    return _BY_REASON.get(_largest_loss(interval), _not_known)(interval)
+    found = _BY_REASON.get(_largest_loss(interval), _not_known)
+    return found if isinstance(found, str) else found(interval)
 
 
 def _short(interval: Interval) -> str:
@@ -125,7 +126,7 @@ def _coarse(interval: Interval) -> str:
 
 def _not_known(interval: Interval) -> str:
     if interval.amount(f"{TIER}_lost_tokens_total", **{REASON: Reason.EVICTED}):
-        return _too_small(interval)
+        return _TOO_SMALL
     if hits := interval.amount("vllm:prefix_cache_hits_total"):
         return _in_the_device(hits)
     return (
@@ -141,19 +142,6 @@ def _in_the_device(hits: float) -> str:
     )
 
 
-def _too_small(interval: Interval) -> str:
-    return (
-        "the tiers are too small, what came again had been evicted: raise capacity_bytes to what vllm-overlay plan says"
-    )
-
-
-def _no_state(_: Interval) -> str:
-    return (
-        "the prompts share beginnings, and no state was kept where they part: the next prompt with the same beginning "
-        "finds one, or set speculative_snapshot_tokens"
-    )
-
-
 def _other_way(interval: Interval) -> str:
     if interval.amount(f"{MULTI}_too_slow_total"):
         return (
@@ -162,10 +150,6 @@ def _other_way(interval: Interval) -> str:
     if ignored := _largest(interval.by_label(f"{MULTI}_ignored_offers_total", REASON)):
         return f"a setting leaves out what tiers offer ({ignored}): look at load and min_tokens, and the control file"
     return "other connectors loaded what the tiers offered"
-
-
-def _adapter(_: Interval) -> str:
-    return "the LoRA adapter's weights are not known: load it ahead by --lora-modules, from the same files in all ranks"
 
 
 def _largest_loss(interval: Interval) -> str:
@@ -177,16 +161,19 @@ def _largest(amounts: dict[str, float]) -> str:
     return max(amounts, key=lambda key: amounts[key], default="")
 
 
-_BY_REASON: dict[str, Callable[[Interval], str]] = {
+_TOO_SMALL = (
+    "the tiers are too small, what came again had been evicted: raise capacity_bytes to what vllm-overlay plan says"
+)
+_BY_REASON: dict[str, str | Callable[[Interval], str]] = {
     Reason.NONE: _short,
-    Reason.PROMPT_END: _not_known,
     Reason.GRANULARITY: _coarse,
-    Reason.ATTENTION: _not_known,
-    Reason.EVICTED: _too_small,
-    Reason.WINDOW: _too_small,
-    Reason.STATE: _no_state,
+    Reason.EVICTED: _TOO_SMALL,
+    Reason.WINDOW: _TOO_SMALL,
+    Reason.STATE: "the prompts share beginnings, and no state was kept where they part: the next prompt with the same "
+    "beginning finds one, or set speculative_snapshot_tokens",
     Reason.NOT_TAKEN: _other_way,
-    Reason.ADAPTER: _adapter,
+    Reason.ADAPTER: "the LoRA adapter's weights are not known: load it ahead by --lora-modules, from the same files in "
+    "all ranks",
 }
 
 _CAUSES = (_no_prefix_cache, _out_of_service, _paused, _not_asked, _nothing_stored, _loads_failed, _of_tokens)

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands print with: text without control characters, sizes, ages, and a bar of progress."""
+"""What several commands print with: text without control characters, sizes, ages, tables, and a bar of progress."""
 
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
 
 from vllm_overlay.config import GIB, KIB, MIB, TIB
+
+Rows = Sequence[Sequence[str]]
+_UNLIMITED = 10_000
+"""Columns, where nobody looks: a line of text is never folded."""
 
 
 def shown(text: str) -> str:
@@ -32,6 +39,22 @@ def age(then: float) -> str:
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"
     return f"{seconds:.0f} seconds"
+
+
+def show_table(title: str, rows: Rows, *, has_header: bool = False) -> None:
+    """Prints rows of equal length, with lines on a terminal and as aligned text anywhere else.
+
+    ``has_header``: the first row names the columns.
+    """
+    is_terminal = sys.stdout.isatty()
+    if title:
+        print(title)
+    table = Table(show_header=has_header, box=HEAVY_HEAD if is_terminal else None, pad_edge=is_terminal, padding=(0, 1))
+    for name in rows[0]:
+        table.add_column(Text(name) if has_header else "", overflow="fold")
+    for row in rows[has_header:]:
+        table.add_row(*map(Text, row))
+    Console(width=None if is_terminal else _UNLIMITED).print(table)
 
 
 @contextlib.contextmanager

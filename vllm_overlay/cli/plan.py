@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
-from vllm_overlay.cli.console import shown, size
-from vllm_overlay.cli.table import Rows, show_table
+from vllm_overlay.cli.console import Rows, show_table, shown, size
 from vllm_overlay.cli.tier_flags import add_tier_flags, children_of, server_arguments
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planning.capacity import Conversation

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from vllm_overlay.cli.causes import MULTI, TIER, cause, tiers_without_room
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
-from vllm_overlay.cli.console import shown, size
-from vllm_overlay.cli.table import Rows, show_table
+from vllm_overlay.cli.console import Rows, show_table, shown, size
 from vllm_overlay.config import ConfigError
 from vllm_overlay.metrics import CONNECTOR, GROUP_KIND, HOOK, REASON, SOURCE
 from vllm_overlay.server.api_client import ApiClient, ApiError

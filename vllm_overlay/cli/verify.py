@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_overlay.cli.command import PROBLEMS, SOUND, Command
-from vllm_overlay.cli.console import shown, size
-from vllm_overlay.cli.table import show_table
+from vllm_overlay.cli.console import show_table, shown, size
 from vllm_overlay.config import ConfigError
 from vllm_overlay.server.api_client import ApiClient
 from vllm_overlay.verification.answers import Computed

@@ -2,6 +2,7 @@
 """What is refused at start, one sentence each, before it can go wrong."""
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
@@ -25,7 +26,8 @@ def states_end_with_requests(kv_cache_config: "KVCacheConfig") -> bool:
 
 def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", spec: TierSpec[Any]) -> None:
     """Called when a HybridOffloadConnector is built, in every process; raises ConfigError."""
-    _check_engine(vllm_config)
+    if what := next(unsupported(vllm_config), ""):
+        raise ConfigError(f"HybridOffloadConnector does not support {what}")
     if states_end_with_requests(kv_cache_config):
         return  # The connector is idle: what its objects would need does not matter.
     _check_prefix_cache(vllm_config)
@@ -34,48 +36,32 @@ def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig",
         check_keys_survive_restart(vllm_config)
 
 
-def _check_engine(vllm_config: "VllmConfig") -> None:
-    parallel = vllm_config.parallel_config
-    if vllm_config.speculative_config is not None:
-        raise ConfigError(
-            "HybridOffloadConnector does not support speculative decoding yet: remove --speculative-config"
-        )
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "HybridOffloadConnector does not support pipeline parallelism yet: set --pipeline-parallel-size 1"
-        )
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ConfigError(
-            "HybridOffloadConnector does not support context parallelism yet: "
-            "set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1"
-        )
-    if vllm_config.max_concurrent_batches > 1 and not vllm_config.kv_transfer_config.is_kv_consumer:
-        raise ConfigError(
-            'kv_role "kv_producer" does not work with asynchronous scheduling: vLLM would let this connector load into '
-            'blocks that a step still writes: set kv_role to "kv_both" or --no-async-scheduling'
-        )
-    _check_device(vllm_config)
-
-
-def _check_device(vllm_config: "VllmConfig") -> None:
+def unsupported(vllm_config: "VllmConfig") -> Iterator[str]:
+    """What of an engine is not supported, and what to change, in words that follow "does not support"."""
     from vllm.platforms import current_platform
 
-    device = vllm_config.device_config.device_type
+    parallel, device = vllm_config.parallel_config, vllm_config.device_config.device_type
+    if vllm_config.speculative_config is not None:
+        yield "speculative decoding yet: remove --speculative-config"
+    if parallel.pipeline_parallel_size > 1:
+        yield "pipeline parallelism yet: set --pipeline-parallel-size 1"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "context parallelism yet: set --decode-context-parallel-size 1 and --prefill-context-parallel-size 1"
+    if vllm_config.max_concurrent_batches > 1 and not vllm_config.kv_transfer_config.is_kv_consumer:
+        yield (
+            'kv_role "kv_producer" with asynchronous scheduling, because vLLM would let it load into blocks that a '
+            'step still writes: set kv_role to "kv_both" or --no-async-scheduling'
+        )
     if device == "cpu":
         return
     if current_platform.is_rocm():  # whose devices vLLM calls "cuda"
-        raise ConfigError("HybridOffloadConnector was never run on ROCm: remove it, or use the CPU build of vLLM")
-    if device == "xpu":
-        raise ConfigError("HybridOffloadConnector was never run on XPU: remove it, or use the CPU build of vLLM")
-    if vllm_config.model_config.enable_sleep_mode:
-        raise ConfigError(
-            "HybridOffloadConnector does not support sleep mode yet, which takes the KV cache away while a load may "
-            "still write to it: remove --enable-sleep-mode"
-        )
+        yield "ROCm, where it was never run: remove it, or use the CPU build of vLLM"
     if device != "cuda":
-        raise ConfigError(
-            f"HybridOffloadConnector knows CPUs and CUDA devices, and this engine runs on {device!r}: remove it, or "
-            "use another build of vLLM"
+        yield f"{device!r}, where it was never run: remove it, or use a build of vLLM for CPUs or CUDA"
+    if vllm_config.model_config.enable_sleep_mode:
+        yield (
+            "sleep mode yet, which takes the KV cache away while a load may still write to it: remove "
+            "--enable-sleep-mode"
         )
 
 

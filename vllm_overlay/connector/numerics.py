@@ -12,7 +12,6 @@ from vllm_overlay.connector.model_files import file_digest, processor_digests
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.config.multimodal import MultiModalConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 PRECISION_VARIABLES: dict[str, object] = {
@@ -90,7 +89,7 @@ _HOW_A_ROTATION_IS_COMPUTED = {"training", "use_flashinfer", "use_aiter"}
 
 def numeric_facts(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> dict[str, Any]:
     """The facts by name. Those that say nothing are left out."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model, cache, mamba = vllm_config.model_config, vllm_config.cache_config, vllm_config.mamba_config
     facts = {
         "attention": _differing(vllm_config.attention_config, QUANTIZED_ATTENTION),
         "environment": _variables(PRECISION_VARIABLES),
@@ -100,7 +99,9 @@ def numeric_facts(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -
         "quantization_config": model.quantization_config,
         "rotary": rotary_facts(),
         "skip_layers": sorted(cache.kv_cache_dtype_skip_layers),
-        "state_rounding": _state_rounding(vllm_config),
+        "state_rounding": (
+            ["stochastic", mamba.stochastic_rounding_philox_rounds] if mamba.enable_stochastic_rounding else []
+        ),
         "states": _states(kv_cache_config),
     }
     return {name: value for name, value in facts.items() if value}
@@ -123,11 +124,6 @@ def _states(kv_cache_config: "KVCacheConfig") -> list[str]:
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
     found = {f"{spec.mamba_type}: {', '.join(map(str, spec.dtypes))}" for spec in specs if isinstance(spec, MambaSpec)}
     return sorted(found)
-
-
-def _state_rounding(vllm_config: "VllmConfig") -> list[Any]:
-    mamba = vllm_config.mamba_config
-    return ["stochastic", mamba.stochastic_rounding_philox_rounds] if mamba.enable_stochastic_rounding else []
 
 
 def rotary_facts() -> list[dict[str, Any]]:
@@ -187,19 +183,14 @@ def _multimodal(model: "ModelConfig") -> dict[str, Any]:
     config = model.multimodal_config
     if config is None:
         return {}
-    names = sorted(vars(config).keys() - NO_FACTS_OF_MEDIA)
+    names, scales = sorted(vars(config).keys() - NO_FACTS_OF_MEDIA), config.mm_encoder_fp8_scale_path
     facts = {
         "settings": _differing(config, [name for name in names if not name.startswith("_")]),
-        "scales": _scales(config),
+        "scales": file_digest(Path(scales)) if scales else "",
         "processor": processor_digests(model.model, model.revision),
         "environment": _variables(MEDIA_VARIABLES),
     }
     return {name: value for name, value in facts.items() if value}
-
-
-def _scales(config: "MultiModalConfig") -> str:
-    path = config.mm_encoder_fp8_scale_path
-    return file_digest(Path(path)) if path else ""
 
 
 def _differing(config: Any, names: list[str] | tuple[str, ...]) -> dict[str, Any]:

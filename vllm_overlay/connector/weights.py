@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from vllm_overlay.common.file_lock import locked_if_possible
 from vllm_overlay.config import ConfigError
-from vllm_overlay.connector.digest_cache import DigestCache, FileIdentity
+from vllm_overlay.connector.digest_cache import FileIdentity, read_digests, write_digests
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,12 @@ def weights_digest(files: Iterable[Path], cache_file: Path) -> str:
     when a file does not stay as it is, and OSError when one cannot be read.
     """
     with _one_at_a_time(cache_file.with_suffix(".lock")):
-        cache = DigestCache(cache_file)
-        known = cache.read()
-        found = {path: _known_or_new(path.resolve(), known) for path in dict.fromkeys(files)}
+        known = read_digests(cache_file)
+        found = {path: _digest_of(path.resolve(), known) for path in dict.fromkeys(files)}
         settled = {file.identity: file.digest for file in found.values() if file.is_settled}
         if not settled.items() <= known.items():
             others = {identity: digest for identity, digest in known.items() if identity not in settled}
-            cache.write({**others, **settled})
+            write_digests(cache_file, {**others, **settled})
     total = blake3()
     for path, file in found.items():
         total.update(f"{path.name}:{file.digest};".encode(errors="surrogateescape"))
@@ -69,11 +68,6 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
         yield
 
 
-def _known_or_new(path: Path, known: dict[FileIdentity, str]) -> _FileDigest:
-    identity = _identity_of(path)
-    return _FileDigest(identity, known[identity]) if identity in known else _read_stable(path)
-
-
 def _identity_of(path: Path) -> FileIdentity:
     """The identity of the file that is there now. Opens it, because over NFS only that asks the server for its
     times."""
@@ -86,24 +80,26 @@ def _opened_identity(path: Path, file: FileIO) -> FileIdentity:
     return FileIdentity(name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
-def _read_stable(path: Path) -> _FileDigest:
-    """Reads a file, and again while it changes or is replaced. Raises ConfigError when that does not end."""
+def _digest_of(path: Path, known: dict[FileIdentity, str]) -> _FileDigest:
+    """Reads a file that is not known, and again while it changes or is replaced.
+
+    Raises ConfigError when that does not end.
+    """
+    identity = _identity_of(path)
+    if identity in known:
+        return _FileDigest(identity, known[identity])
     for _ in range(_MAX_ATTEMPTS):
         started_ns = time.time_ns()
         with path.open("rb", buffering=0) as file:
             identity = _opened_identity(path, file)
             digest = read_digest(file, identity.size)
         if _identity_of(path) == identity:
-            return _FileDigest(identity, digest, _is_settled(identity, started_ns))
+            return _FileDigest(identity, digest, max(identity.mtime_ns, identity.ctime_ns) + _SETTLED_NS < started_ns)
         logger.warning("%s changed while it was read for its fingerprint", path)
     raise ConfigError(
         f"{path} changed while it was read, {_MAX_ATTEMPTS} times one after the other, so the disk tier cannot tell "
         "which weights these are: start again when nobody writes to it"
     )
-
-
-def _is_settled(identity: FileIdentity, started_ns: int) -> bool:
-    return max(identity.mtime_ns, identity.ctime_ns) + _SETTLED_NS < started_ns
 
 
 def read_digest(file: FileIO, num_bytes: int) -> str:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from vllm_overlay.patching import advice
 from vllm_overlay.patching.advice import FileState
-from vllm_overlay.patching.declarations import Declarations
 from vllm_overlay.patching.diff import PatchError
-from vllm_overlay.patching.originals import KeptOriginals
+from vllm_overlay.patching.originals import Kept
 from vllm_overlay.patching.replace import MissingFileError, lock, read_target, remove_staged, replace_files
 from vllm_overlay.patching.series import Series, Sums, load, sha256
 from vllm_overlay.versions import VLLM as VLLM_VERSION
@@ -123,11 +122,9 @@ def is_other_version(version: str | None) -> bool:
 def status(root: Path, series: Series | None = None) -> Status:
     """What is in the tree now. Touches nothing."""
     series = series or load()
-    kept, declarations = KeptOriginals.read(root), Declarations.read(root)
-    files = {
-        path: _find(root, path, series.files.get(path), kept, declarations) for path in {**series.files, **kept.notes}
-    }
-    for path in kept.notes.keys() - series.files:  # what another series has patched, unless it was replaced since
+    kept = Kept.read(root)
+    files = {path: _find(root, path, series.files.get(path), kept) for path in {**series.files, **kept.written}}
+    for path in kept.written.keys() - series.files:  # what another series has patched, unless it was replaced since
         if files[path].state not in (FileState.EARLIER, FileState.LOST):
             del files[path]
     return Status(root, version_of(root), series, files)
@@ -158,7 +155,7 @@ def apply(root: Path, series: Series | None = None) -> Status:
         wanted = _patched(found)
         remove_staged(root, found.files)
         known = {path: found.files[path].original for path in found.series.files}
-        KeptOriginals.read(root).keep(found.series.files, {p: o for p, o in known.items() if o is not None})
+        Kept.read(root).keep(found.series.files, {p: o for p, o in known.items() if o is not None})
         replace_files(root, wanted)
         return status(root, found.series)
 
@@ -175,7 +172,7 @@ def reverse(root: Path, series: Series | None = None) -> Status:
         wanted = _originals(found)
         remove_staged(root, found.files)
         replace_files(root, wanted)
-        KeptOriginals.read(root).drop()
+        Kept.read(root).drop()
         return status(root, found.series)
 
 
@@ -186,8 +183,8 @@ def declare(root: Path, paths: Iterable[str], series: Series | None = None) -> S
     """
     with lock(root):
         found = _of_this_version(status(root, series))
-        declared = {path: (sha256(_declarable(found, path)), found.series.files[path].patched) for path in paths}
-        Declarations.read(root).add(declared)
+        declared = {path: {sha256(_declarable(found, path)): found.series.files[path].patched} for path in paths}
+        Kept.read(root).declare(declared)
         return status(root, found.series)
 
 
@@ -209,7 +206,7 @@ def _declarable(found: Status, path: str) -> bytes:
     return file.content
 
 
-def _find(root: Path, path: str, sums: Sums | None, kept: KeptOriginals, declarations: Declarations) -> File:
+def _find(root: Path, path: str, sums: Sums | None, kept: Kept) -> File:
     """One file; ``sums`` are None if only another series touched it."""
     try:
         content = read_target(root, path)
@@ -225,9 +222,9 @@ def _find(root: Path, path: str, sums: Sums | None, kept: KeptOriginals, declara
         original = None  # of another vLLM
     if sums and digest == sums.patched:
         return File(FileState.PATCHED, content, original)
-    if sums and declarations.holds(path, digest, sums.patched):
+    if sums and kept.declared.get(path, {}).get(digest) == sums.patched:
         return File(FileState.DECLARED, content, kept.original(sums.original))
-    if digest in kept.notes.get(path, {}):
+    if digest in kept.written.get(path, {}):
         return File(FileState.LOST if original is None else FileState.EARLIER, content, original)
     if sums and sha256(content.replace(b"\r\n", b"\n")) in (sums.original, sums.patched):
         return File(FileState.LINE_ENDS, content)
@@ -263,7 +260,7 @@ def _is_behind_ours(found: Status, path: str) -> bool:
 
 def _kept(found: Status, paths: Iterable[str]) -> dict[str, Path]:
     """Where the originals of these files are kept, of those that are."""
-    kept = KeptOriginals.read(found.root)
+    kept = Kept.read(found.root)
     return {path: kept.file(found.series.files[path].original) for path in paths if found.files[path].original}
 
 

@@ -57,16 +57,13 @@ class HybridOffloadPlanner:
         restored. See ``CoverageSearch`` for what it costs.
         """
         coverage = CoverageSearch(self.geometry, keys, num_tokens, num_local, view).run()
+        is_ahead = coverage.reach > max(coverage.restore_point, num_local)
         return Lookup(
             num_new_tokens=max(0, coverage.restore_point - num_local),
-            junction=self._junction(coverage, num_local),
+            junction=coverage.reach if self.geometry.recurrent and is_ahead else 0,
             coverage=coverage,
             lost=lost_tokens(self.geometry, coverage, len(keys), num_tokens, num_local),
         )
-
-    def _junction(self, coverage: Coverage, num_local: int) -> int:
-        ahead = coverage.reach > max(coverage.restore_point, num_local)
-        return coverage.reach if self.geometry.recurrent and ahead else 0
 
     def chunk(self, keys: Sequence[bytes], group: Group, index: int) -> PlannedObject:
         """The ``index``-th chunk of an attention group; ``keys`` must reach its end."""

@@ -69,9 +69,8 @@ def refuse_unknown(
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """What ``word`` most likely means, of ``known``: what another product calls so, or what is written alike."""
     known = {_spelt(one): one for one in known}
-    for other in OF_OTHERS.get(_spelt(word), ()):
-        if other in known:
-            return known[other]
+    if (ours := OF_OTHERS.get(_spelt(word))) in known:
+        return known[ours]
     near = difflib.get_close_matches(_spelt(word), known, n=1, cutoff=_NEAR)
     return known[near[0]] if near else None
 

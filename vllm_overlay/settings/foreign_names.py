@@ -3,44 +3,20 @@
 
 from collections.abc import Mapping
 
-OF_OTHERS: Mapping[str, tuple[str, ...]] = {
-    "cpu_bytes_to_use": ("capacity_bytes",),
-    "cpu_bytes_to_use_per_rank": ("capacity_bytes",),
-    "kv_offloading_size": ("capacity_bytes",),
-    "num_cpu_blocks": ("capacity_bytes",),
-    "max_local_cpu_size": ("capacity_bytes",),
-    "max_local_disk_size": ("capacity_bytes",),
-    "host_pool_gib": ("capacity_bytes",),
-    "max_size": ("capacity_bytes",),
-    "size": ("capacity_bytes",),
-    "size_gb": ("capacity_bytes",),
-    "block_size": ("hybrid_chunk_size",),
-    "chunk_size": ("hybrid_chunk_size",),
-    "threads_per_gpu": ("read_threads",),
-    "num_threads": ("read_threads",),
-    "io_threads": ("read_threads",),
-    "shared_storage_path": ("root",),
-    "storage_path": ("root",),
-    "local_disk": ("root",),
-    "local_disk_path": ("root",),
-    "root_dir": ("root",),
-    "directory": ("root",),
-    "path": ("root",),
-    "spec_name": ("tier",),
-    "backend": ("tier",),
-    "cache_policy": ("eviction_policy",),
-    "store_threshold": ("store_on_nth_use",),
-    "kv_load_failure_policy": ("load_failure_policy",),
-    "fs": ("disk",),
-    "file": ("disk",),
-    "ssd": ("disk",),
-    "nvme": ("disk",),
-    "local": ("disk",),
-    "ram": ("cpu",),
-    "dram": ("cpu",),
-    "host": ("cpu",),
-    "memory": ("cpu",),
+_OF_OURS = {
+    "capacity_bytes": "cpu_bytes_to_use cpu_bytes_to_use_per_rank kv_offloading_size num_cpu_blocks max_local_cpu_size "
+    "max_local_disk_size host_pool_gib max_size size size_gb",
+    "hybrid_chunk_size": "block_size chunk_size",
+    "read_threads": "threads_per_gpu num_threads io_threads",
+    "root": "shared_storage_path storage_path local_disk local_disk_path root_dir directory path",
+    "tier": "spec_name backend",
+    "eviction_policy": "cache_policy",
+    "store_on_nth_use": "store_threshold",
+    "load_failure_policy": "kv_load_failure_policy",
+    "disk": "fs file ssd nvme local",
+    "cpu": "ram dram host memory",
 }
+OF_OTHERS: Mapping[str, str] = {other: ours for ours, others in _OF_OURS.items() for other in others.split()}
 """What vLLM's connectors, llm-d's and LMCache call something, or people do -> ours."""
 
 OF_THE_MULTI_CONNECTOR = (

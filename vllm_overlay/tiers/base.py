@@ -280,7 +280,7 @@ class Fingerprinter(Protocol):
         """Called by a tier in every worker, at start. Raises ConfigError.
 
         ``weights_name`` stands for the weights when it is not empty. Otherwise their files are read once, and their
-        digests are kept in ``cache_directory``, unless others can write there. ``facts`` are the tier's own, by name.
+        digests are kept in ``cache_directory``, which is this user's alone. ``facts`` are the tier's own, by name.
         """
 
 

@@ -78,7 +78,8 @@ class Descriptors:
         if not 0 <= block_id < group.num_blocks:
             raise IndexError(f"page {block_id} of group {group_id} is not in {group.num_blocks} blocks")
         if (pattern := self._pages.get(group_id)) is None:
-            pattern = self._pages[group_id] = _page_pattern(group)
+            # Layer by layer, each page in nominal order.
+            pattern = self._pages[group_id] = _pattern((layer[0], layer) for layer in group.layers)
         return pattern
 
     def _span(self, span: Span) -> _Pattern:
@@ -93,11 +94,6 @@ class Descriptors:
         if pattern is None:
             pattern = self._spans[key] = _span_pattern(group, span.offset, span.num_tokens)
         return pattern
-
-
-def _page_pattern(group: GroupTensors) -> _Pattern:
-    """Layer by layer, each page in nominal order."""
-    return _pattern((layer[0], layer) for layer in group.layers)
 
 
 def _span_pattern(group: GroupTensors, offset: int, num_tokens: int) -> _Pattern:

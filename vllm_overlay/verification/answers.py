@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server has answered to the prompts of a verification, and the file that keeps it over a restart."""
 
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
+from vllm_overlay.common.whole_file import replace_file
 from vllm_overlay.server.api_client import Completion
 from vllm_overlay.verification.prompts import Prompt
 
@@ -58,13 +57,7 @@ class Computed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def write(self, path: Path) -> None:
         """Whole or not at all, for its owner alone. Raises OSError."""
-        descriptor, part = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.absolute().parent)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(msgspec.json.encode(self))
-            os.replace(part, path)
-        finally:
-            Path(part).unlink(missing_ok=True)
+        replace_file(path, msgspec.json.encode(self))
 
     @classmethod
     def read(cls, path: Path) -> "Computed":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The imports between the package's modules, for tests/test_imports.py.
+"""The imports between the package's modules, for ``test_imports.py``.
 
 An import runs at load unless it stands in a function or under ``if TYPE_CHECKING:``. Python also runs ``a/__init__.py``
 before ``a.b``. That counts as no import, for nobody wrote it.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The imports of small packages whose answers are known."""
 
-from devtools import rooms
+from tests import rooms
 
 
 def write(root, **sources):
