@@ -60,10 +60,7 @@ def test_what_is_supported_is_not_refused(spec: TierSpec[Any], device: str) -> N
             "vLLM's CPU platform switches it off for MLA where the processor has no AMX",
         ),
         ({"device_config__device_type": "tpu"}, "this engine runs on 'tpu'"),
-        (
-            {"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True},
-            "remove --enable-sleep-mode",
-        ),
+        ({"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True}, "remove --enable-sleep-mode"),
         ({"device_config__device_type": "xpu"}, "was never run on XPU"),
     ],
 )
@@ -125,9 +122,7 @@ def one_layer(spec: KVCacheSpec) -> Any:
 
 @pytest.mark.parametrize("mode", ["none", "align"])
 def test_states_that_end_with_their_request_make_a_connector_idle_and_no_refusal(mode: str) -> None:
-    groups = one_layer(
-        MambaSpec(block_size=8192, shapes=((3, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode),
-    )
+    groups = one_layer(MambaSpec(block_size=8192, shapes=((3, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode))
     assert states_end_with_requests(groups) == (mode == "none")
     check_supported(engine(cache_config__enable_prefix_caching=mode == "align"), groups, DISK)
 

@@ -25,12 +25,7 @@ AT_START = {
     "bind_kv_cache_manager",
 }
 """Hooks before serving, which may refuse to start."""
-ALREADY_SAFE = {
-    "role",
-    "clear_connector_metadata",
-    "has_connector_metadata",
-    "get_loaded_kv_cache_group_ids",
-}
+ALREADY_SAFE = {"role", "clear_connector_metadata", "has_connector_metadata", "get_loaded_kv_cache_group_ids"}
 """vLLM's own, not ours: they assign, or read the configuration."""
 
 

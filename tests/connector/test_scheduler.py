@@ -247,9 +247,7 @@ def test_a_failed_load_that_its_request_still_waits_for_costs_no_store(made: Har
     assert made.found("p") == 128
 
 
-def test_an_overdue_store_is_waited_for_no_longer_and_its_memory_stays_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_overdue_store_is_waited_for_no_longer_and_its_memory_stays_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     made = Harness(report_timeout_s=100)

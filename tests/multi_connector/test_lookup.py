@@ -6,15 +6,7 @@ import math
 import pytest
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tests.multi_connector.fakes import (
-    FAULTS,
-    Boom,
-    blocks,
-    child,
-    multi,
-    request,
-    scheduler_output,
-)
+from tests.multi_connector.fakes import FAULTS, Boom, blocks, child, multi, request, scheduler_output
 from tests.multi_connector.lockstep import admit, allocated, answering, answers_it, by_label, reported, tally_of
 
 # ---- Lookup and selection.

@@ -5,13 +5,7 @@ import pytest
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 
 from tests.multi_connector import tables
-from tests.multi_connector.fakes import (
-    blocks,
-    child,
-    multi,
-    request,
-    scheduler_output,
-)
+from tests.multi_connector.fakes import blocks, child, multi, request, scheduler_output
 from tests.multi_connector.lockstep import admit, answers_it
 from vllm_overlay.multi_connector.settings import ChildSettings
 

@@ -42,8 +42,7 @@ def test_a_tier_says_what_its_weight_is_until_it_is_measured(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weights", "warned"),
-    [((None, None), 0), ((1, 0.5), 0), ((1, None), 1), ((None, 0.5), 1), ((0, None), 1)],
+    ("weights", "warned"), [((None, None), 0), ((1, 0.5), 0), ((1, None), 1), ((None, 0.5), 1), ((0, None), 1)]
 )
 def test_numbers_beside_measured_weights_are_warned_of(weights, warned, monkeypatch):
     lines = []

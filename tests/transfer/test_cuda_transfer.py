@@ -208,10 +208,7 @@ def test_a_kernel_that_is_refused_after_its_launch_is_waited_for(made: Made, mon
 
 
 def test_a_lost_device_ends_everything_and_raises_nothing(made: Made) -> None:
-    handles = {
-        made.transfer.gather([chunk(0)], [made.buffer(0)]),
-        made.transfer.scatter([chunk(1)], [made.buffer(1)]),
-    }
+    handles = {made.transfer.gather([chunk(0)], [made.buffer(0)]), made.transfer.scatter([chunk(1)], [made.buffer(1)])}
     made.device.lose()
     handles.add(made.transfer.scatter([chunk(2)], [made.buffer(2)]))
     assert made.transfer.gather([chunk(3)], [made.buffer(3)]) is None

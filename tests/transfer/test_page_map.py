@@ -140,17 +140,7 @@ def also_elsewhere(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor
 
 
 @pytest.mark.parametrize(
-    "write",
-    [
-        scrambled,
-        two_tokens,
-        two_heads,
-        neighbours_value,
-        keys_only,
-        values_only,
-        wrong_block,
-        also_elsewhere,
-    ],
+    "write", [scrambled, two_tokens, two_heads, neighbours_value, keys_only, values_only, wrong_block, also_elsewhere]
 )
 def test_what_no_map_explains_has_none(write: CacheWrite) -> None:
     assert find(cache(), write) is None
