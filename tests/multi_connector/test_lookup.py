@@ -37,11 +37,8 @@ def test_what_the_scheduler_does_not_take_is_loaded_by_nobody():
     assert connector.build_connector_meta(scheduler_output()).loads == {}
 
 
-def test_the_synchronous_flag_is_the_chosen_ones():
+def test_the_synchronous_flag_is_the_chosen_ones_and_a_hit_of_nothing_is_never_asynchronous():
     assert answering((16, True), (64, False)).get_num_new_matched_tokens(request(), 0) == (64, False)
-
-
-def test_a_hit_of_nothing_is_never_asynchronous():
     assert answering((0, True)).get_num_new_matched_tokens(request(), 0) == (0, False)
 
 

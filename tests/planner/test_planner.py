@@ -112,28 +112,6 @@ def test_a_load_plan_is_what_the_restore_point_needs_beyond_the_local_hit_and_al
 
 
 @settings(max_examples=200, deadline=None)
-@given(tiers(), st.data())
-def test_a_plan_loads_every_token_that_a_group_needs_and_does_not_have(tier, data):
-    geometry, prompts, known, held = tier
-    keys = data.draw(st.sampled_from(prompts))
-    num_tokens = len(keys) * geometry.match_unit
-    step = all_blocks(geometry)
-    num_local = step * data.draw(st.integers(0, num_tokens // step))
-    planner = HybridOffloadPlanner(geometry)
-    boundary = planner.lookup(keys, num_tokens, num_local, set_view(known, held)).restore_point
-    plan = planner.load_plan(keys, num_local, boundary)
-    for group in geometry.attention:
-        start = 0 if group.is_full else group.first_visible(boundary)
-        spans = [
-            item
-            for item in plan
-            if item.group_id == group.group_id or (item.group_id is None and geometry.is_splittable(group))
-        ]
-        loaded = {token for item in spans for token in range(item.start_tokens, item.end_tokens)}
-        assert loaded | set(range(num_local)) >= set(range(start, boundary))
-
-
-@settings(max_examples=200, deadline=None)
 @given(geometries(), families_of_prompts(max_prompts=1), st.data())
 def test_store_plans_hold_every_chunk_once_and_parents_first(geometry, prompts, data):
     keys, planner = prompts[0], HybridOffloadPlanner(geometry)
