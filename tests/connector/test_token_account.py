@@ -231,11 +231,7 @@ def test_seconds_of_a_lookup_are_one_observation_each() -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_load_that_is_overdue_counts_when_it_has_ended_after_all(
-    monkeypatch: pytest.MonkeyPatch, is_lost: bool
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+def test_a_load_that_is_overdue_counts_when_it_has_ended_after_all(now: list[float], is_lost: bool) -> None:
     made = with_prompt()
     made.scheduler.allocated(request := reader(made), BLOCKS, 128)
     now[0] += 101.0
