@@ -142,25 +142,17 @@ def test_a_local_hit_that_the_lookup_is_not_told_of_is_not_stored(made: Harness)
     assert made.step(again, 140) == 2
 
 
-def test_what_was_restored_here_is_no_such_hit(made: Harness) -> None:
-    known(made, OTHER)
-    request = made.looked_up("p", adapter_id=1)
-    made.step(request, 140)
+@pytest.mark.parametrize(("weights", "num_local"), [(OTHER, 0), (ONE, 64)])
+def test_what_was_restored_here_is_no_such_hit_and_one_of_the_only_weights_is_completed(
+    made: Harness, weights: AdapterWeights, num_local: int
+) -> None:
+    known(made, weights)
+    made.step(made.looked_up("p", adapter_id=1), 140)
     longer = made.request("p", num_tokens=256, adapter_id=1)
-    assert made.scheduler.lookup(longer, 0) == 128
-    made.scheduler.allocated(longer, [[1, 2, 3, 4]], 128)
+    assert made.scheduler.lookup(longer, num_local) == 128 - num_local
+    made.scheduler.allocated(longer, [[1, 2, 3, 4]], 128 - num_local)
     longer.num_computed_tokens = 128
     assert made.step(longer, 70) == 1
-
-
-def test_a_local_hit_of_the_only_weights_is_completed(made: Harness) -> None:
-    known(made, ONE)
-    request = made.looked_up("p", adapter_id=1)
-    made.step(request, 140)
-    longer = made.request("p", num_tokens=256, adapter_id=1)
-    assert made.scheduler.lookup(longer, 64) == 64
-    longer.num_computed_tokens = 64
-    assert made.step(longer, 140) == 1
 
 
 def test_after_a_reset_a_request_whose_adapter_comes_to_be_known_is_not_stored(made: Harness) -> None:

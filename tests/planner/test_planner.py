@@ -43,6 +43,18 @@ def tiers(draw):
     return geometry, prompts, known, held
 
 
+def asked(data, tier, any_length=False):
+    """A prompt's keys, its tokens, and how many of them the device has."""
+    geometry, prompts, _, _ = tier
+    keys = data.draw(st.sampled_from(prompts))
+    num_tokens = len(keys) * geometry.match_unit
+    if any_length:
+        num_tokens += data.draw(st.integers(0, geometry.match_unit - 1))
+        num_tokens = data.draw(st.sampled_from([num_tokens, num_tokens // 2, 1]))
+    step = all_blocks(geometry)
+    return keys, num_tokens, step * data.draw(st.integers(0, num_tokens // step))
+
+
 def set_view(known, held):
     parents = {name: item.parents for name, item in known.items()}
     return SetView(held, parents, {name: item.end_tokens for name, item in known.items()})
@@ -60,12 +72,8 @@ def index_view(held, luck=random):
 @settings(max_examples=500, deadline=None)
 @given(tiers(), st.data())
 def test_a_lookup_is_what_looking_at_every_boundary_says(tier, data):
-    geometry, prompts, known, held = tier
-    keys = data.draw(st.sampled_from(prompts))
-    num_tokens = len(keys) * geometry.match_unit + data.draw(st.integers(0, geometry.match_unit - 1))
-    num_tokens = data.draw(st.sampled_from([num_tokens, num_tokens // 2, 1]))
-    step = all_blocks(geometry)
-    num_local = step * data.draw(st.integers(0, num_tokens // step))
+    geometry, _, known, held = tier
+    keys, num_tokens, num_local = asked(data, tier, any_length=True)
     found = HybridOffloadPlanner(geometry).lookup(keys, num_tokens, num_local, set_view(known, held))
     expected = naive_of(geometry).lookup(keys, num_tokens, num_local, set(held))
     assert (found.restore_point, found.junction, found.limited_by, found.limiting_group_id) == expected
@@ -94,11 +102,8 @@ def test_coverage_counts_leading_chunks_and_the_window_at_the_restore_point(tier
 @settings(max_examples=300, deadline=None)
 @given(tiers(), st.data())
 def test_a_load_plan_is_what_the_restore_point_needs_beyond_the_local_hit_and_all_of_it_is_there(tier, data):
-    geometry, prompts, known, held = tier
-    keys = data.draw(st.sampled_from(prompts))
-    num_tokens = len(keys) * geometry.match_unit
-    step = all_blocks(geometry)
-    num_local = step * data.draw(st.integers(0, num_tokens // step))
+    geometry, _, known, held = tier
+    keys, num_tokens, num_local = asked(data, tier)
     planner = HybridOffloadPlanner(geometry)
     found = planner.lookup(keys, num_tokens, num_local, set_view(known, held))
     plan = planner.load_plan(keys, num_local, found.restore_point)

@@ -58,16 +58,6 @@ def made() -> Made:
 # Stores.
 
 
-def test_a_store_has_the_bytes_of_its_step(made: Made) -> None:
-    made.fill(2, 7)
-    handle = made.transfer.gather([chunk(2)], [made.buffer(0)])
-    made.fill(2, 8)
-    assert made.transfer.poll() == []
-    made.device.run_all()
-    assert made.transfer.poll() == [FinishedCopy(handle)]
-    assert (made.pool.array[0] == 7).all() and (made.layer[2] == 8).all()
-
-
 def test_a_step_is_one_kernel_on_the_compute_stream_and_one_copy_an_object(made: Made) -> None:
     made.transfer.gather([chunk(block) for block in range(4)], [made.buffer(unit) for unit in range(4)])
     assert [stream.kernels for stream in made.device.streams] == [1, 0, 0]
