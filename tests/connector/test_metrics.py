@@ -45,14 +45,6 @@ def exported(*payloads: dict[str, Any], **settings: Any) -> CollectorRegistry:
     return registry
 
 
-def test_of_several_api_servers_the_last_one_that_was_told_a_level_shows_it() -> None:
-    """Each step's report goes to one of them."""
-    registry = exported(tier="cpu", name="near")
-    gauges = [one for one in registry._collector_to_names if isinstance(one, Gauge)]
-    assert len(gauges) == len(GAUGES)
-    assert {one._multiprocess_mode for one in gauges} == {"mostrecent"}
-
-
 def test_counters_begin_with_0_under_the_connectors_name_in_every_engine() -> None:
     registry = exported(tier="cpu", name="near")
     for model, engine in ENGINES.values():

@@ -144,21 +144,16 @@ def test_a_child_that_changes_the_reports_leaves_service_and_the_reports_stand(c
 
 
 def test_with_a_report_from_one_rank_alone_the_others_owe_nothing_once_it_has_come():
-    engine = one_report_a_request()
+    """As with ExampleHiddenStatesConnector."""
+    engine = Lockstep(child("a"), ranks=2)
+    engine.scheduler.sub_connectors[0].answers["get_finished_count"] = 1
+    engine.aggregator = type(engine.aggregator).from_connector(engine.scheduler, 2)
     engine.finish("r", 0)
     engine.report(0, rank=0, sending={"r"})
     assert engine.step().finished_sending == {"r"}
     assert tables.of_worker(engine.workers[1]) == 1
     assert engine.step().finished_sending is None
     assert engine.tables_are_empty()
-
-
-def one_report_a_request():
-    """Two ranks of which one reports, as with ExampleHiddenStatesConnector."""
-    engine = Lockstep(child("a"), ranks=2)
-    engine.scheduler.sub_connectors[0].answers["get_finished_count"] = 1
-    engine.aggregator = type(engine.aggregator).from_connector(engine.scheduler, 2)
-    return engine
 
 
 # ---- Receives (HiSparse, and everyone).

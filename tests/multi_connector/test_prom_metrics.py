@@ -42,12 +42,6 @@ class Front:
         return self.registry.get_sample_value(name, {**ENGINE, **labels})
 
 
-def test_of_several_api_servers_the_last_one_that_was_told_a_level_shows_it():
-    """Each step's report goes to one of them."""
-    found = [one for one in Front(child("a")).registry._collector_to_names if isinstance(one, Gauge)]
-    assert {one._multiprocess_mode for one in found} == {"mostrecent"} and len(found) >= 3
-
-
 def own(**children):
     """A payload of our own tallies."""
     return {"*": {"tallies": {name: tally.to_dict() for name, tally in children.items()}, "classes": {}}}
@@ -81,24 +75,6 @@ def test_every_series_is_there_from_the_start_but_for_weights_that_no_offer_had_
                 for labels in hooks or reasons or [{}]:
                     name_there = f"{metric.name}{SUFFIXES[metric.kind]}"
                     assert front.value(name_there, connector=name, engine=engine, **labels) == known
-
-
-def test_a_histogram_counts_every_observation_in_its_bucket_and_keeps_their_sum():
-    front, tally = Front(child("a"), child("b")), Tally()
-    for seconds in (0.0004, 0.05, 0.05, 0.07, 130.0):
-        tally.observe("load_seconds", seconds)
-    front.metrics.observe(own(a=tally))
-    front.metrics.observe(own(a=tally))
-    name = "vllm:kv_connector_load_seconds"
-
-    def up_to(bound):
-        return front.value(f"{name}_bucket", connector="a", le=bound)
-
-    bounds = ("0.001", "0.02", "0.05", "0.1", "120.0", "+Inf")
-    assert [up_to(bound) for bound in bounds] == [2, 2, 6, 8, 8, 10]
-    assert front.value(f"{name}_count", connector="a") == 10
-    assert front.value(f"{name}_sum", connector="a") == pytest.approx(2 * 130.1704)
-    assert front.value(f"{name}_count", connector="b") == 0
 
 
 @pytest.mark.parametrize(
