@@ -46,21 +46,21 @@ def test_on_a_device_one_rank_says_that_nobody_has_run_it(
     ] * is_first_rank
 
 
-def test_a_full_device_is_a_refusal_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA"), r"no room left for device_buffer_bytes=3145728: lower it, or --gpu"),
+        (TransferError("other bytes: remove it"), "host: copies to and from meta do not work: other bytes: remove it"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_a_refusal_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
     def fails(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(factory, "build_transfer", fails)
-    with pytest.raises(ConfigError, match=r"no room left for device_buffer_bytes=3145728: lower it, or --gpu"):
-        factory._transfer(SETTINGS, tensors("meta"), MEMORY, is_first_rank=True)
-
-
-def test_copies_that_do_not_work_are_a_refusal_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise TransferError("other bytes: remove it")
-
-    monkeypatch.setattr(factory, "build_transfer", fails)
-    with pytest.raises(ConfigError, match="host: copies to and from meta do not work: other bytes: remove it"):
+    with pytest.raises(ConfigError, match=words):
         factory._transfer(SETTINGS, tensors("meta"), MEMORY, is_first_rank=True)
 
 

@@ -267,18 +267,26 @@ def test_a_store_whose_report_was_lost_is_forgotten_once_no_rank_holds_it(now: l
     assert made.found("p") == 64
 
 
-def test_a_load_whose_report_was_lost_is_unpinned_once_no_rank_holds_it(now: list[float]) -> None:
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_an_overdue_load_keeps_what_it_reads_until_it_has_ended_or_no_rank_holds_it(
+    now: list[float], is_lost: bool
+) -> None:
     made = Harness(report_timeout_s=100)
     made.store("p")
     made.loads("p")
     now[0] += 101
-    made.scheduler.has_pending_work()
+    assert not made.scheduler.has_pending_work()
+    assert made.tally.counters["failed_loads:not_reported"] == 1
     assert made.scheduler.begin_step({}).overdue_loads == ("p",)
     one_rank = OffloadWorkerMetadata(idle_loads=Counter(["p"]))
     made.scheduler.update(NOTHING, one_rank)
+    used = made.tier.usage().used_bytes
     made.scheduler.clear()
-    assert made.tier.usage().used_bytes > 0
-    made.scheduler.update(NOTHING, one_rank.aggregate(one_rank))
+    assert made.tier.usage().used_bytes == used > 0
+    if is_lost:
+        made.scheduler.update(NOTHING, one_rank.aggregate(one_rank))
+    else:
+        made.scheduler.update(KVConnectorOutput(finished_recving={"p"}), None)
     assert made.tier.usage().used_bytes == 0
 
 
@@ -295,20 +303,6 @@ def test_what_another_connector_has_received_changes_nothing(failed: set[str]) -
     assert made.tally.counters.get("failed_loads:error", 0) == 0
     made.scheduler.update(KVConnectorOutput(finished_recving={"p"}), None)
     assert not made.scheduler.has_pending_work()
-
-
-def test_an_overdue_load_keeps_what_it_reads(now: list[float]) -> None:
-    made = Harness(report_timeout_s=100)
-    made.store("p")
-    made.loads("p")
-    now[0] += 101
-    assert not made.scheduler.has_pending_work()
-    assert made.tally.counters["failed_loads:not_reported"] == 1
-    used = made.tier.usage().used_bytes
-    made.scheduler.clear()
-    assert made.tier.usage().used_bytes == used > 0
-    made.scheduler.update(KVConnectorOutput(finished_recving={"p"}), None)
-    assert made.tier.usage().used_bytes == 0
 
 
 # What goes first when there is no room.

@@ -91,17 +91,11 @@ def test_the_deadline_is_each_requests_own():
     assert connector.get_num_new_matched_tokens(request("second"), 0) == (None, False)
 
 
-def test_a_request_that_found_no_blocks_does_not_wait_again():
+def test_a_request_that_found_no_blocks_does_not_wait_again_before_it_was_admitted():
     connector = answering(16, None)
     connector.get_num_new_matched_tokens(request(), 0)
     connector._scheduler._clock.now += 1
     assert [connector.get_num_new_matched_tokens(request(), 0)[0] for _ in range(2)] == [16, 16]
-
-
-def test_a_request_that_was_admitted_may_wait_again():
-    connector = answering(16, None)
-    connector.get_num_new_matched_tokens(request(), 0)
-    connector._scheduler._clock.now += 1
     admit(connector)
     assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)  # after a preemption, say
 

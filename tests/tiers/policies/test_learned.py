@@ -94,17 +94,6 @@ def test_the_same_goes_as_with_a_twin_that_looks_at_everything(requests, spare, 
     check_runs(twins[0].shelf.index, twins[0].policy)
 
 
-def test_a_prompt_that_is_asked_again_and_again_outlives_younger_ones() -> None:
-    tier = Tier(STATES, 4 * (3 * CHUNK + SNAPSHOT), learned)
-    for round_number in range(60):
-        at = 30.0 * round_number
-        tier.serve(at, 1, 2, 3)
-        for place in range(8):
-            block = 1000 + 100 * round_number + 10 * place
-            tier.serve(at + 1 + place, block, block + 1, block + 2)
-    assert tier.serve(1800.0, 1, 2, 3) == 192
-
-
 def test_where_prompts_part_a_state_stays_when_those_of_its_prompts_go() -> None:
     tier = Tier(STATES, 3 * (4 * CHUNK + SNAPSHOT), learned)
     for place in range(40):
@@ -123,9 +112,12 @@ def test_chunks_that_no_state_can_use_go_with_their_state() -> None:
     assert tier.has(1, 2, 3, 4, tag="f0") == [False] * 4
 
 
-@pytest.mark.parametrize("geometry", [DENSE, WINDOWS], ids=["dense", "windows"])
-def test_without_states_a_conversation_outlives_younger_prompts(geometry: Geometry) -> None:
-    needed = 6 * CHUNK + (2 * WINDOW if geometry is WINDOWS else 0)
+@pytest.mark.parametrize(
+    ("geometry", "needed"),
+    [(STATES, 4 * CHUNK + SNAPSHOT), (DENSE, 6 * CHUNK), (WINDOWS, 6 * CHUNK + 2 * WINDOW)],
+    ids=["states", "dense", "windows"],
+)
+def test_a_prompt_that_is_asked_again_and_again_outlives_younger_ones(geometry: Geometry, needed: int) -> None:
     tier = Tier(geometry, 4 * needed, learned)
     for round_number in range(60):
         at = 30.0 * round_number
