@@ -41,19 +41,10 @@ def engine(**changes: object) -> Any:
     return config
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"device_config__device_type": "cuda"},
-        {"lora_config": object()},
-        {"kv_transfer_config__is_kv_consumer": False},
-        {"max_concurrent_batches": 2},
-    ],
-)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("spec", [CPU, DISK])
-def test_what_is_supported_is_not_refused(spec: TierSpec[Any], changes: dict[str, object]) -> None:
-    check_supported(engine(**changes), NO_GROUPS, spec)
+def test_what_is_supported_is_not_refused(spec: TierSpec[Any], device: str) -> None:
+    check_supported(engine(device_config__device_type=device), NO_GROUPS, spec)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +60,10 @@ def test_what_is_supported_is_not_refused(spec: TierSpec[Any], changes: dict[str
             "vLLM's CPU platform switches it off for MLA where the processor has no AMX",
         ),
         ({"device_config__device_type": "tpu"}, "this engine runs on 'tpu'"),
-        ({"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True}, "remove --enable-sleep-mode"),
+        (
+            {"device_config__device_type": "cuda", "model_config__enable_sleep_mode": True},
+            "remove --enable-sleep-mode",
+        ),
         ({"device_config__device_type": "xpu"}, "was never run on XPU"),
     ],
 )
@@ -93,6 +87,11 @@ def test_with_asynchronous_scheduling_a_connector_must_be_one_that_loads() -> No
         check_supported(engine(max_concurrent_batches=2, kv_transfer_config__is_kv_consumer=False), NO_GROUPS, CPU)
 
 
+@pytest.mark.parametrize(("batches", "loads"), [(1, False), (2, True)])
+def test_a_connector_that_loads_may_meet_asynchronous_scheduling(batches: int, loads: bool) -> None:
+    check_supported(engine(max_concurrent_batches=batches, kv_transfer_config__is_kv_consumer=loads), NO_GROUPS, CPU)
+
+
 def test_vllm_itself_refuses_sleep_mode_on_a_cpu() -> None:
     assert not current_platform.is_sleep_mode_available()
 
@@ -105,6 +104,11 @@ def test_keys_seeded_at_random_are_refused_on_disk_and_fine_in_memory(monkeypatc
         check_supported(seeded, NO_GROUPS, DISK)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     check_supported(seeded, NO_GROUPS, DISK)
+
+
+def test_adapters_are_fine_with_both_tiers() -> None:
+    check_supported(engine(lora_config=object()), NO_GROUPS, CPU)
+    check_supported(engine(lora_config=object()), NO_GROUPS, DISK)
 
 
 def test_a_tier_whose_hits_vllm_cannot_name_is_refused() -> None:
@@ -121,7 +125,9 @@ def one_layer(spec: KVCacheSpec) -> Any:
 
 @pytest.mark.parametrize("mode", ["none", "align"])
 def test_states_that_end_with_their_request_make_a_connector_idle_and_no_refusal(mode: str) -> None:
-    groups = one_layer(MambaSpec(block_size=8192, shapes=((3, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode))
+    groups = one_layer(
+        MambaSpec(block_size=8192, shapes=((3, 8),), dtypes=(torch.float32,), mamba_cache_mode=mode),
+    )
     assert states_end_with_requests(groups) == (mode == "none")
     check_supported(engine(cache_config__enable_prefix_caching=mode == "align"), groups, DISK)
 
