@@ -96,13 +96,6 @@ def test_a_request_whose_first_pass_brings_the_adapter_is_stored_from_then_on(ma
     assert made.scheduler.lookup(made.request("p", adapter_id=1), 0) == 128
 
 
-def test_a_request_whose_later_pass_brings_the_adapter_is_not_stored(made: Harness) -> None:
-    request = made.looked_up("p", adapter_id=1)
-    assert made.step(request, 70) == 0  # its weights could not be read, for one
-    assert made.step(request, 10, ONE) == 0
-    assert made.step(request, 70) == 0
-
-
 def test_a_request_is_stored_no_more_when_its_adapter_changes(made: Harness) -> None:
     known(made, ONE)
     request = made.looked_up("p", adapter_id=1)

@@ -100,22 +100,6 @@ def test_observations_of_ranks_and_steps_arrive_in_their_buckets() -> None:
     assert value("first_token_seconds_count", source="computed") == 0
 
 
-def test_two_payloads_from_the_wire_add_up() -> None:
-    payloads = []
-    for _ in range(2):
-        stats = made()
-        stats.tally.observe("lookup_seconds", 0.25)
-        payloads.append(HybridOffloadConnector.build_kv_connector_stats(data=json.loads(json.dumps(stats.to_dict()))))
-    first, second = payloads
-    assert first is not None and second is not None
-    assert first.aggregate(second).to_dict()["tally"]["histograms"]["lookup_seconds"] == [(7, 2, 0.5)]
-
-
-def test_without_a_name_it_is_the_tiers() -> None:
-    labels = {"model_name": "m", "engine": "0", "connector": "cpu"}
-    assert exported(tier="cpu").get_sample_value("vllm:hybrid_offload_lookups_total", labels) == 0
-
-
 def logged(*reports: OffloadStats) -> list[str]:
     """The lines of one interval of a connector without a MultiConnector."""
     config = KVTransferConfig(

@@ -286,58 +286,6 @@ def test_a_missing_window_rules_out_every_boundary_it_is_needed_at():
     assert view.probes <= math.log2(1000) + 900 / 15 + 16 + 4
 
 
-def test_the_window_that_rules_out_the_highest_boundary_is_named():
-    other = Group(4, GroupKind.WINDOW, 1152, 10, 11520, True, window=65)
-    geometry = Geometry.build([FULL, WINDOW, other], 64, 64)
-    keys = long_keys(100)
-    index = stored(geometry, keys, [])
-    index.drop(geometry.chunk_id(keys, other, 99))
-    index.drop(geometry.chunk_id(keys, WINDOW, 98))
-    found = HybridOffloadPlanner(geometry).lookup(keys, 6401, 0, index)
-    assert (found.restore_point, found.limiting_group_id) == (6272, 1)
-    index = stored(geometry, keys, [])
-    index.drop(geometry.chunk_id(keys, other, 99))
-    index.drop(geometry.chunk_id(keys, WINDOW, 40))
-    found = HybridOffloadPlanner(geometry).lookup(keys, 6401, 0, index)
-    assert (found.restore_point, found.limiting_group_id) == (6336, 4)
-    index.drop(geometry.chunk_id(keys, WINDOW, 98))
-    index.drop(geometry.chunk_id(keys, other, 96))
-    index.drop(geometry.chunk_id(keys, other, 97))
-    found = HybridOffloadPlanner(geometry).lookup(keys, 6337, 0, index)
-    assert (found.restore_point, found.limiting_group_id) == (6144, 1)
-
-
-def test_attention_ahead_of_the_state_is_a_junction():
-    geometry = Geometry.build([FULL, STATE], 64, 64)
-    keys = long_keys(100)
-    planner = HybridOffloadPlanner(geometry)
-    found = planner.lookup(keys, 6400, 0, stored(geometry, keys, [640], covered=2400))
-    assert (found.restore_point, found.junction, found.limited_by) == (640, 2368, Reason.STATE)
-    found = planner.lookup(keys, 6400, 3456, stored(geometry, keys, [640], covered=2400))
-    assert (found.num_new_tokens, found.junction, found.limited_by) == (0, 0, Reason.ATTENTION)
-    found = planner.lookup(keys, 6400, 0, stored(geometry, keys, [], covered=6400))
-    assert (found.restore_point, found.junction) == (0, 6336)
-
-
-def test_never_the_whole_prompt():
-    geometry = Geometry.build([FULL, STATE], 64, 64)
-    keys = long_keys(100)
-    index = stored(geometry, keys, [6336, 6400])
-    planner = HybridOffloadPlanner(geometry)
-    assert planner.lookup(keys, 6400, 0, index).restore_point == 6336
-    assert planner.lookup(keys, 6401, 0, index).restore_point == 6400
-    for num_tokens in (0, 1, 63, 64):
-        found = planner.lookup(keys[: num_tokens // 64], num_tokens, 0, index)
-        assert (found.restore_point, found.num_new_tokens, found.limited_by) == (0, 0, Reason.NONE)
-
-
-def test_without_full_attention_boundaries_are_probed_one_by_one():
-    geometry = Geometry.build([STATE], 64, "auto")
-    keys = long_keys(100)
-    found = HybridOffloadPlanner(geometry).lookup(keys, 6400, 0, stored(geometry, keys, [640]))
-    assert (found.restore_point, found.junction, found.limited_by) == (640, 0, Reason.STATE)
-
-
 @settings(max_examples=300, deadline=None)
 @given(tiers(), st.data())
 def test_marking_what_is_needed_last_keeps_a_prefix_for_as_long_as_marking_all_of_it(tier, data):

@@ -20,7 +20,6 @@ from tests.transfer.layouts import (
     KINDS,
     LAYOUTS,
     NUM_BLOCKS,
-    NUM_LAYERS,
     SIZE,
     Kind,
     Layout,
@@ -60,15 +59,6 @@ def tokens_of(caches: list[torch.Tensor], span: Span) -> Iterator[np.ndarray]:
         assert cache.shape[0] * kernel_block == NUM_BLOCKS * BLOCK
         rows = cache.transpose(1, 2)[slots // kernel_block, slots % kernel_block]
         yield rows.contiguous().view(torch.uint8).numpy()
-
-
-@each_case
-def test_a_group_of_cells_is_known_by_its_strides(kind: Kind, layout: Layout) -> None:
-    group = registered(kind, layout)
-    assert isinstance(group.page_map, CellMap)
-    assert group.token_bytes == NUM_LAYERS * kind.spec.num_kv_heads * kind.cell_bytes
-    assert group.page_bytes == BLOCK * group.token_bytes
-    assert {layer.shape[0] for layer in group.layers} == {NUM_BLOCKS}
 
 
 @each_case
