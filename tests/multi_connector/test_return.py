@@ -2,12 +2,10 @@
 import contextlib
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector.fakes import (
     FAULTS,
-    FakeChild,
     FakeHandshake,
     FakeMetadata,
     blocks,
@@ -153,18 +151,8 @@ def test_an_idle_engine_goes_on_stepping_while_workers_must_be_told_but_not_whil
     assert not engine.scheduler.has_pending_push_work()
 
 
-class Unstoppable(FakeChild):
-    """A child without a shutdown of its own, and with transfers that nobody can end for it."""
-
-    shutdown = KVConnectorBase_V1.shutdown
-
-
-def unstoppable(name):
-    return {**child(name), "kv_connector": "Unstoppable", "kv_connector_module_path": __name__}
-
-
 def test_a_child_that_cannot_be_stopped_keeps_its_blocks_until_it_has_reported_them():
-    engine = Lockstep(unstoppable("a"), child("b"))
+    engine = Lockstep(child("a", "UnstoppableChild"), child("b"))
     engine.admit("r", 0)
     engine.finish("s", 0)
     engine.step()
