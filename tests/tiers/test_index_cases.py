@@ -45,6 +45,7 @@ def test_what_waited_for_its_parent_becomes_visible_in_the_order_of_its_prompt()
     for ticket, item in enumerate(planned):
         index.reserve(item, ticket)
     assert [index.commit(ticket).visible for ticket in (4, 3, 2, 1)] == [[]] * 4
+    assert index.get(chunk(2).object_id) is None
     assert [entry.object_id for entry in index.commit(0).visible] == [item.object_id for item in planned]
 
 
