@@ -137,8 +137,5 @@ def _tensors(group: KVCacheGroupSpec) -> GroupTensors:
 def _geometry(groups: KVCacheConfig, settings: Settings) -> Geometry:
     size, window = settings.block_size, settings.window
     kind = GroupKind.WINDOW if window else GroupKind.FULL
-    planned = [
-        Group(0, GroupKind.RECURRENT, size, 0, 1000, False),
-        Group(1, kind, size, 256, 256 * size, True, window),
-    ]
+    planned = [Group(0, GroupKind.RECURRENT, size, 0, 1000, False), Group(1, kind, size, 256, 256 * size, True, window)]
     return Geometry.build(planned, settings.match_unit, settings.chunk_size)

@@ -155,10 +155,7 @@ HELD: dict[str, list[Change]] = {
         ),
     ],
     "`--mamba-cache-dtype`, `--mamba-ssm-cache-dtype`": [
-        Change(
-            Settings({"mamba_ssm_cache_dtype": "float32"}),
-            Settings({"mamba_ssm_cache_dtype": "bfloat16"}),
-        ),
+        Change(Settings({"mamba_ssm_cache_dtype": "float32"}), Settings({"mamba_ssm_cache_dtype": "bfloat16"})),
         Change(
             Settings({"mamba_ssm_cache_dtype": "float32", "mamba_cache_dtype": "float32"}),
             Settings({"mamba_ssm_cache_dtype": "float32"}),
@@ -168,7 +165,7 @@ HELD: dict[str, list[Change]] = {
         ),
     ],
     "`--enable-mamba-cache-stochastic-rounding`, `--mamba-cache-philox-rounds`": [
-        edit(put("mamba_config.enable_stochastic_rounding", True)),
+        edit(put("mamba_config.enable_stochastic_rounding", True))
     ],
     "`--attention-config`: quantised queries and indexer": [
         edit(put("attention_config.use_prefill_query_quantization", True)),

@@ -62,6 +62,20 @@ class Harness:
             num_output_tokens=0, arrival_time=0.0,
         )  # fmt: skip
 
+    def looked_up(self, name: str, num_tokens: int = 200, adapter_id: int = 0) -> Any:
+        """A request that vLLM has asked about once, and that hits nothing of its own."""
+        request = self.request(name, num_tokens, adapter_id)
+        self.scheduler.lookup(request, 0)
+        return request
+
+    def loads(self, name: str = "p", request_id: str = "") -> Any:
+        """A request that loads what is stored of that prompt, 128 tokens."""
+        request = self.request(name)
+        request.request_id = request_id or name
+        assert self.scheduler.lookup(request, 0) == 128
+        self.scheduler.allocated(request, [[1, 2, 3, 4]], 128)
+        return request
+
     def plan(self, request: Any, num_tokens: int, *others: Any, states_at: int = 0) -> tuple[StoreJob, ...]:
         """The stores of a step that computes so many tokens of each request; nobody has reported them yet.
 
@@ -109,9 +123,7 @@ class Harness:
 
     def store(self, name: str, num_tokens: int = 140) -> None:
         """A request of that prompt has come, computed so many tokens, and stored them."""
-        request = self.request(name)
-        self.scheduler.lookup(request, 0)
-        self.step(request, num_tokens)
+        self.step(self.looked_up(name), num_tokens)
         self.scheduler.finished(name)
 
     def found(self, name: str, **changes: Any) -> int | None:

@@ -13,11 +13,17 @@ PROMPT, ALL = 140, 200
 """Two chunks of 64 are the prompt's; the third holds its last tokens and the first of the answer."""
 
 
-def decoded(made: Harness, states_at: int = 0) -> tuple[tuple[StoreJob, ...], tuple[StoreJob, ...]]:
-    """The stores of a prompt's prefill, and of the decode steps after it."""
-    request: Any = made.request("p", ALL)
+def a_request(made: Harness) -> Any:
+    """It has the hashes of its answer already."""
+    request = made.request("p", ALL)
     request.num_prompt_tokens = request.num_tokens = PROMPT
     made.scheduler.lookup(request, 0)
+    return request
+
+
+def decoded(made: Harness, states_at: int = 0) -> tuple[tuple[StoreJob, ...], tuple[StoreJob, ...]]:
+    """The stores of a prompt's prefill, and of the decode steps after it."""
+    request = a_request(made)
     of_prompt = made.jobs_of_step(request, PROMPT)
     request.num_tokens = ALL
     return of_prompt, made.plan(request, ALL - PROMPT, states_at=states_at)
@@ -61,9 +67,7 @@ def test_the_next_turn_stores_the_answer_that_it_prefills() -> None:
 
 def test_chunks_of_the_prompt_that_failed_are_stored_again_during_the_answer() -> None:
     made = Harness(geometry=HYBRID)
-    request: Any = made.request("p", ALL)
-    request.num_prompt_tokens = request.num_tokens = PROMPT
-    made.scheduler.lookup(request, 0)
+    request = a_request(made)
     jobs = made.plan(request, PROMPT)
     made.report(jobs, failed=jobs)
     request.num_tokens = ALL
@@ -72,9 +76,7 @@ def test_chunks_of_the_prompt_that_failed_are_stored_again_during_the_answer() -
 
 def test_what_a_streaming_session_decoded_stays_decoded_when_it_becomes_its_prompt() -> None:
     made = Harness(geometry=HYBRID)
-    request: Any = made.request("p", ALL)
-    request.num_prompt_tokens = request.num_tokens = PROMPT
-    made.scheduler.lookup(request, 0)
+    request = a_request(made)
     made.step(request, PROMPT)
     request.num_prompt_tokens = request.num_tokens = ALL
     assert made.step(request, ALL - PROMPT) == 0

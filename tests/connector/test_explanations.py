@@ -29,8 +29,7 @@ def evicting(log_lost_tokens: int) -> Harness:
 
 def test_what_was_evicted_is_named_once_it_is_computed(lines: list[str]) -> None:
     made = evicting(128)
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p")
     made.scheduler.lookup(request, 0)  # asked again for want of blocks
     assert lines == []
     made.step(request, 140)
@@ -41,22 +40,19 @@ def test_what_was_evicted_is_named_once_it_is_computed(lines: list[str]) -> None
 @pytest.mark.parametrize("log_lost_tokens", [0, 129])
 def test_fewer_tokens_than_asked_for_are_not_named(lines: list[str], log_lost_tokens: int) -> None:
     made = evicting(log_lost_tokens)
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p")
     made.step(request, 140)
     assert lines == []
 
 
 def test_what_another_connector_has_loaded_is_not_computed(lines: list[str]) -> None:
     made = evicting(64)
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p")
     request.num_computed_tokens = 64
     made.step(request, 76)
     assert lines == ["test: request p computes tokens that were stored once: evicted 64 (group 0)"]
     made.scheduler.finished("p")
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p")
     request.num_computed_tokens = 128
     made.step(request, 12)
     assert len(lines) == 1
@@ -65,16 +61,14 @@ def test_what_another_connector_has_loaded_is_not_computed(lines: list[str]) -> 
 def test_a_missing_state_is_named(lines: list[str]) -> None:
     made = Harness(geometry=HYBRID, log_lost_tokens=128)
     made.store("p")  # attention alone: vLLM kept no state at a boundary
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p")
     made.step(request, 140)
     assert lines == ["test: request p computes tokens that were stored once: state 128"]
 
 
 def test_a_request_that_ends_before_its_first_step_is_not_named(lines: list[str]) -> None:
     made = evicting(1)
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    made.looked_up("p")
     made.scheduler.finished("p")
     made.step(made.request("p"), 140)
     assert lines == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start on a device says: that nobody has run it, and that copies do not work."""
+"""What a start says: what a tier holds, that nobody has run a device, and that copies do not work."""
 
 import logging
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.logged import logged_by
-from vllm_overlay.config import ConfigError
+from vllm_overlay.config import MIB, ConfigError
 from vllm_overlay.connector import factory
+from vllm_overlay.connector.factory import start_line
+from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.tiers.factory import tier_spec
 from vllm_overlay.transfer.cpu import CpuTransfer
 from vllm_overlay.transfer.group_tensors import GroupTensors
@@ -44,19 +46,47 @@ def test_on_a_device_one_rank_says_that_nobody_has_run_it(
     ] * is_first_rank
 
 
-def test_a_full_device_is_a_refusal_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA"), r"no room left for device_buffer_bytes=3145728: lower it, or --gpu"),
+        (TransferError("other bytes: remove it"), "host: copies to and from meta do not work: other bytes: remove it"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_a_refusal_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
     def fails(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(factory, "build_transfer", fails)
-    with pytest.raises(ConfigError, match=r"no room left for device_buffer_bytes=3145728: lower it, or --gpu"):
+    with pytest.raises(ConfigError, match=words):
         factory._transfer(SETTINGS, tensors("meta"), MEMORY, is_first_rank=True)
 
 
-def test_copies_that_do_not_work_are_a_refusal_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise TransferError("other bytes: remove it")
+FULL = Group(0, GroupKind.FULL, 1152, 256, 1152 * 256, True)
+STATE = Group(1, GroupKind.RECURRENT, 1152, 0, 100_000, False)
 
-    monkeypatch.setattr(factory, "build_transfer", fails)
-    with pytest.raises(ConfigError, match="host: copies to and from meta do not work: other bytes: remove it"):
-        factory._transfer(SETTINGS, tensors("meta"), MEMORY, is_first_rank=True)
+
+def test_a_hybrid_model_is_told_what_its_tier_holds() -> None:
+    geometry = Geometry.build([FULL, STATE], 64, 64)
+    assert start_line("cpu", geometry, 2, 512 * MIB) == (
+        f"cpu: {geometry.describe()}; blocks of 1152 tokens; capacity 512.0 MiB in all ranks: "
+        "the attention of 1048576 tokens, or 2684 snapshots of 195.3 KiB, or a mix"
+    )
+
+
+def test_a_model_without_states_has_no_snapshots() -> None:
+    geometry = Geometry.build([FULL], 64, 64)
+    assert start_line("disk", geometry, 1, 64 * MIB).endswith(
+        "; blocks of 1152 tokens; capacity 64.0 MiB in all ranks: the attention of 262144 tokens"
+    )
+
+
+def test_a_model_of_states_alone_has_no_attention() -> None:
+    line = start_line("cpu", Geometry.build([STATE], 64, "auto"), 1, 1_000_000)
+    assert line.endswith("; capacity 976.6 KiB in all ranks: 10 snapshots of 97.7 KiB")
+
+
+def test_a_tier_that_says_no_capacity_has_none() -> None:
+    assert start_line("store", Geometry.build([FULL], 64, 64), 1, None).endswith("; blocks of 1152 tokens")

@@ -32,7 +32,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "tokens, images and other media with their `mm_processor_kwargs`, prompt embeddings, `cache_salt`": [
         {"cache_salt": "mine"},
         {"mm_features": [SimpleNamespace(identifier="hash", mm_position=SimpleNamespace(offset=0, length=4))]},
-    ],
+    ]
 }
 """What vLLM's hash of a block holds."""
 
@@ -42,14 +42,14 @@ REFUSALS: dict[str, list[tuple[str, Any]]] = {
         ("parallel_config.pipeline_parallel_size", 2),
         ("parallel_config.decode_context_parallel_size", 2),
         ("parallel_config.prefill_context_parallel_size", 2),
-    ],
+    ]
 }
 CASES = [
     *(
         (held_by, name, change)
         for held_by, rows in ((BOTH, HELD), (SNAPSHOT, RAW), (NONE, SHARED))
         for name, change in rows.items()
-    ),
+    )
 ]
 
 

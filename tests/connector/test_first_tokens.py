@@ -61,12 +61,22 @@ def test_the_first_token_is_seen_at_the_next_step_and_counts_once(clock: Clock) 
     assert not clock.tracked
 
 
-def test_a_request_of_one_token_is_seen_when_it_is_over(clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "preempted", "steps"),
+    [(1.0, False, 0), (1.0, True, 1), (-60.0, False, 1)],
+    ids=["over after one token", "preempted after it", "a clock that goes back"],
+)
+def test_the_first_token_is_seen_once_whatever_comes_with_it(
+    clock: Clock, seconds: float, preempted: bool, steps: int
+) -> None:
     request = clock.request()
     clock.begin(request)
-    request.num_output_tokens, clock.now = 1, clock.now + 1.0
+    request.num_output_tokens, clock.now = 1, clock.now + seconds
+    if preempted:
+        clock.first_tokens.looked_up(request, 0)
+    clock.first_tokens.step(["r"] * steps)
     clock.first_tokens.finished("r")
-    assert clock.seen() == {"computed": (1, 1.0)}
+    assert clock.seen() == {"computed": (1, max(0.0, seconds))}
 
 
 def test_a_request_that_is_aborted_before_its_first_token_is_not_counted(clock: Clock) -> None:
@@ -88,24 +98,6 @@ def test_a_request_preempted_before_its_first_token_counts_from_its_arrival_and_
     request.num_output_tokens = 1
     clock.first_tokens.step(["r"])
     assert clock.seen() == {"tier": (1, 5.0)}
-
-
-def test_a_request_preempted_after_its_first_token_counts_once(clock: Clock) -> None:
-    request = clock.request()
-    clock.begin(request)
-    request.num_output_tokens = 1
-    clock.first_tokens.looked_up(request, 0)
-    clock.first_tokens.step(["r"])
-    clock.first_tokens.finished("r")
-    assert clock.seen() == {"computed": (1, 0.0)}
-
-
-def test_wall_clock_time_that_goes_back_is_no_negative_wait(clock: Clock) -> None:
-    request = clock.request()
-    clock.begin(request)
-    request.num_output_tokens, clock.now = 1, clock.now - 60.0
-    clock.first_tokens.step(["r"])
-    assert clock.seen() == {"computed": (1, 0.0)}
 
 
 @pytest.mark.parametrize(

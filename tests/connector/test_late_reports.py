@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.outputs import KVConnectorOutput
 
 from tests.connector.adapter_models import adapter_model, named
 from tests.connector.harness import NOTHING, Harness
@@ -177,12 +178,9 @@ def test_ranks_must_agree_on_how_often_the_weights_have_changed() -> None:
 def test_an_answer_of_before_does_not_end_a_load_that_has_begun_since() -> None:
     made = Harness()
     made.store("p")
-    request = made.request("p")
-    request.request_id = "again"
-    assert made.scheduler.lookup(request, 0) == 128
-    made.scheduler.allocated(request, [[1, 2]], 128)
-    pinned = made.scheduler._pending._loads["again"].tickets
-    late = OffloadWorkerMetadata(idle_loads=Counter({"again": 2}))
-    made.scheduler.update(NOTHING, late)  # asked about a load before this one
-    assert made.scheduler._pending.is_loading("again")
-    assert made.scheduler._pending.end_load("again") == pinned
+    made.loads("p", "again")
+    made.scheduler.update(NOTHING, OffloadWorkerMetadata(idle_loads=Counter({"again": 2})))  # asked before this one
+    made.scheduler.clear()
+    assert made.scheduler.has_pending_work() and made.tier.usage().used_bytes
+    made.scheduler.update(KVConnectorOutput(finished_recving={"again"}), None)
+    assert not made.scheduler.has_pending_work() and not made.tier.usage().used_bytes

@@ -78,8 +78,7 @@ def test_an_unknown_adapter_is_waited_for_during_one_step_only(made: Harness) ->
 
 def test_an_adapter_loaded_ahead_of_its_requests_is_known_after_that_step(made: Harness) -> None:
     known(made, ONE)
-    request = made.request("p", adapter_id=1)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", adapter_id=1)
     made.step(request, 140)
     anew = Harness(made.tier)  # the scheduler's half after a restart, with what the tier has kept
     again = anew.request("p", adapter_id=1)
@@ -89,8 +88,7 @@ def test_an_adapter_loaded_ahead_of_its_requests_is_known_after_that_step(made: 
 
 
 def test_a_request_whose_first_pass_brings_the_adapter_is_stored_from_then_on(made: Harness) -> None:
-    request = made.request("p", adapter_id=1)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", adapter_id=1)
     made.idle_step()
     made.scheduler.lookup(request, 0)
     assert made.step(request, 70, ONE) == 0
@@ -98,18 +96,9 @@ def test_a_request_whose_first_pass_brings_the_adapter_is_stored_from_then_on(ma
     assert made.scheduler.lookup(made.request("p", adapter_id=1), 0) == 128
 
 
-def test_a_request_whose_later_pass_brings_the_adapter_is_not_stored(made: Harness) -> None:
-    request = made.request("p", adapter_id=1)
-    made.scheduler.lookup(request, 0)
-    assert made.step(request, 70) == 0  # its weights could not be read, for one
-    assert made.step(request, 10, ONE) == 0
-    assert made.step(request, 70) == 0
-
-
 def test_a_request_is_stored_no_more_when_its_adapter_changes(made: Harness) -> None:
     known(made, ONE)
-    request = made.request("p", adapter_id=1)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", adapter_id=1)
     assert made.step(request, 70, OTHER) == 1
     assert made.step(request, 70) == 0
     request.num_computed_tokens = 0  # preempted
@@ -119,8 +108,7 @@ def test_a_request_is_stored_no_more_when_its_adapter_changes(made: Harness) -> 
 
 def test_a_local_hit_of_unknown_weights_is_neither_completed_nor_stored(made: Harness) -> None:
     known(made, OTHER)
-    request = made.request("p", adapter_id=1)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", adapter_id=1)
     assert made.step(request, 140) == 2
     with_hit = made.request("p", adapter_id=1)
     assert made.scheduler.lookup(with_hit, 64) == 0
@@ -138,8 +126,7 @@ def test_a_local_hit_that_the_lookup_is_not_told_of_is_not_stored(made: Harness)
     assert made.scheduler.lookup(request, 0) == 0
     request.num_computed_tokens = 48
     assert made.step(request, 92) == 0
-    unknown = made.request("q", adapter_id=2)
-    made.scheduler.lookup(unknown, 0)
+    unknown = made.looked_up("q", adapter_id=2)
     unknown.num_computed_tokens = 48
     assert made.step(unknown, 20, AdapterWeights(2, b"2" * 32, is_only=False)) == 0
     assert made.step(unknown, 72) == 0
@@ -148,32 +135,21 @@ def test_a_local_hit_that_the_lookup_is_not_told_of_is_not_stored(made: Harness)
     assert made.step(again, 140) == 2
 
 
-def test_what_was_restored_here_is_no_such_hit(made: Harness) -> None:
-    known(made, OTHER)
-    request = made.request("p", adapter_id=1)
-    made.scheduler.lookup(request, 0)
-    made.step(request, 140)
+@pytest.mark.parametrize(("weights", "num_local"), [(OTHER, 0), (ONE, 64)])
+def test_what_was_restored_here_is_no_such_hit_and_one_of_the_only_weights_is_completed(
+    made: Harness, weights: AdapterWeights, num_local: int
+) -> None:
+    known(made, weights)
+    made.step(made.looked_up("p", adapter_id=1), 140)
     longer = made.request("p", num_tokens=256, adapter_id=1)
-    assert made.scheduler.lookup(longer, 0) == 128
-    made.scheduler.allocated(longer, [[1, 2, 3, 4]], 128)
+    assert made.scheduler.lookup(longer, num_local) == 128 - num_local
+    made.scheduler.allocated(longer, [[1, 2, 3, 4]], 128 - num_local)
     longer.num_computed_tokens = 128
     assert made.step(longer, 70) == 1
 
 
-def test_a_local_hit_of_the_only_weights_is_completed(made: Harness) -> None:
-    known(made, ONE)
-    request = made.request("p", adapter_id=1)
-    made.scheduler.lookup(request, 0)
-    made.step(request, 140)
-    longer = made.request("p", num_tokens=256, adapter_id=1)
-    assert made.scheduler.lookup(longer, 64) == 64
-    longer.num_computed_tokens = 64
-    assert made.step(longer, 140) == 1
-
-
 def test_after_a_reset_a_request_whose_adapter_comes_to_be_known_is_not_stored(made: Harness) -> None:
-    request = made.request("p", adapter_id=1)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", adapter_id=1)
     made.scheduler.clear()
     assert made.step(request, 140, ONE) == 0
     assert made.step(request, 50) == 0
@@ -201,8 +177,7 @@ def test_ranks_must_agree(made: Harness) -> None:
 def test_a_restored_request_is_checked_in_the_first_pass_that_computes_it_and_only_there(made: Harness) -> None:
     known(made, ONE)
     for adapter_id in (0, 1):
-        request = made.request("p", adapter_id=adapter_id)
-        made.scheduler.lookup(request, 0)
+        request = made.looked_up("p", adapter_id=adapter_id)
         made.step(request, 140)
     blocks = [[5, 6, 7, 8]]
     for name in ("plain", "restored", "preempted", "aborted"):

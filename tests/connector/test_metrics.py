@@ -45,14 +45,6 @@ def exported(*payloads: dict[str, Any], **settings: Any) -> CollectorRegistry:
     return registry
 
 
-def test_of_several_api_servers_the_last_one_that_was_told_a_level_shows_it() -> None:
-    """Each step's report goes to one of them."""
-    registry = exported(tier="cpu", name="near")
-    gauges = [one for one in registry._collector_to_names if isinstance(one, Gauge)]
-    assert len(gauges) == len(GAUGES)
-    assert {one._multiprocess_mode for one in gauges} == {"mostrecent"}
-
-
 def test_counters_begin_with_0_under_the_connectors_name_in_every_engine() -> None:
     registry = exported(tier="cpu", name="near")
     for model, engine in ENGINES.values():
@@ -106,22 +98,6 @@ def test_observations_of_ranks_and_steps_arrive_in_their_buckets() -> None:
     assert value("store_seconds_sum") == pytest.approx(2 * 500.0156)
     assert value("first_token_seconds_bucket", source="tier", le="2.0") == 2
     assert value("first_token_seconds_count", source="computed") == 0
-
-
-def test_two_payloads_from_the_wire_add_up() -> None:
-    payloads = []
-    for _ in range(2):
-        stats = made()
-        stats.tally.observe("lookup_seconds", 0.25)
-        payloads.append(HybridOffloadConnector.build_kv_connector_stats(data=json.loads(json.dumps(stats.to_dict()))))
-    first, second = payloads
-    assert first is not None and second is not None
-    assert first.aggregate(second).to_dict()["tally"]["histograms"]["lookup_seconds"] == [(7, 2, 0.5)]
-
-
-def test_without_a_name_it_is_the_tiers() -> None:
-    labels = {"model_name": "m", "engine": "0", "connector": "cpu"}
-    assert exported(tier="cpu").get_sample_value("vllm:hybrid_offload_lookups_total", labels) == 0
 
 
 def logged(*reports: OffloadStats) -> list[str]:

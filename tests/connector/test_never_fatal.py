@@ -3,6 +3,7 @@
 
 import inspect
 from asyncio import CancelledError
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,12 +26,7 @@ AT_START = {
     "bind_kv_cache_manager",
 }
 """Hooks before serving, which may refuse to start."""
-ALREADY_SAFE = {
-    "role",
-    "clear_connector_metadata",
-    "has_connector_metadata",
-    "get_loaded_kv_cache_group_ids",
-}
+ALREADY_SAFE = {"role", "clear_connector_metadata", "has_connector_metadata", "get_loaded_kv_cache_group_ids"}
 """vLLM's own, not ours: they assign, or read the configuration."""
 
 
@@ -160,12 +156,6 @@ def test_a_load_that_could_not_be_planned_is_told_to_its_request() -> None:
     assert ("plan_failed", ("r",)) in half.calls
 
 
-def test_loads_that_could_not_be_started_fail() -> None:
-    made, half = recording("worker", "start_loads", OffloadMetadata(failed_loads=("r",)))
-    made.start_load_kv(None)
-    assert [name for name, _ in half.calls] == ["begin_step", "start_loads", "fail_loads"]
-
-
 def test_loads_that_could_not_begin_fail_and_the_step_is_known() -> None:
     metadata = OffloadMetadata(failed_loads=("r",))
     made, half = recording("worker", "begin_loads")
@@ -174,18 +164,28 @@ def test_loads_that_could_not_begin_fail_and_the_step_is_known() -> None:
     assert half.calls[1:] == [("fail_loads", ((), (), Reason.HOOK_ERROR))]
 
 
-def test_when_adapters_cannot_be_checked_what_was_restored_is_not_believed_and_loads_start() -> None:
-    check = AdapterCheck("s", AdapterWeights(1, b"digest"), frozenset({7}))
-    metadata = OffloadMetadata(failed_loads=("r",), checks=(check,), overdue_stores=(3,))
-    made, half = recording("worker", "check_adapters", metadata)
-    made.start_load_kv(None)
-    assert [name for name, _ in half.calls] == ["begin_step", "check_adapters", "fail_checks", "answer", "start_loads"]
+CHECK = AdapterCheck("s", AdapterWeights(1, b"digest"), frozenset({7}))
+STORE: Any = StoreJob
 
 
-def test_stores_that_could_not_be_copied_are_reported() -> None:
-    made, half = recording("worker", "store", OffloadMetadata(stores=(StoreJob,)))  # type: ignore[arg-type]
-    made.wait_for_save()
-    assert [name for name, _ in half.calls] == ["store", "fail_stores"]
+@pytest.mark.parametrize(
+    ("hook", "metadata", "calls"),
+    [
+        ("start_load_kv", OffloadMetadata(failed_loads=("r",)), ["begin_step", "start_loads", "fail_loads"]),
+        # What was restored is not believed, and loads start.
+        (
+            "start_load_kv",
+            OffloadMetadata(failed_loads=("r",), checks=(CHECK,), overdue_stores=(3,)),
+            ["begin_step", "check_adapters", "fail_checks", "answer", "start_loads"],
+        ),
+        ("wait_for_save", OffloadMetadata(stores=(STORE,)), ["store", "fail_stores"]),
+    ],
+)
+def test_what_could_not_be_done_is_told_as_failed(hook: str, metadata: OffloadMetadata, calls: list[str]) -> None:
+    failed = next(name for name, after in pairwise(calls) if after.startswith("fail"))
+    made, half = recording("worker", failed, metadata)
+    getattr(made, hook)(*[None] * (hook == "start_load_kv"))
+    assert [name for name, _ in half.calls] == calls
 
 
 def test_the_loads_of_a_step_go_out_although_its_stores_cannot_be_planned() -> None:

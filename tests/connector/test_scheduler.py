@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
@@ -41,8 +41,7 @@ def test_what_any_rank_could_not_read_is_suspended_and_what_any_found_bad_is_dro
 
 
 def test_what_was_begun_before_a_reset_is_not_stored_until_it_is_computed_anew(made: Harness) -> None:
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p")
     assert made.step(request, 40) == 0
     made.scheduler.clear()
     assert made.step(request, 100) == 0  # its first chunk is half of before
@@ -55,18 +54,12 @@ def test_what_was_begun_before_a_reset_is_not_stored_until_it_is_computed_anew(m
 def test_a_request_that_comes_after_a_reset_is_stored(made: Harness) -> None:
     made.scheduler.lookup(made.request("old"), 0)
     made.scheduler.clear()
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p")
     assert made.step(request, 140) == 2
 
 
-def test_while_a_rank_rests_nothing_is_offered_and_afterwards_again(
-    made: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+def test_while_a_rank_rests_nothing_is_offered_and_afterwards_again(made: Harness, now: list[float]) -> None:
+    request = made.looked_up("p")
     made.step(request, 140)
     assert made.scheduler.lookup(made.request("p"), 0) == 128
     resting = OffloadWorkerMetadata(load_pause_s=4.0).aggregate(OffloadWorkerMetadata(load_pause_s=1.0))
@@ -82,8 +75,7 @@ def test_while_a_rank_rests_nothing_is_offered_and_afterwards_again(
 
 
 def test_a_pause_ends_when_no_rank_rests_any_more(made: Harness) -> None:
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p")
     made.step(request, 140)
     works, rests = OffloadWorkerMetadata(load_pause_s=0.0), OffloadWorkerMetadata(load_pause_s=60.0)
     made.scheduler.update(NOTHING, works.aggregate(rests))
@@ -102,8 +94,7 @@ def ends(jobs: tuple[StoreJob, ...]) -> list[int]:
 
 
 def test_after_a_store_that_a_rank_dropped_the_rest_of_the_prompt_is_found_all_the_same(made: Harness) -> None:
-    request = made.request("p", num_tokens=256)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", num_tokens=256)
     jobs = made.plan(request, 128)
     assert ends(jobs) == [64, 128]
     made.report(jobs, failed=jobs[:1])
@@ -114,8 +105,7 @@ def test_after_a_store_that_a_rank_dropped_the_rest_of_the_prompt_is_found_all_t
 
 
 def test_while_the_first_chunk_is_tried_again_nothing_after_it_is_stored(made: Harness) -> None:
-    request = made.request("p", num_tokens=256)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", num_tokens=256)
     first, second = made.plan(request, 128)
     made.report((first,), failed=(first,))
     retry = made.plan(request, 20)
@@ -129,8 +119,7 @@ def test_while_the_first_chunk_is_tried_again_nothing_after_it_is_stored(made: H
 @pytest.mark.parametrize("num_dropped", [1, 12])
 def test_however_many_chunks_a_step_drops_the_first_is_tried_in_the_next(num_dropped: int) -> None:
     made = Harness(CpuTierManager(256, 512, 2))
-    request = made.request("p", num_tokens=64 * 30)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", num_tokens=64 * 30)
     jobs = made.plan(request, 64 * 20)
     made.report(jobs, failed=jobs[-num_dropped:])
     assert ends(made.jobs_of_step(request, 1)) == [64 * (21 - num_dropped)]
@@ -139,8 +128,7 @@ def test_however_many_chunks_a_step_drops_the_first_is_tried_in_the_next(num_dro
 
 def test_a_chunk_that_can_never_be_stored_does_not_make_the_others_be_stored_for_ever() -> None:
     made = Harness(CpuTierManager(256, 512, 2))
-    request = made.request("p", num_tokens=64 * 30)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", num_tokens=64 * 30)
     jobs, num_stores = made.plan(request, 64 * 20), 0
     for _ in range(60):
         num_stores += len(jobs)
@@ -204,8 +192,7 @@ def test_a_request_stores_the_beginning_that_it_had_left_to_another(made: Harnes
 
 
 def test_stores_that_fail_again_and_again_are_tried_ever_more_rarely(made: Harness) -> None:
-    request = made.request("p", num_tokens=64 + 200)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", num_tokens=64 + 200)
     jobs = made.plan(request, 64)
     steps = []
     for step in range(40):
@@ -223,8 +210,7 @@ def test_stores_that_fail_again_and_again_are_tried_ever_more_rarely(made: Harne
     "output", [KVConnectorOutput(invalid_block_ids={7}), KVConnectorOutput(failed_recving={"another's"})]
 )
 def test_what_was_copied_out_of_a_pass_with_bad_blocks_is_not_kept(made: Harness, output: KVConnectorOutput) -> None:
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p")
     jobs = made.plan(request, 140)
     made.scheduler.update(output, OffloadWorkerMetadata(Counter({job.ticket.ticket: 2 for job in jobs})))
     assert made.found("p") == 0
@@ -247,14 +233,9 @@ def test_a_failed_load_that_its_request_still_waits_for_costs_no_store(made: Har
     assert made.found("p") == 128
 
 
-def test_an_overdue_store_is_waited_for_no_longer_and_its_memory_stays_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+def test_an_overdue_store_is_waited_for_no_longer_and_its_memory_stays_taken(now: list[float]) -> None:
     made = Harness(report_timeout_s=100)
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p")
     jobs = made.plan(request, 64)
     used = made.tier.usage().used_bytes
     assert made.scheduler.has_pending_work()
@@ -267,12 +248,9 @@ def test_an_overdue_store_is_waited_for_no_longer_and_its_memory_stays_taken(
     assert made.found("p") == 0
 
 
-def test_a_store_whose_report_was_lost_is_forgotten_once_no_rank_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+def test_a_store_whose_report_was_lost_is_forgotten_once_no_rank_holds_it(now: list[float]) -> None:
     made = Harness(report_timeout_s=100)
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p")
     (job,) = made.plan(request, 64)
     assert made.scheduler.begin_step({}).overdue_stores == ()
     now[0] += 101
@@ -289,22 +267,26 @@ def test_a_store_whose_report_was_lost_is_forgotten_once_no_rank_holds_it(monkey
     assert made.found("p") == 64
 
 
-def test_a_load_whose_report_was_lost_is_unpinned_once_no_rank_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_an_overdue_load_keeps_what_it_reads_until_it_has_ended_or_no_rank_holds_it(
+    now: list[float], is_lost: bool
+) -> None:
     made = Harness(report_timeout_s=100)
     made.store("p")
-    reader = made.request("p")
-    made.scheduler.lookup(reader, 0)
-    made.scheduler.allocated(reader, [[1, 2, 3, 4]], 128)
+    made.loads("p")
     now[0] += 101
-    made.scheduler.has_pending_work()
+    assert not made.scheduler.has_pending_work()
+    assert made.tally.counters["failed_loads:not_reported"] == 1
     assert made.scheduler.begin_step({}).overdue_loads == ("p",)
     one_rank = OffloadWorkerMetadata(idle_loads=Counter(["p"]))
     made.scheduler.update(NOTHING, one_rank)
+    used = made.tier.usage().used_bytes
     made.scheduler.clear()
-    assert made.tier.usage().used_bytes > 0
-    made.scheduler.update(NOTHING, one_rank.aggregate(one_rank))
+    assert made.tier.usage().used_bytes == used > 0
+    if is_lost:
+        made.scheduler.update(NOTHING, one_rank.aggregate(one_rank))
+    else:
+        made.scheduler.update(KVConnectorOutput(finished_recving={"p"}), None)
     assert made.tier.usage().used_bytes == 0
 
 
@@ -312,35 +294,15 @@ def test_a_load_whose_report_was_lost_is_unpinned_once_no_rank_holds_it(monkeypa
 def test_what_another_connector_has_received_changes_nothing(failed: set[str]) -> None:
     made = Harness()
     made.store("p")
-    reader = made.request("p")
-    made.scheduler.lookup(reader, 0)
-    made.scheduler.allocated(reader, [[1, 2, 3, 4]], 128)
+    made.loads("p")
     made.scheduler.finished("p")
-    before = made.tier.usage(), made.scheduler._pending.num_loads
+    before = made.tier.usage()
     output = KVConnectorOutput(finished_recving={"another connector's"}, failed_recving=failed)
     made.scheduler.update(output, None)
-    assert (made.tier.usage(), made.scheduler._pending.num_loads) == before
+    assert made.tier.usage() == before and made.scheduler.has_pending_work()
     assert made.tally.counters.get("failed_loads:error", 0) == 0
     made.scheduler.update(KVConnectorOutput(finished_recving={"p"}), None)
-    assert made.scheduler._pending.num_loads == 0
-
-
-def test_an_overdue_load_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    made = Harness(report_timeout_s=100)
-    made.store("p")
-    reader = made.request("p")
-    assert made.scheduler.lookup(reader, 0) == 128
-    made.scheduler.allocated(reader, [[1, 2, 3, 4]], 128)
-    now[0] += 101
     assert not made.scheduler.has_pending_work()
-    assert made.tally.counters["failed_loads:not_reported"] == 1
-    used = made.tier.usage().used_bytes
-    made.scheduler.clear()
-    assert made.tier.usage().used_bytes == used > 0
-    made.scheduler.update(KVConnectorOutput(finished_recving={"p"}), None)
-    assert made.tier.usage().used_bytes == 0
 
 
 # What goes first when there is no room.
@@ -373,11 +335,14 @@ def test_a_request_that_was_not_admitted_has_used_nothing() -> None:
     assert [made.found(name) for name in ("asked", "unused", "new")] == [0, 64, 64]
 
 
+def fails(*_: object) -> NoReturn:
+    raise KeyError
+
+
 def test_an_exception_over_one_object_keeps_no_other_from_being_found(
     made: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = made.request("p", num_tokens=256)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", num_tokens=256)
     jobs = made.plan(request, 192)
     assert ends(jobs) == [64, 128, 192]
     commit, last = made.tier.commit, jobs[-1].ticket.ticket
@@ -387,11 +352,8 @@ def test_an_exception_over_one_object_keeps_no_other_from_being_found(
             raise KeyError(ticket)
         commit(ticket)
 
-    def fails_at_once(tickets: Sequence[int]) -> None:
-        raise KeyError(tickets)
-
     monkeypatch.setattr(made.tier, "commit", fails_for_the_last)
-    monkeypatch.setattr(made.tier, "commit_all", fails_at_once)
+    monkeypatch.setattr(made.tier, "commit_all", fails)
     with pytest.raises(KeyError):
         made.report(jobs)
     assert made.found("p", num_tokens=256) == 128
@@ -402,14 +364,8 @@ def test_an_exception_over_one_object_keeps_no_other_from_being_found(
 def test_an_exception_over_all_at_once_is_seen_when_one_by_one_none_comes(
     made: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = made.request("p")
-    made.scheduler.lookup(request, 0)
-    jobs = made.plan(request, 140)
-
-    def fails_at_once(tickets: Sequence[int]) -> None:
-        raise KeyError(tickets)
-
-    monkeypatch.setattr(made.tier, "commit_all", fails_at_once)
+    jobs = made.plan(made.looked_up("p"), 140)
+    monkeypatch.setattr(made.tier, "commit_all", fails)
     with pytest.raises(KeyError):
         made.report(jobs)
     assert made.found("p") == 128
@@ -417,17 +373,9 @@ def test_an_exception_over_all_at_once_is_seen_when_one_by_one_none_comes(
 
 def test_an_exception_over_a_store_keeps_no_load_from_ending(made: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     made.store("p")
-    loading = made.request("p")
-    loading.request_id = "loads"
-    assert made.scheduler.lookup(loading, 0) == 128
-    made.scheduler.allocated(loading, [[1, 2, 3, 4]], 128)
-    request = made.request("q")
-    made.scheduler.lookup(request, 0)
+    made.loads("p", "loads")
+    request = made.looked_up("q")
     jobs = made.plan(request, 140)
-
-    def fails(*_: object) -> None:
-        raise KeyError
-
     monkeypatch.setattr(made.tier, "commit_all", fails)
     monkeypatch.setattr(made.tier, "commit", fails)
     reported = OffloadWorkerMetadata(Counter({job.ticket.ticket: 2 for job in jobs}))
@@ -449,8 +397,7 @@ class RefusesOnce(StoreManager):
 def test_what_a_tier_grants_behind_a_chunk_that_found_no_room_does_not_hide_the_hole() -> None:
     tier: Any = RefusesOnce(Address(""), 1 << 20, 2)
     made = Harness(tier)
-    request = made.request("p", num_tokens=256)
-    made.scheduler.lookup(request, 0)
+    request = made.looked_up("p", num_tokens=256)
     made.step(request, 192)
     made.step(request, 64)
     assert made.found("p", num_tokens=257) == 256
@@ -459,12 +406,8 @@ def test_what_a_tier_grants_behind_a_chunk_that_found_no_room_does_not_hide_the_
 def test_while_a_tier_is_full_a_step_asks_for_the_first_chunk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Harness(CpuTierManager(num_units=2, unit_bytes=512, world_size=2))
     made.store("p")
-    loading = made.request("p")
-    loading.request_id = "loads"
-    made.scheduler.lookup(loading, 0)
-    made.scheduler.allocated(loading, [[1, 2, 3, 4]], 128)  # so that nothing can go
-    request = made.request("q", num_tokens=2048)
-    made.scheduler.lookup(request, 0)
+    made.loads("p", "loads")  # so that nothing can go
+    request = made.looked_up("q", num_tokens=2048)
     assert made.step(request, 1024) == 0
     asked: list[int] = []
     reserve_all = made.tier.reserve_all

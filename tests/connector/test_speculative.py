@@ -69,16 +69,14 @@ def test_nothing_is_kept_without_the_setting_or_without_states() -> None:
 
 def test_the_state_is_the_last_block_of_its_group() -> None:
     harness = Harness(geometry=HYBRID, speculative_snapshot_tokens=192)
-    request = harness.request("a", 1000)
-    harness.scheduler.lookup(request, 0)
+    request = harness.looked_up("a", 1000)
     (*_, job) = harness.plan(request, 192)
     assert job.placement.pages == ((1, 3),)
 
 
 def test_a_state_whose_block_is_gone_is_not_stored() -> None:
     harness = Harness(geometry=HYBRID, speculative_snapshot_tokens=192)
-    request = harness.request("a", 1000)
-    harness.scheduler.lookup(request, 0)
+    harness.looked_up("a", 1000)
     harness.scheduler.begin_step(["a"])
     state = SimpleNamespace(boundary_state_offloads={}, get_block_ids=lambda _: [[1, 2, 3], [0, 0, 0]])
     output: Any = SimpleNamespace(num_scheduled_tokens={"a": 192}, kv_connector_block_state=state)

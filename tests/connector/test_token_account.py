@@ -89,14 +89,6 @@ def test_a_failed_load_loses_what_it_was_to_bring() -> None:
     assert "restored_requests" not in counters(made) and "load_seconds" not in made.tally.histograms
 
 
-def test_a_rank_that_fails_in_an_earlier_step_than_the_last_one_reports() -> None:
-    made = with_prompt()
-    made.scheduler.allocated(request := reader(made), BLOCKS, 128)
-    made.scheduler.update(NOTHING, OffloadWorkerMetadata(failed_loads={request.request_id: Reason.TIMEOUT}))
-    ended(made, request.request_id)
-    assert totals(made) == (200, 0, 200)
-
-
 def test_an_offer_that_is_not_taken_is_lost_for_that() -> None:
     made = with_prompt()
     made.scheduler.allocated(reader(made), BLOCKS, 0)
@@ -231,11 +223,7 @@ def test_seconds_of_a_lookup_are_one_observation_each() -> None:
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_load_that_is_overdue_counts_when_it_has_ended_after_all(
-    monkeypatch: pytest.MonkeyPatch, is_lost: bool
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+def test_a_load_that_is_overdue_counts_when_it_has_ended_after_all(now: list[float], is_lost: bool) -> None:
     made = with_prompt()
     made.scheduler.allocated(request := reader(made), BLOCKS, 128)
     now[0] += 101.0
@@ -251,18 +239,15 @@ def test_a_load_that_is_overdue_counts_when_it_has_ended_after_all(
         assert made.tally.histograms["load_seconds"].sum == 101.0
 
 
-def test_a_failure_that_vllm_reports_alone_is_one() -> None:
+@pytest.mark.parametrize(("of_a_rank", "of_vllm"), [(True, None), (True, set()), (False, {"reader of p"})])
+def test_a_failure_counts_whoever_reports_it(of_a_rank: bool, of_vllm: set[str] | None) -> None:
+    """A rank at once, and perhaps before the others have ended; vLLM alone, from a MultiConnector that gave us up."""
     made = with_prompt()
     made.scheduler.allocated(request := reader(made), BLOCKS, 128)
-    output: Any = KVConnectorOutput(
-        finished_recving={request.request_id}, failed_recving={request.request_id}
-    )  # as from a MultiConnector that gave this child up
-    made.scheduler.update(output, None)
-    assert totals(made) == (200, 0, 200)
-
-
-def test_a_failure_that_a_rank_reports_alone_counts_at_once() -> None:
-    made = with_prompt()
-    made.scheduler.allocated(request := reader(made), BLOCKS, 128)
-    made.scheduler.update(NOTHING, OffloadWorkerMetadata(failed_loads={request.request_id: Reason.CHECKSUM}))
-    assert lost(made)["load_failed"] == 128
+    if of_a_rank:
+        failed = OffloadWorkerMetadata(failed_loads={request.request_id: Reason.TIMEOUT})
+        made.scheduler.update(NOTHING, failed)
+    if of_vllm is not None:
+        output: Any = KVConnectorOutput(finished_recving={request.request_id}, failed_recving=of_vllm)
+        made.scheduler.update(output, None)
+    assert totals(made) == (200, 0, 200) and lost(made)["load_failed"] == 128

@@ -53,10 +53,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def digest_of(file: Path, root: Path) -> str:
+def digest_of(root: Path, *files: Path) -> str:
     """What a root without a cache says."""
     root.mkdir(mode=0o700)
-    return weights_digest([file], root / "weights.json")
+    return weights_digest(files, root / "weights.json")
 
 
 def with_old_mtime(file: Path, change: Callable[[], object]) -> None:
@@ -175,7 +175,7 @@ def test_weights_that_change_while_they_are_read_are_read_again(
         return found
 
     monkeypatch.setattr(weights, "read_digest", reading)
-    assert weights_digest([file], cache) == digest_of(file, tmp_path / "new") == weights_digest([file], cache)
+    assert weights_digest([file], cache) == digest_of(tmp_path / "new", file) == weights_digest([file], cache)
 
 
 def test_weights_that_never_stay_are_refused(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_a_file_is_read_no_further_than_its_size(file: Path) -> None:
 @pytest.mark.usefixtures("an_hour_later")
 def test_a_link_in_the_place_of_the_lock_ends_no_start(file: Path, cache: Path, tmp_path: Path) -> None:
     cache.with_suffix(".lock").symlink_to(tmp_path / "elsewhere")
-    assert weights_digest([file], cache) == digest_of(file, tmp_path / "other")
+    assert weights_digest([file], cache) == digest_of(tmp_path / "other", file)
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -232,11 +232,10 @@ def test_how_a_models_directory_is_laid_out_changes_nothing(tmp_path: Path) -> N
         (layouts["hub/snapshots/0a1b"] / name).symlink_to(f"../../blobs/{9 - number}f3c")
         (layouts["relative"] / name).hardlink_to(layouts["plain"] / name)
     (tmp_path / "linked").symlink_to(layouts["plain"])
-    found = {}
-    for number, directory in enumerate([*layouts.values(), tmp_path / "linked"]):
-        root = tmp_path / f"root-{number}"
-        root.mkdir(mode=0o700)
-        found[directory] = weights_digest(safetensors_files(str(directory), None), root / "weights.json")
+    found = {
+        directory: digest_of(tmp_path / f"root-{number}", *safetensors_files(str(directory), None))
+        for number, directory in enumerate([*layouts.values(), tmp_path / "linked"])
+    }
     assert len(set(found.values())) == 1, found
 
 
@@ -247,7 +246,5 @@ def test_weights_under_each_others_names_have_another_digest(tmp_path: Path) -> 
     for number, contents in enumerate([(OLD, NEW), (NEW, OLD)]):
         for path, content in zip((one, two), contents, strict=True):
             path.write_bytes(content)
-        root = tmp_path / f"root-{number}"
-        root.mkdir(mode=0o700)
-        digests.append(weights_digest([one, two], root / "weights.json"))
+        digests.append(digest_of(tmp_path / f"root-{number}", one, two))
     assert digests[0] != digests[1]

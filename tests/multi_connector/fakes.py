@@ -251,6 +251,12 @@ class PlainChild(FakeBase):
     """A child without hybrid support."""
 
 
+class UnstoppableChild(FakeChild):
+    """A child without a shutdown of its own, and with transfers that nobody can end for it."""
+
+    shutdown = KVConnectorBase_V1.shutdown
+
+
 class OldPreemptionChild(FakeChild):
     """A child from when handle_preemptions took request ids."""
 

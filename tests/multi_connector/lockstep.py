@@ -75,6 +75,18 @@ def by_label(tally, metric):
     return {key.partition(":")[2]: amount for key, amount in tally.counters.items() if key.startswith(f"{metric}:")}
 
 
+def rebuilt(connector, make):
+    """From now on new instances of its first child go through ``make``."""
+    child = connector._children[0]
+    build = child._build
+
+    def building():
+        make(fake := build())
+        return fake
+
+    child._build = building
+
+
 class Lockstep:
     """A scheduler-side and one or more worker-side MultiConnectors, joined as vLLM joins them.
 
@@ -172,6 +184,11 @@ class Lockstep:
 
     def state(self, index=0):
         return self.scheduler._scheduler.supervisor.lifecycles[index].phase
+
+    def fail(self):
+        """A step in which the first child fails in the scheduler."""
+        self.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
+        return self.step()
 
     def recover(self, steps=4):
         """Lets the pause pass and steps until the first child serves again."""

@@ -5,23 +5,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 
-from tests.multi_connector.fakes import BLOCK, Boom, child
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
+from tests.multi_connector.fakes import BLOCK, Boom, FakeChild, child
 
 MOST_STEPS = 5
 """A load or a save takes 0 to that many steps on each rank."""
@@ -78,7 +70,7 @@ def random_child(name: str) -> dict[str, Any]:
     return {**child(name, "RandomChild"), "kv_connector_module_path": __name__}
 
 
-class RandomChild(KVConnectorBase_V1, SupportsHMA):
+class RandomChild(FakeChild):
     """Uses all the freedom that the interface leaves, but that it changes no report of the scheduler's.
 
     It loads at once or over some steps, holds blocks of finished requests, reports before it is told to, fails and
@@ -112,7 +104,7 @@ class RandomChild(KVConnectorBase_V1, SupportsHMA):
 
     # ---- The scheduler's half.
 
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._may_raise("get_num_new_matched_tokens")
         if self.world.happens(ANSWERS_LATER):
             return None, False
@@ -122,7 +114,7 @@ class RandomChild(KVConnectorBase_V1, SupportsHMA):
         self._offered[request.request_id] = is_asynchronous
         return tokens, is_asynchronous
 
-    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._may_raise("update_state_after_alloc")
         request_id = request.request_id
         if num_external_tokens:
@@ -130,19 +122,14 @@ class RandomChild(KVConnectorBase_V1, SupportsHMA):
         if self.world.happens(MAY_REPORT_EARLY):
             self._early.add(request_id)
 
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> RandomMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> RandomMetadata:
         self._may_raise("build_connector_meta")
         early = sorted(self._early & scheduler_output.num_scheduled_tokens.keys())
         metadata = RandomMetadata(self._new_loads, sorted(self._new_saves), early)
         self._new_loads, self._new_saves = {}, set()
         return metadata
 
-    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished_all_groups(request, (block_ids,))
-
-    def request_finished_all_groups(
-        self, request: "Request", block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         self._may_raise("request_finished_all_groups")
         request_id = request.request_id
         self._offered.pop(request_id, None)
@@ -153,7 +140,7 @@ class RandomChild(KVConnectorBase_V1, SupportsHMA):
             self._new_saves.add(request_id)
         return holds, None
 
-    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+    def update_connector_output(self, connector_output: Any) -> None:
         self._may_raise("update_connector_output")
 
     # ---- The workers' half.
@@ -176,12 +163,6 @@ class RandomChild(KVConnectorBase_V1, SupportsHMA):
             if request_id not in self._told_early and self.world.happens(REPORTS_EARLY, "reported early"):
                 self._told_early.add(request_id)
                 self._new_early.add(request_id)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        pass
 
     def wait_for_save(self) -> None:
         self._may_raise("wait_for_save")

@@ -72,6 +72,11 @@ def test_it_is_read_when_it_changes_at_most_once_a_second(tmp_path):
     write(path, {})
     switches.look(2.5)
     assert switches.settings == CONFIGURED
+    write(path, {"cpu": {"load": False}})
+    switches.look(3.5)
+    path.unlink()
+    switches.look(4.5)
+    assert switches.settings == CONFIGURED
 
 
 def test_bad_content_is_one_warning_and_keeps_the_last_good(tmp_path, warnings):
@@ -85,16 +90,6 @@ def test_bad_content_is_one_warning_and_keeps_the_last_good(tmp_path, warnings):
     assert not switches.settings["cpu"].load
     (line,) = warnings
     assert "the last good switches hold" in line
-
-
-def test_a_file_that_is_removed_gives_back_what_was_configured(tmp_path):
-    path = tmp_path / "switches.json"
-    switches = ControlFile(str(path), CONFIGURED)
-    write(path, {"cpu": {"load": False}})
-    switches.look(0.0)
-    path.unlink()
-    switches.look(1.0)
-    assert switches.settings == CONFIGURED
 
 
 @pytest.mark.parametrize("error", [MemoryError, Boom, *ENDINGS])

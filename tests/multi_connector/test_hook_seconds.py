@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.multi_connector.fakes import request
-from tests.multi_connector.lockstep import Clock, Lockstep, answering, tally_of
+from tests.multi_connector.lockstep import Clock, Lockstep, answering, rebuilt, tally_of
 from vllm_overlay.multi_connector.hooks import HOOKS, Watchdog
 from vllm_overlay.tally import ReportTimes
 
@@ -79,18 +79,14 @@ def test_what_an_instance_that_comes_back_takes_to_start_is_counted(where):
     side, other = engine.scheduler, engine.workers[0]
     side, other = (side, other) if where == "scheduler" else (other, side)
     clock, _ = timed(side), timed(other)
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    engine.step()
-    build = side._children[0]._build
+    engine.fail()
     started = "bind_kv_cache_manager" if where == "scheduler" else "register_kv_caches"
 
-    def slow_build():
+    def make(fake):
         clock.now += 2.0
-        instance = build()
-        instance.answers[started] = taking(clock, 1.0)
-        return instance
+        fake.answers[started] = taking(clock, 1.0)
 
-    side._children[0]._build = slow_build
+    rebuilt(side, make)
     side.sub_connectors[0].answers["shutdown"] = taking(clock, 3.0)
     assert engine.recover()
     clock.now += 1.0

@@ -43,15 +43,9 @@ def test_what_may_be_empty_does_nothing_in_vllms_interface(name: str) -> None:
     assert not method(*arguments)
 
 
-def test_a_hook_is_empty_if_it_is_inherited_or_marked() -> None:
+def test_a_hook_is_empty_if_it_is_inherited_or_marked_and_neither_overridden_nor_given_to_the_instance() -> None:
     assert empty_hooks(Inheriting()) == {"take_events", "on_new_request", "save_kv_layer"}
-
-
-def test_a_hook_that_a_subclass_defines_is_not_empty() -> None:
     assert empty_hooks(Overriding()) == {"on_new_request"}
-
-
-def test_a_hook_that_an_instance_was_given_is_not_empty() -> None:
     made = Inheriting()
     made.take_events = lambda: ()  # type: ignore[method-assign]
     assert "take_events" not in empty_hooks(made)

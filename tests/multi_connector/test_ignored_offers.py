@@ -34,16 +34,13 @@ def test_what_a_switch_leaves_out_is_counted_in_requests_and_tokens(settings, re
     assert [found.total(one) for one in ("queries", "offered_tokens", "outbid", "too_slow")] == [2, 0, 0, 0]
 
 
-def test_an_offer_of_min_tokens_is_none_that_is_ignored():
-    connector = two(64, min_tokens=64)
-    assert admit(connector) == 64
-    assert ignored(connector) == ({}, {})
-
-
-@pytest.mark.parametrize("answer", [0, None])
-def test_a_child_that_has_nothing_or_does_not_know_yet_is_not_ignored(answer):
-    connector = two(answer, load=False)
-    assert admit(connector) == 0
+@pytest.mark.parametrize(
+    ("answer", "settings", "loaded"),
+    [(64, {"min_tokens": 64}, 64), (0, {"load": False}, 0), (None, {"load": False}, 0)],
+)
+def test_an_offer_that_is_taken_or_none_is_not_ignored(answer, settings, loaded):
+    connector = two(answer, **settings)
+    assert admit(connector) == loaded
     assert ignored(connector) == ({}, {})
 
 

@@ -243,61 +243,44 @@ def test_yes_or_no_is_merged_by_the_stated_rule(hook, answers):
     assert use(connector, hook) == (any(answers) if hook in ANY else all(answers))
 
 
-def test_a_child_that_cannot_reset_does_not_fail_the_others_reset():
-    assert multi().reset_cache() is True  # both answer None: nothing to reset
-
-
-def test_a_child_that_raises_in_reset_fails_it():
+def test_a_child_that_raises_in_reset_fails_it_and_one_that_has_nothing_to_reset_does_not():
     connector = multi()
+    assert connector.reset_cache() is True  # both answer None
     connector.sub_connectors[0].raising = {"reset_cache"}
     assert connector.reset_cache() is False
 
 
-def test_memory_pool_of_the_one_child_that_has_one():
-    connector = worker()
+def test_the_memory_pool_is_that_of_the_one_child_that_has_one():
+    connector, pool = worker(), contextlib.nullcontext()
     assert connector.get_mem_pool_context() is None
-    pool = contextlib.nullcontext()
     connector.sub_connectors[1].answers["get_mem_pool_context"] = pool
     assert connector.get_mem_pool_context() is pool
-
-
-def test_two_memory_pools_are_refused_by_name():
-    connector = worker()
-    for fake in connector.sub_connectors:
-        fake.answers["get_mem_pool_context"] = contextlib.nullcontext()
+    connector.sub_connectors[0].answers["get_mem_pool_context"] = pool
     with pytest.raises(ValueError, match=r"Multiple connectors provide a KV cache memory pool \(a, b\)"):
         connector.get_mem_pool_context()
 
 
-@pytest.mark.parametrize("counts, merged", [((None, None), None), ((2, None), None), ((2, 2), 2)])
-def test_finished_counts_that_agree(counts, merged):
+def finished_count_of(*counts):
     connector = multi()
     for fake, count in zip(connector.sub_connectors, counts, strict=True):
         fake.answers["get_finished_count"] = count
-    assert connector.get_finished_count() == merged
+    return connector.get_finished_count()
 
 
-def test_finished_counts_that_disagree_are_refused_by_name():
-    connector = multi()
-    for fake, count in zip(connector.sub_connectors, (1, 2), strict=True):
-        fake.answers["get_finished_count"] = count
+def test_finished_counts_must_agree():
+    found = [finished_count_of(*counts) for counts in ((None, None), (2, None), (2, 2))]
+    assert found == [None, None, 2]
     with pytest.raises(ValueError, match=r"different numbers of completion reports: a \(1\), b \(2\)"):
-        connector.get_finished_count()
+        finished_count_of(1, 2)
 
 
-@pytest.mark.parametrize("layouts, merged", [(("", ""), None), (("NHD", ""), "NHD"), (("HND", "HND"), "HND")])
-def test_layouts_that_agree(layouts, merged):
-    assert layout_of(*layouts) == merged
-
-
-def test_layouts_that_disagree_are_refused_by_name():
+def test_layouts_must_agree():
+    assert [layout_of(*both) for both in (("", ""), ("NHD", ""), ("HND", "HND"))] == [None, "NHD", "HND"]
     with pytest.raises(ValueError, match=r"different KV cache layouts: a \(NHD\), b \(HND\)"):
         layout_of("NHD", "HND")
 
 
 def layout_of(first, second):
-    from tests.multi_connector.fakes import vllm_config
-
     return MultiConnector.get_required_kvcache_layout(
         vllm_config(child("a", layout=first or None), child("b", layout=second or None))
     )
@@ -312,7 +295,5 @@ def test_piecewise_graphs_if_any_child_needs_them(first, second):
 
 @pytest.mark.parametrize("cls, supported", [("FakeChild", True), ("PlainChild", False)])
 def test_hybrid_support_is_what_every_child_has(cls, supported):
-    from tests.multi_connector.fakes import vllm_config
-
     config = vllm_config(child("a"), child("b", cls)).kv_transfer_config
     assert MultiConnector.all_children_support_hma(config) == supported

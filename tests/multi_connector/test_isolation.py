@@ -6,14 +6,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from tests.multi_connector.fakes import (
-    Boom,
-    blocks,
-    multi,
-    request,
-    scheduler_output,
-    worker,
-)
+from tests.multi_connector.fakes import Boom, blocks, multi, request, scheduler_output, worker
 from tests.multi_connector.lockstep import Lockstep, by_label, tally_of
 from vllm_overlay.multi_connector.metadata import NULL_BLOCK
 

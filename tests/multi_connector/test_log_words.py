@@ -18,10 +18,7 @@ CLASS = {"a": "tests.multi_connector.fakes:FakeChild", "b": "tests.multi_connect
 
 def payload(tallies, **children):
     """Of a step: our tallies by child, and the children's own stats."""
-    return {
-        "*": {"tallies": {name: tally.to_dict() for name, tally in tallies.items()}, "classes": CLASS},
-        **children,
-    }
+    return {"*": {"tallies": {name: tally.to_dict() for name, tally in tallies.items()}, "classes": CLASS}, **children}
 
 
 def logged(*payloads):

@@ -6,15 +6,7 @@ import math
 import pytest
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tests.multi_connector.fakes import (
-    FAULTS,
-    Boom,
-    blocks,
-    child,
-    multi,
-    request,
-    scheduler_output,
-)
+from tests.multi_connector.fakes import FAULTS, Boom, blocks, child, multi, request, scheduler_output
 from tests.multi_connector.lockstep import admit, allocated, answering, answers_it, by_label, reported, tally_of
 
 # ---- Lookup and selection.
@@ -45,11 +37,8 @@ def test_what_the_scheduler_does_not_take_is_loaded_by_nobody():
     assert connector.build_connector_meta(scheduler_output()).loads == {}
 
 
-def test_the_synchronous_flag_is_the_chosen_ones():
+def test_the_synchronous_flag_is_the_chosen_ones_and_a_hit_of_nothing_is_never_asynchronous():
     assert answering((16, True), (64, False)).get_num_new_matched_tokens(request(), 0) == (64, False)
-
-
-def test_a_hit_of_nothing_is_never_asynchronous():
     assert answering((0, True)).get_num_new_matched_tokens(request(), 0) == (0, False)
 
 
@@ -102,17 +91,11 @@ def test_the_deadline_is_each_requests_own():
     assert connector.get_num_new_matched_tokens(request("second"), 0) == (None, False)
 
 
-def test_a_request_that_found_no_blocks_does_not_wait_again():
+def test_a_request_that_found_no_blocks_does_not_wait_again_before_it_was_admitted():
     connector = answering(16, None)
     connector.get_num_new_matched_tokens(request(), 0)
     connector._scheduler._clock.now += 1
     assert [connector.get_num_new_matched_tokens(request(), 0)[0] for _ in range(2)] == [16, 16]
-
-
-def test_a_request_that_was_admitted_may_wait_again():
-    connector = answering(16, None)
-    connector.get_num_new_matched_tokens(request(), 0)
-    connector._scheduler._clock.now += 1
     admit(connector)
     assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)  # after a preemption, say
 

@@ -76,13 +76,6 @@ def test_nobody_is_waited_for_who_would_be_too_slow_even_with_all_tokens():
     assert choice.decide([10, None][::-1], ASKED, may_wait=True).wait
 
 
-def test_a_failed_load_has_cost_its_time_and_is_computed_after_all():
-    choice = choice_of(AUTO)
-    for tokens in SIZES:
-        choice.load_ended(0, tokens, 0.0001, failed=True)
-    assert choice.worth(0, 1000) <= 0
-
-
 def test_two_slow_loads_at_first_lock_nobody_out():
     choice = choice_of(AUTO)
     loads(choice, 0, lambda _: 60.0, sizes=(2000, 2000))

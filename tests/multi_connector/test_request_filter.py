@@ -5,13 +5,7 @@ import pytest
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 
 from tests.multi_connector import tables
-from tests.multi_connector.fakes import (
-    blocks,
-    child,
-    multi,
-    request,
-    scheduler_output,
-)
+from tests.multi_connector.fakes import blocks, child, multi, request, scheduler_output
 from tests.multi_connector.lockstep import admit, answers_it
 from vllm_overlay.multi_connector.settings import ChildSettings
 
@@ -68,7 +62,6 @@ def test_a_child_that_sees_all_gets_the_schedulers_own_output():
     admitted(connector, "r", 0, 0)
     output = output_of("r")
     connector.build_connector_meta(output)
-    assert connector.sub_connectors[0].called("build_connector_meta") == [[output]]
     assert connector.sub_connectors[0].called("build_connector_meta")[0][0] is output
 
 

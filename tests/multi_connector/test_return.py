@@ -2,12 +2,10 @@
 import contextlib
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector.fakes import (
     FAULTS,
-    FakeChild,
     FakeHandshake,
     FakeMetadata,
     blocks,
@@ -15,7 +13,7 @@ from tests.multi_connector.fakes import (
     request,
     scheduler_output,
 )
-from tests.multi_connector.lockstep import Lockstep
+from tests.multi_connector.lockstep import Lockstep, rebuilt
 from vllm_overlay.multi_connector.lifecycle import Phase
 from vllm_overlay.multi_connector.metadata import MultiWorkerMetadata
 
@@ -52,16 +50,8 @@ def test_a_child_comes_back_as_a_new_instance_everywhere(ranks):
 
 def test_its_new_workers_handshake_reaches_its_new_scheduler_side():
     engine = Lockstep()
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    engine.step()
-    build = engine.workers[0]._children[0]._build
-
-    def with_handshake():
-        fake = build()
-        fake.answers["get_handshake_metadata"] = FakeHandshake("new")
-        return fake
-
-    engine.workers[0]._children[0]._build = with_handshake
+    engine.fail()
+    rebuilt(engine.workers[0], lambda fake: fake.answers.update(get_handshake_metadata=FakeHandshake("new")))
     assert engine.recover()
     assert engine.scheduler.sub_connectors[0].called("set_xfer_handshake_metadata_pp_aware") == [
         [{(0, 0): FakeHandshake("new")}]
@@ -70,8 +60,7 @@ def test_its_new_workers_handshake_reaches_its_new_scheduler_side():
 
 def test_it_gets_no_hook_between_its_failure_and_its_return():
     engine = Lockstep()
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    engine.step()
+    engine.fail()
     old = engine.scheduler.sub_connectors[0]
     before = len(old.calls)
     for _ in range(3):
@@ -87,19 +76,15 @@ def test_it_gets_no_hook_between_its_failure_and_its_return():
 @pytest.mark.parametrize("hook", ["__init__", "bind_kv_cache_manager", "register_kv_caches", "reset_cache"])
 def test_an_instance_that_cannot_be_built_leaves_the_child_out_and_is_tried_again(where, hook, error):
     engine = Lockstep(ranks=2)
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    engine.step()
-    side = engine.scheduler if where == "scheduler" else engine.workers[1]
-    build, broken = side._children[0]._build, [True]
+    engine.fail()
+    broken = [True]
 
-    def building():
+    def make(fake):
         if hook == "__init__" and broken[0]:
             raise error("__init__")
-        fake = build()
         fake.raising, fake.error = {hook} if broken[0] else set(), error
-        return fake
 
-    side._children[0]._build = building
+    rebuilt(engine.scheduler if where == "scheduler" else engine.workers[1], make)
     called = hook == "__init__" or (hook == "register_kv_caches") == (where == "worker")
     assert engine.recover(steps=3) == (not called)
     engine.admit("r", 1)
@@ -119,8 +104,7 @@ def test_requests_older_than_the_instance_are_never_shown_to_it():
         engine.scheduler.on_new_request(request(name))
         engine.scheduler.get_num_new_matched_tokens(request(name), 0)
         engine.scheduler.update_state_after_alloc(request(name), blocks(1), 0)
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    engine.step()
+    engine.fail()
     engine.scheduler.on_new_request(request("meanwhile"))
     assert engine.recover()
     engine.step()
@@ -145,8 +129,7 @@ def test_an_answer_to_an_older_order_is_none_to_the_present_one():
     metadata = engine.scheduler.build_connector_meta(scheduler_output())
     engine.workers[0].bind_connector_metadata(metadata)
     late = MultiWorkerMetadata((None, None), metadata.orders, frozenset({0}))
-    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
-    engine.step()
+    engine.fail()
     assert engine.recover()
     engine.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=late))
     assert engine.state() is Phase.SERVING
@@ -168,18 +151,8 @@ def test_an_idle_engine_goes_on_stepping_while_workers_must_be_told_but_not_whil
     assert not engine.scheduler.has_pending_push_work()
 
 
-class Unstoppable(FakeChild):
-    """A child without a shutdown of its own, and with transfers that nobody can end for it."""
-
-    shutdown = KVConnectorBase_V1.shutdown
-
-
-def unstoppable(name):
-    return {**child(name), "kv_connector": "Unstoppable", "kv_connector_module_path": __name__}
-
-
 def test_a_child_that_cannot_be_stopped_keeps_its_blocks_until_it_has_reported_them():
-    engine = Lockstep(unstoppable("a"), child("b"))
+    engine = Lockstep(child("a", "UnstoppableChild"), child("b"))
     engine.admit("r", 0)
     engine.finish("s", 0)
     engine.step()

@@ -42,22 +42,22 @@ def test_a_tier_says_what_its_weight_is_until_it_is_measured(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weights", "warned"),
-    [((None, None), 0), ((1, 0.5), 0), ((1, None), 1), ((None, 0.5), 1), ((0, None), 1)],
+    ("weights", "own", "warned"),
+    [
+        ((None, None), {}, 0),
+        ((1, 0.5), {}, 0),
+        ((1, None), {}, 1),
+        ((None, 0.5), {}, 1),
+        ((0, None), {}, 1),
+        ((1, None), {"load": False}, 0),
+    ],
 )
-def test_numbers_beside_measured_weights_are_warned_of(weights, warned, monkeypatch):
+def test_numbers_beside_measured_weights_are_warned_of(weights, own, warned, monkeypatch):
     lines = []
     monkeypatch.setattr(children.logger, "warning", lambda message, *args: lines.append(message % args))
-    multi(child("a", weight=weights[0]), child("b", weight=weights[1]))
+    multi(child("a", weight=weights[0]), child("b", weight=weights[1], **own))
     assert len(lines) == warned
     assert all("load_weight of " in line and "is a number, and of " in line for line in lines)
-
-
-def test_a_child_that_never_loads_is_not_warned_of(monkeypatch):
-    lines = []
-    monkeypatch.setattr(children.logger, "warning", lambda *message: lines.append(message))
-    multi(child("a", weight=1), child("b", load=False))
-    assert not lines
 
 
 def test_a_child_inherits_what_it_does_not_give():

@@ -74,12 +74,7 @@ def run_upstream(workplace: Path, source: Path, whose: str, tests: str) -> tuple
     shutil.copy(Path(__file__).with_name("upstream_shim.py"), workplace / "shim")
     command = [sys.executable, "-m", "pytest", "-p", "upstream_shim", "-p", "no:cacheprovider", "-q", "-rA"]
     ran = subprocess.run(
-        [*command, str(UNIT / tests)],
-        cwd=workplace,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=500,
+        [*command, str(UNIT / tests)], cwd=workplace, env=environment, text=True, capture_output=True, timeout=500
     )
     output = ran.stdout + ran.stderr
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", output.rsplit("\n=", 1)[-1] + output.splitlines()[-1])

@@ -4,6 +4,7 @@ import threading
 import pytest
 
 from tests.multi_connector.fakes import child, multi, scheduler_output
+from tests.multi_connector.lockstep import Clock
 from tests.waiting import until
 from vllm_overlay.multi_connector import hooks
 from vllm_overlay.multi_connector.hooks import Watchdog
@@ -14,13 +15,6 @@ def lines(monkeypatch):
     found = []
     monkeypatch.setattr(hooks.logger, "error", lambda message, *args: found.append(message % args))
     return found
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def watched(limit_s=10.0):

@@ -47,10 +47,6 @@ def test_auto_on_disk_is_the_smallest_size_whose_largest_groups_object_reaches_t
     assert resolve_chunk_size(groups, 64, "auto", target_bytes=4 * MIB) == 384  # 192 * 20_000 < 4 MiB <= 384 * 20_000
 
 
-def test_auto_on_disk_is_the_whole_block_when_no_size_reaches_the_target():
-    assert resolve_chunk_size([full(token_bytes=1)], 64, "auto", target_bytes=4 * MIB) == 1152
-
-
 def test_a_group_that_cannot_be_sliced_does_not_constrain_the_chunk():
     groups = [full(block_size=96), full(1, block_size=160, sliceable=False)]
     assert resolve_chunk_size(groups, 32, 96) == 96

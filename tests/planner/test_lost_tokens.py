@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each token that a lookup does not restore has one reason: held to what the missing objects would bring."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planner.test_planner import set_view, tiers
-from tests.strategies import all_blocks
+from tests.planner.test_planner import asked, set_view, tiers
 from tests.tiers.entries import evict_one
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
@@ -22,12 +22,8 @@ BEYOND = (Reason.NONE, Reason.PROMPT_END, Reason.GRANULARITY)
 @settings(max_examples=500, deadline=None)
 @given(tiers(), st.data())
 def test_what_is_lost_and_what_is_offered_are_what_was_asked_for(tier, data):
-    geometry, prompts, known, held = tier
-    keys = data.draw(st.sampled_from(prompts))
-    num_tokens = len(keys) * geometry.match_unit + data.draw(st.integers(0, geometry.match_unit - 1))
-    num_tokens = data.draw(st.sampled_from([num_tokens, num_tokens // 2, 1]))
-    step = all_blocks(geometry)
-    num_local = step * data.draw(st.integers(0, num_tokens // step))
+    geometry, _, known, held = tier
+    keys, num_tokens, num_local = asked(data, tier, any_length=True)
     planner = HybridOffloadPlanner(geometry)
 
     def lookup(names) -> Lookup:
@@ -85,13 +81,23 @@ def lost(groups: list[Group], num_tokens: int, covered: int = 0, snapshot: int =
     return dict(planner.lookup(keys, num_tokens, 0, index).lost)
 
 
-def test_a_fresh_prompt_is_lost_for_want_of_attention_up_to_its_last_match_unit() -> None:
-    assert lost([FULL, STATE], 200) == {"attention": 192, "prompt_end": 8}
-
-
-def test_attention_without_a_snapshot_costs_what_it_covers() -> None:
-    assert lost([FULL, STATE], 200, covered=128) == {"state": 128, "attention": 64, "prompt_end": 8}
-    assert lost([FULL, STATE], 200, covered=128, snapshot=64) == {"state": 64, "attention": 64, "prompt_end": 8}
+@pytest.mark.parametrize(
+    ("groups", "num_tokens", "stored", "reasons"),
+    [
+        ([FULL, STATE], 200, {}, {"attention": 192, "prompt_end": 8}),
+        ([FULL, STATE], 200, {"covered": 128}, {"state": 128, "attention": 64, "prompt_end": 8}),
+        ([FULL, STATE], 200, {"covered": 128, "snapshot": 64}, {"state": 64, "attention": 64, "prompt_end": 8}),
+        # A snapshot beyond the last whole chunk counts as reached.
+        ([FULL, STATE], 200, {"covered": 128, "snapshot": 144}, {"attention": 48, "prompt_end": 8}),
+        ([FULL], 250, {"covered": 192}, {"granularity": 48, "prompt_end": 10}),
+        ([FULL, STATE], 16, {}, {"none": 16}),
+        ([FULL, STATE], 17, {}, {"attention": 16, "prompt_end": 1}),
+        ([STATE], 200, {}, {"state": 192, "prompt_end": 8}),
+        ([WINDOW], 200, {}, {"window": 192, "prompt_end": 8}),
+    ],
+)
+def test_what_a_prompt_loses_by_reason(groups, num_tokens, stored, reasons) -> None:
+    assert lost(groups, num_tokens, **stored) == reasons
 
 
 def test_attention_that_was_evicted_is_told_from_attention_that_never_came() -> None:
@@ -112,21 +118,3 @@ def test_attention_that_was_evicted_is_told_from_attention_that_never_came() -> 
     }
     index.drop(stored[0].object_id)  # no eviction: it did not verify, say
     assert dict(planner.lookup(keys, 320, 0, index).lost) == {"attention": 304, "prompt_end": 16}
-
-
-def test_a_snapshot_beyond_the_last_whole_chunk_counts_as_reached() -> None:
-    assert lost([FULL, STATE], 200, covered=128, snapshot=144) == {"attention": 48, "prompt_end": 8}
-
-
-def test_without_states_what_follows_the_last_chunk_is_lost_to_granularity() -> None:
-    assert lost([FULL], 250, covered=192) == {"granularity": 48, "prompt_end": 10}
-
-
-def test_a_prompt_below_the_match_unit_has_no_restore_point() -> None:
-    assert lost([FULL, STATE], 16) == {"none": 16}
-    assert lost([FULL, STATE], 17) == {"attention": 16, "prompt_end": 1}
-
-
-def test_without_full_attention_everything_is_lost_for_want_of_a_state_or_a_window() -> None:
-    assert lost([STATE], 200) == {"state": 192, "prompt_end": 8}
-    assert lost([WINDOW], 200) == {"window": 192, "prompt_end": 8}

@@ -43,6 +43,18 @@ def tiers(draw):
     return geometry, prompts, known, held
 
 
+def asked(data, tier, any_length=False):
+    """A prompt's keys, its tokens, and how many of them the device has."""
+    geometry, prompts, _, _ = tier
+    keys = data.draw(st.sampled_from(prompts))
+    num_tokens = len(keys) * geometry.match_unit
+    if any_length:
+        num_tokens += data.draw(st.integers(0, geometry.match_unit - 1))
+        num_tokens = data.draw(st.sampled_from([num_tokens, num_tokens // 2, 1]))
+    step = all_blocks(geometry)
+    return keys, num_tokens, step * data.draw(st.integers(0, num_tokens // step))
+
+
 def set_view(known, held):
     parents = {name: item.parents for name, item in known.items()}
     return SetView(held, parents, {name: item.end_tokens for name, item in known.items()})
@@ -60,12 +72,8 @@ def index_view(held, luck=random):
 @settings(max_examples=500, deadline=None)
 @given(tiers(), st.data())
 def test_a_lookup_is_what_looking_at_every_boundary_says(tier, data):
-    geometry, prompts, known, held = tier
-    keys = data.draw(st.sampled_from(prompts))
-    num_tokens = len(keys) * geometry.match_unit + data.draw(st.integers(0, geometry.match_unit - 1))
-    num_tokens = data.draw(st.sampled_from([num_tokens, num_tokens // 2, 1]))
-    step = all_blocks(geometry)
-    num_local = step * data.draw(st.integers(0, num_tokens // step))
+    geometry, _, known, held = tier
+    keys, num_tokens, num_local = asked(data, tier, any_length=True)
     found = HybridOffloadPlanner(geometry).lookup(keys, num_tokens, num_local, set_view(known, held))
     expected = naive_of(geometry).lookup(keys, num_tokens, num_local, set(held))
     assert (found.restore_point, found.junction, found.limited_by, found.limiting_group_id) == expected
@@ -94,11 +102,8 @@ def test_coverage_counts_leading_chunks_and_the_window_at_the_restore_point(tier
 @settings(max_examples=300, deadline=None)
 @given(tiers(), st.data())
 def test_a_load_plan_is_what_the_restore_point_needs_beyond_the_local_hit_and_all_of_it_is_there(tier, data):
-    geometry, prompts, known, held = tier
-    keys = data.draw(st.sampled_from(prompts))
-    num_tokens = len(keys) * geometry.match_unit
-    step = all_blocks(geometry)
-    num_local = step * data.draw(st.integers(0, num_tokens // step))
+    geometry, _, known, held = tier
+    keys, num_tokens, num_local = asked(data, tier)
     planner = HybridOffloadPlanner(geometry)
     found = planner.lookup(keys, num_tokens, num_local, set_view(known, held))
     plan = planner.load_plan(keys, num_local, found.restore_point)
@@ -109,28 +114,6 @@ def test_a_load_plan_is_what_the_restore_point_needs_beyond_the_local_hit_and_al
     assert names == naive_of(geometry).needs(keys, found.restore_point, num_local)
     assert all(held[item.object_id] == item for item in plan)
     assert planner.load_plan(keys, num_local, num_local) == []
-
-
-@settings(max_examples=200, deadline=None)
-@given(tiers(), st.data())
-def test_a_plan_loads_every_token_that_a_group_needs_and_does_not_have(tier, data):
-    geometry, prompts, known, held = tier
-    keys = data.draw(st.sampled_from(prompts))
-    num_tokens = len(keys) * geometry.match_unit
-    step = all_blocks(geometry)
-    num_local = step * data.draw(st.integers(0, num_tokens // step))
-    planner = HybridOffloadPlanner(geometry)
-    boundary = planner.lookup(keys, num_tokens, num_local, set_view(known, held)).restore_point
-    plan = planner.load_plan(keys, num_local, boundary)
-    for group in geometry.attention:
-        start = 0 if group.is_full else group.first_visible(boundary)
-        spans = [
-            item
-            for item in plan
-            if item.group_id == group.group_id or (item.group_id is None and geometry.is_splittable(group))
-        ]
-        loaded = {token for item in spans for token in range(item.start_tokens, item.end_tokens)}
-        assert loaded | set(range(num_local)) >= set(range(start, boundary))
 
 
 @settings(max_examples=200, deadline=None)
@@ -301,58 +284,6 @@ def test_a_missing_window_rules_out_every_boundary_it_is_needed_at():
     found = planner.lookup(keys, 64 * 1000 + 1, 0, view)
     assert (found.restore_point, found.limited_by, found.limiting_group_id) == (6400, Reason.WINDOW, 1)
     assert view.probes <= math.log2(1000) + 900 / 15 + 16 + 4
-
-
-def test_the_window_that_rules_out_the_highest_boundary_is_named():
-    other = Group(4, GroupKind.WINDOW, 1152, 10, 11520, True, window=65)
-    geometry = Geometry.build([FULL, WINDOW, other], 64, 64)
-    keys = long_keys(100)
-    index = stored(geometry, keys, [])
-    index.drop(geometry.chunk_id(keys, other, 99))
-    index.drop(geometry.chunk_id(keys, WINDOW, 98))
-    found = HybridOffloadPlanner(geometry).lookup(keys, 6401, 0, index)
-    assert (found.restore_point, found.limiting_group_id) == (6272, 1)
-    index = stored(geometry, keys, [])
-    index.drop(geometry.chunk_id(keys, other, 99))
-    index.drop(geometry.chunk_id(keys, WINDOW, 40))
-    found = HybridOffloadPlanner(geometry).lookup(keys, 6401, 0, index)
-    assert (found.restore_point, found.limiting_group_id) == (6336, 4)
-    index.drop(geometry.chunk_id(keys, WINDOW, 98))
-    index.drop(geometry.chunk_id(keys, other, 96))
-    index.drop(geometry.chunk_id(keys, other, 97))
-    found = HybridOffloadPlanner(geometry).lookup(keys, 6337, 0, index)
-    assert (found.restore_point, found.limiting_group_id) == (6144, 1)
-
-
-def test_attention_ahead_of_the_state_is_a_junction():
-    geometry = Geometry.build([FULL, STATE], 64, 64)
-    keys = long_keys(100)
-    planner = HybridOffloadPlanner(geometry)
-    found = planner.lookup(keys, 6400, 0, stored(geometry, keys, [640], covered=2400))
-    assert (found.restore_point, found.junction, found.limited_by) == (640, 2368, Reason.STATE)
-    found = planner.lookup(keys, 6400, 3456, stored(geometry, keys, [640], covered=2400))
-    assert (found.num_new_tokens, found.junction, found.limited_by) == (0, 0, Reason.ATTENTION)
-    found = planner.lookup(keys, 6400, 0, stored(geometry, keys, [], covered=6400))
-    assert (found.restore_point, found.junction) == (0, 6336)
-
-
-def test_never_the_whole_prompt():
-    geometry = Geometry.build([FULL, STATE], 64, 64)
-    keys = long_keys(100)
-    index = stored(geometry, keys, [6336, 6400])
-    planner = HybridOffloadPlanner(geometry)
-    assert planner.lookup(keys, 6400, 0, index).restore_point == 6336
-    assert planner.lookup(keys, 6401, 0, index).restore_point == 6400
-    for num_tokens in (0, 1, 63, 64):
-        found = planner.lookup(keys[: num_tokens // 64], num_tokens, 0, index)
-        assert (found.restore_point, found.num_new_tokens, found.limited_by) == (0, 0, Reason.NONE)
-
-
-def test_without_full_attention_boundaries_are_probed_one_by_one():
-    geometry = Geometry.build([STATE], 64, "auto")
-    keys = long_keys(100)
-    found = HybridOffloadPlanner(geometry).lookup(keys, 6400, 0, stored(geometry, keys, [640]))
-    assert (found.restore_point, found.junction, found.limited_by) == (640, 0, Reason.STATE)
 
 
 @settings(max_examples=300, deadline=None)

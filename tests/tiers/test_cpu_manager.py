@@ -13,9 +13,8 @@ from tests.strategies import everything, families_of_prompts, geometries
 from tests.tiers.entries import entries_of
 from tests.tiers.integrity import check_integrity
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager
+from vllm_overlay.tiers.base import LoadTicket, TierManager
 from vllm_overlay.tiers.cpu import CpuTierManager
-from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.memory import units_needed
 
 UNIT = 16
@@ -175,13 +174,17 @@ def chain(count: int) -> list[PlannedObject]:
     ]
 
 
-def test_what_is_there_already_does_not_go_for_the_rest() -> None:
-    tier = CpuTierManager(2, UNIT, WORLD_SIZE)
-    oldest, other, new = (PlannedObject(ObjectId(f"f{n}", b"x"), (), 0, 64, UNIT) for n in range(3))
-    for item in (oldest, other):
+def store(tier: CpuTierManager, *objects: PlannedObject) -> None:
+    for item in objects:
         (ticket,) = tier.reserve_all([item])
         assert ticket is not None
         tier.commit(ticket.ticket)
+
+
+def test_what_is_there_already_does_not_go_for_the_rest() -> None:
+    tier = CpuTierManager(2, UNIT, WORLD_SIZE)
+    oldest, other, new = (PlannedObject(ObjectId(f"f{n}", b"x"), (), 0, 64, UNIT) for n in range(3))
+    store(tier, oldest, other)
     first, second = tier.reserve_all([new, oldest])
     assert first is not None and second is None
     assert tier.has_or_awaits(oldest.object_id) and not tier.has_or_awaits(other.object_id)
@@ -191,43 +194,25 @@ def test_a_parent_does_not_go_for_its_child() -> None:
     tier = CpuTierManager(3, UNIT, WORLD_SIZE)
     parent, *children = chain(3)
     other = PlannedObject(ObjectId("f1", b"x"), (), 0, 64, UNIT)
-    for item in (parent, other):
-        (ticket,) = tier.reserve_all([item])
-        assert ticket is not None
-        tier.commit(ticket.ticket)
+    store(tier, parent, other)
     assert all(tier.reserve_all(children))
     assert tier.index.has(parent.object_id) and not tier.has_or_awaits(other.object_id)
 
 
-def test_when_several_are_reserved_at_once_an_exception_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_when_one_of_several_cannot_be_reserved_for_an_exception_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
     tier = CpuTierManager(8, UNIT, WORLD_SIZE)
-    planned, reserve = chain(3), tier.index.reserve
+    planned, of_whom = chain(3), tier.index if at_once else tier
+    reserve = of_whom.reserve
 
-    def fails_at_the_last(item: PlannedObject, *rest: Any) -> Entry | None:
+    def fails_at_the_last(item: PlannedObject, *rest: Any) -> Any:
         if item is planned[-1]:
             raise MemoryError
         return reserve(item, *rest)
 
-    monkeypatch.setattr(tier.index, "reserve", fails_at_the_last)
+    monkeypatch.setattr(of_whom, "reserve", fails_at_the_last)
     with pytest.raises(MemoryError):
-        tier.reserve_all(planned)
-    assert len(tier.index) == 0
-    assert tier.usage().used_bytes == 0
-
-
-def test_when_one_of_several_cannot_be_reserved_for_an_exception_no_ticket_is_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tier = CpuTierManager(8, UNIT, WORLD_SIZE)
-    planned, reserve = chain(3), tier.reserve
-
-    def fails_at_the_last(item: PlannedObject) -> StoreTicket | None:
-        if item is planned[-1]:
-            raise OSError("no")
-        return reserve(item)
-
-    monkeypatch.setattr(tier, "reserve", fails_at_the_last)
-    with pytest.raises(OSError, match="no"):
-        TierManager.reserve_all(tier, planned)
-    assert len(tier.index) == 0
-    assert tier.usage().used_bytes == 0
+        (CpuTierManager if at_once else TierManager).reserve_all(tier, planned)
+    assert (len(tier.index), tier.usage().used_bytes) == (0, 0)

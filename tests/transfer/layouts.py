@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -103,6 +104,17 @@ class Layout:
 
 LAYOUTS = [Layout(order) for order in KVCacheLayout]
 LAYOUTS += [Layout(order, size) for order in (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC) for size in (1, 16)]
+
+
+each_case = pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, id=f"{kind.name}-{layout}")
+        for kind in KINDS
+        for layout in LAYOUTS
+        if layout.is_made_for(kind)
+    ],
+)
 
 
 def views(kind: Kind, layout: Layout, num_blocks: int = NUM_BLOCKS) -> list[torch.Tensor]:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """CpuTransfer moves the bytes that a naive loop moves, and no other, whatever the layout."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -103,16 +101,6 @@ def test_a_real_geometry_is_moved_bit_for_bit(padding: int, first: int) -> None:
     check_scatter(case, placements, buffers, pool)
 
 
-@pytest.mark.parametrize("units", [range(22), range(21, -1, -1), [n * 7 % 22 for n in range(22)]])
-def test_units_need_not_follow_each_other(units: Sequence[int]) -> None:
-    case = real_case(0)
-    placements = [Placement(spans=(Span(0, 1, at * 48, 48),)) for at in range(22)]
-    pool = naive.random_pool(22, 48 * case.attention.token_bytes, seed=7)
-    buffers = [pool.buffer([unit], pool.unit_bytes) for unit in units]
-    check_gather(case, placements, buffers, pool)
-    check_scatter(case, placements, buffers, pool)
-
-
 def test_everything_is_compiled_by_construction(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = (cpu_kernels.copy_rows, cpu_kernels.gather_columns, cpu_kernels.scatter_columns, cpu_kernels.copy_bytes)
     cpu_kernels.prepare()
@@ -164,29 +152,23 @@ def test_tokens_that_are_not_there_are_refused(span: Span, way: str) -> None:
         copied(CpuTransfer(case.groups), way, [Placement(spans=(span,))], [buffer])
 
 
-@pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS])
+@pytest.mark.parametrize("way", ["gather", "scatter"])
 @pytest.mark.parametrize("padding", [0, 8])
-def test_pages_that_are_not_there_are_refused(block_id: int, padding: int) -> None:
+@pytest.mark.parametrize(
+    ("block_id", "unit", "words"),
+    [
+        (-1, 0, "block -1 is not among"),
+        (NUM_BLOCKS, 0, f"block {NUM_BLOCKS} is not among"),
+        (0, -1, "unit -1 is not in a pool of 1"),
+        (0, 1, "unit 1 is not in a pool of 1"),
+    ],
+)
+def test_pages_that_are_not_there_are_refused(block_id: int, unit: int, words: str, padding: int, way: str) -> None:
     case = real_case(padding)
-    placement = Placement(((1, block_id),))
     num_bytes = naive.num_bytes_of(case.groups, Placement(((1, 0),)))
-    buffer = HostPool(1, num_bytes).buffer([0], num_bytes)
-    transfer = CpuTransfer(case.groups)
-    for way in ("gather", "scatter"):
-        with pytest.raises(IndexError, match=f"block {block_id} is not among"):
-            copied(transfer, way, [placement], [buffer])
-
-
-@pytest.mark.parametrize("unit", [-1, 1])
-def test_pages_are_not_moved_beyond_the_pool(unit: int) -> None:
-    case = real_case(0)
-    placement = Placement(((1, 0),))
-    num_bytes = naive.num_bytes_of(case.groups, placement)
     buffer = HostPool(1, num_bytes).buffer([unit], num_bytes)
-    transfer = CpuTransfer(case.groups)
-    for way in ("gather", "scatter"):
-        with pytest.raises(IndexError, match=f"unit {unit} is not in a pool of 1"):
-            copied(transfer, way, [placement], [buffer])
+    with pytest.raises(IndexError, match=words):
+        copied(CpuTransfer(case.groups), way, [Placement(((1, block_id),))], [buffer])
 
 
 @pytest.mark.parametrize(("unit", "missing_bytes"), [(1, 0), (-1, 0), (0, 1)])

@@ -58,16 +58,6 @@ def made() -> Made:
 # Stores.
 
 
-def test_a_store_has_the_bytes_of_its_step(made: Made) -> None:
-    made.fill(2, 7)
-    handle = made.transfer.gather([chunk(2)], [made.buffer(0)])
-    made.fill(2, 8)
-    assert made.transfer.poll() == []
-    made.device.run_all()
-    assert made.transfer.poll() == [FinishedCopy(handle)]
-    assert (made.pool.array[0] == 7).all() and (made.layer[2] == 8).all()
-
-
 def test_a_step_is_one_kernel_on_the_compute_stream_and_one_copy_an_object(made: Made) -> None:
     made.transfer.gather([chunk(block) for block in range(4)], [made.buffer(unit) for unit in range(4)])
     assert [stream.kernels for stream in made.device.streams] == [1, 0, 0]
@@ -208,10 +198,7 @@ def test_a_kernel_that_is_refused_after_its_launch_is_waited_for(made: Made, mon
 
 
 def test_a_lost_device_ends_everything_and_raises_nothing(made: Made) -> None:
-    handles = {
-        made.transfer.gather([chunk(0)], [made.buffer(0)]),
-        made.transfer.scatter([chunk(1)], [made.buffer(1)]),
-    }
+    handles = {made.transfer.gather([chunk(0)], [made.buffer(0)]), made.transfer.scatter([chunk(1)], [made.buffer(1)])}
     made.device.lose()
     handles.add(made.transfer.scatter([chunk(2)], [made.buffer(2)]))
     assert made.transfer.gather([chunk(3)], [made.buffer(3)]) is None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.transfer import naive
 from tests.transfer.copying import copied
 from tests.transfer.execution import clear, execute
-from tests.transfer.layouts import BLOCK, KINDS, LAYOUTS, NUM_BLOCKS, NUM_LAYERS, Kind, Layout, registered
+from tests.transfer.layouts import BLOCK, KINDS, LAYOUTS, NUM_BLOCKS, NUM_LAYERS, Kind, Layout, each_case, registered
 from tests.transfer.naive import Case, cases
 from tests.transfer.objects import chunks, objects, spans
 from vllm_overlay.tiers.memory import HostBuffer, HostPool, units_needed
@@ -20,16 +20,6 @@ from vllm_overlay.transfer.descriptors import Descriptors
 from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.host_units import HostUnits
 from vllm_overlay.transfer.page_map import CellMap
-
-each_case = pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        pytest.param(kind, layout, id=f"{kind.name}-{layout}")
-        for kind in KINDS
-        for layout in LAYOUTS
-        if layout.is_made_for(kind)
-    ],
-)
 
 
 def to_host(groups: dict[int, GroupTensors], placements: list[Placement], buffers: list[HostBuffer]) -> CopyTable:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A token's bytes are the same whatever layout they come from and go to; a write that mixes tokens up is refused."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,10 +20,10 @@ from tests.transfer.layouts import (
     KINDS,
     LAYOUTS,
     NUM_BLOCKS,
-    NUM_LAYERS,
     SIZE,
     Kind,
     Layout,
+    each_case,
     random_tokens,
     registered,
     side_by_side,
@@ -41,15 +42,6 @@ SPANS = [Span(0, 1, 0, BLOCK), Span(0, 3, 5, 30), Span(0, 2, 16, 16), Span(0, 0,
 BF16 = KINDS[0]
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-each_case = pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        pytest.param(kind, layout, id=f"{kind.name}-{layout}")
-        for kind in KINDS
-        for layout in LAYOUTS
-        if layout.is_made_for(kind)
-    ],
-)
 
 
 def buffers_of(group: GroupTensors, placements: list[Placement]) -> list[HostBuffer]:
@@ -67,15 +59,6 @@ def tokens_of(caches: list[torch.Tensor], span: Span) -> Iterator[np.ndarray]:
         assert cache.shape[0] * kernel_block == NUM_BLOCKS * BLOCK
         rows = cache.transpose(1, 2)[slots // kernel_block, slots % kernel_block]
         yield rows.contiguous().view(torch.uint8).numpy()
-
-
-@each_case
-def test_a_group_of_cells_is_known_by_its_strides(kind: Kind, layout: Layout) -> None:
-    group = registered(kind, layout)
-    assert isinstance(group.page_map, CellMap)
-    assert group.token_bytes == NUM_LAYERS * kind.spec.num_kv_heads * kind.cell_bytes
-    assert group.page_bytes == BLOCK * group.token_bytes
-    assert {layer.shape[0] for layer in group.layers} == {NUM_BLOCKS}
 
 
 @each_case
@@ -143,39 +126,29 @@ def test_whole_pages_are_copied_in_nominal_order(kind: Kind, layout: Layout) -> 
     assert (naive.memory_of(group.layers[0]) == expected).all()
 
 
-@each_case
-def test_zero_clears_cells_and_nothing_else(kind: Kind, layout: Layout) -> None:
-    group = registered(kind, layout)
-    expected = naive.memory_of(group.layers[0]).copy()
-    for span in SPANS:
-        for indices in naive.span_pieces(group, span):
-            expected[indices] = 0
-    copied(CpuTransfer({0: group}), "scatter", [], [], SPANS)
-    assert (naive.memory_of(group.layers[0]) == expected).all()
-
-
 # Writes that a map of cells would get wrong.
 
 
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Keys, values and slots."""
+
+
+def other(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tokens]) -> CacheWrite:
+    """Writes other tokens than it is given, or to other slots."""
+
+    def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        keys, values, slots = change(keys, values, slots)
+        write_to_cells(side_by_side)(keys, values, cache[:, : keys.shape[1]], slots)
+
+    return write
+
+
+def elsewhere(place: Callable[[torch.Tensor], torch.Tensor]) -> CacheWrite:
+    return other(lambda keys, values, slots: (keys, values, place(slots)))
+
+
 def swapped(slots: torch.Tensor, first: int, second: int) -> torch.Tensor:
-    offsets = slots % BLOCK
-    other = torch.where(offsets == first, second, torch.where(offsets == second, first, offsets))
-    return slots - offsets + other
-
-
-def two_tokens_of_one_block(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    other = torch.where(slots // BLOCK == 2, swapped(slots, 40, 41), slots)
-    write_to_cells(side_by_side)(keys, values, cache, other)
-
-
-def two_heads(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    write_to_cells(side_by_side)(keys.flip(1), values.flip(1), cache, slots)
-
-
-def values_of_the_other_head(
-    keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    write_to_cells(side_by_side)(keys, values.flip(1), cache, slots)
+    return torch.where(slots == first, second, torch.where(slots == second, first, slots))
 
 
 def value_in_the_next_cell(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -183,25 +156,6 @@ def value_in_the_next_cell(keys: torch.Tensor, values: torch.Tensor, cache: torc
     rows, kernel_block = cache.transpose(1, 2), cache.shape[2]
     for tokens, places, content in ((keys, slots, slice(None, half)), (values, slots + 1, slice(half, None))):
         rows[places // kernel_block, places % kernel_block, :, content] = tokens
-
-
-def one_token_on(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    write_to_cells(side_by_side)(keys, values, cache, slots + 1)
-
-
-def one_token_on_in_the_block(
-    keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-) -> None:
-    write_to_cells(side_by_side)(keys, values, cache, slots // BLOCK * BLOCK + (slots + 1) % BLOCK)
-
-
-def one_block_on(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    write_to_cells(side_by_side)(keys, values, cache, slots + BLOCK)
-
-
-def blocks_exchanged(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """The first of the written blocks and the second."""
-    write_to_cells(side_by_side)(keys, values, cache, 3 * BLOCK - slots // BLOCK * BLOCK + slots % BLOCK)
 
 
 def columns(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -217,24 +171,6 @@ def also_elsewhere(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor
     cache[0, 0, 0, 0] += 1
 
 
-def by_place(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """A cell that depends on where it lies means nothing elsewhere."""
-    write_to_cells(side_by_side)(keys, values + slots[:, None, None], cache, slots)
-
-
-def always_the_same(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    write_to_cells(side_by_side)(torch.ones_like(keys), torch.ones_like(values), cache, slots)
-
-
-def the_first_head_alone(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    write_to_cells(side_by_side)(keys[:, :1], values[:, :1], cache[:, :1], slots)
-
-
-def one_token_on_around(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Over both of the written blocks: the last token goes to the first place."""
-    write_to_cells(side_by_side)(keys, values, cache, BLOCK + (slots - BLOCK + 1) % (2 * BLOCK))
-
-
 def clears_the_rest(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """The tokens that lie beside the written ones are lost."""
     around = (torch.unique(slots // BLOCK)[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
@@ -243,25 +179,29 @@ def clears_the_rest(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tenso
     write_to_cells(side_by_side)(keys, values, cache, slots)
 
 
-WRONG_WRITES = [
-    clears_the_rest,
-    one_token_on_around,
-    two_tokens_of_one_block,
-    two_heads,
-    values_of_the_other_head,
-    value_in_the_next_cell,
-    one_token_on,
-    one_token_on_in_the_block,
-    one_block_on,
-    blocks_exchanged,
-    also_elsewhere,
-    by_place,
-    always_the_same,
-    the_first_head_alone,
-]
+WRONG_WRITES: dict[str, CacheWrite] = {
+    "clears the rest": clears_the_rest,
+    "one token on around both of the written blocks": elsewhere(
+        lambda slots: BLOCK + (slots - BLOCK + 1) % (2 * BLOCK)
+    ),
+    "two tokens of one block": elsewhere(lambda slots: swapped(slots, 2 * BLOCK + 40, 2 * BLOCK + 41)),
+    "two heads": other(lambda keys, values, slots: (keys.flip(1), values.flip(1), slots)),
+    "values of the other head": other(lambda keys, values, slots: (keys, values.flip(1), slots)),
+    "value in the next cell": value_in_the_next_cell,
+    "one token on": elsewhere(lambda slots: slots + 1),
+    "one token on in the block": elsewhere(lambda slots: slots // BLOCK * BLOCK + (slots + 1) % BLOCK),
+    "one block on": elsewhere(lambda slots: slots + BLOCK),
+    "the two written blocks exchanged": elsewhere(lambda slots: 3 * BLOCK - slots // BLOCK * BLOCK + slots % BLOCK),
+    "also elsewhere": also_elsewhere,
+    "by place, so that it means nothing elsewhere": other(
+        lambda keys, values, slots: (keys, values + slots[:, None, None], slots)
+    ),
+    "always the same": other(lambda keys, values, slots: (torch.ones_like(keys), torch.ones_like(values), slots)),
+    "the first head alone": other(lambda keys, values, slots: (keys[:, :1], values[:, :1], slots)),
+}
 
 
-@pytest.mark.parametrize("write", WRONG_WRITES)
+@pytest.mark.parametrize("write", WRONG_WRITES.values(), ids=WRONG_WRITES)
 @each_layout
 def test_a_write_that_cells_do_not_explain_is_refused(layout: Layout, write: CacheWrite) -> None:
     assert registered(BF16, layout, write=write).page_map is None
@@ -278,12 +218,7 @@ def test_every_swap_of_two_places_is_refused() -> None:
     caches = views(BF16, layout)
     for first in range(BLOCK):
         for second in range(first + 1, 2 * BLOCK, 1 if first in (0, BLOCK // 2, BLOCK - 1) else 7):
-
-            def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-                a, b = BLOCK + first, BLOCK + second  # noqa: B023
-                places = torch.where(slots == a, b, torch.where(slots == b, a, slots))
-                write_to_cells(side_by_side)(keys, values, cache, places)
-
+            write = elsewhere(partial(swapped, first=BLOCK + first, second=BLOCK + second))
             assert registered(BF16, layout, caches, write).page_map is None
 
 
