@@ -2,7 +2,6 @@
 """Whose objects are whose: one namespace a model, and how its objects are called on the disk."""
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,24 +9,19 @@ import msgspec
 from blake3 import blake3
 
 from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.catalogue.rows import Fingerprint, Key, Kind, check_value
 
 INTEGRITY = "integrity"
 """The description's word for the checksums' algorithm and key."""
 OBJECT_FORMAT = "object_format"
 """The description's word for the version of the objects' files."""
-MAX_KEY_BYTES = 64
-MAX_RANKS = 10_000
-_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
-_KIND = re.compile(r"s[0-9a-f]{16}|[fw][0-9]{1,3}")
 _FACTS_DIGITS = 16
 
 
 def check_stored_id(stored: ObjectId) -> None:
     """Raise ValueError unless a header can carry the name of a stored object."""
-    if not _KIND.fullmatch(stored.tag):
-        raise ValueError(f"{stored.tag!r} is not a kind of stored objects")
-    if not 1 <= len(stored.key) <= MAX_KEY_BYTES:
-        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(stored.key)}")
+    check_value(Kind, stored.tag)
+    check_value(Key, stored.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +39,7 @@ class DiskNamespace:
     is_private: bool = False
 
     def __post_init__(self) -> None:
-        for fingerprint in (self.attention, self.snapshot):
-            if not _FINGERPRINT.fullmatch(fingerprint):
-                raise ValueError(f"fingerprint {fingerprint!r} must be 64 lower-case hex digits")
+        check_value(Fingerprint, self.attention, self.snapshot)
 
     @property
     def fingerprint(self) -> str:
