@@ -95,7 +95,8 @@ class Bookkeeper:
 
     def end(self, store: Store) -> None:
         """Every rank has stored an object or, where it is not wanted, no rank writes it any more."""
-        self._add(store)
+        self._steps.append(store)
+        self._wake()
 
     def use(self, served: ServedNamespace, object_ids: Iterable[ObjectId]) -> None:
         """These are used now: they go late."""
@@ -113,7 +114,8 @@ class Bookkeeper:
         """Serve this namespace from now on, and the one before no more, whose index takes long to take apart."""
         self._served = served
         self._retired.append(retired)
-        self._add(served)
+        self._steps.append(served)
+        self._wake()
 
     def close(self, timeout_s: float) -> None:
         """Finish what is queued, give the room back but for stores still under way, and end the thread."""
@@ -121,10 +123,6 @@ class Bookkeeper:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
-
-    def _add(self, step: Step) -> None:
-        self._steps.append(step)
-        self._wake()
 
     def _wake(self) -> None:
         if not self._is_woken:
@@ -176,14 +174,10 @@ class Bookkeeper:
             _log.warning("bookkeeper", "disk tier: %s has to wait: %r", path, error)
             if not isinstance(error, catalogue.Busy) and time.monotonic() - self._answered_at > REOPEN_S:
                 self._answered_at = time.monotonic()
-                self._reopen()
-
-    def _reopen(self) -> None:
-        """Not on a full disk: there only an open session knows what to unlink, and a new one could not join."""
-        with contextlib.suppress(OSError):
-            if is_full(self._site):
-                return
-        self._end_session()
+                with contextlib.suppress(OSError):
+                    if is_full(self._site):  # only an open session knows what to unlink, and a new one could not join
+                        return
+                self._end_session()
 
     def _turn(self) -> None:
         while self._retired:
@@ -194,7 +188,11 @@ class Bookkeeper:
             except OSError:  # nothing is stored: another machine may be at work here
                 self._end_session()
                 raise
-        session = self._open_session()
+        if (session := self._session) is None:
+            session = self._session = Session(self._site, self._served, self._room, self._life)
+            if self._life is not None and self._life is not session.life:
+                self._life.end()
+            self._life = session.life
         session.check()
         try:
             self._work_off(session)
@@ -242,15 +240,6 @@ class Bookkeeper:
         learned, self._learned = self._learned, None
         if learned is not None:
             session.catalogue.keep_learned(session.served.namespace.fingerprint, encode_learned(learned))
-
-    def _open_session(self) -> Session:
-        """The catalogue of the root that is there now, in which this process has a writer that serves."""
-        if self._session is None:
-            self._session = Session(self._site, self._served, self._room, self._life)
-            if self._life is not None and self._life is not self._session.life:
-                self._life.end()
-            self._life = self._session.life
-        return self._session
 
     def _end_session(self) -> None:
         session, self._session = self._session, None

@@ -162,7 +162,8 @@ class DiskTierManager(TierManager):
         return entry is not None and entry.ticket == self._tickets.ticket(file)
 
     def _change_file(self, object_id: ObjectId, before: File, now: File) -> None:
-        if self._has_file(object_id, before) and (entry := self.index.get(object_id)) is not None:
+        entry = self.index.get(object_id)
+        if entry is not None and entry.ticket == self._tickets.ticket(before):
             entry.ticket = self._tickets.ticket(now)
 
     def _forget(self, object_id: ObjectId) -> None:
@@ -187,16 +188,13 @@ class DiskTierManager(TierManager):
 
     def _replaceable(self, object_id: ObjectId) -> File | None:
         """The file of an object that is here, hidden, and not on its way once more."""
-        if not self._hidden or object_id not in self._hidden or self._is_replacing(object_id):
+        if not self._hidden or object_id not in self._hidden or (entry := self.index.get(object_id)) is None:
             return None
-        entry = self.index.get(object_id)
-        return None if entry is None else self._tickets.file(entry.ticket)
-
-    def _is_replacing(self, object_id: ObjectId) -> bool:
-        return any(
+        is_replacing = any(
             store.replaces is not None and store.served is self._served and store.planned.object_id == object_id
             for store in self._stores.values()
         )
+        return None if is_replacing else self._tickets.file(entry.ticket)
 
     # Stores.
 

@@ -3,6 +3,7 @@
 what it has learned to think so, which the catalogue keeps over a restart."""
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -89,20 +90,15 @@ def times_of(ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Scored]:
     The catalogue knows last uses by the second. So each time is in the second before, in the order of worth: else what
     is newer than a ranking, and has no time from one, might go before what was used in the same second.
     """
-    for item in ranking:
-        if item.used_at is None:
-            yield from _timed(item, 0.0, to_epoch_s)
     usable = [item for item in ranking if item.used_at is not None]
     order = np.argsort(np.array([item.value for item in usable]), kind="stable")
     seconds = np.floor(np.sort(np.array([item.used_at for item in usable])) + to_epoch_s)
     times = seconds - 1 + np.arange(1, len(usable) + 1) / (len(usable) + 1)
-    for place, evict_as in zip(order.tolist(), times.tolist(), strict=True):
-        yield from _timed(usable[place], max(0.0, evict_as), to_epoch_s)
-
-
-def _timed(item: Ranked, evict_as: float, to_epoch_s: float) -> Iterator[Scored]:
-    for object_id in (item.object_id, *item.others):
-        yield Scored(object_id, evict_as, item.until + to_epoch_s)
+    timed = zip((usable[place] for place in order.tolist()), times.tolist(), strict=True)
+    useless = ((item, 0.0) for item in ranking if item.used_at is None)
+    for item, evict_as in itertools.chain(useless, timed):
+        for object_id in (item.object_id, *item.others):
+            yield Scored(object_id, max(0.0, evict_as), item.until + to_epoch_s)
 
 
 class _Words(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,8 +5,8 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TypeVar
 
 from vllm_overlay.common.fence import SHUTDOWN
@@ -51,21 +51,34 @@ class ThreadPool:
 
 
 def in_threads(job: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> Iterator[_Result]:
-    """What ``job`` returns for each item, as it comes. Raises what a job has raised; the others go on."""
+    """What ``job`` returns for each item, as it comes. This thread and others work at it. Raises what a job has raised.
+
+    The others are daemons that end with this call, so nobody has to stop them.
+    """
+    left = deque(items)
     results: queue.SimpleQueue[_Result | BaseException] = queue.SimpleQueue()
 
-    def work(item: _Item) -> None:
+    def work() -> bool:
+        try:
+            item = left.popleft()
+        except IndexError:
+            return False
         try:
             results.put(job(item))
         except BaseException as error:
             results.put(error)
+        return True
 
-    pool = ThreadPool("disk-in-threads", min(num_threads, len(items)))
-    for item in items:
-        pool.submit(partial(work, item))
-    pool.stop(0.0)
+    def work_on() -> None:
+        while work():
+            pass
+
+    for _ in range(min(num_threads, len(items)) - 1):
+        threading.Thread(target=work_on, daemon=True).start()
     for _ in items:
+        work()
         found = results.get()
         if isinstance(found, BaseException):
+            left.clear()
             raise found
         yield found

@@ -147,7 +147,12 @@ class DiskTierWorker(TierWorker):
             part = _part_of(ticket)
             self._take_part(part.file.writer)
             path = path_of(self._root, part.file, self._rank)
-            write_object(self._device, path, self._header(part, ticket), buffer, self._direct, self._integrity)
+            planned = self._namespace.stored(ticket.planned)
+            header = ObjectHeader(
+                bytes.fromhex(part.fingerprint), planned.object_id, planned.parents, planned.start_tokens,
+                planned.end_tokens, planned.num_bytes, self._rank, self._world_size, part.file, part.is_private,
+            )  # fmt: skip
+            write_object(self._device, path, header, buffer, self._direct, self._integrity)
         except SHUTDOWN:
             raise
         except OSError as error:
@@ -168,13 +173,6 @@ class DiskTierWorker(TierWorker):
                 if self._life is not None:
                     self._life.end()
                 self._life = life
-
-    def _header(self, part: DiskPart, ticket: StoreTicket) -> ObjectHeader:
-        planned = self._namespace.stored(ticket.planned)
-        return ObjectHeader(
-            bytes.fromhex(part.fingerprint), planned.object_id, planned.parents, planned.start_tokens,
-            planned.end_tokens, planned.num_bytes, self._rank, self._world_size, part.file, part.is_private,
-        )  # fmt: skip
 
     # Loads.
 

@@ -2,6 +2,7 @@
 """Whose objects are whose: one namespace a model, and how its objects are called on the disk."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,19 +10,20 @@ import msgspec
 from blake3 import blake3
 
 from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.catalogue.rows import Fingerprint, Key, Kind, check_value
+from vllm_overlay.tiers.disk.catalogue.rows import MAX_KEY_BYTES, Fingerprint, check_value
 
 INTEGRITY = "integrity"
 """The description's word for the checksums' algorithm and key."""
 OBJECT_FORMAT = "object_format"
 """The description's word for the version of the objects' files."""
+_KIND = re.compile(r"s[0-9a-f]{16}|[fw][0-9]{1,3}")
 _FACTS_DIGITS = 16
 
 
 def check_stored_id(stored: ObjectId) -> None:
     """Raise ValueError unless a header can carry the name of a stored object."""
-    check_value(Kind, stored.tag)
-    check_value(Key, stored.key)
+    if not _KIND.fullmatch(stored.tag) or not 1 <= len(stored.key) <= MAX_KEY_BYTES:
+        raise ValueError(f"{stored!r} is not the name of a stored object")
 
 
 @dataclass(frozen=True, slots=True)

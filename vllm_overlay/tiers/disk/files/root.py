@@ -24,13 +24,11 @@ from vllm_overlay.tiers.disk.files.mounts import ROLLBACK, file_system_of, journ
 from vllm_overlay.tiers.disk.files.recognition import HOST_ROOT, recognise
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
-_DO_NOT_PASS = frozenset(
-    {
-        errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EINVAL, errno.ELOOP,
-        errno.ENAMETOOLONG,
-    }
-)  # fmt: skip
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+_DO_NOT_PASS = {
+    errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EINVAL, errno.ELOOP,
+    errno.ENAMETOOLONG,
+}  # fmt: skip
 """What a wrong path, owner or mode gives. A full disk, a read-only one and a server that is away come back."""
 _MACHINE_ID = Path("/etc/machine-id")
 logger = logging.getLogger(__name__)
