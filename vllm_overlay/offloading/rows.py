@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_overlay.common.reasons import Reason
 from vllm_overlay.tiers.base import StoreTicket
-from vllm_overlay.tiers.disk.files.object_file import BadObject
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 
@@ -67,13 +65,8 @@ class RowWorker(DiskTierWorker):
             np.copyto(*((part, segment) if to_row else (segment, part)))
             begin += segment.size
 
-    def _try_to_write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
-        if not self._copy(ticket.ticket, buffer, to_row=False):
-            return Reason.TIMEOUT
-        return super()._try_to_write(ticket, buffer)
+    def fill(self, ticket: StoreTicket, buffer: HostBuffer) -> bool:
+        return self._copy(ticket.ticket, buffer, to_row=False)
 
-    def _try_to_read(self, fetch: Any, buffer: HostBuffer) -> BadObject | None:
-        failure = super()._try_to_read(fetch, buffer)
-        if failure is None and not self._copy((fetch.load_id, fetch.position), buffer, to_row=True):
-            return BadObject(Reason.TIMEOUT, is_bad=False)
-        return failure
+    def take(self, load_id: str, position: int, buffer: HostBuffer) -> bool:
+        return self._copy((load_id, position), buffer, to_row=True)

@@ -71,6 +71,19 @@ class FailingDevice(RuledDevice):
             raise OSError(self.faults[call], os.strerror(self.faults[call]))
 
 
+class SmallDevice(Device):
+    """A file system of ``total`` bytes, of which all are free but what the test says."""
+
+    def __init__(self, total: int) -> None:
+        self.total = self.free = total
+
+    def total_bytes(self, path: str) -> int:
+        return self.total
+
+    def free_bytes(self, path: str) -> int:
+        return self.free
+
+
 class ShortDevice(Device):
     """Moves at most a page a call, as a kernel may."""
 

@@ -61,7 +61,7 @@ def catalogue_of(tier: DiskTierManager) -> Catalogue:
 
 def reading(catalogue: Catalogue) -> contextlib.AbstractContextManager[sqlite3.Connection]:
     """A transaction that may read every row."""
-    return catalogue._connection.reading(LONG_CALLS)
+    return catalogue.reading(LONG_CALLS)
 
 
 def end_transactions_with(commit: Callable[[sqlite3.Connection], None]) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.files import bytes_under, object_files, writers_of
+from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, StoredObject
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
-from vllm_overlay.tiers.disk.files.writer import FILES_A_DIRECTORY, is_living, parse_name, path_of
+from vllm_overlay.tiers.disk.files.writer import FILES_A_DIRECTORY, alive_path, parse_name, path_of
 
 
 def problems(root: Path, capacity_bytes: int | None = None, integrity: Integrity = XXH3) -> list[str]:
@@ -72,7 +73,7 @@ def _of_rows(catalogue: Catalogue, root: Path, integrity: Integrity) -> Iterator
 def _of_files(catalogue: Catalogue, root: Path) -> Iterator[str]:
     there = object_files(root)
     known = catalogue.named({file for path in there if (file := file_at(path)) is not None})
-    living = {writer for writer in writers_of(root) if is_living(str(root), writer)}
+    living = {writer for writer in writers_of(root) if is_held(alive_path(str(root), writer))}
     for path in there:
         file = file_at(path)
         if file is None or (file.writer not in living and file not in known):

@@ -18,6 +18,7 @@ from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
 from tests.waiting import PATIENCE_S, until
+from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Limits, Namespace
 from vllm_overlay.tiers.disk.files.device import Device
@@ -26,12 +27,11 @@ from vllm_overlay.tiers.disk.files.object_file import write_object
 from vllm_overlay.tiers.disk.files.writer import (
     alive_path,
     begin_life,
-    is_living,
     path_of,
     share_life,
     writers_under,
 )
-from vllm_overlay.tiers.disk.recovery import burial, recovery
+from vllm_overlay.tiers.disk.recovery import recovery
 from vllm_overlay.tiers.memory import HostPool
 
 DEAD, HEIR = "0123456789abcdef", "f" * 16
@@ -98,10 +98,10 @@ sys.stdin.read()
 def test_a_writer_is_dead_when_its_process_is_though_a_child_lives_on(tmp_path):
     parent = start(FORKED, tmp_path)
     (writer,) = writers_under(str(tmp_path))
-    assert is_living(str(tmp_path), writer)
+    assert is_held(alive_path(str(tmp_path), writer))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    until(lambda: not is_living(str(tmp_path), writer), "the child's first step, in which it gives the lock up")
+    until(lambda: not is_held(alive_path(str(tmp_path), writer)), "the child to give the lock up")
     kill(parent)
 
 
@@ -110,9 +110,9 @@ def test_a_rank_makes_no_writer_alive_and_shares_none_that_is_being_buried(tmp_p
     life = begin_life(root, Device())
     rank = share_life(root, life.writer)
     life.end()
-    assert rank is not None and is_living(root, life.writer)
+    assert rank is not None and is_held(alive_path(root, life.writer))
     rank.end()
-    assert not is_living(root, life.writer)
+    assert not is_held(alive_path(root, life.writer))
     os.unlink(alive_path(root, life.writer))
     assert share_life(root, life.writer) is None
     assert not os.path.lexists(alive_path(root, life.writer))
@@ -249,7 +249,7 @@ def test_a_rank_that_wakes_up_after_the_burial_drops_its_store(ended):
 
 def test_a_rank_that_wakes_up_during_the_burial_drops_its_store(ended, monkeypatch):
     late, ticket = ended
-    list_all, reasons = burial.directories_under, []
+    list_all, reasons = recovery.directories_under, []
 
     def directories_under(root, writer):
         found = list_all(root, writer)
@@ -257,7 +257,7 @@ def test_a_rank_that_wakes_up_during_the_burial_drops_its_store(ended, monkeypat
             reasons.append(store(late, ticket))
         return found
 
-    monkeypatch.setattr(burial, "directories_under", directories_under)
+    monkeypatch.setattr(recovery, "directories_under", directories_under)
     with tier_pair(late.root) as made:
         made.recovered()
         until(lambda: not (late.root / ticket.part.file.writer).exists(), "a burial")
@@ -286,14 +286,14 @@ def test_the_file_of_a_store_that_outlives_its_engine_is_looked_after(tmp_path):
         until(lambda: len(catalogue_of(made.tier).writers()) == 1, "the end of its grant")
 
 
-def begin_burial(root: Path, is_complete: bool = True) -> tuple[Catalogue, burial.Burial]:
+def begin_burial(root: Path, is_complete: bool = True) -> tuple[Catalogue, recovery.Recovery]:
     """Of an heir that has joined a new catalogue."""
     root.chmod(0o700)
     catalogue = Catalogue(str(root))
     catalogue.join(HEIR, OF_NAMESPACE)
     if is_complete:
         catalogue.end_rebuild()
-    return catalogue, burial.Burial(seat_in(root, catalogue, HEIR, Device()), lambda: False)
+    return catalogue, recovery.Recovery(seat_in(root, catalogue, HEIR, Device()), OF_NAMESPACE.fingerprint)
 
 
 def test_what_an_engine_that_is_just_beginning_commits_meanwhile_is_not_taken_for_a_dead_ones(tmp_path, monkeypatch):
@@ -309,14 +309,14 @@ def test_what_an_engine_that_is_just_beginning_commits_meanwhile_is_not_taken_fo
         return found
 
     monkeypatch.setattr(catalogue, "numbers_of", begins)
-    buried.run()
+    buried.bury_the_dead()
     assert len(files_of(tmp_path, DEAD)) == 1
 
 
 def test_an_engine_that_has_begun_while_its_directory_was_listed_is_left_alone(tmp_path, monkeypatch):
     (tmp_path / DEAD).mkdir()
     catalogue, buried = begin_burial(tmp_path)
-    list_all = burial.directories_under
+    list_all = recovery.directories_under
 
     def directories_under(root, writer):
         put(tmp_path, writer, 1)  # what it has stored before it was listed, and commits at once
@@ -324,8 +324,8 @@ def test_an_engine_that_has_begun_while_its_directory_was_listed_is_left_alone(t
         catalogue.join(writer, OF_NAMESPACE)
         return list_all(root, writer)
 
-    monkeypatch.setattr(burial, "directories_under", directories_under)
-    buried.run()
+    monkeypatch.setattr(recovery, "directories_under", directories_under)
+    buried.bury_the_dead()
     assert len(files_of(tmp_path, DEAD)) == 1
     assert {row.name for row in catalogue.writers()} == {DEAD, HEIR}
 
@@ -334,11 +334,11 @@ def test_nobody_is_buried_while_the_catalogue_does_not_know_all_files(tmp_path):
     path = put(tmp_path, DEAD, 1)
     catalogue, buried = begin_burial(tmp_path, is_complete=False)
     catalogue.join(DEAD, OF_NAMESPACE)
-    assert not buried.run()
+    assert not buried.bury_the_dead()
     assert path.exists()
     assert {row.name for row in catalogue.writers()} == {DEAD, HEIR}
     catalogue.end_rebuild()
-    assert buried.run()
+    assert buried.bury_the_dead()
     assert not path.exists()
     assert {row.name for row in catalogue.writers()} == {HEIR}
 

@@ -13,7 +13,7 @@ from collections import Counter
 
 import pytest
 
-from tests.tiers.disk.devices import FailingDevice
+from tests.tiers.disk.devices import FailingDevice, SmallDevice
 from tests.tiers.disk.files import bytes_under, counted, lose_catalogue, object_files, on_disk
 from tests.tiers.disk.inside import expect_stores, put_device, room_bytes
 from tests.tiers.disk.objects import chain
@@ -21,7 +21,6 @@ from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.tier_pair import OTHER_NAMESPACE, store_many, tier_pair
 from tests.waiting import until
 from vllm_overlay.tiers.disk.catalogue import CatalogueError
-from vllm_overlay.tiers.disk.files.device import Device
 
 
 def test_a_rebuild_that_cannot_list_now_grants_nothing_until_it_can(tmp_path, monkeypatch):
@@ -187,13 +186,7 @@ def test_three_processes_keep_one_capacity_and_what_they_read_is_right(tmp_path)
 
 
 def test_nothing_is_written_below_the_free_space_to_keep(tmp_path):
-    class Filling(Device):
-        free = 1 << 40
-
-        def free_bytes(self, path: str) -> int:
-            return self.free
-
-    device = Filling()
+    device = SmallDevice(1 << 40)
     with tier_pair(tmp_path / "root", device=device, min_free_bytes="1 GiB") as made:
         made.store(chain("p", 3))
         device.free = 1 << 20

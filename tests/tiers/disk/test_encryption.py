@@ -19,8 +19,7 @@ from tests.tiers.disk.objects import OBJECT, UNIT, chain, content
 from tests.tiers.disk.tier_pair import TierPair, settings, tier_pair
 from tests.waiting import until
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.files import encryption
-from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of
+from vllm_overlay.tiers.disk.files.checksum import XXH3, EncryptedIntegrity, Seal, integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
@@ -94,12 +93,13 @@ def test_pieces_of_any_size_decrypt_what_pieces_of_any_other_encrypted(pieces, c
     data = bytearray(plain)
     ends = np.cumsum([len(piece) for piece in pieces])
     views = [memoryview(data)[end - len(piece) : end] for piece, end in zip(pieces, ends, strict=True)]
-    tag = encryption.encrypt(bytes(32), b"salt", views)
-    for salt, wanted in ((b"salt", True), (b"tlas", False)):
+    integrity = EncryptedIntegrity.of(bytes(32))
+    seal = integrity.seal(views)
+    for salt, wanted in ((seal.salt, True), (bytes(32), False)):
         copy = bytearray(data)
         places = [0, *sorted(cut % len(plain) for cut in cuts), len(plain)]
         parts = [memoryview(copy)[begin:end] for begin, end in itertools.pairwise(places)]
-        assert encryption.decrypt(bytes(32), salt, parts, tag) == wanted
+        assert integrity.unseal(Seal(seal.checksum, salt), parts) == wanted
         assert not wanted or copy == plain
 
 

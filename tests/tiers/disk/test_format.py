@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import File, StoredObject
-from vllm_overlay.tiers.disk.catalogue.rows import check_objects
+from vllm_overlay.tiers.disk.catalogue.rows import MAX_RANKS, MAX_TOKENS, check_objects
 from vllm_overlay.tiers.disk.files.checksum import XXH3, EncryptedIntegrity, Seal
-from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, MAX_TOKENS, FormatError, ObjectHeader, file_bytes
-from vllm_overlay.tiers.disk.files.namespace import MAX_RANKS, DiskNamespace
-from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER, directory_of, is_writer_name, parse_name, path_of, paths_of
+from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
+from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER, is_writer_name, parse_name, path_of, paths_of
 
 WRITER = "0123456789abcdef"
 HEADER = ObjectHeader(
@@ -237,7 +237,7 @@ def test_a_file_is_a_number_in_the_directory_of_its_writer():
     file = File(WRITER, 4096 * 3 + 5)
     assert path_of("/kv", file, 1) == f"/kv/{WRITER}/3/12293.r1"
     assert paths_of("/kv", file, 2) == [f"/kv/{WRITER}/3/12293.r0", f"/kv/{WRITER}/3/12293.r1"]
-    assert directory_of("/kv", File(WRITER, 4095)) == f"/kv/{WRITER}/0"
+    assert path_of("/kv", File(WRITER, 4095), 0) == f"/kv/{WRITER}/0/4095.r0"
 
 
 def test_a_file_name_says_which_number_and_rank_it_is():
@@ -278,5 +278,5 @@ def test_a_reset_begins_a_private_namespace_with_another_fingerprint():
 
 @pytest.mark.parametrize("fingerprint", ["", "a" * 63, "A" * 64, "../" + "a" * 61, "a" * 64 + "\n"])
 def test_a_namespace_takes_fingerprints_only(fingerprint):
-    with pytest.raises(ValueError, match="64 lower-case hex"):
+    with pytest.raises(ValueError, match="regex"):
         DiskNamespace(fingerprint, "b" * 64, {})

@@ -17,7 +17,7 @@ from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.catalogue.generations import newest, path_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.root import choose_root
-from vllm_overlay.tiers.disk.learned import decode_learned, encode_learned, read_learned
+from vllm_overlay.tiers.disk.ranking import decode_learned, encode_learned, read_learned
 from vllm_overlay.tiers.policies.reuse import Learned, ReuseModel
 
 PRIOR = ReuseModel().learned()

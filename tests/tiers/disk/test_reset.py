@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """After a reset the weights may be others: nothing stored before is loaded, and nobody else loads what comes after."""
 
-import threading
 from contextlib import closing
 
 import pytest
 
+from tests.tiers.disk.devices import GatedDevice
 from tests.tiers.disk.files import counted, lose_catalogue, object_files, on_disk
 from tests.tiers.disk.inside import catalogue_of, wanted_namespace
 from tests.tiers.disk.objects import OBJECT, bytes_of, chain, content, fill
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.reset import is_serving_another, store_after_reset
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, close_tier, settings, tier_pair
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk.catalogue import Catalogue
-from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.manager import DiskTierManager
 from vllm_overlay.tiers.disk.tickets import DiskPart
 
@@ -71,30 +70,19 @@ def test_other_processes_keep_what_they_have_and_do_not_see_what_comes(tmp_path)
             assert len(third.settled().tier.index) == 6
 
 
-class GatedWrites(Device):
-    """Objects are written when the test says so."""
-
-    def __init__(self):
-        self.go_on = threading.Event()
-        self.go_on.set()
-
-    def pwritev(self, fd, segments, offset):
-        assert self.go_on.wait(PATIENCE_S)
-        return super().pwritev(fd, segments, offset)
-
-
 def test_a_store_under_way_goes_where_it_was_promised_and_is_not_found(tmp_path):
-    device = GatedWrites()
+    device = GatedDevice("pwritev")
+    device.gate.set()
     with tier_pair(tmp_path / "root", device=device) as made:
         made.store(chain("before", 1))
         planned = chain("p", 1)[0]
         ticket = made.tier.reserve(planned)
         buffer = made.workers[0].begin_store(ticket)
         fill(buffer, content(planned, 0))
-        device.go_on.clear()
+        device.gate.clear()
         made.workers[0].submit_store(ticket, buffer)
         made.tier.clear()
-        device.go_on.set()
+        device.gate.set()
         results = []
         until(lambda: results.extend(made.workers[0].poll()[0]) or results)
         assert len(object_files(made.root)) == 3
@@ -205,28 +193,17 @@ def test_what_was_stored_before_goes_when_room_is_needed(tmp_path):
         assert made.coverage(chain("q", 8)) == [True] * 9
 
 
-class SlowHeaders(Device):
-    """Recovery's reads wait for the test."""
-
-    def __init__(self):
-        self.go_on = threading.Event()
-
-    def preadv(self, fd, segments, offset):
-        assert self.go_on.wait(PATIENCE_S)
-        return super().preadv(fd, segments, offset)
-
-
 @pytest.mark.parametrize("is_under_way", [False, True])
 def test_what_recovery_finds_of_before_is_not_taken(tmp_path, is_under_way):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 3))
-    device = SlowHeaders()
+    device = GatedDevice("preadv")
     tier = DiskTierManager(settings(tmp_path / "root"), NAMESPACE, 1, OBJECT, device)
     if not is_under_way:
-        device.go_on.set()
+        device.gate.set()
         until(lambda: len(tier._served.updates) > 0)
     tier.clear()
-    device.go_on.set()
+    device.gate.set()
     until(lambda: tier.advance() or not tier.is_recovering)
     assert len(tier.index) == 0
     assert len(object_files(made.root)) == 4

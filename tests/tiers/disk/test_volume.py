@@ -3,12 +3,12 @@
 
 import pytest
 
+from tests.tiers.disk.devices import SmallDevice
 from tests.tiers.disk.files import on_disk
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import tier_pair
 from tests.waiting import until
 from vllm_overlay.config import GIB, MIB
-from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.volume import Quota, Volume
 
 LARGEST = 4 * MIB
@@ -63,20 +63,9 @@ def test_the_values_that_it_names_work() -> None:
     assert volume.shortage(Quota(448 * MIB, 64 * MIB, LARGEST), "/", 512 * MIB) == ""
 
 
-class Small(Device):
-    """A file system of so many bytes, of which all are free but what the test says."""
-
-    total = free = 64 * MIB
-
-    def total_bytes(self, path: str) -> int:
-        return self.total
-
-    def free_bytes(self, path: str) -> int:
-        return self.free
-
-
 def test_a_volume_below_the_space_to_keep_is_said_and_has_no_capacity(tmp_path, said):
-    with tier_pair(tmp_path / "root", device=Small(), min_free_bytes="1 GiB", capacity_bytes="200 GiB") as made:
+    device = SmallDevice(64 * MIB)
+    with tier_pair(tmp_path / "root", device=device, min_free_bytes="1 GiB", capacity_bytes="200 GiB") as made:
         until(lambda: said("nothing can be stored under"), "a word of it")
         assert "Set min_free_bytes to 8MiB and capacity_bytes to at most 56MiB" in said("nothing can be")[0]
         until(lambda: made.tier.usage().capacity_bytes == 0, "no capacity")
@@ -86,7 +75,7 @@ def test_a_volume_below_the_space_to_keep_is_said_and_has_no_capacity(tmp_path, 
 
 
 def test_the_capacity_is_what_the_volume_has_and_follows_it(tmp_path, said):
-    device = Small()
+    device = SmallDevice(64 * MIB)
     with tier_pair(tmp_path / "root", device=device, min_free_bytes="8 MiB", capacity_bytes="200 GiB") as made:
         until(lambda: made.tier.usage().capacity_bytes == 56 * MIB, "what the volume has")
         made.store(chain("p", 1))
@@ -99,7 +88,7 @@ def test_the_capacity_is_what_the_volume_has_and_follows_it(tmp_path, said):
 
 
 def test_a_volume_that_is_large_enough_is_not_spoken_of(tmp_path, said):
-    with tier_pair(tmp_path / "root", device=Small(), capacity_bytes="8 MiB") as made:
+    with tier_pair(tmp_path / "root", device=SmallDevice(64 * MIB), capacity_bytes="8 MiB") as made:
         made.store(chain("p", 1))
         assert made.tier.usage().capacity_bytes == 8 * MIB
         assert said("file system") == []

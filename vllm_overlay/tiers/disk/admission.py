@@ -25,15 +25,12 @@ class WriteRate:
         self._left = float(self._burst)
         self._then = now()
 
-    def _refill(self) -> None:
-        now = self._now()
-        self._left = min(self._burst, self._left + (now - self._then) * self._bytes_per_s)
-        self._then = now
-
     def allows(self, num_bytes: int) -> bool:
         if not self._bytes_per_s:
             return True
-        self._refill()
+        now = self._now()
+        self._left = min(self._burst, self._left + (now - self._then) * self._bytes_per_s)
+        self._then = now
         return num_bytes <= self._left
 
     def spend(self, num_bytes: int) -> None:

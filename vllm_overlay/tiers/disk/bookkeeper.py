@@ -8,36 +8,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import (
-    Busy,
-    CatalogueError,
-    Damaged,
-    Scored,
-    StoredObject,
-    Superseded,
-    Unavailable,
-    replace_damaged,
-)
+from vllm_overlay.tiers.disk import catalogue
+from vllm_overlay.tiers.disk.catalogue import Scored
 from vllm_overlay.tiers.disk.evictor import is_full
 from vllm_overlay.tiers.disk.files.lease import Lease
 from vllm_overlay.tiers.disk.files.writer import Life
-from vllm_overlay.tiers.disk.learned import encode_learned
-from vllm_overlay.tiers.disk.messages import Discarded, Moved, ServedNamespace, Step, Stored
-from vllm_overlay.tiers.disk.ranking import times_of
+from vllm_overlay.tiers.disk.messages import ServedNamespace, Step, Store
+from vllm_overlay.tiers.disk.ranking import encode_learned, times_of
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.session import Session
 from vllm_overlay.tiers.disk.site import Site
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.base import Ranked
 from vllm_overlay.tiers.policies.reuse import Learned
-
-if TYPE_CHECKING:
-    from vllm_overlay.tiers.disk.manager import Store
 
 TICK_S = 0.5
 _FIRST_TICKS_S = 0.05
@@ -64,13 +51,12 @@ class Bookkeeper:
     """
 
     def __init__(self, site: Site, served: ServedNamespace, lease: Lease | None) -> None:
-        self._site = site
-        self._root = site.root
+        self._site, self._root = site, site.root
         self._served = served
         self._lease = lease
         self._room = Room()
         self._steps: deque[Step] = deque()
-        self._stuck: list[Discarded] = []
+        self._stuck: list[Store] = []
         self._used: deque[tuple[ServedNamespace, ObjectId]] = deque(maxlen=_MOST_USED)
         self._rankings: deque[tuple[ServedNamespace, Sequence[Ranked]]] = deque(maxlen=1)
         self._publishing: tuple[ServedNamespace, Iterator[Scored]] | None = None
@@ -82,8 +68,7 @@ class Bookkeeper:
         self._must_ask_room = False
         self._answered_at = time.monotonic()
         self._changed = threading.Condition()
-        self._is_woken = False
-        self._is_closing = False
+        self._is_woken = self._is_closing = False
         self._num_turns = 0
         self.num_evicted = 0
         """Objects that this process has evicted, of whatever namespace."""
@@ -108,22 +93,10 @@ class Bookkeeper:
             self._room.is_wanted = True
             self._wake()
 
-    def commit(self, store: "Store") -> None:
-        """Every rank has stored an object."""
-        namespace = store.served.namespace
-        item = StoredObject(
-            fingerprint=namespace.fingerprint,
-            planned=namespace.stored(store.planned),
-            file=store.file,
-            world_size=self._site.world_size,
-            num_bytes=store.num_bytes,
-            last_use=0,
-        )
-        self._add(Stored(store.served, item, store.parents, store.replaces))
-
-    def discard(self, store: "Store") -> None:
-        """No rank writes the object of a store any more, and nobody wants its files."""
-        self._add(Discarded(store.served, store.file, self._site.world_size, store.num_bytes, store.parents))
+    def end(self, store: Store) -> None:
+        """Every rank has stored an object or, where it is not wanted, no rank writes it any more."""
+        self._steps.append(store)
+        self._wake()
 
     def use(self, served: ServedNamespace, object_ids: Iterable[ObjectId]) -> None:
         """These are used now: they go late."""
@@ -141,7 +114,8 @@ class Bookkeeper:
         """Serve this namespace from now on, and the one before no more, whose index takes long to take apart."""
         self._served = served
         self._retired.append(retired)
-        self._add(Moved(served))
+        self._steps.append(served)
+        self._wake()
 
     def close(self, timeout_s: float) -> None:
         """Finish what is queued, give the room back but for stores still under way, and end the thread."""
@@ -150,16 +124,11 @@ class Bookkeeper:
             self._changed.notify()
         self._thread.join(timeout_s)
 
-    def _add(self, step: Step) -> None:
-        self._steps.append(step)
-        self._wake()
-
     def _wake(self) -> None:
-        if self._is_woken:
-            return
-        with self._changed:
-            self._is_woken = True
-            self._changed.notify()
+        if not self._is_woken:
+            with self._changed:
+                self._is_woken = True
+                self._changed.notify()
 
     # In the bookkeeper's thread.
 
@@ -181,56 +150,54 @@ class Bookkeeper:
             self._try(self._lease.release)
 
     def _try(self, step: Callable[[], None]) -> None:
+        path = self._root.path
         try:
             step()
             self._answered_at = time.monotonic()
         except SHUTDOWN:
             raise
-        except Damaged as error:
-            _log.warning(
-                "damaged", "disk tier: the catalogue of %s is damaged and is made anew: %s", self._root.path, error
-            )
+        except catalogue.Damaged as error:
+            _log.warning("damaged", "disk tier: the catalogue of %s is damaged and is made anew: %s", path, error)
             self._end_session()
-            self._replace(error.generation)
-        except Superseded as error:
-            _log.warning(
-                "root",
-                "disk tier: %s or its catalogue was removed or replaced, and begins anew with what is left: %s",
-                self._root.path, error,
-            )  # fmt: skip
+            try:
+                catalogue.replace_damaged(path, error.generation, self._root.journal)
+            except catalogue.CatalogueError as trouble:
+                _log.warning("replace", "disk tier: no new catalogue can be made in %s now: %s", path, trouble)
+        except catalogue.Superseded as error:
+            sentence = "disk tier: %s or its catalogue was removed or replaced, and begins anew with what is left: %s"
+            _log.warning("root", sentence, path, error)
             self._end_session()
         except BaseException as error:
             self._must_ask_room = True
             if self._session is None:
                 self.usable_bytes = 0
-            _log.warning("bookkeeper", "disk tier: %s has to wait: %r", self._root.path, error)
-            if not isinstance(error, Busy) and time.monotonic() - self._answered_at > REOPEN_S:
+            _log.warning("bookkeeper", "disk tier: %s has to wait: %r", path, error)
+            if not isinstance(error, catalogue.Busy) and time.monotonic() - self._answered_at > REOPEN_S:
                 self._answered_at = time.monotonic()
-                self._reopen()
-
-    def _reopen(self) -> None:
-        """Not on a full disk: there only an open session knows what to unlink, and a new one could not join."""
-        with contextlib.suppress(OSError):
-            if is_full(self._site):
-                return
-        self._end_session()
-
-    def _replace(self, generation: int) -> None:
-        try:
-            replace_damaged(self._root.path, generation, self._root.journal)
-        except CatalogueError as error:
-            _log.warning("replace", "disk tier: no new catalogue can be made in %s now: %s", self._root.path, error)
+                with contextlib.suppress(OSError):
+                    if is_full(self._site):  # only an open session knows what to unlink, and a new one could not join
+                        return
+                self._end_session()
 
     def _turn(self) -> None:
         while self._retired:
             self._retired.popleft().clear()
-        self._renew_lease()
-        session = self._open_session()
+        if self._lease is not None:
+            try:
+                self._lease.renew()
+            except OSError:  # nothing is stored: another machine may be at work here
+                self._end_session()
+                raise
+        if (session := self._session) is None:
+            session = self._session = Session(self._site, self._served, self._room, self._life)
+            if self._life is not None and self._life is not session.life:
+                self._life.end()
+            self._life = session.life
         session.check()
         try:
             self._work_off(session)
             num_evicted, is_short = session.make_room()
-        except Unavailable:
+        except catalogue.Unavailable:
             self.num_evicted += session.evictor.unlink_ahead(session.served, session.now)
             raise
         self.num_evicted += num_evicted
@@ -238,15 +205,6 @@ class Bookkeeper:
         if session.follower.follow() or is_short:
             self._wake()
         self._keep_learned(session)
-
-    def _renew_lease(self) -> None:
-        """Without it nothing is stored: another machine may be at work here."""
-        if self._lease is not None:
-            try:
-                self._lease.renew()
-            except OSError:
-                self._end_session()
-                raise
 
     def _work_off(self, session: Session) -> None:
         if self._must_ask_room:
@@ -264,12 +222,15 @@ class Bookkeeper:
         """A part of the last ranking, so that nothing else has to wait for all of it."""
         if self._rankings:
             served, ranking = self._rankings.popleft()
-            self._publishing = served, _scores_of(served, ranking, session.to_epoch_s)
+            self._publishing = served, times_of(ranking, session.to_epoch_s)
         if self._publishing is None or self._publishing[0] is not session.served:
             return
-        if part := list(islice(self._publishing[1], _SCORES_A_TURN)):
-            fingerprint = session.served.namespace.fingerprint
-            session.catalogue.publish_scores(fingerprint, part, session.now + _SCORES_HOLD_S)
+        namespace = session.served.namespace
+        part = [
+            Scored(namespace.stored_id(item.object_id), item.score, item.until + LATE_S)
+            for item in islice(self._publishing[1], _SCORES_A_TURN)
+        ]
+        session.catalogue.publish_scores(namespace.fingerprint, part, session.now + _SCORES_HOLD_S)
         if len(part) == _SCORES_A_TURN:
             self._wake()
         else:
@@ -279,15 +240,6 @@ class Bookkeeper:
         learned, self._learned = self._learned, None
         if learned is not None:
             session.catalogue.keep_learned(session.served.namespace.fingerprint, encode_learned(learned))
-
-    def _open_session(self) -> Session:
-        """The catalogue of the root that is there now, in which this process has a writer that serves."""
-        if self._session is None:
-            self._session = Session(self._site, self._served, self._room, self._life)
-            if self._life is not None and self._life is not self._session.life:
-                self._life.end()
-            self._life = self._session.life
-        return self._session
 
     def _end_session(self) -> None:
         session, self._session = self._session, None
@@ -302,9 +254,3 @@ class Bookkeeper:
             self._work_off(session)
             self._keep_learned(session)
             session.leave()
-
-
-def _scores_of(served: ServedNamespace, ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Scored]:
-    """Made as they are asked for: numpy sorts in the bookkeeper's thread, while others run."""
-    for item in times_of(ranking, to_epoch_s):
-        yield Scored(served.namespace.stored_id(item.object_id), item.score, item.until + LATE_S)

@@ -2,8 +2,6 @@
 """Keeps room ahead of the stores: asks the catalogue for it, and evicts where there is too little."""
 
 import logging
-from collections.abc import Set
-from functools import partial
 
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, File, Garbage, Limits, Totals, limit_bytes
 from vllm_overlay.tiers.disk.messages import ServedNamespace
@@ -25,18 +23,15 @@ class Evictor:
     """Called in the bookkeeper's thread. Raises CatalogueError and OSError."""
 
     def __init__(self, seat: Seat, unlinker: Unlinker, room: Room) -> None:
-        self._seat = seat
-        self._catalogue = seat.catalogue
-        self._quota = seat.site.quota
-        self._unlinker = unlinker
-        self._room = room
+        self._seat, self._unlinker, self._room = seat, unlinker, room
+        self._catalogue, self._quota = seat.catalogue, seat.site.quota
         self._ahead: list[Garbage] = []
         """What went before its row since the catalogue could be written last."""
         self.usable_bytes = seat.site.quota.capacity_bytes
         """What all objects together may take, once the catalogue is complete."""
         self._has_looked = False
 
-    def make_room(self, served: ServedNamespace, now: int, may_evict: bool) -> tuple[int, bool]:
+    def make_room(self, served: ServedNamespace, now: int, may_evict: bool = True) -> tuple[int, bool]:
         """Bring the room to what this process may hold once half of it is gone.
 
         Returns how many objects were evicted, at most one batch, and whether to call again. ``may_evict`` is False
@@ -80,13 +75,17 @@ class Evictor:
 
     def _evict(self, served: ServedNamespace, now: int, short_bytes: int, capacity: int) -> tuple[int, bool]:
         claimed: set[File] = set()
-        gone: set[File] = set()
+
+        def claim(files: list[File]) -> set[File]:
+            claimed.update(served.holds.claim(files))
+            return claimed
+
+        removed: list[Garbage] = []
         try:
             limits = Limits(short_bytes, BATCH_ROWS, served.holds.held())
-            removed = self._catalogue.evict(self._seat.writer, limits, now, partial(_claim, served, claimed))
-            gone.update(item.file for item in removed)
+            removed = self._catalogue.evict(self._seat.writer, limits, now, claim)
         finally:
-            served.holds.unclaim(claimed - gone)
+            served.holds.unclaim(claimed - {item.file for item in removed})
         kept = self._unlinker.finish(removed, short_bytes, capacity)
         self._room.grow(kept)
         return len(removed), bool(removed) and kept < short_bytes and not self._unlinker.num_stuck
@@ -110,9 +109,3 @@ class Evictor:
 def is_full(site: Site) -> bool:
     """Whether SQLite may not be able to write for want of space. Raises OSError."""
     return site.device.free_bytes(site.root.path) < _FULL_BYTES
-
-
-def _claim(served: ServedNamespace, claimed: set[File], files: list[File]) -> Set[File]:
-    """Those that may go."""
-    claimed |= served.holds.claim(files)
-    return claimed

@@ -9,7 +9,7 @@ from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.tiers.disk.catalogue import Catalogue, FellBehind, StoredObject
 from vllm_overlay.tiers.disk.files.format import file_bytes
 from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER
-from vllm_overlay.tiers.disk.messages import Found, Gone, ReloadBegins, ReloadEnds, ServedNamespace
+from vllm_overlay.tiers.disk.messages import Found, Gone, Reload, ServedNamespace
 
 _OBJECTS_AN_UPDATE = 64
 _MAX_WAITING = 4096
@@ -20,10 +20,8 @@ class Follower:
     """Called in the bookkeeper's thread. Raises CatalogueError."""
 
     def __init__(self, catalogue: Catalogue, served: ServedNamespace, world_size: int) -> None:
-        self._catalogue = catalogue
-        self._served = served
+        self._catalogue, self._served, self._world_size = catalogue, served, world_size
         self._namespace = served.namespace
-        self._world_size = world_size
         self._seq: int | None = None
 
     def follow(self) -> bool:
@@ -42,10 +40,10 @@ class Follower:
 
     def _load(self) -> None:
         seq, slices = self._catalogue.load(self._namespace.fingerprint)
-        self._served.updates.append(ReloadBegins())
+        self._served.updates.append(Reload.BEGINS)
         for found in slices:
             self._tell(found)
-        self._served.updates.append(ReloadEnds())
+        self._served.updates.append(Reload.ENDS)
         self._seq = seq
         self._served.is_loaded = True
 
@@ -70,14 +68,10 @@ class Follower:
         return changes.has_more
 
     def _tell(self, found: Iterable[StoredObject]) -> None:
-        objects, files = [], []
-        for item in found:
-            if (planned := self._known(item)) is not None:
-                objects.append(planned)
-                files.append(item.file)
-        for start in range(0, len(objects), _OBJECTS_AN_UPDATE):
-            end = start + _OBJECTS_AN_UPDATE
-            self._served.updates.append(Found(objects[start:end], files[start:end]))
+        known = [(planned, item.file) for item in found if (planned := self._known(item)) is not None]
+        for start in range(0, len(known), _OBJECTS_AN_UPDATE):
+            objects, files = zip(*known[start : start + _OBJECTS_AN_UPDATE], strict=True)
+            self._served.updates.append(Found(objects, files))
 
     def _known(self, item: StoredObject) -> PlannedObject | None:
         """The object if its row is what a store of this engine would have written."""

@@ -36,8 +36,7 @@ class Holds:
         """Undo one ``hold``."""
         with self._lock:
             for file in files:
-                left = self._counts.pop(file, 0) - 1
-                if left > 0:
+                if (left := self._counts.pop(file, 0) - 1) > 0:
                     self._counts[file] = left
 
     def held(self) -> frozenset[File]:

@@ -7,8 +7,6 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from vllm_overlay.config import ConfigError, parse_bytes
 from vllm_overlay.planner.coverage import HitSource
 from vllm_overlay.planner.geometry import Geometry
@@ -17,24 +15,16 @@ from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierUs
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.bookkeeper import Bookkeeper
 from vllm_overlay.tiers.disk.catalogue import File
+from vllm_overlay.tiers.disk.catalogue.rows import MAX_PARENTS
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
-from vllm_overlay.tiers.disk.files.format import MAX_PARENTS, file_bytes
+from vllm_overlay.tiers.disk.files.format import file_bytes
 from vllm_overlay.tiers.disk.files.lease import take_lease
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, check_stored_id
 from vllm_overlay.tiers.disk.files.root import choose_root
 from vllm_overlay.tiers.disk.hidden import UNREADABLE_S, Hidden, VisibleHits
-from vllm_overlay.tiers.disk.learned import read_learned
-from vllm_overlay.tiers.disk.messages import (
-    Committed,
-    Found,
-    Gone,
-    ReloadBegins,
-    ReloadEnds,
-    ServedNamespace,
-    Update,
-)
-from vllm_overlay.tiers.disk.ranking import Ranker
+from vllm_overlay.tiers.disk.messages import Committed, Found, Gone, Reload, ServedNamespace, Store, Update
+from vllm_overlay.tiers.disk.ranking import Ranker, read_learned
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.site import Site
 from vllm_overlay.tiers.disk.tickets import DiskPart, FileTickets
@@ -51,23 +41,6 @@ _KEEP_LEARNED_S = 1.0
 """What was learned is written down no more often, and at the end."""
 _JOIN_S = 2.0
 logger = logging.getLogger(__name__)
-
-
-class Store(msgspec.Struct, eq=False, gc=False):
-    """An object from its ticket until the catalogue is told of it. ``num_bytes`` are of all ranks' files.
-
-    ``parents`` are the files that are held meanwhile. ``replaces``: the index has the object in that file, pinned and
-    hidden, because it was not right or could not be read. ``is_written``: every rank has reported it, and a parent is
-    still on its way.
-    """
-
-    served: ServedNamespace
-    planned: PlannedObject
-    file: File
-    num_bytes: int
-    parents: tuple[File, ...]
-    replaces: File | None
-    is_written: bool = False
 
 
 class DiskTierManager(TierManager):
@@ -88,30 +61,37 @@ class DiskTierManager(TierManager):
         geometry: Geometry | None = None,
     ) -> None:
         device = device or Device()
-        self._world_size = world_size
         if settings.eviction_policy not in ("auto", "learned", "lru"):
             raise ConfigError(
                 f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work: all processes of its root "
                 'evict in one order: set it to "learned" or "lru"'
             )
-        quota = quota_of(settings, max_object_bytes, world_size)
-        self._capacity_bytes = quota.capacity_bytes
+        self._quota = quota = quota_of(settings, max_object_bytes, world_size)
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
         self._write_rate = WriteRate(rate, quota.largest_bytes)
         self._uses = UseCounter(settings.store_on_nth_use)
         integrity = integrity_of(settings.encryption_key_file)
         root = choose_root(device, settings.root, settings.host_name)
         lease = take_lease(device, root)
-        site = Site(root, device, integrity, quota, world_size)
         self._geometry = geometry if settings.eviction_policy != "lru" else None
         self._keep_learned_at = 0.0
-        self._ranker = self._new_ranker(read_learned(root, namespace.fingerprint) if self._geometry else None)
-        self.index = _new_index(self._ranker)
-        self._name = settings.name
-        self._first_namespace = namespace
+        learned = read_learned(root, namespace.fingerprint) if self._geometry else None
+        self._world_size, self._name, self._first_namespace = world_size, settings.name, namespace
         self._numbers = itertools.count(1)
         self._tickets = FileTickets()
         self._stores: dict[int, Store] = {}
+        self._begin(namespace, learned)
+        self._awake_until = time.monotonic() + _AWAKE_S
+        site = Site(root, device, integrity, quota, world_size)
+        self._bookkeeper = Bookkeeper(site, self._served, lease)
+
+    def _begin(self, namespace: DiskNamespace, learned: Learned | None) -> None:
+        """Serve a namespace of which nothing is known yet."""
+        self._served = ServedNamespace(namespace)
+        geometry, capacity = self._geometry, self._quota.capacity_bytes
+        self._ranker = None if geometry is None else Ranker(geometry, capacity, learned)
+        policy = NeverEvicts() if self._ranker is None else self._ranker.policy
+        self.index = PrefixIndex(capacity_bytes=None, policy=policy)  # what goes is for the catalogue to say
         self._hidden = Hidden()
         self._unconfirmed: set[ObjectId] = set()
         """Objects that the catalogue has yet to take in."""
@@ -119,12 +99,6 @@ class DiskTierManager(TierManager):
         """What a reload that is under way has not found yet."""
         self._outdated: set[ObjectId] = set()
         """What the last reload has not found."""
-        self._served = ServedNamespace(namespace)
-        self._awake_until = time.monotonic() + _AWAKE_S
-        self._bookkeeper = Bookkeeper(site, self._served, lease)
-
-    def _new_ranker(self, learned: Learned | None) -> Ranker | None:
-        return None if self._geometry is None else Ranker(self._geometry, self._capacity_bytes, learned)
 
     # What the bookkeeper tells.
 
@@ -164,9 +138,9 @@ class DiskTierManager(TierManager):
                     self._forget(object_id)
                 elif counts is not None and counts != file:
                     self._change_file(object_id, file, counts)
-            case ReloadBegins():
+            case Reload.BEGINS:
                 self._unseen = set(self.index.visible()) - self._unconfirmed
-            case ReloadEnds():
+            case Reload.ENDS:
                 self._outdated |= self._unseen
                 self._unseen = set()
 
@@ -188,7 +162,8 @@ class DiskTierManager(TierManager):
         return entry is not None and entry.ticket == self._tickets.ticket(file)
 
     def _change_file(self, object_id: ObjectId, before: File, now: File) -> None:
-        if self._has_file(object_id, before) and (entry := self.index.get(object_id)) is not None:
+        entry = self.index.get(object_id)
+        if entry is not None and entry.ticket == self._tickets.ticket(before):
             entry.ticket = self._tickets.ticket(now)
 
     def _forget(self, object_id: ObjectId) -> None:
@@ -213,16 +188,13 @@ class DiskTierManager(TierManager):
 
     def _replaceable(self, object_id: ObjectId) -> File | None:
         """The file of an object that is here, hidden, and not on its way once more."""
-        if not self._hidden or object_id not in self._hidden or self._is_replacing(object_id):
+        if not self._hidden or object_id not in self._hidden or (entry := self.index.get(object_id)) is None:
             return None
-        entry = self.index.get(object_id)
-        return None if entry is None else self._tickets.file(entry.ticket)
-
-    def _is_replacing(self, object_id: ObjectId) -> bool:
-        return any(
+        is_replacing = any(
             store.replaces is not None and store.served is self._served and store.planned.object_id == object_id
             for store in self._stores.values()
         )
+        return None if is_replacing else self._tickets.file(entry.ticket)
 
     # Stores.
 
@@ -271,7 +243,7 @@ class DiskTierManager(TierManager):
             self._change_file(store.planned.object_id, store.replaces, store.file)
             self._hidden.discard(store.planned.object_id)
             self._tell_of(ticket)
-            self._end_replacing(store)
+            self._discard_all(self.index.unpin([store.planned.object_id]))
         else:
             store.is_written = True
             visible, released = self.index.commit(ticket)
@@ -286,7 +258,7 @@ class DiskTierManager(TierManager):
             self._discard(ticket)
         elif store.replaces is not None:
             self._discard(ticket)
-            self._end_replacing(store)
+            self._discard_all(self.index.unpin([store.planned.object_id]))
         else:
             self._discard_all(self.index.abort(ticket))
 
@@ -296,10 +268,7 @@ class DiskTierManager(TierManager):
             self._unconfirmed.add(store.planned.object_id)
             if self._ranker is not None:
                 self._ranker.stored(store.num_bytes)
-            self._bookkeeper.commit(store)
-
-    def _end_replacing(self, store: Store) -> None:
-        self._discard_all(self.index.unpin([store.planned.object_id]))
+            self._bookkeeper.end(store)
 
     def _discard_all(self, released: Iterable[Entry]) -> None:
         """Of what the index has released: the files of stores that the catalogue will not hear of."""
@@ -308,7 +277,8 @@ class DiskTierManager(TierManager):
 
     def _discard(self, ticket: int) -> None:
         if (store := self._stores.pop(ticket, None)) is not None:
-            self._bookkeeper.discard(store)
+            store.is_wanted = False
+            self._bookkeeper.end(store)
 
     # Loads.
 
@@ -355,13 +325,9 @@ class DiskTierManager(TierManager):
         for ticket, store in list(self._stores.items()):
             if store.is_written:
                 self._discard(ticket)
-        self._served = ServedNamespace(self._first_namespace.since(secrets.token_hex(8)))
-        self._bookkeeper.serve(self._served, retired=self.index)
-        if self._ranker is not None:
-            self._ranker = self._new_ranker(self._ranker.learned())
-        self.index = _new_index(self._ranker)
-        self._hidden = Hidden()
-        self._unconfirmed, self._unseen, self._outdated = set(), set(), set()
+        retired, learned = self.index, None if self._ranker is None else self._ranker.learned()
+        self._begin(self._first_namespace.since(secrets.token_hex(8)), learned)
+        self._bookkeeper.serve(self._served, retired)
         logger.info("%s: reset: what was stored before is not loaded any more", self._name)
 
     def usage(self) -> TierUsage:
@@ -394,11 +360,6 @@ def quota_of(settings: DiskTierSettings, max_object_bytes: int, world_size: int)
             f"set it to at least {quota.least_bytes}"
         )
     return quota
-
-
-def _new_index(ranker: Ranker | None) -> PrefixIndex:
-    """What goes is for the catalogue to say."""
-    return PrefixIndex(capacity_bytes=None, policy=NeverEvicts() if ranker is None else ranker.policy)
 
 
 def _part(served: ServedNamespace, file: File) -> DiskPart:

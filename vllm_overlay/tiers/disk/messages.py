@@ -2,12 +2,14 @@
 """What the bookkeeper's and the scheduler's threads tell each other, each in the order in which it happened."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import msgspec
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.catalogue import File, StoredObject
+from vllm_overlay.tiers.disk.catalogue import File
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.holds import Holds
 
@@ -19,8 +21,8 @@ class Found:
     """Objects in the catalogue, each after its parents, and their files in the same order. ``num_bytes`` of each is of
     all ranks."""
 
-    objects: list[PlannedObject]
-    files: list[File]
+    objects: Sequence[PlannedObject]
+    files: Sequence[File]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +43,14 @@ class Committed:
     counts: File | None
 
 
-@dataclass(frozen=True, slots=True)
-class ReloadBegins:
-    """All there is follows as ``Found``."""
+class Reload(Enum):
+    """All there is comes as ``Found`` between the two. What does not is not there any more."""
+
+    BEGINS = 1
+    ENDS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class ReloadEnds:
-    """What was not found since ``ReloadBegins`` is not there any more."""
-
-
-Update = Found | Gone | Committed | ReloadBegins | ReloadEnds
+Update = Found | Gone | Committed | Reload
 
 
 @dataclass(slots=True, eq=False)
@@ -74,35 +73,25 @@ class ServedNamespace:
 # To the bookkeeper.
 
 
-class Stored(msgspec.Struct, frozen=True, gc=False):
-    """All ranks' files of an object are in place. The files of its ``parents`` are held, and its bytes taken from the
-    room."""
+class Store(msgspec.Struct, eq=False, gc=False):
+    """An object from its ticket until the catalogue has it or its files are gone. ``num_bytes`` are of all ranks'
+    files, taken from the room.
+
+    ``parents`` are the files that are held meanwhile. ``replaces``: the index has the object in that file, pinned and
+    hidden, because it was not right or could not be read. ``is_written``: every rank has reported it, and a parent is
+    still on its way. The bookkeeper gets it ``is_wanted`` when all files are in place; else what it left is to be
+    unlinked, unless something names it.
+    """
 
     served: ServedNamespace
-    item: StoredObject
-    parents: tuple[File, ...]
-    replaces: File | None = None
-
-
-class Discarded(msgspec.Struct, frozen=True, gc=False):
-    """A store has failed, or nobody wants its object. What it left is to be unlinked, unless something names it."""
-
-    served: ServedNamespace
+    planned: PlannedObject
     file: File
-    world_size: int
     num_bytes: int
     parents: tuple[File, ...]
+    replaces: File | None
+    is_written: bool = False
+    is_wanted: bool = True
 
 
-class Moved(msgspec.Struct, frozen=True, gc=False):
-    """From here on another namespace is served."""
-
-    served: ServedNamespace
-
-
-Step = Stored | Discarded | Moved
-
-
-def discarded(step: Stored) -> Discarded:
-    """The step for a store that the catalogue did not take."""
-    return Discarded(step.served, step.item.file, step.item.world_size, step.item.num_bytes, step.parents)
+Step = Store | ServedNamespace
+"""A store that has ended, or what is served from here on."""

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this engine thinks that its objects are worth, as times: the catalogue evicts by time, over all engines."""
+"""What this engine thinks that its objects are worth, as times: the catalogue evicts by time, over all engines. And
+what it has learned to think so, which the catalogue keeps over a restart."""
 
+import contextlib
+import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 
+from vllm_overlay import versions
+from vllm_overlay.config import ConfigError
 from vllm_overlay.planner.geometry import Geometry
-from vllm_overlay.tiers.disk.catalogue import Scored
+from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, Scored
+from vllm_overlay.tiers.disk.files.root import Root
 from vllm_overlay.tiers.policies.base import Ranked
 from vllm_overlay.tiers.policies.guarded import GuardedPolicy
 from vllm_overlay.tiers.policies.learned import LearnedEviction
@@ -18,6 +26,7 @@ SHARE = 16
 LEAST_S, MOST_S = 0.1, 60.0
 """But no sooner and no later than so long after that. A tier that takes less than ``SHARE * LEAST_S`` to fill is small,
 and soon ranked."""
+logger = logging.getLogger(__name__)
 
 
 class Ranker:
@@ -81,17 +90,42 @@ def times_of(ranking: Sequence[Ranked], to_epoch_s: float) -> Iterator[Scored]:
     The catalogue knows last uses by the second. So each time is in the second before, in the order of worth: else what
     is newer than a ranking, and has no time from one, might go before what was used in the same second.
     """
-    for item in ranking:
-        if item.used_at is None:
-            yield from _timed(item, 0.0, to_epoch_s)
     usable = [item for item in ranking if item.used_at is not None]
     order = np.argsort(np.array([item.value for item in usable]), kind="stable")
     seconds = np.floor(np.sort(np.array([item.used_at for item in usable])) + to_epoch_s)
     times = seconds - 1 + np.arange(1, len(usable) + 1) / (len(usable) + 1)
-    for place, evict_as in zip(order.tolist(), times.tolist(), strict=True):
-        yield from _timed(usable[place], max(0.0, evict_as), to_epoch_s)
+    timed = zip((usable[place] for place in order.tolist()), times.tolist(), strict=True)
+    useless = ((item, 0.0) for item in ranking if item.used_at is None)
+    for item, evict_as in itertools.chain(useless, timed):
+        for object_id in (item.object_id, *item.others):
+            yield Scored(object_id, max(0.0, evict_as), item.until + to_epoch_s)
 
 
-def _timed(item: Ranked, evict_as: float, to_epoch_s: float) -> Iterator[Scored]:
-    for object_id in (item.object_id, *item.others):
-        yield Scored(object_id, evict_as, item.until + to_epoch_s)
+class _Words(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the catalogue keeps over a restart."""
+
+    version: int
+    learned: Learned
+
+
+def encode_learned(learned: Learned) -> bytes:
+    return msgspec.json.encode(_Words(versions.LEARNED, learned))
+
+
+def decode_learned(raw: bytes) -> Learned:
+    """Raises ValueError for anything but numbers that this version can use."""
+    words = msgspec.json.decode(raw, type=_Words)
+    if words.version != versions.LEARNED or not words.learned.fits():
+        raise ValueError("it is of another version, or of other roles, ages or properties")
+    return words.learned
+
+
+def read_learned(root: Root, fingerprint: str) -> Learned | None:
+    """What is known at the start of a namespace; None: nothing. Called at start."""
+    try:
+        with contextlib.closing(Catalogue(root.path, root.journal)) as catalogue:
+            raw = catalogue.learned(fingerprint)
+        return None if raw is None else decode_learned(raw)
+    except (CatalogueError, ConfigError, OSError, ValueError) as error:
+        logger.warning("disk tier: what eviction has learned under %s is not used: %s", root.path, error)
+        return None

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from vllm_overlay.common.fence import SHUTDOWN
@@ -50,38 +50,35 @@ class ThreadPool:
                 _log.warning("job", "disk tier: a job failed: %r", error)
 
 
-def in_threads(job: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> list[_Result]:
-    """Returns what ``job`` returns for each item. This thread and others work at it. Raises what a failed job has
-    raised.
+def in_threads(job: Callable[[_Item], _Result], items: Sequence[_Item], num_threads: int) -> Iterator[_Result]:
+    """What ``job`` returns for each item, as it comes. This thread and others work at it. Raises what a job has raised.
 
     The others are daemons that end with this call, so nobody has to stop them.
     """
-    left = deque(enumerate(items))
-    found: dict[int, _Result] = {}
-    errors: list[BaseException] = []
+    left = deque(items)
+    results: queue.SimpleQueue[_Result | BaseException] = queue.SimpleQueue()
 
-    def work() -> None:
-        while not errors and (taken := _take(left)) is not None:
-            place, item = taken
-            try:
-                found[place] = job(item)
-            except BaseException as error:
-                errors.append(error)
+    def work() -> bool:
+        try:
+            item = left.popleft()
+        except IndexError:
+            return False
+        try:
+            results.put(job(item))
+        except BaseException as error:
+            results.put(error)
+        return True
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(num_threads, len(items)) - 1)]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [found[place] for place in range(len(items))]
+    def work_on() -> None:
+        while work():
+            pass
 
-
-def _take(left: deque[_Item]) -> _Item | None:
-    """Another thread may have taken the last."""
-    try:
-        return left.popleft()
-    except IndexError:
-        return None
+    for _ in range(min(num_threads, len(items)) - 1):
+        threading.Thread(target=work_on, daemon=True).start()
+    for _ in items:
+        work()
+        found = results.get()
+        if isinstance(found, BaseException):
+            left.clear()
+            raise found
+        yield found

@@ -2,7 +2,7 @@
 """Unlinks files that no row names any more, and says so: then their bytes are free."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.catalogue import File, Garbage
@@ -31,26 +31,21 @@ class Unlinker:
         last: File | None = None
         while garbage := self._seat.catalogue.garbage(self._seat.writer, after=last):
             last = garbage[-1].file
-            self._unlink(garbage, 0, 0)
+            self.finish(garbage)
 
-    def finish(self, removed: Sequence[Garbage], keep_bytes: int, capacity_bytes: int) -> int:
-        """Unlink what was just evicted. Returns how many of its bytes are this writer's room now."""
-        return self._unlink(removed, keep_bytes, capacity_bytes) if removed else 0
-
-    def _unlink(self, garbage: Sequence[Garbage], keep_bytes: int, capacity_bytes: int) -> int:
-        is_gone = in_threads(lambda item: self.unlink(item.file, item.world_size), garbage, _THREADS)
-        gone = [item.file for item, is_this_gone in zip(garbage, is_gone, strict=True) if is_this_gone]
+    def finish(self, garbage: Sequence[Garbage], keep_bytes: int = 0, capacity_bytes: int = 0) -> int:
+        """Unlink these. Returns how many of their bytes are this writer's room now, up to ``keep_bytes``."""
+        gone = [file for file in in_threads(self._unlinked, garbage, _THREADS) if file is not None]
         self.num_stuck += len(garbage) - len(gone)
-        return self._seat.catalogue.collected(self._seat.writer, gone, keep_bytes, capacity_bytes) if gone else 0
+        return self._seat.catalogue.collected(self._seat.writer, gone, keep_bytes, capacity_bytes)
+
+    def _unlinked(self, item: Garbage) -> File | None:
+        return item.file if self.unlink(item.file, item.world_size) else None
 
     def unlink(self, file: File, world_size: int) -> bool:
         """Whether no rank has this file any more. Called in whatever thread."""
-        return self.unlink_all(paths_of(self._seat.root, file, world_size))
-
-    def unlink_all(self, paths: Iterable[str]) -> bool:
-        """Whether none of these files is there any more."""
         is_gone = True
-        for path in paths:
+        for path in paths_of(self._seat.root, file, world_size):
             try:
                 self._seat.site.device.unlink(path)
             except FileNotFoundError:

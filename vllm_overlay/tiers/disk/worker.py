@@ -82,9 +82,7 @@ class DiskTierWorker(TierWorker):
         self._integrity = integrity_of(settings.encryption_key_file)
         root = choose_root(self._device, settings.root, settings.host_name)
         self._root = root.path
-        self._namespace = namespace
-        self._rank = rank
-        self._world_size = world_size
+        self._namespace, self._rank, self._world_size = namespace, rank, world_size
         self._staging = Staging(parse_bytes(settings.staging_bytes, "staging_bytes"), unit_bytes, max_object_bytes)
         wants_direct = settings.direct_io == "auto" and unit_bytes % PAGE_BYTES == 0
         self._direct = wants_direct and takes_direct_io(self._device, root)
@@ -96,8 +94,7 @@ class DiskTierWorker(TierWorker):
         self._loads: dict[str, _Load] = {}
         self._waiting: deque[_Fetch] = deque()
         self._fetched: list[FetchResult] = []
-        self._is_closing = False
-        self._is_closed = False
+        self._is_closing = self._is_closed = False
         self._write_breaker = CircuitBreaker("disk tier: writes")
         self._read_breaker = CircuitBreaker("disk tier: reads")
         self._readers = ThreadPool(f"disk-read-r{rank}", settings.read_threads)
@@ -127,42 +124,45 @@ class DiskTierWorker(TierWorker):
     def _store(self, ticket: StoreTicket, buffer: HostBuffer, started: float) -> None:
         """Runs in a write thread."""
         reason = self._try_to_write(ticket, buffer)
+        result = StoreResult(ticket.ticket, ticket.planned.num_bytes, time.monotonic() - started, reason)
         with self._lock:
             self._staging.end_store(buffer)
-            self._stored.append(
-                StoreResult(ticket.ticket, ticket.planned.num_bytes, time.monotonic() - started, reason)
-            )
+            self._stored.append(result)
             self._num_writing -= 1
             self._start_waiting()
             self._written.notify_all()
 
+    def fill(self, ticket: StoreTicket, buffer: HostBuffer) -> bool:
+        """For subclasses, in a write thread: put the object's bytes there now, and say whether they could be had."""
+        return True
+
     def _try_to_write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
         """The reason why not, or None."""
+        if not self.fill(ticket, buffer):
+            return Reason.TIMEOUT
         if self._is_closed or not self._write_breaker.allows():
             return Reason.CLOSED if self._is_closed else Reason.BREAKER
-        reason = self._write_or_reason(ticket, buffer)
-        self._write_breaker.report(reason in _FAULTS)
-        return reason
-
-    def _write_or_reason(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
+        reason = None
         try:
-            self._write(ticket, buffer)
-            return None
+            part = _part_of(ticket)
+            self._take_part(part.file.writer)
+            path = path_of(self._root, part.file, self._rank)
+            planned = self._namespace.stored(ticket.planned)
+            header = ObjectHeader(
+                bytes.fromhex(part.fingerprint), planned.object_id, planned.parents, planned.start_tokens,
+                planned.end_tokens, planned.num_bytes, self._rank, self._world_size, part.file, part.is_private,
+            )  # fmt: skip
+            write_object(self._device, path, header, buffer, self._direct, self._integrity)
+        except SHUTDOWN:
+            raise
         except OSError as error:
             reason = Reason.NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.IO_ERROR
             _log.warning(reason, "disk tier: a store was dropped: %s", error)
-        except SHUTDOWN:
-            raise
         except BaseException as error:
             reason = Reason.ERROR
             _log.warning(reason, "disk tier: a store was dropped: %r", error)
+        self._write_breaker.report(reason in _FAULTS)
         return reason
-
-    def _write(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
-        part = _part_of(ticket)
-        self._take_part(part.file.writer)
-        path = path_of(self._root, part.file, self._rank)
-        write_object(self._device, path, self._header(part, ticket), buffer, self._direct, self._integrity)
 
     def _take_part(self, writer: str) -> None:
         """So that nobody buries the writer while this rank writes. Raises OSError when it is dead already."""
@@ -173,21 +173,6 @@ class DiskTierWorker(TierWorker):
                 if self._life is not None:
                     self._life.end()
                 self._life = life
-
-    def _header(self, part: DiskPart, ticket: StoreTicket) -> ObjectHeader:
-        planned = self._namespace.stored(ticket.planned)
-        return ObjectHeader(
-            fingerprint=bytes.fromhex(part.fingerprint),
-            object_id=planned.object_id,
-            parents=planned.parents,
-            start_tokens=planned.start_tokens,
-            end_tokens=planned.end_tokens,
-            payload_bytes=planned.num_bytes,
-            rank=self._rank,
-            world_size=self._world_size,
-            file=part.file,
-            is_private=part.is_private,
-        )
 
     # Loads.
 
@@ -223,9 +208,9 @@ class DiskTierWorker(TierWorker):
         return self._read_breaker.pause_left_s()
 
     def _forget_load(self, load_id: str) -> None:
-        load = self._loads.get(load_id)
-        for fetch in [] if load is None else list(load.fetches.values()):
-            self._forget(fetch)
+        if (load := self._loads.get(load_id)) is not None:
+            for fetch in list(load.fetches.values()):
+                self._forget(fetch)
         self._fetched = [result for result in self._fetched if result.load_id != load_id]
 
     def _forget(self, fetch: _Fetch) -> None:
@@ -282,39 +267,40 @@ class DiskTierWorker(TierWorker):
             self._fetched += load.bad
             load.bad = []
 
+    def take(self, load_id: str, position: int, buffer: HostBuffer) -> bool:
+        """For subclasses, in a read thread: the object is there and verified. Says whether it is wanted still."""
+        return True
+
     def _try_to_read(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
         """The reason why not, or None."""
         if not fetch.is_wanted or self._is_closed:
             return BadObject(Reason.CLOSED, is_bad=False)
         if not self._read_breaker.allows():
             return BadObject(Reason.BREAKER, is_bad=False)
-        failure = self._read_or_reason(fetch, buffer)
+        failure = self._read(fetch, buffer)
         self._read_breaker.report(failure is not None and failure.reason in _FAULTS)
+        if failure is None and not self.take(fetch.load_id, fetch.position, buffer):
+            return BadObject(Reason.TIMEOUT, is_bad=False)
         return failure
 
-    def _read_or_reason(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
+    def _read(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
+        ticket, part = fetch.ticket, _part_of(fetch.ticket)
+        path = path_of(self._root, part.file, self._rank)
         try:
-            path = path_of(self._root, _part_of(fetch.ticket).file, self._rank)
-            try:
-                identity = self._identity(fetch.ticket)
-                read_object(
-                    self._device, path, identity, buffer, self._direct, self._integrity, lambda: fetch.is_wanted
-                )
-            except BadObject as bad:
-                if fetch.is_wanted:
-                    _log.warning(bad.reason, "disk tier: an object was not loaded (%s): %s", bad.reason, path)
-                return bad
+            stored_id = self._namespace.stored_id(ticket.object_id)
+            fingerprint = bytes.fromhex(part.fingerprint)
+            identity = Identity(fingerprint, stored_id, part.file, self._rank, self._world_size, ticket.num_bytes)
+            read_object(self._device, path, identity, buffer, self._direct, self._integrity, lambda: fetch.is_wanted)
+        except BadObject as bad:
+            if fetch.is_wanted:
+                _log.warning(bad.reason, "disk tier: an object was not loaded (%s): %s", bad.reason, path)
+            return bad
         except SHUTDOWN:
             raise
         except BaseException as error:
             _log.warning("error", "disk tier: an object was not loaded: %r", error)
             return BadObject(Reason.ERROR, is_bad=False)
         return None
-
-    def _identity(self, ticket: LoadTicket) -> Identity:
-        part, stored_id = _part_of(ticket), self._namespace.stored_id(ticket.object_id)
-        fingerprint = bytes.fromhex(part.fingerprint)
-        return Identity(fingerprint, stored_id, part.file, self._rank, self._world_size, ticket.num_bytes)
 
     def _result(self, fetch: _Fetch, failure: BadObject | None = None) -> FetchResult:
         return FetchResult(

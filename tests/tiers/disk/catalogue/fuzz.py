@@ -170,7 +170,7 @@ def operations(catalogue: Catalogue) -> list[Callable[[], object]]:
         lambda: catalogue.collected(ONE, files(catalogue.evict(ONE, Limits(MANY, 100), NOW + 100)), 10_000, MANY),
         lambda: catalogue.collected(ONE, files(catalogue.garbage(ONE)), 10_000, MANY),
         lambda: catalogue.keep_learned(MINE, catalogue.learned(MINE) or b""),
-        lambda: catalogue.serve(ONE, OTHERS),
+        lambda: catalogue.join(ONE, OTHERS),
         lambda: catalogue.bury(DYING, ONE),
         catalogue.usage,
         lambda: adopted(catalogue),

@@ -12,12 +12,12 @@ from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS
 
 def reading(catalogue: Catalogue) -> contextlib.AbstractContextManager[sqlite3.Connection]:
     """A transaction that may read every row."""
-    return catalogue._connection.reading(LONG_CALLS)
+    return catalogue.reading(LONG_CALLS)
 
 
 def writing(catalogue: Catalogue) -> contextlib.AbstractContextManager[sqlite3.Connection]:
     """A transaction in which a test does what no call does."""
-    return catalogue._connection.writing()
+    return catalogue.writing()
 
 
 def find(catalogue: Catalogue, fingerprint: str, object_ids: Collection[ObjectId]) -> list[StoredObject]:

@@ -111,10 +111,10 @@ class Machine(RuleBasedStateMachine):
         seq, slices = engine.catalogue.load(self.twin.writers[engine.name].served or "")
         self.seen[engine.name] = seq, {item.object_id: item for part in slices for item in part}
 
-    @rule(data=st.data(), served=SERVED, joins=st.booleans())
-    def serve(self, data: Any, served: Namespace, joins: bool) -> None:
+    @rule(data=st.data(), served=SERVED)
+    def serve(self, data: Any, served: Namespace) -> None:
         engine = self.pick(data)
-        (engine.catalogue.join if joins else engine.catalogue.serve)(engine.name, served)
+        assert engine.catalogue.join(engine.name, served) == self.twin.writers[engine.name].granted
         self.twin.serve(engine.name, served)
         self.follow(engine)
 
@@ -126,7 +126,7 @@ class Machine(RuleBasedStateMachine):
         self.twin.leave(engine.name, in_flight)
         self.ended(engine)
         with pytest.raises(Superseded, match="join anew"):
-            self.reader.serve(writer_name(0), MODEL)
+            self.reader.give_back(writer_name(0), 0)
 
     @precondition(lambda self: len(self.open) > 1)
     @rule(data=st.data())

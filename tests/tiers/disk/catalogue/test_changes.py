@@ -185,7 +185,6 @@ def test_who_has_no_row_any_more_is_told_to_join_anew(tmp_path: Path) -> None:
         lambda: two.commit(two.stored(0)),
         lambda: two.evict(Limits(1, 1)),
         lambda: two.catalogue.garbage(two.name),
-        lambda: two.catalogue.serve(two.name, OTHERS),
         lambda: one.catalogue.bury(writer_name(5), two.name),
     ):
         with pytest.raises(Superseded, match="join anew"):

@@ -151,10 +151,10 @@ def test_a_namespace_without_objects_that_nobody_serves_is_forgotten_with_what_w
 def test_after_a_reset_the_private_namespace_of_before_goes_once_it_is_empty(tmp_path: Path) -> None:
     one = Engine(tmp_path, PRIVATE)
     one.store(one.stored(0))
-    one.catalogue.serve(one.name, OTHERS)
+    one.catalogue.join(one.name, OTHERS)
     assert set(known(one)) == {PRIVATE.fingerprint, OTHERS.fingerprint}
     one.evicted(1)
-    one.catalogue.serve(one.name, OTHERS)
+    one.catalogue.join(one.name, OTHERS)
     assert set(known(one)) == {OTHERS.fingerprint}
 
 

@@ -33,8 +33,12 @@ _abandoned: list[object] = []
 class Connection:
     """Threads of one process may share it; they take turns. Every transaction may wait ``timeout_s``."""
 
-    def __init__(self, root: str, journal: str, timeout_s: float) -> None:
-        """Open the newest generation, or begin the first one. Raises CatalogueError, ConfigError."""
+    def __init__(self, root: str, journal: str = "wal", timeout_s: float = generations.DEFAULT_TIMEOUT_S) -> None:
+        """Open the catalogue of a root, or begin one that must be rebuilt.
+
+        ``journal`` is "wal" on a local file system, else "delete". Raises CatalogueError, and ConfigError where the
+        root is not a directory of this user; one that is not there is ``Unavailable``.
+        """
         self._journal = journal
         self._timeout_s = timeout_s
         self._pid = os.getpid()
@@ -46,6 +50,7 @@ class Connection:
             generations.check_root(root)
             with generations.root_locked(root, timeout_s):
                 self.generation = generations.ensure(root, journal)
+                """Which of the root's catalogues this is."""
                 self._path = generations.path_of(root, self.generation)
                 self._next_path = generations.path_of(root, self.generation + 1)
                 self._file = generations.check_file(self._path, self.generation)
@@ -78,15 +83,11 @@ class Connection:
             yield db
 
     def close(self) -> None:
-        """Nobody may use it afterwards. In a child process it leaves the parent's connection alone."""
+        """The rows of writers stay. In a child process it leaves the parent's connection alone."""
         if os.getpid() == self._pid:
             _open.discard(self)
             with self._turn:
                 self._db.close()
-
-    def leave_to_parent(self) -> None:
-        """Called in a child after a fork."""
-        _abandoned.append(self._db)
 
     @contextlib.contextmanager
     def _transaction(self, begin: str, num_calls: int) -> Iterator[sqlite3.Connection]:
@@ -194,8 +195,7 @@ def _find_holder(path: str, where: range) -> str:
 
 
 def _leave_connections_to_parent() -> None:
-    for connection in list(_open):
-        connection.leave_to_parent()
+    _abandoned.extend(connection._db for connection in _open)
     _open.clear()
 
 

@@ -6,9 +6,10 @@ writer's score of the object while it holds, else its last use. Both are in seco
 compared. What loses its last child and has no score of its own takes over the child's.
 """
 
+import contextlib
 import heapq
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,54 +17,38 @@ import msgspec
 from msgspec import Meta
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import feed
+from vllm_overlay.tiers.disk.catalogue import feed, rows
+from vllm_overlay.tiers.disk.catalogue.connection import Connection
+from vllm_overlay.tiers.disk.catalogue.errors import Busy, Unavailable
 from vllm_overlay.tiers.disk.catalogue.namespaces import find_namespace, read_namespaces, served
 from vllm_overlay.tiers.disk.catalogue.objects import BY_NAME
-from vllm_overlay.tiers.disk.catalogue.rows import (
-    MAX_PARENTS,
-    MAX_SCORE,
-    File,
-    Garbage,
-    Id,
-    Number,
-    NumBytes,
-    ObjectBytes,
-    Score,
-    WorldSize,
-    WriterId,
-    name_of,
-    read_all,
-)
+from vllm_overlay.tiers.disk.catalogue.rows import BATCH_ROWS, MAX_SCORE, File, Garbage, Score, batches, check_value
 from vllm_overlay.tiers.disk.catalogue.writers import act_as, read_grant
 
-_COLUMNS = "id, namespace, place, writer, number, world_size, num_bytes, num_children, score"
 _MAX_PLACE = max(MAX_SCORE, 2.0**40)
 
 
 class _Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    id: Id
-    namespace: Id
+    id: rows.Id
+    namespace: rows.Id
     place: Annotated[float, Meta(ge=-_MAX_PLACE, le=_MAX_PLACE)]
-    writer: WriterId
-    number: Number
-    world_size: WorldSize
-    num_bytes: ObjectBytes
-    num_children: NumBytes
+    writer: rows.WriterId
+    number: rows.Number
+    world_size: rows.WorldSize
+    num_bytes: rows.ObjectBytes
+    num_children: rows.NumBytes
     score: Score | None
 
     @property
     def file(self) -> File:
-        return File(name_of(self.writer), self.number)
+        return File(rows.name_of(self.writer), self.number)
 
     @property
     def victim(self) -> Garbage:
         return Garbage(self.file, self.world_size, self.num_bytes)
 
-    def taking_over(self, child: "_Leaf") -> "_Leaf":
-        """As the trigger ``went`` will leave this one after its last child."""
-        if child.score is None or self.score is not None:
-            return self
-        return msgspec.structs.replace(self, place=child.score, score=child.score)
+
+_COLUMNS = ", ".join(f"object.{column}" for column in _Leaf.__struct_fields__)
 
 
 class Scored(msgspec.Struct, frozen=True, gc=False):
@@ -86,90 +71,100 @@ class Limits:
     pinned: Set[File] = frozenset()
 
 
-# What objects are worth.
+class Eviction(Connection):
+    """See ``Catalogue``."""
+
+    def touch(self, fingerprint: str, object_ids: Iterable[ObjectId], now: int) -> None:
+        """These objects were used: a score of before is ``now`` too. What is not there is passed over."""
+        check_value(rows.Seconds, now)
+        for part in batches(object_ids):
+            with self.writing() as db:
+                if (namespace := find_namespace(db, fingerprint)) is not None:
+                    db.executemany(
+                        "UPDATE object SET last_use = ?, score = CASE WHEN score IS NULL THEN NULL ELSE ? END"
+                        f" WHERE {BY_NAME}",
+                        ((now, now, namespace, each.key, each.tag) for each in part),
+                    )
+                    db.execute("UPDATE meta SET newest_use = ?1 WHERE newest_use < ?1", (now,))
+
+    def publish_scores(self, fingerprint: str, scored: Iterable[Scored], expires_at: int) -> None:
+        """Until ``expires_at`` evict these objects as if they had last been used at the time that the score says.
+
+        An object that was used after its ``until`` is passed over. What loses its last child and has no score takes
+        over the child's: so what hangs on nothing else goes with it.
+        """
+        check_value(rows.Seconds, expires_at)
+        for part in batches(scored):
+            check_value(list[Score], [value for item in part for value in (item.score, item.until)])
+            with self.writing() as db:
+                if (namespace := find_namespace(db, fingerprint)) is not None:
+                    db.executemany(
+                        f"UPDATE object SET score = ?, score_expiry = ? WHERE {BY_NAME} AND last_use <= ?",
+                        (
+                            (item.score, expires_at, namespace, item.object_id.key, item.object_id.tag, item.until)
+                            for item in part
+                        ),
+                    )
+
+    def choose_victims(self, limits: Limits, now: int) -> list[Garbage]:
+        """What ``evict`` would take out, also while nothing can be written. Changes nothing that anybody can see."""
+        with contextlib.suppress(Busy, Unavailable):
+            self._expire_scores(now)
+        with self.reading() as db:
+            return [leaf.victim for leaf in _Choice(db, limits).run()]
+
+    def evict(
+        self, writer: str, limits: Limits, now: int, may_go: Callable[[list[File]], Set[File]] | None = None
+    ) -> list[Garbage]:
+        """Take out at most 256 objects, those that are worth the least over all namespaces, leaves first.
+
+        One transaction chooses and takes out, so no two processes choose the same. ``may_go`` is told what was chosen,
+        and says what of it may go; it must not wait. What may not go keeps its parents too. The caller unlinks what is
+        returned and calls ``collected`` then.
+        """
+        number = rows.number_of(writer)
+        if limits.num_objects > BATCH_ROWS:
+            raise ValueError(f"at most {BATCH_ROWS} objects go at once, not {limits.num_objects}")
+        self._expire_scores(now)
+        with self.writing() as db:
+            read_grant(db, number)
+            chosen = _Choice(db, limits).run()
+            allowed = None if may_go is None else may_go([leaf.file for leaf in chosen])
+            act_as(db, number)
+            gone = [leaf.victim for leaf in chosen if (allowed is None or leaf.file in allowed) and _delete(db, leaf)]
+            feed.trim(db)
+            return gone
+
+    def _expire_scores(self, now: int) -> None:
+        check_value(rows.Seconds, now)
+        expired = "FROM object WHERE score IS NOT NULL AND score_expiry <= ? LIMIT ?"
+        with self.reading() as db:
+            has_more = db.execute(f"SELECT 1 {expired}", (now, 1)).fetchone() is not None
+        while has_more:
+            with self.writing() as db:
+                statement = f"UPDATE object SET score = NULL, score_expiry = NULL WHERE id IN (SELECT id {expired})"
+                has_more = db.execute(statement, (now, BATCH_ROWS)).rowcount >= BATCH_ROWS
 
 
-def touch(db: sqlite3.Connection, fingerprint: str, object_ids: Sequence[ObjectId], now: int) -> None:
-    """Objects were used at ``now``, and a score of before is ``now`` too. What is not there is passed over."""
-    if (namespace := find_namespace(db, fingerprint)) is None:
-        return
-    db.executemany(
-        f"UPDATE object SET last_use = ?, score = CASE WHEN score IS NULL THEN NULL ELSE ? END WHERE {BY_NAME}",
-        ((now, now, namespace, each.key, each.tag) for each in object_ids),
-    )
-    db.execute("UPDATE meta SET newest_use = ?1 WHERE newest_use < ?1", (now,))
-
-
-def publish(db: sqlite3.Connection, fingerprint: str, scores: Sequence[Scored], expires_at: int) -> None:
-    """Until ``expires_at`` these objects are evicted as if they had last been used at the time that the score says."""
-    if (namespace := find_namespace(db, fingerprint)) is None:
-        return
-    db.executemany(
-        f"UPDATE object SET score = ?, score_expiry = ? WHERE {BY_NAME} AND last_use <= ?",
-        ((item.score, expires_at, namespace, item.object_id.key, item.object_id.tag, item.until) for item in scores),
-    )
-
-
-def has_expired(db: sqlite3.Connection, now: int) -> bool:
-    """Whether ``expire`` has work."""
-    found = db.execute("SELECT 1 FROM object WHERE score IS NOT NULL AND score_expiry <= ? LIMIT 1", (now,)).fetchone()
-    return found is not None
-
-
-def expire(db: sqlite3.Connection, now: int, num_rows: int) -> bool:
-    """Forget at most ``num_rows`` scores; returns whether it was as many, so that there may be more."""
-    cursor = db.execute(
-        "UPDATE object SET score = NULL, score_expiry = NULL WHERE id IN"
-        " (SELECT id FROM object WHERE score IS NOT NULL AND score_expiry <= ? LIMIT ?)",
-        (now, num_rows),
-    )
-    return cursor.rowcount >= num_rows
-
-
-# What goes.
-
-
-def choose(db: sqlite3.Connection, limits: Limits) -> list[Garbage]:
-    """What ``evict`` would take out."""
-    return [leaf.victim for leaf in _Choice(db, limits).run()]
-
-
-def evict(
-    db: sqlite3.Connection, writer: int, limits: Limits, may_go: Callable[[list[File]], Set[File]] | None
-) -> list[Garbage]:
-    """Take the rows of leaves out; their files are this writer's to unlink. What of them may not go keeps its parents
-    too."""
-    read_grant(db, writer)
-    chosen = _Choice(db, limits).run()
-    allowed = None if may_go is None else may_go([leaf.file for leaf in chosen])
-    act_as(db, writer)
-    gone = [leaf.victim for leaf in chosen if (allowed is None or leaf.file in allowed) and _delete(db, leaf.id)]
-    feed.trim(db)
-    return gone
-
-
-def _delete(db: sqlite3.Connection, number: int) -> bool:
-    return db.execute("DELETE FROM object WHERE id = ? AND num_children = 0", (number,)).rowcount > 0
-
-
-_Order = tuple[int, float, int]
+def _delete(db: sqlite3.Connection, leaf: _Leaf) -> bool:
+    return db.execute("DELETE FROM object WHERE id = ? AND num_children = 0", (leaf.id,)).rowcount > 0
 
 
 class _Choice:
     """Chooses, in one transaction, and changes nothing."""
 
     def __init__(self, db: sqlite3.Connection, limits: Limits) -> None:
-        self._db = db
-        self._limits = limits
-        self._namespaces = read_namespaces(db)
-        self._served = served(db)
+        self._db, self._limits = db, limits
+        self._namespaces, self._served = read_namespaces(db), served(db)
         self._children_left: dict[int, int] = {}
 
     def run(self) -> list[_Leaf]:
         """In the order in which they may go."""
         chosen: list[_Leaf] = []
         num_bytes = 0
-        heap = [(self._order(leaf), leaf) for leaf in self._first_leaves()]
+        leaves = heapq.merge(*map(self._leaves_of, self._namespaces), key=self._order)
+        # As many as may be needed: a leaf that is not among the first of all is not chosen before these are.
+        heap = [(self._order(leaf), leaf) for leaf, _ in zip(leaves, range(self._limits.num_objects), strict=False)]
         heapq.heapify(heap)
         while heap and num_bytes < self._limits.num_bytes and len(chosen) < self._limits.num_objects:
             _, leaf = heapq.heappop(heap)
@@ -179,45 +174,35 @@ class _Choice:
                 heapq.heappush(heap, (self._order(parent), parent))
         return chosen
 
-    def _first_leaves(self) -> list[_Leaf]:
-        """As many as may be needed: a leaf that is not among the first of all is not chosen before these are."""
-        streams = [self._leaves_of(number) for number in self._namespaces]
-        leaves = heapq.merge(*streams, key=self._order)
-        return [leaf for leaf, _ in zip(leaves, range(self._limits.num_objects), strict=False)]
-
     def _leaves_of(self, namespace: int) -> Iterator[_Leaf]:
-        rows = self._db.execute(
-            f"SELECT {_COLUMNS} FROM object INDEXED BY object_leaf WHERE namespace = ? AND num_children = 0"
-            " ORDER BY place, id",
+        found = self._db.execute(
+            f"SELECT {_COLUMNS.replace('object.', '')} FROM object INDEXED BY object_leaf"
+            " WHERE namespace = ? AND num_children = 0 ORDER BY place, id",
             (namespace,),
         )
-        while chunk := rows.fetchmany(32):
-            yield from (leaf for leaf in read_all(_Leaf, chunk) if leaf.file not in self._limits.pinned)
+        while chunk := found.fetchmany(32):
+            yield from (leaf for leaf in rows.read_all(_Leaf, chunk) if leaf.file not in self._limits.pinned)
 
     def _new_leaves(self, gone: _Leaf) -> list[_Leaf]:
-        """Parents that have no other child left."""
+        """Parents that have no other child left, as the trigger ``went`` will leave them. Raises
+        msgspec.ValidationError where one is not there."""
+        parents = self._db.execute(
+            f"SELECT {_COLUMNS} FROM parent LEFT JOIN object ON object.id = parent.parent WHERE child = ? LIMIT ?",
+            (gone.id, rows.MAX_PARENTS),
+        )
         found = []
-        for parent in self._parents(gone):
+        for parent in rows.read_all(_Leaf, parents):
             left = self._children_left.get(parent.id, parent.num_children) - 1
             self._children_left[parent.id] = left
             if not left and parent.file not in self._limits.pinned:
-                found.append(parent.taking_over(gone))
+                if gone.score is not None and parent.score is None:
+                    parent = msgspec.structs.replace(parent, place=gone.score, score=gone.score)
+                found.append(parent)
         return found
 
-    def _parents(self, leaf: _Leaf) -> list[_Leaf]:
-        """Raises msgspec.ValidationError where one is not there."""
-        columns = ", ".join(f"object.{column}" for column in _COLUMNS.split(", "))
-        rows = self._db.execute(
-            f"SELECT {columns} FROM parent LEFT JOIN object ON object.id = parent.parent WHERE child = ? LIMIT ?",
-            (leaf.id, MAX_PARENTS),
-        )
-        return read_all(_Leaf, rows)
-
-    def _order(self, leaf: _Leaf) -> _Order:
-        return self._rank(leaf.namespace), leaf.place, leaf.id
-
-    def _rank(self, namespace: int) -> int:
-        if namespace in self._served:
-            return 2
-        row = self._namespaces.get(namespace)
-        return 0 if row is not None and row.is_private else 1
+    def _order(self, leaf: _Leaf) -> tuple[int, float, int]:
+        rank = 2
+        if leaf.namespace not in self._served:
+            row = self._namespaces.get(leaf.namespace)
+            rank = 0 if row is not None and row.is_private else 1
+        return rank, leaf.place, leaf.id

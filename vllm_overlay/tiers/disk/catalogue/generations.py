@@ -37,11 +37,6 @@ def is_catalogue_name(name: str) -> bool:
     return name in (_LOCK, *(_NEW + companion for companion in _COMPANIONS)) or _FILE.fullmatch(name) is not None
 
 
-def is_catalogue(name: str) -> bool:
-    """Whether this is the name of one generation's file."""
-    return _NAME.fullmatch(name) is not None
-
-
 def newest(root: str) -> int:
     """The highest number that a file has; 0 when there is none. Raises OSError."""
     return max(_generations(root), default=0)

@@ -2,23 +2,14 @@
 """Namespaces: who is served, what eviction has learned of them, and what each takes."""
 
 import sqlite3
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
+from vllm_overlay.tiers.disk.catalogue import rows
+from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
-from vllm_overlay.tiers.disk.catalogue.rows import (
-    Fingerprint,
-    Flag,
-    Id,
-    Kind,
-    NumBytes,
-    Seconds,
-    check_value,
-    read_all,
-    read_value,
-)
+from vllm_overlay.tiers.disk.catalogue.rows import Fingerprint, Flag, Id, NumBytes, Seconds, read_all, read_value
 from vllm_overlay.tiers.disk.catalogue.schema import MAX_LEARNED_BYTES, MAX_WORDS_BYTES
 
 MAX_NAMESPACES = 10_000
@@ -61,9 +52,48 @@ class NamespaceUsage:
         self.kinds[kind] = num_objects, num_bytes
 
 
+class Namespaces(Connection):
+    """See ``Catalogue``."""
+
+    def learned(self, fingerprint: str) -> bytes | None:
+        """What eviction has learned of a namespace."""
+        with self.reading() as db:
+            row = db.execute("SELECT learned FROM namespace WHERE fingerprint = ?", (fingerprint,)).fetchone()
+            return None if row is None else read_value(bytes | None, row)
+
+    def keep_learned(self, fingerprint: str, learned: bytes) -> None:
+        """Keep it for the next start, at most 16 KiB; nothing of a namespace that is not there."""
+        if len(learned) > MAX_LEARNED_BYTES:
+            raise ValueError(f"what was learned of a namespace has at most {MAX_LEARNED_BYTES} bytes")
+        with self.writing() as db:
+            db.execute("UPDATE namespace SET learned = ? WHERE fingerprint = ?", (learned, fingerprint))
+
+    def usage(self) -> list[NamespaceUsage]:
+        """One a namespace, the largest first, for tools. Reads every row."""
+        with self.reading(LONG_CALLS) as db:
+            serving, namespaces = served(db), read_namespaces(db)
+            beside = db.execute("SELECT id, words, learned IS NOT NULL FROM namespace")
+            usages = {
+                each: NamespaceUsage(row.fingerprint, words, bool(row.is_private), bool(has_learned), each in serving)
+                for each, words, has_learned in read_all(tuple[Id, str, Flag], beside)
+                if (row := namespaces.get(each)) is not None
+            }
+            kinds = db.execute(
+                "SELECT namespace, kind, count(*), sum(num_bytes), min(last_use), max(last_use) FROM object NOT INDEXED"
+                " GROUP BY namespace, kind LIMIT 100000"
+            )
+            for namespace, kind, num_objects, num_bytes, oldest, newest in read_all(
+                tuple[Id, rows.Kind, NumBytes, NumBytes, Seconds, Seconds], kinds
+            ):
+                if namespace not in usages:
+                    raise Damaged(f"there is no namespace {namespace}")
+                usages[namespace].add(kind, num_objects, num_bytes, oldest, newest)
+            return sorted(usages.values(), key=lambda usage: -usage.num_bytes)
+
+
 def check_namespace(namespace: Namespace) -> None:
     """Raise ValueError unless its row could be read back."""
-    check_value(Fingerprint, namespace.fingerprint)
+    rows.check_value(Fingerprint, namespace.fingerprint)
     if len(namespace.words.encode()) > MAX_WORDS_BYTES:
         raise ValueError(f"the words of a namespace have at most {MAX_WORDS_BYTES} bytes")
 
@@ -71,10 +101,10 @@ def check_namespace(namespace: Namespace) -> None:
 def read_namespaces(db: sqlite3.Connection) -> dict[int, NamespaceRow]:
     """All of them, by number."""
     found = db.execute("SELECT id, fingerprint, is_private FROM namespace LIMIT ?", (MAX_NAMESPACES + 1,))
-    rows = read_all(NamespaceRow, found)
-    if len(rows) > MAX_NAMESPACES:
+    every = {row.id: row for row in read_all(NamespaceRow, found)}
+    if len(every) > MAX_NAMESPACES:
         raise Damaged(f"it has more than {MAX_NAMESPACES} namespaces")
-    return {row.id: row for row in rows}
+    return every
 
 
 def find_namespace(db: sqlite3.Connection, fingerprint: str) -> int | None:
@@ -96,19 +126,6 @@ def add_namespace(db: sqlite3.Connection, namespace: Namespace) -> int:
     return number
 
 
-def learned(db: sqlite3.Connection, fingerprint: str) -> bytes | None:
-    """What eviction has learned of it."""
-    row = db.execute("SELECT learned FROM namespace WHERE fingerprint = ?", (fingerprint,)).fetchone()
-    return None if row is None else read_value(bytes | None, row)
-
-
-def keep_learned(db: sqlite3.Connection, fingerprint: str, words: bytes) -> None:
-    """Nothing is kept of a namespace that is not there. Raises ValueError for too much."""
-    if len(words) > MAX_LEARNED_BYTES:
-        raise ValueError(f"what was learned of a namespace has at most {MAX_LEARNED_BYTES} bytes")
-    db.execute("UPDATE namespace SET learned = ? WHERE fingerprint = ?", (words, fingerprint))
-
-
 def drop_unused(db: sqlite3.Connection) -> None:
     """Those that nobody serves and that have no object, with what was learned of them. Not before all files are
     known."""
@@ -121,28 +138,5 @@ def drop_unused(db: sqlite3.Connection) -> None:
 
 def served(db: sqlite3.Connection) -> set[int]:
     """The namespaces that writers serve, of whom nobody knows that they are dead."""
-    rows: Iterable[tuple[int]] = db.execute("SELECT DISTINCT namespace FROM writer WHERE namespace IS NOT NULL")
-    return {number for (number,) in read_all(tuple[Id], rows)}
-
-
-def measure(db: sqlite3.Connection) -> list[NamespaceUsage]:
-    """One a namespace, the largest first. Reads every row."""
-    serving = served(db)
-    namespaces = read_namespaces(db)
-    beside = db.execute("SELECT id, words, learned IS NOT NULL FROM namespace")
-    usages = {
-        number: NamespaceUsage(row.fingerprint, words, bool(row.is_private), bool(has_learned), number in serving)
-        for number, words, has_learned in read_all(tuple[Id, str, Flag], beside)
-        if (row := namespaces.get(number)) is not None
-    }
-    rows = db.execute(
-        "SELECT namespace, kind, count(*), sum(num_bytes), min(last_use), max(last_use) FROM object NOT INDEXED"
-        " GROUP BY namespace, kind LIMIT 100000"
-    )
-    for namespace, kind, num_objects, num_bytes, oldest, newest in read_all(
-        tuple[Id, Kind, NumBytes, NumBytes, Seconds, Seconds], rows
-    ):
-        if namespace not in usages:
-            raise Damaged(f"there is no namespace {namespace}")
-        usages[namespace].add(kind, num_objects, num_bytes, oldest, newest)
-    return sorted(usages.values(), key=lambda usage: -usage.num_bytes)
+    found = db.execute("SELECT DISTINCT namespace FROM writer WHERE namespace IS NOT NULL")
+    return {number for (number,) in read_all(tuple[Id], found)}

@@ -2,27 +2,19 @@
 """Objects come in."""
 
 import sqlite3
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from enum import Enum
 
 import msgspec
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import garbage
+from vllm_overlay.tiers.disk.catalogue import feed, garbage, rows
+from vllm_overlay.tiers.disk.catalogue.connection import Connection
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
-from vllm_overlay.tiers.disk.catalogue.namespaces import Namespace, add_namespace, find_namespace
-from vllm_overlay.tiers.disk.catalogue.rows import (
-    File,
-    Garbage,
-    Id,
-    Number,
-    StoredObject,
-    WriterId,
-    name_of,
-    number_of,
-    read_one,
-)
-from vllm_overlay.tiers.disk.catalogue.writers import act_as, read_grant, write_grant
+from vllm_overlay.tiers.disk.catalogue.namespaces import Namespace, add_namespace, check_namespace, find_namespace
+from vllm_overlay.tiers.disk.catalogue.rows import File, Garbage, StoredObject, batches, check_objects, number_of
+from vllm_overlay.tiers.disk.catalogue.writers import act_as, is_complete, read_grant, write_grant
 
 BY_NAME = "namespace = ? AND key = ? AND kind = ?"
 _FIELDS = "writer, number, world_size, num_bytes, payload_bytes, start_tokens, end_tokens, last_use"
@@ -54,44 +46,85 @@ class Committed(msgspec.Struct, frozen=True, gc=False):
     is_paid: bool
 
 
-def commit(
-    db: sqlite3.Connection, writer: int, batch: Sequence[tuple[StoredObject, File | None]]
-) -> list[Committed | Refusal]:
-    """Take in objects; their bytes come from the writer's grant."""
-    act_as(db, writer)
-    arrivals = _Arrivals(db, read_grant(db, writer), garbage.among(db, [item.file for item, _ in batch]))
-    answers = [arrivals.add(item, replaced) for item, replaced in batch]
-    write_grant(db, writer, arrivals.room_bytes)
-    return answers
+class Objects(Connection):
+    """See ``Catalogue``."""
 
+    def commit(self, writer: str, batch: Iterable[tuple[StoredObject, File | None]]) -> list[Committed | Refusal]:
+        """Take in objects, parents first, whose files are in place; their bytes come from this writer's grant.
 
-def adopt(db: sqlite3.Connection, batch: Sequence[StoredObject]) -> None:
-    """Take in objects whose files were there before the catalogue was. A file that another one of the same name or a
-    missing parent keeps out is garbage."""
-    act_as(db, None)
-    room_bytes = sum(item.num_bytes for item in batch)
-    arrivals = _Arrivals(db, room_bytes, garbage.among(db, [item.file for item in batch]))
-    for item in batch:
-        if arrivals.find_namespace(item.fingerprint) is None:
-            arrivals.namespaces[item.fingerprint] = add_namespace(db, Namespace(item.fingerprint))
-        arrivals.add(item, None)
-        garbage.discard(db, [Garbage(item.file, item.world_size, item.num_bytes)])
+        The second of a pair is the file that this one replaces: it becomes this writer's garbage. First commit wins: if
+        a row of another file is there, the answer names that. An answer each, in order.
+        """
+        number = number_of(writer)
+        answers: list[Committed | Refusal] = []
+        for part in batches(batch):
+            items = [item for item, _ in part]
+            check_objects(items)
+            if others := {item.file.writer for item in items} - {writer}:
+                raise ValueError(f"writer {writer} cannot commit a file of {others.pop()}")
+            with self.writing() as db:
+                act_as(db, number)
+                arrivals = _Arrivals(db, read_grant(db, number), items)
+                answers += [arrivals.add(item, replaced) for item, replaced in part]
+                write_grant(db, number, arrivals.room_bytes)
+                feed.trim(db)
+        return answers
+
+    # Rebuild, by one process at a time.
+
+    def adopt(self, batch: Iterable[StoredObject], served: Iterable[Namespace] = ()) -> None:
+        """Take in objects whose files a rebuild has found; they need no grant. Parents first.
+
+        A file whose object has another file by now, or lacks a parent, is garbage.
+        """
+        checked = list(served)
+        for namespace in checked:
+            check_namespace(namespace)
+        with self._rebuilding() as db:
+            for namespace in checked:
+                add_namespace(db, namespace)
+        for part in batches(batch):
+            check_objects(part)
+            with self._rebuilding() as db:
+                act_as(db, None)
+                arrivals = _Arrivals(db, sum(item.num_bytes for item in part), part)
+                for item in part:
+                    arrivals.add_namespace(item.fingerprint)
+                    arrivals.add(item, None)
+                    garbage.discard(db, [Garbage(item.file, item.world_size, item.num_bytes)])
+                feed.trim(db)
+
+    def discard(self, files: Iterable[Garbage]) -> None:
+        """Files that a rebuild has found and that no row names are garbage."""
+        for part in batches(files):
+            for item in part:
+                rows.check_value(rows.WorldSize, item.world_size)
+                rows.check_value(rows.ObjectBytes, item.num_bytes)
+            with self._rebuilding() as db:
+                garbage.discard(db, part)
+
+    @contextmanager
+    def _rebuilding(self) -> Iterator[sqlite3.Connection]:
+        with self.writing() as db:
+            if is_complete(db):
+                raise ValueError("the rebuild has ended")
+            yield db
 
 
 class _Arrivals:
     """One transaction's. The rows that it has found or made need not be looked up again as parents."""
 
-    def __init__(self, db: sqlite3.Connection, room_bytes: int, unwanted: Set[File]) -> None:
-        """``unwanted`` are files that are garbage: asked once, because a look at each row costs a tenth more."""
+    def __init__(self, db: sqlite3.Connection, room_bytes: int, items: Sequence[StoredObject]) -> None:
         self._db = db
-        self._unwanted = unwanted
-        self._ids: dict[tuple[int, ObjectId], int] = {}
-        self.namespaces: dict[str, int | None] = {}
         self.room_bytes = room_bytes
+        self._unwanted: Set[File] = garbage.among(db, [item.file for item in items])
+        """Files that are garbage: asked once, because a look at each row costs a tenth more."""
+        self._ids: dict[tuple[int, ObjectId], int] = {}
+        self._namespaces: dict[str, int | None] = {}
 
     def add(self, item: StoredObject, replaced: File | None) -> Committed | Refusal:
         """Take one object in, say who was first, or say why not."""
-        if (namespace := self.find_namespace(item.fingerprint)) is None:
+        if (namespace := self._find_namespace(item.fingerprint)) is None:
             return Refusal.NAMESPACE
         parents = [self._find_id(namespace, each) for each in item.planned.parents]
         has_room, is_unwanted = item.num_bytes <= self.room_bytes, item.file in self._unwanted
@@ -127,20 +160,23 @@ class _Arrivals:
             self._db.execute("INSERT INTO parent VALUES (?, ?, ?)", (number, place, parent))
         return True
 
-    def find_namespace(self, fingerprint: str) -> int | None:
-        """Its number; None when it is not there."""
-        if fingerprint not in self.namespaces:
-            self.namespaces[fingerprint] = find_namespace(self._db, fingerprint)
-        return self.namespaces[fingerprint]
+    def add_namespace(self, fingerprint: str) -> None:
+        if self._find_namespace(fingerprint) is None:
+            self._namespaces[fingerprint] = add_namespace(self._db, Namespace(fingerprint))
+
+    def _find_namespace(self, fingerprint: str) -> int | None:
+        if fingerprint not in self._namespaces:
+            self._namespaces[fingerprint] = find_namespace(self._db, fingerprint)
+        return self._namespaces[fingerprint]
 
     def _find_file(self, namespace: int, object_id: ObjectId) -> tuple[int, File] | None:
         """The number of an object's row and its file; None when it is not there."""
         row = self._db.execute(_FIND, (namespace, object_id.key, object_id.tag)).fetchone()
         if row is None:
             return None
-        number, writer, file = read_one(tuple[Id, WriterId, Number], row)
+        number, writer, file = rows.read_one(tuple[rows.Id, rows.WriterId, rows.Number], row)
         self._ids[namespace, object_id] = number
-        return number, File(name_of(writer), file)
+        return number, File(rows.name_of(writer), file)
 
     def _find_id(self, namespace: int, object_id: ObjectId) -> int | None:
         if (namespace, object_id) not in self._ids and self._find_file(namespace, object_id) is None:

@@ -2,7 +2,8 @@
 """What goes in and comes out, with the bounds that both must keep."""
 
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import Meta
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
 
+BATCH_ROWS = 256
 MAX_PARENTS = 8
 MAX_ID = 2**62
 MAX_BYTES = 2**53
@@ -38,6 +40,7 @@ Fingerprint = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Kind = Annotated[str, Meta(pattern=r"\A(?:s[0-9a-f]{16}|[fw][0-9]{1,3})\Z", max_length=MAX_KIND_CHARS)]
 Key = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Row = TypeVar("Row")
+_Item = TypeVar("_Item")
 
 
 class File(msgspec.Struct, frozen=True, order=True, gc=False):
@@ -101,9 +104,7 @@ class ObjectRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return StoredObject(fingerprint, planned, file, self.world_size, self.num_bytes, self.last_use)
 
 
-COLUMNS = (
-    "id, namespace, kind, key, writer, number, world_size, num_bytes, payload_bytes, start_tokens, end_tokens, last_use"
-)
+COLUMNS = ", ".join(ObjectRow.__struct_fields__)
 
 
 @functools.lru_cache(4096)
@@ -163,7 +164,7 @@ def _tuple_of(kind: Any) -> Any:
 
 def check_objects(items: Sequence[StoredObject]) -> None:
     """Raise ValueError unless the rows of all of them could be read back."""
-    rows = [
+    found = [
         (
             1, 1, planned.object_id.tag, planned.object_id.key, number_of(item.file.writer), item.file.number,
             item.world_size, item.num_bytes, planned.num_bytes, planned.start_tokens, planned.end_tokens, item.last_use,
@@ -172,11 +173,10 @@ def check_objects(items: Sequence[StoredObject]) -> None:
         for planned in (item.planned,)
     ]  # fmt: skip
     try:
-        read_objects(rows)
+        read_objects(found)
     except msgspec.ValidationError as error:
         raise ValueError(f"an object cannot be kept: {error}") from None
-    for fingerprint in {item.fingerprint for item in items}:
-        check_value(Fingerprint, fingerprint)
+    check_value(Fingerprint, *{item.fingerprint for item in items})
     for item in items:
         parents, planned = item.planned.parents, item.planned
         is_wrong = len(parents) > 1 and (len(parents) > MAX_PARENTS or len(set(parents)) < len(parents))
@@ -184,9 +184,17 @@ def check_objects(items: Sequence[StoredObject]) -> None:
             raise ValueError(f"{planned.object_id} has {parents} as parents and ends at {planned.end_tokens}")
 
 
-def check_value(kind: Any, value: object) -> None:
-    """Raise ValueError unless an argument is within the bounds of ``kind``."""
-    try:
-        msgspec.convert(value, kind, builtin_types=(bytes,))
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{value!r}: {error}") from None
+def check_value(kind: Any, *values: object) -> None:
+    """Raise ValueError unless these arguments are within the bounds of ``kind``."""
+    for value in values:
+        try:
+            msgspec.convert(value, kind, builtin_types=(bytes,))
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{value!r}: {error}") from None
+
+
+def batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
+    """As many as one transaction takes."""
+    iterator = iter(items)
+    while part := list(itertools.islice(iterator, BATCH_ROWS)):
+        yield part

@@ -13,19 +13,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from vllm_overlay.tiers.disk.catalogue import rows
+from vllm_overlay.tiers.disk.catalogue.connection import Connection
 from vllm_overlay.tiers.disk.catalogue.errors import Superseded
-from vllm_overlay.tiers.disk.catalogue.namespaces import Namespace, add_namespace, drop_unused
-from vllm_overlay.tiers.disk.catalogue.rows import (
-    Fingerprint,
-    Flag,
-    NumBytes,
-    Seconds,
-    WriterId,
-    name_of,
-    read_all,
-    read_one,
-    read_value,
-)
+from vllm_overlay.tiers.disk.catalogue.namespaces import Namespace, add_namespace, check_namespace, drop_unused
+from vllm_overlay.tiers.disk.catalogue.rows import Flag, NumBytes, Seconds, check_value, name_of, number_of, read_value
 
 HELD_PARTS = 32
 _MAX_WRITERS = 100_000
@@ -78,42 +70,99 @@ class Grant:
     surplus_bytes: int = 0
 
 
-def join(db: sqlite3.Connection, writer: int, namespace: Namespace) -> None:
-    """A writer serves this from now on. What it was granted stays its own."""
-    number = add_namespace(db, namespace)
-    db.execute("INSERT OR IGNORE INTO writer VALUES (?, NULL, 0)", (writer,))
-    db.execute("UPDATE writer SET namespace = ? WHERE id = ?", (number, writer))
-    drop_unused(db)
+class Writers(Connection):
+    """See ``Catalogue``."""
 
+    def join(self, writer: str, namespace: Namespace) -> int:
+        """This writer serves the namespace from now on. What it was granted stays its own, and is returned. Join before
+        you ``load``."""
+        number = number_of(writer)
+        check_namespace(namespace)
+        with self.writing() as db:
+            serves = add_namespace(db, namespace)
+            db.execute("INSERT OR IGNORE INTO writer VALUES (?, NULL, 0)", (number,))
+            db.execute("UPDATE writer SET namespace = ? WHERE id = ?", (serves, number))
+            drop_unused(db)
+            return read_grant(db, number)
 
-def leave(db: sqlite3.Connection, writer: int, in_flight_bytes: int) -> None:
-    """It serves no more. What it has to unlink is anybody's; what it may still write stays granted."""
-    db.execute("UPDATE garbage SET collector = NULL WHERE collector = ?", (writer,))
-    db.execute("UPDATE writer SET namespace = NULL, granted = min(granted, ?) WHERE id = ?", (in_flight_bytes, writer))
-    db.execute("DELETE FROM writer WHERE id = ? AND granted = 0", (writer,))
-    drop_unused(db)
+    def leave(self, writer: str, in_flight_bytes: int = 0) -> None:
+        """It serves nothing any more, and what it has to unlink is anybody's. ``in_flight_bytes`` are of files that may
+        still appear: others must bury it."""
+        number = number_of(writer)
+        check_value(NumBytes, in_flight_bytes)
+        with self.writing() as db:
+            db.execute("UPDATE garbage SET collector = NULL WHERE collector = ?", (number,))
+            db.execute(
+                "UPDATE writer SET namespace = NULL, granted = min(granted, ?) WHERE id = ?", (in_flight_bytes, number)
+            )
+            db.execute("DELETE FROM writer WHERE id = ? AND granted = 0", (number,))
+            drop_unused(db)
 
+    def bury(self, writer: str, heir: str) -> int:
+        """End a writer that is dead and whose directory has no file that nothing names; returns what it was granted.
 
-def bury(db: sqlite3.Connection, writer: int, heir: int) -> int:
-    """It is dead and its directory has nothing that no row names; returns what it was granted."""
-    read_grant(db, heir)
-    row = db.execute("SELECT granted FROM writer WHERE id = ?", (writer,)).fetchone()
-    num_bytes = 0 if row is None else int(read_value(NumBytes, row))
-    db.execute("UPDATE garbage SET collector = ? WHERE collector = ?", (heir, writer))
-    db.execute("DELETE FROM writer WHERE id = ?", (writer,))
-    drop_unused(db)
-    return num_bytes
+        What it had to unlink is the heir's. Until a rebuild is complete nothing is done.
+        """
+        dead, heir_number = number_of(writer), number_of(heir)
+        if writer == heir:
+            raise ValueError(f"writer {writer} cannot bury itself")
+        with self.writing() as db:
+            if not is_complete(db):
+                return 0
+            read_grant(db, heir_number)
+            row = db.execute("SELECT granted FROM writer WHERE id = ?", (dead,)).fetchone()
+            db.execute("UPDATE garbage SET collector = ? WHERE collector = ?", (heir_number, dead))
+            db.execute("DELETE FROM writer WHERE id = ?", (dead,))
+            drop_unused(db)
+            return 0 if row is None else int(read_value(NumBytes, row))
 
+    def writers(self) -> list[WriterRow]:
+        """Who serves a namespace or was granted bytes. What has ended and left nothing but files has no row."""
+        with self.reading() as db:
+            found = db.execute(
+                "SELECT writer.id, fingerprint, granted FROM writer LEFT JOIN namespace"
+                " ON namespace.id = writer.namespace ORDER BY writer.id LIMIT ?",
+                (_MAX_WRITERS,),
+            )
+            every = rows.read_all(tuple[rows.WriterId, rows.Fingerprint | None, NumBytes], found)
+            return [WriterRow(name_of(number), fingerprint, granted) for number, fingerprint, granted in every]
 
-def read_writers(db: sqlite3.Connection) -> list[WriterRow]:
-    """All rows, of the living, the dead and those that left something granted."""
-    rows = db.execute(
-        "SELECT writer.id, fingerprint, granted FROM writer LEFT JOIN namespace ON namespace.id = writer.namespace"
-        " ORDER BY writer.id LIMIT ?",
-        (_MAX_WRITERS,),
-    )
-    found = read_all(tuple[WriterId, Fingerprint | None, NumBytes], rows)
-    return [WriterRow(name_of(number), fingerprint, granted) for number, fingerprint, granted in found]
+    def grant(self, writer: str, num_bytes: int, at_least: int, capacity_bytes: int) -> Grant:
+        """Ask for room before files are written. ``at_least`` is what the next object takes in all ranks.
+
+        Nothing is granted until a rebuild is complete.
+        """
+        number = number_of(writer)
+        check_value(NumBytes, num_bytes, at_least, capacity_bytes)
+        with self.writing() as db:
+            totals, held = read_totals(db), read_grant(db, number)
+            if not totals.is_complete:
+                return Grant(0)
+            limit = limit_bytes(totals, capacity_bytes, at_least)
+            wanted = min(num_bytes, max(0, limit - held))
+            granted = max(0, min(wanted, capacity_bytes - totals.num_bytes))
+            if granted:
+                write_grant(db, number, held + granted)
+            return Grant(granted, wanted - granted, max(0, held + granted - limit))
+
+    def give_back(self, writer: str, num_bytes: int) -> int:
+        """Return room for which nothing will be written; returns what this writer still holds."""
+        number = number_of(writer)
+        check_value(NumBytes, num_bytes)
+        with self.writing() as db:
+            left = max(0, read_grant(db, number) - num_bytes)
+            write_grant(db, number, left)
+            return left
+
+    def totals(self) -> Totals:
+        """Counters, and sums over writers and garbage: as fast with a million objects as with none."""
+        with self.reading() as db:
+            return read_totals(db)
+
+    def end_rebuild(self) -> None:
+        """All files are known: room is granted from now on."""
+        with self.writing() as db:
+            db.execute("UPDATE meta SET is_complete = 1")
 
 
 def read_grant(db: sqlite3.Connection, writer: int) -> int:
@@ -133,12 +182,8 @@ def act_as(db: sqlite3.Connection, writer: int | None) -> None:
     db.execute("UPDATE meta SET actor = ? WHERE actor IS NOT ?", (writer, writer))
 
 
-# Room.
-
-
 def read_totals(db: sqlite3.Connection) -> Totals:
-    """Counters, and sums over writers and garbage: takes no time that grows with the number of objects."""
-    return read_one(Totals, db.execute(_TOTALS).fetchone())
+    return rows.read_one(Totals, db.execute(_TOTALS).fetchone())
 
 
 def is_complete(db: sqlite3.Connection) -> bool:
@@ -149,31 +194,3 @@ def is_complete(db: sqlite3.Connection) -> bool:
 def limit_bytes(totals: Totals, capacity_bytes: int, at_least: int) -> int:
     """What one writer may hold: its part, but always ``at_least``, which one object takes."""
     return max(at_least, capacity_bytes // HELD_PARTS // max(1, totals.num_writers))
-
-
-def grant(db: sqlite3.Connection, writer: int, num_bytes: int, at_least: int, capacity_bytes: int) -> Grant:
-    """Add up to ``num_bytes`` to what a writer holds; nothing while a rebuild is under way."""
-    totals, held = read_totals(db), read_grant(db, writer)
-    if not totals.is_complete:
-        return Grant(0)
-    limit = limit_bytes(totals, capacity_bytes, at_least)
-    wanted = min(num_bytes, max(0, limit - held))
-    granted = max(0, min(wanted, capacity_bytes - totals.num_bytes))
-    if granted:
-        write_grant(db, writer, held + granted)
-    return Grant(granted, wanted - granted, max(0, held + granted - limit))
-
-
-def give_back(db: sqlite3.Connection, writer: int, num_bytes: int) -> int:
-    """Take up to ``num_bytes`` from what a writer holds; returns what it holds then."""
-    left = max(0, read_grant(db, writer) - num_bytes)
-    write_grant(db, writer, left)
-    return left
-
-
-def keep(db: sqlite3.Connection, writer: int, num_bytes: int, capacity_bytes: int) -> int:
-    """Grant a writer bytes that it has just made free, as far as the capacity is not exceeded; returns them."""
-    kept = max(0, min(num_bytes, capacity_bytes - read_totals(db).num_bytes))
-    if kept:
-        write_grant(db, writer, read_grant(db, writer) + kept)
-    return kept

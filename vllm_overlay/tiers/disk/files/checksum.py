@@ -4,16 +4,21 @@
 import hmac
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import xxhash
 from blake3 import blake3
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import GCM
 
-from vllm_overlay.tiers.disk.files import encryption
+from vllm_overlay.tiers.disk.files.key_file import read_key
 
 KEY_ID_BYTES = 8
+_KEY_BYTES, _NONCE_BYTES = 32, 12
 _CONTEXT = "vllm-overlay disk tier: "
 _ENCRYPTED_HEADER_CONTEXT = f"{_CONTEXT}key of header checksums of encrypted objects, version 1"
 _ENCRYPTION_CONTEXT = f"{_CONTEXT}key of object keys, version 1"
@@ -57,10 +62,6 @@ class Integrity(ABC):
     def header_checksum(self, header: bytes) -> bytes:
         """The checksum of a header's bytes before its checksum."""
 
-    def verify_header(self, checksum: bytes, header: bytes) -> bool:
-        """Whether it is that checksum. A near miss takes as long as any other."""
-        return hmac.compare_digest(checksum, self.header_checksum(header))
-
     @abstractmethod
     def seal(self, segments: Sequence[memoryview]) -> Seal:
         """What proves the payload in these segments. The call leaves them as they belong on the disk: perhaps
@@ -79,21 +80,17 @@ class PlainIntegrity(Integrity):
     algorithm = 1
     header_checksum_bytes = payload_checksum_bytes = 16
 
-    def checksum_of(self, segments: Iterable[memoryview | bytes]) -> bytes:
-        """The checksum of the segments one after the other."""
-        digest = xxhash.xxh3_128()
-        for segment in segments:
-            digest.update(segment)
-        return digest.digest()
-
     def header_checksum(self, header: bytes) -> bytes:
         return xxhash.xxh3_128_digest(header)
 
     def seal(self, segments: Sequence[memoryview]) -> Seal:
-        return Seal(self.checksum_of(segments))
+        digest = xxhash.xxh3_128()
+        for segment in segments:
+            digest.update(segment)
+        return Seal(digest.digest())
 
     def unseal(self, seal: Seal, segments: Sequence[memoryview]) -> bool:
-        return hmac.compare_digest(seal.checksum, self.checksum_of(segments))
+        return hmac.compare_digest(seal.checksum, self.seal(segments).checksum)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +100,9 @@ class EncryptedIntegrity(Integrity):
 
     algorithm = 2
     header_checksum_bytes = 32
-    payload_checksum_bytes = encryption.TAG_BYTES
-    salt_bytes = encryption.SALT_BYTES
-    max_payload_bytes = encryption.MAX_BYTES
+    payload_checksum_bytes = 16
+    salt_bytes = 32
+    max_payload_bytes = (1 << 36) - 32  # GCM's limit of one message
 
     encryption_key: bytes = field(repr=False)
 
@@ -123,12 +120,28 @@ class EncryptedIntegrity(Integrity):
     def header_checksum(self, header: bytes) -> bytes:
         return blake3(header, key=self.key).digest()
 
+    def _cipher(self, salt: bytes) -> Cipher[GCM]:
+        """The cipher of one object. A random salt comes once, so no key and nonce ever meet two messages."""
+        derived = blake3(salt, key=self.encryption_key).digest(length=_KEY_BYTES + _NONCE_BYTES)
+        return Cipher(AES256(derived[:_KEY_BYTES]), GCM(derived[_KEY_BYTES:]))
+
     def seal(self, segments: Sequence[memoryview]) -> Seal:
-        salt = os.urandom(encryption.SALT_BYTES)
-        return Seal(encryption.encrypt(self.encryption_key, salt, segments), salt)
+        salt = os.urandom(self.salt_bytes)
+        encryptor = self._cipher(salt).encryptor()
+        for segment in segments:
+            encryptor.update_into(segment, segment)
+        encryptor.finalize()
+        return Seal(encryptor.tag, salt)
 
     def unseal(self, seal: Seal, segments: Sequence[memoryview]) -> bool:
-        return encryption.decrypt(self.encryption_key, seal.salt, segments, seal.checksum)
+        decryptor = self._cipher(seal.salt).decryptor()
+        for segment in segments:
+            decryptor.update_into(segment, segment)
+        try:
+            decryptor.finalize_with_tag(seal.checksum)
+        except InvalidTag:
+            return False
+        return True
 
 
 XXH3 = PlainIntegrity(name="xxh3")
@@ -136,4 +149,4 @@ XXH3 = PlainIntegrity(name="xxh3")
 
 def integrity_of(encryption_key_file: str = "") -> Integrity:
     """AES-256-GCM with a key, else XXH3. Called at start; raises ConfigError."""
-    return EncryptedIntegrity.of(encryption.read_key(encryption_key_file)) if encryption_key_file else XXH3
+    return EncryptedIntegrity.of(read_key(encryption_key_file)) if encryption_key_file else XXH3

@@ -50,11 +50,8 @@ def marked_journal(root: str) -> str:
     A marker that others may have written counts as none, and so does a damaged one. Raises NotARootError for a later
     format than this version's. Raises OSError when nobody can say.
     """
-    raw = _read(root)
-    if raw is None:
-        return ""
     try:
-        words = msgspec.json.decode(raw, type=_Words)
+        words = msgspec.json.decode(_read(root), type=_Words)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return ""
     if words.version > versions.DISK_ROOT:
@@ -66,22 +63,17 @@ def marked_journal(root: str) -> str:
     return words.journal if words.journal in (WRITE_AHEAD, ROLLBACK) else ""
 
 
-def _read(root: str) -> bytes | None:
-    """The marker's bytes. None when there is none that can be believed."""
+def _read(root: str) -> bytes:
+    """The marker's bytes. Empty when there is none that can be believed."""
     try:
         fd = os.open(os.path.join(root, MARKER), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            return None
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):  # not there, a link, a socket
+            return b""
         raise
     with open(fd, "rb") as file:
         found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or why_not_ours(found):
-            return None
-        raw = file.read(_MAX_BYTES + 1)
-    return raw if len(raw) <= _MAX_BYTES else None
+        return file.read(_MAX_BYTES) if stat.S_ISREG(found.st_mode) and not why_not_ours(found) else b""
 
 
 def write_marker(device: Device, root: str, journal: str) -> None:

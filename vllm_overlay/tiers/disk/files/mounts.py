@@ -10,12 +10,10 @@ WRITE_AHEAD = "wal"
 ROLLBACK = "delete"
 _PROCESS = Path("/proc/self")
 _MOUNT_ID = re.compile(rb"^mnt_id:\s*([0-9]+)$", re.MULTILINE)
-_LOCAL = frozenset(
-    {
-        "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay", "ramfs", "reiserfs", "tmpfs",
-        "xfs", "zfs",
-    }
-)  # fmt: skip
+_LOCAL = {
+    "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay", "ramfs", "reiserfs", "tmpfs",
+    "xfs", "zfs",
+}  # fmt: skip
 
 
 def journal_of(path: str) -> str:

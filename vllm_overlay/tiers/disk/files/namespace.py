@@ -10,24 +10,20 @@ import msgspec
 from blake3 import blake3
 
 from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, PlannedObject
+from vllm_overlay.tiers.disk.catalogue.rows import MAX_KEY_BYTES, Fingerprint, check_value
 
 INTEGRITY = "integrity"
 """The description's word for the checksums' algorithm and key."""
 OBJECT_FORMAT = "object_format"
 """The description's word for the version of the objects' files."""
-MAX_KEY_BYTES = 64
-MAX_RANKS = 10_000
-_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _KIND = re.compile(r"s[0-9a-f]{16}|[fw][0-9]{1,3}")
 _FACTS_DIGITS = 16
 
 
 def check_stored_id(stored: ObjectId) -> None:
     """Raise ValueError unless a header can carry the name of a stored object."""
-    if not _KIND.fullmatch(stored.tag):
-        raise ValueError(f"{stored.tag!r} is not a kind of stored objects")
-    if not 1 <= len(stored.key) <= MAX_KEY_BYTES:
-        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(stored.key)}")
+    if not _KIND.fullmatch(stored.tag) or not 1 <= len(stored.key) <= MAX_KEY_BYTES:
+        raise ValueError(f"{stored!r} is not the name of a stored object")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +41,7 @@ class DiskNamespace:
     is_private: bool = False
 
     def __post_init__(self) -> None:
-        for fingerprint in (self.attention, self.snapshot):
-            if not _FINGERPRINT.fullmatch(fingerprint):
-                raise ValueError(f"fingerprint {fingerprint!r} must be 64 lower-case hex digits")
+        check_value(Fingerprint, self.attention, self.snapshot)
 
     @property
     def fingerprint(self) -> str:

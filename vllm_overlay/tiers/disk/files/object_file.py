@@ -16,14 +16,7 @@ import numpy as np
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
 from vllm_overlay.tiers.disk.files.device import Device, read_up_to, remove_quietly, write_all
-from vllm_overlay.tiers.disk.files.format import (
-    HEADER_BYTES,
-    FormatError,
-    Identity,
-    ObjectHeader,
-    file_bytes,
-    padded_bytes,
-)
+from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, FormatError, Identity, ObjectHeader, file_bytes
 from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes, HostBuffer
 
 READ_ATTEMPTS = 3
@@ -71,7 +64,7 @@ def _with_padding(buffer: HostBuffer, segments: list[memoryview]) -> tuple[list[
 
     The padding lies in the last unit when that has room, else in memory of its own.
     """
-    padding_bytes = padded_bytes(buffer.num_bytes) - buffer.num_bytes
+    padding_bytes = file_bytes(buffer.num_bytes) - HEADER_BYTES - buffer.num_bytes
     last = len(segments[-1])
     row = buffer.array[buffer.units[-1]]
     if last + padding_bytes <= row.size:
@@ -93,7 +86,13 @@ def write_object(
     padding[:] = 0
     page, _ = _pages()
     page[:] = header.sealed(integrity.seal(views)).encode(integrity)
-    fd = _create(device, path, os.O_DIRECT if direct else 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
+    try:
+        fd = device.open(path, flags)
+    except FileNotFoundError:  # the writer's directory is there for as long as the writer lives
+        with contextlib.suppress(FileExistsError):
+            device.mkdir(os.path.dirname(path))
+        fd = device.open(path, flags)
     try:
         try:
             write_all(device, fd, [page, *segments])
@@ -102,17 +101,6 @@ def write_object(
     except BaseException:
         remove_quietly(device, path)
         raise
-
-
-def _create(device: Device, path: str, flags: int) -> int:
-    """In the writer's directory, which is there for as long as the writer lives."""
-    flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        return device.open(path, flags)
-    except FileNotFoundError:
-        with contextlib.suppress(FileExistsError):
-            device.mkdir(os.path.dirname(path))
-        return device.open(path, flags)
 
 
 def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lambda: True) -> _T:
@@ -146,15 +134,6 @@ def _read(device: Device, path: str, segments: list[memoryview], enough: int, fl
         if not stat.S_ISREG(device.lstat(path).st_mode):
             raise BadObject(Reason.HEADER) from error
         raise
-
-
-def _check_size(device: Device, path: str, num_read: int, num_bytes: int) -> None:
-    """A file that ends before its size says was not read to its end: what is left may be right. Raises OSError,
-    BadObject."""
-    if num_read != num_bytes:
-        if device.lstat(path).st_size == num_bytes:
-            raise OSError(errno.EIO, "the file ends before its size says")
-        raise BadObject(Reason.SIZE)
 
 
 def read_header(device: Device, path: str, decode: Callable[[bytes], ObjectHeader]) -> tuple[ObjectHeader, float]:
@@ -202,8 +181,10 @@ def read_object(
     num_bytes = file_bytes(identity.payload_bytes)
 
     def read() -> None:
-        num_read = _read(device, path, [page, *segments, behind], num_bytes, flags)
-        _check_size(device, path, num_read, num_bytes)
+        if _read(device, path, [page, *segments, behind], num_bytes, flags) != num_bytes:
+            if device.lstat(path).st_size == num_bytes:  # not read to its end: what is left may be right
+                raise OSError(errno.EIO, "the file ends before its size says")
+            raise BadObject(Reason.SIZE)
 
     _read_patiently(read, is_wanted)
     header = _decode(page, partial(ObjectHeader.decode, integrity=integrity))

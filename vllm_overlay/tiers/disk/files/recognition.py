@@ -83,7 +83,7 @@ def _is_ours(root: str, name: str, state: os.stat_result) -> bool:
         if _WRITER.fullmatch(name):
             return all(map(_IN_WRITER.fullmatch, os.listdir(os.path.join(root, name))))
         return name in _OF_MOUNTS or HOST_ROOT.fullmatch(name) is not None
-    is_known = name in _FILES or is_catalogue_name(name) or (_WEIGHTS.fullmatch(name) or _UNLINKED.fullmatch(name))
+    is_known = name in _FILES or is_catalogue_name(name) or _WEIGHTS.fullmatch(name) or _UNLINKED.fullmatch(name)
     return bool(is_known) and stat.S_ISREG(state.st_mode)
 
 

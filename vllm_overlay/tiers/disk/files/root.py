@@ -24,13 +24,11 @@ from vllm_overlay.tiers.disk.files.mounts import ROLLBACK, file_system_of, journ
 from vllm_overlay.tiers.disk.files.recognition import HOST_ROOT, recognise
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
-_DO_NOT_PASS = frozenset(
-    {
-        errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EINVAL, errno.ELOOP,
-        errno.ENAMETOOLONG,
-    }
-)  # fmt: skip
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+_DO_NOT_PASS = {
+    errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EINVAL, errno.ELOOP,
+    errno.ENAMETOOLONG,
+}  # fmt: skip
 """What a wrong path, owner or mode gives. A full disk, a read-only one and a server that is away come back."""
 _MACHINE_ID = Path("/etc/machine-id")
 logger = logging.getLogger(__name__)
@@ -55,7 +53,7 @@ def choose_root(device: Device, root: str, host_name: str = "") -> Root:
     """
     root = own = os.path.abspath(root)
     journal = journal_of(root)
-    _open(device, root)
+    open_root(device, root)
     if journal == ROLLBACK:
         own = os.path.join(root, f"host-{_name_of_host(host_name)}")
         logger.info(
@@ -63,18 +61,34 @@ def choose_root(device: Device, root: str, host_name: str = "") -> Root:
             "other host, and capacity_bytes is a limit for this host alone",
             root, file_system_of(root) or "an unknown file system", own,
         )  # fmt: skip
-        _open(device, own)
+        open_root(device, own)
     _require_locks(device, own)
     return Root(own, journal, os.stat(nearest_directory(own)).st_dev)
 
 
 def open_root(device: Device, root: str) -> None:
-    """Make or check the configured root alone, and mark it if it has no marker.
+    """Make or check this directory alone, and mark it if it has no marker.
 
     Raises ConfigError; then nothing in a directory that was there before has changed. A disk that takes no file now is
     logged: ``is_in_place`` says later whether there is a root.
     """
-    _open(device, os.path.abspath(root))
+    root = os.path.abspath(root)
+    try:
+        make_directory(device, root)
+    except OSError as error:
+        if error.errno in _DO_NOT_PASS:
+            raise ConfigError(
+                f"root={root!r} cannot be created ({error.strerror}): set it to a writable directory"
+            ) from error
+        return _log.warning("make", "disk tier: %s cannot be made now: %s", root, error)
+    if _check_directory(root):
+        return
+    try:
+        write_marker(device, root, journal_of(root))
+    except OSError as error:
+        if error.errno in _DO_NOT_PASS:
+            raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700") from error
+        _log.warning("mark", "disk tier: %s takes no file now: %s", root, error)
 
 
 def reopen_root(device: Device, root: Root) -> None:
@@ -87,7 +101,7 @@ def reopen_root(device: Device, root: Root) -> None:
         if not _counts(root, directory):
             raise OSError(errno.ENODEV, "another file system is there than at the start, and no root on it", directory)
         try:
-            _open(device, directory)
+            open_root(device, directory)
         except ConfigError as error:
             raise OSError(errno.EINVAL, str(error)) from error
     if not _is_marked(root, own):
@@ -128,25 +142,6 @@ def _is_marked(root: Root, directory: str) -> bool:
     with contextlib.suppress(NotARootError):
         return marked_journal(directory) == root.journal
     return False
-
-
-def _open(device: Device, root: str) -> None:
-    try:
-        make_directory(device, root)
-    except OSError as error:
-        if error.errno in _DO_NOT_PASS:
-            raise ConfigError(
-                f"root={root!r} cannot be created ({error.strerror}): set it to a writable directory"
-            ) from error
-        return _log.warning("make", "disk tier: %s cannot be made now: %s", root, error)
-    if _check_directory(root):
-        return
-    try:
-        write_marker(device, root, journal_of(root))
-    except OSError as error:
-        if error.errno in _DO_NOT_PASS:
-            raise ConfigError(f"root={root!r} is not writable: set it to a writable directory of mode 0700") from error
-        _log.warning("mark", "disk tier: %s takes no file now: %s", root, error)
 
 
 def _check_directory(root: str) -> str:

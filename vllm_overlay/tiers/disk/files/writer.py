@@ -30,14 +30,10 @@ def is_writer_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def directory_of(root: str, file: File) -> str:
-    """Where a file lies."""
-    return os.path.join(root, file.writer, str(file.number // FILES_A_DIRECTORY))
-
-
 def path_of(root: str, file: File, rank: int) -> str:
     """The file of one rank of an object."""
-    return os.path.join(directory_of(root, file), f"{file.number}.r{rank}")
+    directory = os.path.join(root, file.writer, str(file.number // FILES_A_DIRECTORY))
+    return os.path.join(directory, f"{file.number}.r{rank}")
 
 
 def paths_of(root: str, file: File, world_size: int) -> list[str]:
@@ -126,42 +122,16 @@ def share_life(root: str, writer: str) -> Life | None:
 
 def _locked(root: str, writer: str, fd: int) -> Life | None:
     """Who buries the writer holds the lock alone, and then there is no such file any more."""
+    held = None
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if is_in_place(alive_path(root, writer), fd):
-            return Life(root, writer, fd)
-    except BlockingIOError:
-        pass
-    except BaseException:
-        os.close(fd)
-        raise
-    os.close(fd)
-    return None
-
-
-def is_living(root: str, writer: str) -> bool:
-    """Whether anybody holds a share. Raises OSError."""
-    with _alone(root, writer) as fd:
-        return fd is None
-
-
-@contextlib.contextmanager
-def _alone(root: str, writer: str) -> Iterator[int | None]:
-    """The lock that only a dead writer's file gives, or -1 where there is no such file. None: it lives."""
-    try:
-        fd = os.open(alive_path(root, writer), _OPEN)
-    except (FileNotFoundError, NotADirectoryError):
-        yield -1
-        return
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield None
-        else:
-            yield fd
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if is_in_place(alive_path(root, writer), fd):
+                held = Life(root, writer, fd)
     finally:
-        os.close(fd)
+        if held is None:
+            os.close(fd)
+    return held
 
 
 @contextlib.contextmanager
@@ -169,14 +139,20 @@ def dead(root: str, writer: str, device: Device) -> Iterator[bool]:
     """Whether the writer is dead. If so, no rank of it that wakes up late finds it alive from now on. Raises OSError.
 
     A directory without the file may be one that is just being made. Then what was listed before the file is looked for
-    once more is nobody's: see ``has_begun``.
+    once more is nobody's.
     """
-    with _alone(root, writer) as fd:
-        if fd is not None and fd >= 0:
-            device.unlink(alive_path(root, writer))
-        yield fd is not None
-
-
-def has_begun(root: str, writer: str) -> bool:
-    """Whether the file is there."""
-    return os.path.lexists(alive_path(root, writer))
+    path = alive_path(root, writer)
+    try:
+        fd = os.open(path, _OPEN)
+    except (FileNotFoundError, NotADirectoryError):
+        yield True
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        device.unlink(path)
+        yield True
+    finally:
+        os.close(fd)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done about what no living engine does: a lost catalogue, dead writers; and what people ask of a root."""
+"""What no living engine does: a lost catalogue, dead writers; and what people ask of a root."""

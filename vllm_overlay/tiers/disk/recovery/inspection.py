@@ -2,9 +2,10 @@
 """``vllm-overlay stats``: what the catalogue of a root knows, and with ``--verify`` whether its objects are right."""
 
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,12 +108,12 @@ class Inspector:
 
     def run(self) -> Inspection:
         """Raises CatalogueError."""
-        needed = {usage.fingerprint: description_of(usage).get(INTEGRITY, "") for usage in self._catalogue.usage()}
+        needed = {usage.fingerprint: str(description_of(usage).get(INTEGRITY, "")) for usage in self._catalogue.usage()}
         total, done = self._catalogue.totals().object_bytes, 0
-        for item in self._objects():
-            integrity = self._known.get(str(needed.get(item.fingerprint, "")))
-            if integrity is None:
-                self._found.unverified[item.fingerprint] = str(needed.get(item.fingerprint, ""))
+        for item in itertools.chain.from_iterable(self._catalogue.load_all()):
+            key = needed.get(item.fingerprint, "")
+            if (integrity := self._known.get(key)) is None:
+                self._found.unverified[item.fingerprint] = key
             else:
                 for rank in range(item.world_size):
                     self._look_at(item, rank, integrity)
@@ -120,25 +121,27 @@ class Inspector:
             self._on_bytes(done, total)
         return self._found
 
-    def _objects(self) -> Iterator[StoredObject]:
-        for found in self._catalogue.load_all():
-            yield from found
-
     def _look_at(self, item: StoredObject, rank: int, integrity: Integrity) -> None:
+        path = path_of(self._root, item.file, rank)
         try:
-            self._read(item, rank, integrity)
+            self._read(item, rank, path, integrity)
         except BadObject as bad:
             if not self._catalogue.named([item.file]):
                 return  # it was evicted meanwhile
             if bad.reason is Reason.MISSING:
                 self._found.num_missing += 1
-            else:
-                self._add_problem(path_of(self._root, item.file, rank), bad)
+                return
+            problem = Problem(os.path.relpath(path, self._root), bad.reason.value, bad.is_bad)
+            if self._remove and bad.is_bad:
+                with contextlib.suppress(FileNotFoundError):
+                    self._device.unlink(path)
+                problem.is_removed = True
+            self._found.problems.append(problem)
         else:
             self._found.num_files += 1
             self._found.num_bytes += file_bytes(item.planned.num_bytes)
 
-    def _read(self, item: StoredObject, rank: int, integrity: Integrity) -> None:
+    def _read(self, item: StoredObject, rank: int, path: str, integrity: Integrity) -> None:
         """Raises BadObject."""
         payload_bytes = item.planned.num_bytes
         if payload_bytes > MOST_BYTES:
@@ -148,13 +151,4 @@ class Inspector:
         buffer = HostPool(len(units), unit_bytes).buffer(tuple(units), payload_bytes)
         fingerprint = bytes.fromhex(item.fingerprint)
         identity = Identity(fingerprint, item.object_id, item.file, rank, item.world_size, payload_bytes)
-        path = path_of(self._root, item.file, rank)
         read_object(self._device, path, identity, buffer, direct=False, integrity=integrity)
-
-    def _add_problem(self, path: str, bad: BadObject) -> None:
-        problem = Problem(os.path.relpath(path, self._root), bad.reason.value, bad.is_bad)
-        if self._remove and bad.is_bad:
-            with contextlib.suppress(FileNotFoundError):
-                self._device.unlink(path)
-            problem.is_removed = True
-        self._found.problems.append(problem)

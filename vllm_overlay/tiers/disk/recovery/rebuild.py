@@ -5,16 +5,13 @@ import errno
 import logging
 import math
 import os
-import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
-from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId
@@ -23,13 +20,14 @@ from vllm_overlay.tiers.disk.files.format import FormatError, ObjectHeader, file
 from vllm_overlay.tiers.disk.files.object_file import BadObject, read_header
 from vllm_overlay.tiers.disk.files.writer import directories_under, parse_name, writers_under
 from vllm_overlay.tiers.disk.site import Seat
-from vllm_overlay.tiers.disk.thread_pool import ThreadPool
+from vllm_overlay.tiers.disk.thread_pool import in_threads
 
 GIVE_UP_S = 60.0
 """So long a rebuild waits for files that cannot be read, and nothing is stored. After that they are lost, unless these
 are more than those that can be read: then it is the disk that has to come back."""
 _PROGRESS_S = 10.0
 _READ_THREADS = 4
+_Name = tuple[str, ObjectId]
 logger = logging.getLogger(__name__)
 _log = RateLimitedLog(logger)
 
@@ -42,6 +40,14 @@ class Found:
     is_private: bool
     written_at: float
 
+    @property
+    def name(self) -> _Name:
+        return self.item.fingerprint, self.item.object_id
+
+    @property
+    def parents(self) -> list[_Name]:
+        return [(self.item.fingerprint, parent) for parent in self.item.planned.parents]
+
 
 class Rebuild:
     """One rebuild. ``fingerprint`` is this engine's namespace: there only what its key proves counts. Of other
@@ -52,11 +58,9 @@ class Rebuild:
     """
 
     def __init__(self, seat: Seat, fingerprint: str, is_closing: Callable[[], bool]) -> None:
-        self._catalogue = seat.catalogue
-        self._root = seat.root
+        self._catalogue, self._root = seat.catalogue, seat.root
         self._fingerprint = fingerprint
-        self._device = seat.site.device
-        self._integrity = seat.site.integrity
+        self._device, self._integrity = seat.site.device, seat.site.integrity
         self._is_closing = is_closing
         self._give_up_at = math.inf
         self._unread: list[str] = []
@@ -68,16 +72,13 @@ class Rebuild:
         started = time.monotonic()
         self._give_up_at = min(self._give_up_at, started + GIVE_UP_S)
         self._unread.clear()
-        newest: dict[tuple[str, ObjectId], Found] = {}
+        newest: dict[_Name, Found] = {}
         useless: list[Found] = []
         for found in self._read_all():
-            name = found.item.fingerprint, found.item.object_id
-            before = newest.get(name)
-            if before is not None and (before.written_at, before.item.file) > (found.written_at, found.item.file):
-                before, found = found, before
-            newest[name] = found
-            if before is not None:
-                useless.append(before)
+            rivals = [found, *filter(None, [newest.get(found.name)])]
+            rivals.sort(key=lambda each: (each.written_at, each.item.file))
+            newest[found.name] = rivals.pop()
+            useless += rivals
         if self._is_closing():
             return False
         if self._unread and (time.monotonic() < self._give_up_at or len(self._unread) > len(newest)):
@@ -89,7 +90,7 @@ class Rebuild:
         for start in range(0, len(good), BATCH_ROWS):
             self._catalogue.adopt([found.item for found in good[start : start + BATCH_ROWS]])
         useless += lost
-        self._catalogue.discard(_garbage(found.item) for found in useless)
+        self._catalogue.discard(Garbage(each.item.file, each.item.world_size, each.item.num_bytes) for each in useless)
         logger.info(
             "disk tier: recovered %d objects under %s in %.1f s; %d others can be reached by nobody",
             len(good), self._root, time.monotonic() - started, len(useless),
@@ -98,64 +99,39 @@ class Rebuild:
 
     def _read_all(self) -> Iterator[Found]:
         """Several directories at a time."""
-        directories = [
-            (writer, directory)
-            for writer in writers_under(self._root)
-            for directory in directories_under(self._root, writer)
-        ]
-        results: queue.SimpleQueue[list[Found] | BaseException] = queue.SimpleQueue()
-        pool = ThreadPool("disk-recovery-read", _READ_THREADS)
-        for writer, directory in directories:
-            pool.submit(partial(self._read_directory, writer, directory, results))
+        places = [(each, place) for each in writers_under(self._root) for place in directories_under(self._root, each)]
         count, logged = 0, time.monotonic()
-        try:
-            for number in range(1, 1 + len(directories)):
-                found = results.get()
-                if isinstance(found, BaseException):
-                    raise found
-                yield from found
-                count += len(found)
-                if time.monotonic() - logged > _PROGRESS_S and not self._is_closing():
-                    logged = time.monotonic()
-                    logger.info(
-                        "disk tier: recovered %d objects so far, in %d of %d directories",
-                        count, number, len(directories),
-                    )  # fmt: skip
-        finally:
-            pool.stop(0.0)
+        for number, found in enumerate(in_threads(self._read_directory, places, _READ_THREADS), 1):
+            yield from found
+            count += len(found)
+            if time.monotonic() - logged > _PROGRESS_S and not self._is_closing():
+                logged = time.monotonic()
+                logger.info(
+                    "disk tier: recovered %d objects so far, in %d of %d directories", count, number, len(places)
+                )
 
     # In the threads that read.
 
-    def _read_directory(
-        self, writer: str, directory: str, results: "queue.SimpleQueue[list[Found] | BaseException]"
-    ) -> None:
-        """Puts what is whole in a directory, or what went wrong, because either is waited for."""
-        try:
-            ranks: defaultdict[int, set[int]] = defaultdict(set)
-            for name in os.listdir(directory):
-                if (parsed := parse_name(name)) is not None:
-                    ranks[parsed[0]].add(parsed[1])
-            found = [] if self._is_closing() else list(self._read_objects(writer, directory, ranks))
-        except SHUTDOWN:
-            raise
-        except BaseException as error:
-            results.put(error)
-        else:
-            results.put(found)
-
-    def _read_objects(self, writer: str, directory: str, ranks: dict[int, set[int]]) -> Iterator[Found]:
+    def _read_directory(self, place: tuple[str, str]) -> list[Found]:
+        """What is whole there."""
+        writer, directory = place
+        ranks: defaultdict[int, set[int]] = defaultdict(set)
+        found: list[Found] = []
+        for name in os.listdir(directory):
+            if (parsed := parse_name(name)) is not None:
+                ranks[parsed[0]].add(parsed[1])
         for number, of_one in ranks.items():
             if self._is_closing():
-                return
-            file = File(writer, number)
+                break
             try:
-                yield self._read_object(file, directory, of_one)
+                found.append(self._read_object(File(writer, number), directory, of_one))
             except BadObject as bad:
                 if not (bad.is_bad or bad.is_unreadable):  # this process lacks memory or descriptors: read all again
                     raise OSError(f"{directory}/{number} cannot be read now") from bad
                 if bad.is_unreadable:
                     self._unread.append(f"{directory}/{number}")
                 _log.warning(bad.reason, "disk tier: not recovered (%s): %s/%s", bad.reason, directory, number)
+        return found
 
     def _read_object(self, file: File, directory: str, ranks: set[int]) -> Found:
         """Raises BadObject unless every rank has a sound file and all say the same."""
@@ -186,31 +162,21 @@ class Rebuild:
             return header
 
 
-def _garbage(item: StoredObject) -> Garbage:
-    return Garbage(item.file, item.world_size, item.num_bytes)
-
-
 def parents_first(found: Iterable[Found]) -> tuple[list[Found], list[Found]]:
-    """The objects that can be reached, and those that cannot. Each comes after its parents, otherwise the oldest
-    first."""
-    by_name = {(each.item.fingerprint, each.item.object_id): each for each in found}
-    is_reachable: dict[tuple[str, ObjectId], bool] = {}
-    opened: set[tuple[str, ObjectId]] = set()
-    order: list[Found] = []
+    """The objects that can be reached, each after its parents, otherwise the oldest first; and those that cannot."""
+    by_name = {each.name: each for each in found}
+    is_reachable: dict[_Name, bool] = {}
+    good = []
     for first in sorted(by_name.values(), key=lambda each: each.written_at):
         path = [first]
         while path:
-            each = path[-1]
-            name = each.item.fingerprint, each.item.object_id
-            parents = [(each.item.fingerprint, parent) for parent in each.item.planned.parents]
-            if name not in opened:
-                opened.add(name)
-                path += [by_name[parent] for parent in parents if parent in by_name and parent not in opened]
-                continue
-            path.pop()
+            name, parents = path[-1].name, path[-1].parents
             if name not in is_reachable:
-                is_reachable[name] = all(is_reachable.get(parent, False) for parent in parents)
-                order.append(each)
-    good = [each for each in order if is_reachable[each.item.fingerprint, each.item.object_id]]
-    lost = [each for each in order if not is_reachable[each.item.fingerprint, each.item.object_id]]
-    return good, lost
+                is_reachable[name] = False
+                path += [by_name[parent] for parent in parents if parent in by_name and parent not in is_reachable]
+                continue
+            each = path.pop()
+            if not is_reachable[name] and all(is_reachable.get(parent, False) for parent in parents):
+                is_reachable[name] = True
+                good.append(each)
+    return good, [each for name, each in by_name.items() if not is_reachable[name]]

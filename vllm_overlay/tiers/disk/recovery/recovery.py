@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that looks after what no living engine does: a lost catalogue, and dead writers."""
+"""The thread that looks after what no living engine does: a lost catalogue; and what dead writers left: files that
+nothing names, grants, and what they wanted to unlink."""
 
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.file_lock import try_lock
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.catalogue import CatalogueError, Damaged
-from vllm_overlay.tiers.disk.recovery.burial import Burial
+from vllm_overlay.tiers.disk.files.device import remove_quietly
+from vllm_overlay.tiers.disk.files.writer import alive_path, dead, directories_under, parse_name, writers_under
 from vllm_overlay.tiers.disk.recovery.rebuild import Rebuild
 from vllm_overlay.tiers.disk.site import Seat
 
@@ -22,43 +24,53 @@ _log = RateLimitedLog(logging.getLogger(__name__))
 
 class Recovery:
     """One for each open catalogue, with one thread. It never keeps the bookkeeper waiting for longer than a
-    transaction."""
+    transaction. The heir of the dead is this engine's writer, which is never buried from here."""
 
     def __init__(self, seat: Seat, fingerprint: str) -> None:
-        self._catalogue = seat.catalogue
-        self._root = seat.root
-        self._burial = Burial(seat, self._is_closing)
-        self._rebuild = Rebuild(seat, fingerprint, self._is_closing)
+        self._seat = seat
+        self._catalogue, self._root = seat.catalogue, seat.root
+        self._rebuild = Rebuild(seat, fingerprint, lambda: self._is_closing)
+        self._buried: set[str] = set()
+        """Names never come again, so these need not be looked at again."""
         self.has_buried = False
         """Whether all were looked at once: what the dead held is free, and need not be evicted."""
         self.damage: Damaged | None = None
         """What is wrong with the catalogue. Nothing more is done then."""
-        self._closing = False
+        self._is_closing = False
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="disk-recovery", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
         """End the thread, and wait for its end no longer than ``timeout_s``."""
-        self._closing = True
+        self._is_closing = True
         self._woken.set()
         self._thread.join(timeout_s)
 
-    def _is_closing(self) -> bool:
-        return self._closing
-
     def _run(self) -> None:
-        while not self._closing:
-            is_done = self._try(self._step)
-            self._woken.wait(PAUSE_S if is_done else RETRY_S)
+        while not self._is_closing:
+            self._woken.wait(PAUSE_S if self._try() else RETRY_S)
 
-    def _step(self) -> bool:
+    def _try(self) -> bool:
         """Whether nothing is left to do now."""
-        if not self._catalogue.totals().is_complete and not self._rebuild_alone():
-            return False
-        is_done = self._burial.run()
-        self.has_buried |= is_done
-        return is_done
+        try:
+            if not self._catalogue.totals().is_complete and not self._rebuild_alone():
+                return False
+            is_done = self.bury_the_dead()
+            self.has_buried |= is_done
+            return is_done
+        except SHUTDOWN:
+            raise
+        except Damaged as error:
+            self.damage = error
+            self._is_closing = True
+        except BaseException as error:
+            if not self._is_closing:
+                key, how = ("recovery", "%s") if isinstance(error, CatalogueError | OSError) else ("defect", "%r")
+                _log.warning(key, f"disk tier: recovery of %s has to wait: {how}", self._root, error)
+        return False
 
     def _rebuild_alone(self) -> bool:
         """Whether the catalogue knows all files now. One process at a time reads them."""
@@ -74,18 +86,34 @@ class Recovery:
         finally:
             os.close(fd)
 
-    def _try(self, step: Callable[[], bool]) -> bool:
-        try:
-            return step()
-        except SHUTDOWN:
-            raise
-        except Damaged as error:
-            self.damage = error
-            self._closing = True
-        except (CatalogueError, OSError) as error:
-            if not self._closing:
-                _log.warning("recovery", "disk tier: recovery of %s has to wait: %s", self._root, error)
-        except BaseException as error:
-            if not self._closing:
-                _log.warning("defect", "disk tier: recovery of %s failed: %r", self._root, error)
-        return False
+    def bury_the_dead(self) -> bool:
+        """Everybody, with a row or without one. False where that has to wait for a complete catalogue."""
+        known = {row.name for row in self._catalogue.writers() if row.fingerprint is not None or row.granted}
+        there = set(writers_under(self._root))
+        self._buried &= there | known
+        for writer in sorted((there | known) - self._buried - {self._seat.writer}):
+            if self._is_closing:
+                return False
+            with dead(self._root, writer, self._seat.site.device) as is_dead:
+                if is_dead and not self._bury(writer):
+                    return False
+        return True
+
+    def _bury(self, writer: str) -> bool:
+        """The order matters: what is listed before the rows are read, and is named by none, was never committed."""
+        directories = directories_under(self._root, writer)
+        found = [os.path.join(directory, name) for directory in directories for name in os.listdir(directory)]
+        if os.path.lexists(alive_path(self._root, writer)):  # it was being made when its directory was found
+            return True
+        named = self._catalogue.numbers_of(writer)
+        if named is None:
+            return False
+        for path in found:
+            if (parsed := parse_name(os.path.basename(path))) is not None and parsed[0] not in named:
+                remove_quietly(self._seat.site.device, path)
+        self._catalogue.bury(writer, self._seat.writer)
+        for directory in (*directories, os.path.join(self._root, writer)):
+            with contextlib.suppress(OSError):  # it has files
+                os.rmdir(directory)
+        self._buried.add(writer)
+        return True

@@ -1,22 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AES-256-GCM over an object's bytes where they lie, each object under a key of its own; and the file of the secret."""
+"""The file of the secret that objects are encrypted with."""
 
 import os
 import stat
-from collections.abc import Iterable
-
-from blake3 import blake3
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from vllm_overlay.config import ConfigError
-
-SALT_BYTES = 32
-TAG_BYTES = 16
-MAX_BYTES = (1 << 36) - 32
-"""GCM's limit of one message."""
 
 MIN_KEY_BYTES = 32
 _MAX_KEY_BYTES = 1 << 16
@@ -24,35 +12,6 @@ _MAX_KEY_BYTES = 1 << 16
 _OF_A_USER, _OF_ROOT = 0o077, 0o037
 """Bits that a key's mode must not have. Who can read what root owns by its group is for root to say, and a container
 without root reads its secrets so."""
-_KEY_BYTES, _NONCE_BYTES = 32, 12
-
-
-def _cipher(key: bytes, salt: bytes) -> Cipher[GCM]:
-    """The cipher of one object. A random salt comes once, so no key and nonce ever meet two messages."""
-    derived = blake3(salt, key=key).digest(length=_KEY_BYTES + _NONCE_BYTES)
-    return Cipher(AES256(derived[:_KEY_BYTES]), GCM(derived[_KEY_BYTES:]))
-
-
-def encrypt(key: bytes, salt: bytes, segments: Iterable[memoryview]) -> bytes:
-    """Encrypt the segments in place; returns the tag of all of them. ``salt`` must be fresh random bytes."""
-    encryptor = _cipher(key, salt).encryptor()
-    for segment in segments:
-        encryptor.update_into(segment, segment)
-    encryptor.finalize()
-    return encryptor.tag
-
-
-def decrypt(key: bytes, salt: bytes, segments: Iterable[memoryview], tag: bytes) -> bool:
-    """Decrypt the segments in place; returns whether that is the tag of all of them. If not, nothing of them may be
-    used."""
-    decryptor = _cipher(key, salt).decryptor()
-    for segment in segments:
-        decryptor.update_into(segment, segment)
-    try:
-        decryptor.finalize_with_tag(tag)
-    except InvalidTag:
-        return False
-    return True
 
 
 def read_key(path: str) -> bytes:
