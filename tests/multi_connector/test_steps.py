@@ -359,7 +359,7 @@ def test_a_quiet_child_that_fails_leaves_service_at_once_and_comes_back():
     engine = Quiet(child("a"))
     engine.hooks_of_step()
     assert isinstance(engine.plan(), QuietStep)
-    engine.scheduler.sub_connectors[0].raising = {"update_connector_output"}
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
     engine.step()
     engine.step()
     assert [connector._children[0].isolated for connector in (engine.scheduler, *engine.workers)] == [True, True]

@@ -49,27 +49,32 @@ class StorePlanner:
         self,
         step: int,
         requests: Mapping[str, TrackedRequest],
+        storing: dict[str, TrackedRequest],
         num_scheduled_tokens: Mapping[str, int],
         block_state: "KVConnectorBlockState",
     ) -> list[StoreJob]:
-        """The stores of the scheduler's step of this number. When it raises, tickets may be out: see ``pending``."""
+        """The stores of the scheduler's step of this number. When it raises, tickets may be out: see ``pending``.
+
+        ``storing``: those of ``requests`` that may have chunks to store. Who has none left is taken out.
+        """
         self._step = step
         jobs: list[StoreJob] = []
-        for request_id, num_tokens in num_scheduled_tokens.items():
-            tracked = requests.get(request_id)
-            if tracked is None or tracked.names.keys is None:
+        for request_id, tracked in list(storing.items()) if storing else ():
+            num_tokens = num_scheduled_tokens.get(request_id)
+            if num_tokens is None or tracked.names.keys is None:
                 continue
-            # Hundreds of requests may decode in each step, and have nothing left to store.
             num_computed = tracked.request.num_computed_tokens
             if num_computed + num_tokens >= tracked.next_chunk_tokens:
                 jobs += self._chunks(tracked, tracked.names.keys, num_tokens, block_state)
             if self._speculative_snapshot_tokens and num_computed < tracked.num_prompt_tokens:
                 jobs += self._speculative_snapshot(tracked, tracked.names.keys, num_tokens, block_state)
+            elif tracked.next_chunk_tokens == math.inf:
+                del storing[request_id]
         for request_id, offers in block_state.boundary_state_offloads.items():
-            tracked = requests.get(request_id)
+            offered = requests.get(request_id)
             block_ids = block_state.get_block_ids(request_id)
-            if tracked is not None and tracked.names.keys is not None and block_ids is not None:
-                jobs += self._offered_snapshots(tracked, tracked.names.keys, offers, block_ids)
+            if offered is not None and offered.names.keys is not None and block_ids is not None:
+                jobs += self._offered_snapshots(offered, offered.names.keys, offers, block_ids)
         return jobs
 
     def _storable_tokens(self, tracked: TrackedRequest) -> int:

@@ -59,6 +59,8 @@ class WorkerSide:
         """Children with something to do in this step."""
         self.quiet: set[Child] = set()
         """Children that had nothing under way and nothing to report, and have had nothing to do since."""
+        self._all_serve = True
+        """Whether the scheduler's orders are the usual ones."""
 
     # ---- Start.
 
@@ -112,6 +114,7 @@ class WorkerSide:
     def _obey(self, metadata: MultiMetadata) -> None:
         """Carries out the scheduler's orders, once however many hooks bring this step's metadata."""
         self._orders = metadata.orders
+        self._all_serve = all(order.duty is Duty.SERVE for order in metadata.orders)
         for index, request_ids in metadata.unknown_requests.items():
             self._unknown_requests[index] = set(request_ids)
         for child, order in zip(self._children, metadata.orders, strict=False):
@@ -146,7 +149,7 @@ class WorkerSide:
                 self._stop(child, self._without_unknown(child, finished_req_ids))
             if child.stopped:
                 self._completions.abandon(child.index)
-        for unknown in self._unknown_requests:
+        for unknown in self._unknown_requests if finished_req_ids else ():
             unknown -= finished_req_ids
         return self._completions.take()
 
@@ -192,7 +195,15 @@ class WorkerSide:
         """What the last ``get_transfer_results`` found, which vLLM calls just before in every step."""
         return self._completions.take_invalid_blocks()
 
+    def has_nothing_to_say(self) -> bool:
+        """Whether all children are quiet, and all is as usual."""
+        if not self._all_serve or len(self.quiet) < len(self._children):
+            return False
+        return not any(child.isolated or not child.tally.is_empty() for child in self._children)
+
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
+        if len(self.quiet) == len(self._children):
+            return None
         events: dict[int, KVConnectorKVEvents] = {}
         for child in self._children:
             if child in self.quiet:
@@ -203,6 +214,8 @@ class WorkerSide:
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         """Each child's part, and how the scheduler's orders went. Every rank speaks while an order is unusual."""
+        if self.has_nothing_to_say():
+            return None
         parts = [
             None
             if child in self.quiet
