@@ -200,7 +200,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         Workers have little to report, and at once: an engine that becomes idle may not step again.
         """
         is_due = self._report_times.is_due()
-        if not is_due and (self._scheduler.has_requests or self._worker.has_nothing_to_say()):
+        if not is_due and (self._scheduler.has_requests or self._worker.is_silent):
             return None
         self._scheduler.record_gauges()
         stats = MultiStats()

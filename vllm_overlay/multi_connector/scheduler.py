@@ -126,10 +126,13 @@ class SchedulerSide:
         now = self._clock()
         self._control.look(now)
         self._arrive(request.request_id)
-        num_waiting = len(self._living) - len(self._admitted | {request.request_id})
+        num_waiting, step_s = (
+            len(self._living) - len(self._admitted | {request.request_id}),
+            self._step_times.one_more_s,
+        )
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            num_waiting = PAID_ELSEWHERE
-        self.choice.about_to_decide(num_waiting, self._outstanding.loads_under_way(now))
+            num_waiting, step_s = PAID_ELSEWHERE, 0.0
+        self.choice.about_to_decide(num_waiting, self._outstanding.loads_under_way(now), step_s)
         return self.lookups.find(request, num_computed_tokens, now)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request", by_default: tuple[int, ...]) -> tuple[int, ...]:
@@ -268,10 +271,11 @@ class SchedulerSide:
                 self._outstanding.blocks_are_given_back(request_id)
         scheduled = scheduler_output.num_scheduled_tokens
         self._step_times.planned(scheduler_output.total_num_scheduled_tokens, len(scheduled), now)
-        if not self.supervisor.is_at_rest():
+        is_at_rest = self.supervisor.is_at_rest()
+        if not is_at_rest:
             self.supervisor.notice_isolations(now)
             self.supervisor.try_again(self._held_for, now)
-        if metadata.is_quiet and not self.supervisor.needs_steps:
+        if metadata.is_quiet and (is_at_rest or not self.supervisor.needs_steps):
             return _QUIET_STEP
         metadata.orders = self.supervisor.send_orders()
         self._next = MultiMetadata()

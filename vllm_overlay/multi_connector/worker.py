@@ -61,6 +61,8 @@ class WorkerSide:
         """Children that had nothing under way and nothing to report, and have had nothing to do since."""
         self._all_serve = True
         """Whether the scheduler's orders are the usual ones."""
+        self.is_silent = False
+        """Whether this step has nothing to report: all children are quiet, and all is as usual."""
 
     # ---- Start.
 
@@ -139,7 +141,7 @@ class WorkerSide:
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """This rank's reports. Also where an isolated child is stopped and what it owed is released."""
         for child in self._children:
-            if child.in_service and child not in self.quiet:
+            if child not in self.quiet and child.in_service:
                 self._collect(child, self._without_unknown(child, finished_req_ids))
         for child in self._children:
             if child.isolated:
@@ -151,6 +153,8 @@ class WorkerSide:
                 self._completions.abandon(child.index)
         for unknown in self._unknown_requests if finished_req_ids else ():
             unknown -= finished_req_ids
+        all_quiet = self._all_serve and len(self.quiet) == len(self._children)
+        self.is_silent = all_quiet and not any(child.isolated or child.tally.counters for child in self._children)
         return self._completions.take()
 
     def _without_unknown(self, child: Child, request_ids: set[str]) -> set[str]:
@@ -195,15 +199,7 @@ class WorkerSide:
         """What the last ``get_transfer_results`` found, which vLLM calls just before in every step."""
         return self._completions.take_invalid_blocks()
 
-    def has_nothing_to_say(self) -> bool:
-        """Whether all children are quiet, and all is as usual."""
-        if not self._all_serve or len(self.quiet) < len(self._children):
-            return False
-        return not any(child.isolated or not child.tally.is_empty() for child in self._children)
-
     def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
-        if len(self.quiet) == len(self._children):
-            return None
         events: dict[int, KVConnectorKVEvents] = {}
         for child in self._children:
             if child in self.quiet:
@@ -214,7 +210,7 @@ class WorkerSide:
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         """Each child's part, and how the scheduler's orders went. Every rank speaks while an order is unusual."""
-        if self.has_nothing_to_say():
+        if self.is_silent:
             return None
         parts = [
             None
