@@ -281,7 +281,7 @@ class OffloadScheduler:
             return
         if not is_committed:
             self._tier.commit(store.ticket)
-        if cursor is not None:
+        if cursor is not None and cursor.retry is not None:
             cursor.stored(store.planned)
 
     def _load_failed(self, request_id: str, reason: Reason) -> None:
