@@ -35,10 +35,9 @@ class Part:
         """Of prompts and answers."""
         return sum(one.prompt_tokens + one.answer_tokens for one in self.served)
 
-    @property
-    def first_token_p50(self) -> float:
-        """Seconds until the first token, of the requests that were answered. There must be one."""
-        return percentile([one.first_token_s for one in self.served], 0.5)
+    def first_token_s(self, share: float) -> float:
+        """Seconds until this share of the requests that were answered had their first token. There must be one."""
+        return percentile([one.first_token_s for one in self.served], share)
 
 
 def play(api: ApiClient, requests: Sequence[ScaledRequest], answered: Callable[[], object] = lambda: None) -> Part:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing side by side, and tables."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -68,3 +69,16 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     ]
     lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
     return "\n".join(lines)
+
+
+def ratio(own: Sequence[float], first: Sequence[float]) -> str:
+    """The median of the rounds' ratios, and its interval of at least 95 %, by how many lie above and below."""
+    ratios = sorted(a / b for a, b in zip(own, first, strict=True))
+    number, rank, outside = len(ratios), 0, 0.0
+    while rank < (number - 1) // 2:
+        outside += 2 * math.comb(number, rank) / 2**number
+        if outside > 0.05:
+            break
+        rank += 1
+    low = max(rank - 1, 0)
+    return f"{statistics.median(ratios):.2f} ({ratios[low]:.2f} to {ratios[-1 - low]:.2f})"

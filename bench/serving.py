@@ -58,9 +58,10 @@ what the columns say
   of sharable     both, over what a cache without a limit could restore that can go on anywhere; concurrent requests
                   that share something may each compute it, so 100% is out of reach
   first token     seconds since the request was due, so the wait for a busy server counts
-  of parts        p50' of each part alone, from least to most: where that is wide the machine's noise decides
+  of parts        the median of the parts' own, with an interval of 95% from 6 parts on: where that is wide the
+                  machine's noise decides; take 20 parts or more
   tokens/s        prompts and answers, while requests were under way
-  CPU s           of the processor, by all processes of that server, until all was stored
+  model's CPU s   of the processor, by the thread that runs the model, hooks included, until all was stored
   '               over the first side's
 
 examples

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bench.http_load import Part
-from bench.measure import percentile
+from bench.measure import percentile, ratio
 from bench.scaled_trace import Reuse, ScaledRequest
 from bench.serving_sides import SNAPSHOT_BYTES, TOKEN_BYTES, Side, Sizes
 
@@ -29,8 +29,10 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one side has served. ``cpu_s``: of the processor, all its processes together. ``external``: tokens from its
-    tiers; ``by_connector``: the same, for ours."""
+    """What one side has served. ``cpu_s``: of the processor, by the thread that runs the model.
+
+    ``external``: tokens from its tiers; ``by_connector``: the same, for ours.
+    """
 
     side: Side
     parts: list[Part] = field(default_factory=list)
@@ -62,8 +64,8 @@ class Outcome:
 
 
 COLUMNS = (
-    *("side", "restored", "device hits", "of sharable", "first token p50", "p95", "p50'", "of parts", "p95'"),
-    *("tokens/s", "tokens/s'", "CPU s", "CPU s'", "failed"),
+    *("side", "restored", "device hits", "of sharable", "first token p50", "p95", "p50'", "p50' of parts", "p95'"),
+    *("p95' of parts", "tokens/s", "tokens/s' of parts", "model's CPU s", "CPU s'", "failed"),
 )
 
 
@@ -80,20 +82,15 @@ def rows(outcomes: Sequence[Outcome], plan: Plan) -> Iterator[Sequence[object]]:
             f"{one.cached_tokens / max(1, plan.reuse.shared):.0%}",
             *(f"{time * 1000:.0f} ms" for time in times),
             f"{times[0] / base[0]:.2f}",
-            "{:.2f} to {:.2f}".format(*spread(one, first)),
+            ratio(*([part.first_token_s(0.5) for part in each.parts] for each in (one, first))),
             f"{times[1] / base[1]:.2f}",
+            ratio(*([part.first_token_s(0.95) for part in each.parts] for each in (one, first))),
             f"{one.tokens_per_s:,.0f}",
-            f"{one.tokens_per_s / first.tokens_per_s:.2f}",
-            f"{one.cpu_s:.0f}",
+            ratio(*([part.num_tokens / part.seconds for part in each.parts] for each in (one, first))),
+            f"{one.cpu_s:.1f}",
             f"{one.cpu_s / first.cpu_s:.2f}",
             len(one.errors),
         )
-
-
-def spread(one: Outcome, first: Outcome) -> tuple[float, float]:
-    """The least and the most of the parts' own p50 over those of ``first``: how much the machine's noise decides."""
-    ratios = [own.first_token_p50 / theirs.first_token_p50 for own, theirs in zip(one.parts, first.parts, strict=True)]
-    return min(ratios), max(ratios)
 
 
 def described(plan: Plan, sizes: Sizes) -> str:

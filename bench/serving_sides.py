@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 
 from tools.process_group import ProcessGroup
 from tools.server import Server
-from tools.server_process import free_port
+from tools.server_process import ServerError, free_port
 from vllm_overlay.server.api_client import ApiClient
 
 BLOCK_TOKENS = 640
@@ -143,13 +143,16 @@ class Running:
         return self.side.name
 
     def cpu_seconds(self) -> float:
-        """What its processes have used so far: unlike time by the clock, it hardly knows who else is on the machine."""
-        total = 0.0
+        """What the thread that runs the model has used so far, which is its process's first.
+
+        Unlike time by the clock, it hardly knows who else is on the machine. Other threads of vLLM's spin.
+        """
         for pid in self.group.pids:
             with contextlib.suppress(psutil.NoSuchProcess):
-                times = psutil.Process(pid).cpu_times()
-                total += times.user + times.system
-        return total
+                process = psutil.Process(pid)
+                if any("EngineCore" in word for word in (process.name(), *process.cmdline())):
+                    return float(sum(one.user_time + one.system_time for one in process.threads() if one.id == pid))
+        raise ServerError(f"{self.name}: none of its processes is called EngineCore")
 
     def settle(self) -> None:
         """Returns when its requests are counted and, if it is ours, stored."""

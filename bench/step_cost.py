@@ -17,7 +17,6 @@ cache are in the seconds, writes to a disk are not.
 import argparse
 import contextlib
 import json
-import math
 import os
 import random
 import statistics
@@ -31,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.measure import Clock, table
+from bench.measure import Clock, ratio, table
 from bench.serving_sides import BLOCK_TOKENS, MATCH_UNIT, NONE, OFFLOADING, OFFLOADING_FS, Side, Sizes
 
 PROMPT_TOKENS = 100
@@ -383,19 +382,6 @@ def take_turns(sides: Sequence[Process], arguments: argparse.Namespace) -> dict[
                 if number:
                     seconds[place].append(step_s)
     return found
-
-
-def ratio(own: Sequence[float], first: Sequence[float]) -> str:
-    """The median of the rounds' ratios, and its interval of at least 95 %, by how many lie above and below."""
-    ratios = sorted(a / b for a, b in zip(own, first, strict=True))
-    number, rank, outside = len(ratios), 0, 0.0
-    while rank < (number - 1) // 2:
-        outside += 2 * math.comb(number, rank) / 2**number
-        if outside > 0.05:
-            break
-        rank += 1
-    low = max(rank - 1, 0)
-    return f"{statistics.median(ratios):.2f} ({ratios[low]:.2f} to {ratios[-1 - low]:.2f})"
 
 
 COLUMNS = ("running", "side", "thread, ms", "over the first's", "hooks, µs", "calls", "front end, µs", "bytes")

@@ -3,7 +3,7 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -23,15 +23,14 @@ class Buckets:
     """Index of a bucket -> number and sum."""
 
     def observe(self, value: float) -> None:
-        self._put(bisect_left(self.bounds, value), 1, value)
-
-    def _put(self, index: int, number: int, total: float) -> None:
-        known_number, known_total = self.cells.get(index, (0, 0.0))
-        self.cells[index] = known_number + number, known_total + total
+        index = bisect_left(self.bounds, value)
+        number, total = self.cells.get(index, (0, 0.0))
+        self.cells[index] = number + 1, total + value
 
     def add(self, other: "Buckets") -> None:
         for index, (number, total) in other.cells.items():
-            self._put(index, number, total)
+            known_number, known_total = self.cells.get(index, (0, 0.0))
+            self.cells[index] = known_number + number, known_total + total
 
     @property
     def count(self) -> int:
@@ -68,11 +67,16 @@ class Tally:
 
     def count(self, metric: str, amount: float = 1, label: str = "") -> None:
         if amount:
-            key = _key(metric, label)
+            key = f"{metric}:{label}" if label else metric
             self.counters[key] = self.counters.get(key, 0) + amount
 
     def observe(self, metric: str, value: float, label: str = "") -> None:
-        self._buckets(_key(metric, label)).observe(value)
+        self._buckets(f"{metric}:{label}" if label else metric).observe(value)
+
+    def observe_all(self, metric: str, values: Iterable[float]) -> None:
+        buckets = self._buckets(metric)
+        for value in values:
+            buckets.observe(value)
 
     def gauge(self, metric: str, value: float) -> None:
         self.gauges[metric] = value
@@ -83,7 +87,7 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         for key, amount in other.counters.items():
-            self.count(key, amount)
+            self.counters[key] = self.counters.get(key, 0) + amount
         for key, part in other.histograms.items():
             self._buckets(key).add(part)
         self.gauges.update(other.gauges)
@@ -137,10 +141,6 @@ class ReportTimes:
         quarter = int(4 * self._clock())
         is_due, self._quarter = quarter != self._quarter, quarter
         return is_due
-
-
-def _key(metric: str, label: str) -> str:
-    return f"{metric}:{label}" if label else metric
 
 
 def metric_of(key: str) -> str:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.measure import ratio
 from bench.serving_sides import NONE
 from bench.step_cost import (
     BOTH,
@@ -15,7 +16,6 @@ from bench.step_cost import (
     Stopwatch,
     measure_storing,
     processes,
-    ratio,
     rows,
     storing_rows,
 )

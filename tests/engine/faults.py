@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults put into a running engine, to prove that the comparisons would see them. Run inside the driver's process."""
 
-import dataclasses
 import errno
 import fcntl
 import os
@@ -10,6 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -167,7 +167,7 @@ def set_loads_broken(driver: "Driver", on: bool) -> bool:
 
     def poll() -> Any:
         stored, fetched = type(tier).poll(tier)
-        broken = [dataclasses.replace(result, buffer=None, reason="injected", is_bad=False) for result in fetched]
+        broken = [msgspec.structs.replace(result, buffer=None, reason="injected", is_bad=False) for result in fetched]
         return stored, broken
 
     tier.poll = poll

@@ -172,3 +172,15 @@ def test_in_a_long_queue_the_most_tokens_load_whatever_they_take():
     choice.about_to_decide(100, ())
     assert admit(choice, 1000, 1100) == 1
     assert admit(choice, 1000, 1000) == 0
+
+
+@pytest.mark.parametrize(("compute_s", "step_s"), [(25e-6, 0.005), (100e-6, 0.03)], ids=["tiny model", "large model"])
+def test_an_offer_that_spares_less_than_a_step_is_not_taken(compute_s, step_s):
+    choice = Choice([AUTO, LoadWeight(0.5)])
+    for _ in range(3):
+        choice.step_ended(2000, 2000 * compute_s)
+    assert admit(choice, 128, None) == 0
+    choice.about_to_decide(100, (), step_s)
+    assert admit(choice, 128, None) is None
+    assert admit(choice, 2000, None) == 0
+    assert admit(choice, 128, 128) == 1  # a number is the operator's

@@ -6,6 +6,7 @@ import pickle
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.outputs import KVConnectorOutput
 
 from tests.multi_connector import tables
 from tests.multi_connector.fakes import (
@@ -316,11 +317,27 @@ def test_a_step_in_which_no_child_has_work_is_a_constant():
     assert engine.step().kv_connector_worker_meta is None
 
 
+def test_a_child_with_no_work_is_shown_reports_only_where_there_are_some():
+    engine = Quiet()
+    hook = "update_connector_output"
+
+    def shown(**reports):
+        before = [len(fake.called(hook)) for fake in engine.scheduler.sub_connectors]
+        engine.plan()
+        engine.scheduler.update_connector_output(KVConnectorOutput(**reports))
+        return [len(fake.called(hook)) - n for fake, n in zip(engine.scheduler.sub_connectors, before, strict=True)]
+
+    assert shown() == [0, 1]
+    assert shown(failed_recving={"r"}) == [1, 1]
+    engine.has_work = True
+    assert shown() == [1, 1]
+
+
 def test_a_quiet_child_that_fails_leaves_service_at_once_and_comes_back():
     engine = Quiet(child("a"))
     engine.hooks_of_step()
     assert isinstance(engine.plan(), QuietStep)
-    engine.scheduler.sub_connectors[0].raising = {"update_connector_output"}
+    engine.scheduler.sub_connectors[0].raising = {"build_connector_meta"}
     engine.step()
     engine.step()
     assert [connector._children[0].isolated for connector in (engine.scheduler, *engine.workers)] == [True, True]

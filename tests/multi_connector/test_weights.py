@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_overlay.multi_connector.weights import LEVEL_LOADS, LoadTimes, PrefillRate
+from vllm_overlay.multi_connector.weights import LEVEL_LOADS, LoadTimes, PrefillRate, StepTimes
 
 COMPUTE_S = 0.001
 SIZES = [500, 1000, 2000, 4000, 8000, 16000, 32000, 64000]
@@ -149,3 +149,13 @@ def test_the_last_sixteen_steps_decide():
 
 def test_a_step_that_took_no_time_says_nothing():
     assert rate_after((1000, 0.0), (1000, 1.0), (1000, 1.0)) is None
+
+
+def test_one_more_step_takes_what_the_last_decode_steps_took():
+    times, now = StepTimes(), 0.0
+    for tokens, seconds in [(4, 0.03), (2000, 0.2), (4, 0.03), (4, 0.9)]:
+        assert times.one_more_s == 0.0
+        times.planned(tokens, 4, now)
+        now += seconds
+        assert times.ended(now) == (None if tokens == 4 else (2000, pytest.approx(seconds)))
+    assert times.one_more_s == pytest.approx(0.03)

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_QUIET_STEP = QuietStep()
+
 _UNGUARDED = (
     "register_kv_caches",
     "get_handshake_metadata",
@@ -200,11 +202,12 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         if self._scheduler is None:
-            return QuietStep()
+            return _QUIET_STEP
         metadata = self._scheduler.begin_step(scheduler_output.num_scheduled_tokens)
         metadata.stores = self._plan_stores(scheduler_output)
         # Workers say in which step they have loaded an adapter, so with adapters they hear of each.
-        return metadata if metadata or self._vllm_config.lora_config is not None else QuietStep()
+        has_work = metadata or self._vllm_config.lora_config is not None or self._scheduler.has_reports_left
+        return metadata if has_work else _QUIET_STEP
 
     def _plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
         """Guarded by itself: this step's loads go out whatever becomes of its stores."""

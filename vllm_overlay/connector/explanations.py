@@ -61,9 +61,7 @@ class Explanations:
 
     def step(self, scheduled: Iterable[str]) -> None:
         """Called before a step that computes these requests."""
-        if not self._waiting:
-            return
-        for request_id in scheduled:
+        for request_id in scheduled if self._waiting else ():
             lost = self._waiting.pop(request_id, None)
             if lost is not None and sum((computed := lost.computed()).values()) >= self._min_tokens:
                 logger.info(

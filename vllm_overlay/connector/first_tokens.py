@@ -60,12 +60,11 @@ class FirstTokens:
 
     def step(self, scheduled: Iterable[str]) -> None:
         """Called before a step that computes these requests."""
-        out = [name for name, prompt in self._computing.items() if prompt.request.num_output_tokens]
-        for request_id in out:
-            self._observe(self._computing.pop(request_id))
-        if not self._new:
-            return
-        for request_id in scheduled:
+        if self._computing:
+            out = [name for name, prompt in self._computing.items() if prompt.request.num_output_tokens]
+            for request_id in out:
+                self._observe(self._computing.pop(request_id))
+        for request_id in scheduled if self._new else ():
             if (prompt := self._new.pop(request_id, None)) is not None:
                 prompt.begin()
                 self._computing[request_id] = prompt

@@ -6,6 +6,7 @@ is overdue is waited for no longer, but what it stands for stays taken until it 
 said, in one and the same step, that it holds nothing of it: then the report was lost.
 """
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -46,7 +47,9 @@ class PendingReports:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._stores: dict[int, PendingStore] = {}
+        """In the order in which they went out, and so in that of their deadlines."""
         self._loads: dict[str, PendingLoad] = {}
+        self._has_overdue = False
 
     @property
     def num_stores(self) -> int:
@@ -73,16 +76,13 @@ class PendingReports:
     def add_load(self, request_id: str, tickets: tuple[LoadTicket, ...]) -> None:
         self._loads[request_id] = PendingLoad(request_id, tickets, time.monotonic() + self._timeout_s)
 
-    def take_back(self, since: Collection[int]) -> list[int]:
-        """Stores that are not in ``since``, which no worker will hear of: forgets them and returns their tickets."""
-        tickets = [ticket for ticket in self._stores if ticket not in since]
+    def take_back(self, num_before: int) -> list[int]:
+        """Stores that went out after the first ``num_before``, which no worker will hear of: forgets them and returns
+        their tickets."""
+        tickets = list(self._stores)[num_before:]
         for ticket in tickets:
             del self._stores[ticket]
         return tickets
-
-    @property
-    def tickets(self) -> frozenset[int]:
-        return frozenset(self._stores)
 
     def report_stores(self, reported: Counter[int], failed: Collection[int]) -> list[PendingStore]:
         """Takes in a step's reports by ticket; returns the stores that every rank has reported now."""
@@ -106,13 +106,14 @@ class PendingReports:
     def is_loading(self, request_id: str) -> bool:
         return request_id in self._loads
 
-    @property
-    def overdue_stores(self) -> tuple[int, ...]:
-        return tuple(store.ticket for store in self._stores.values() if store.is_overdue)
-
-    @property
-    def overdue_loads(self) -> tuple[str, ...]:
-        return tuple(load.request_id for load in self._loads.values() if load.is_overdue)
+    def overdue(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Tickets of stores, and ids of requests with a load."""
+        if not self._has_overdue:
+            return (), ()
+        stores = tuple(store.ticket for store in self._stores.values() if store.is_overdue)
+        loads = tuple(load.request_id for load in self._loads.values() if load.is_overdue)
+        self._has_overdue = bool(stores or loads)
+        return stores, loads
 
     def take_lost(self, idle_stores: Counter[int], idle_loads: Counter[str]) -> tuple[list[PendingStore], list[str]]:
         """Stores (failed now) and requests with loads of which no rank holds anything. ``end_load`` ends the loads.
@@ -142,10 +143,11 @@ class PendingReports:
     def take_overdue(self) -> tuple[list[PendingStore], list[PendingLoad]]:
         """Stores and loads that have become overdue since the last call."""
         now = time.monotonic()
-        stores = [store for store in self._stores.values() if store.deadline < now and not store.is_overdue]
+        late = itertools.takewhile(lambda store: store.deadline < now, self._stores.values())
+        stores = [store for store in late if not store.is_overdue]
         loads = [load for load in self._loads.values() if load.deadline < now and not load.is_overdue]
         for store in stores:
-            store.is_overdue = True
+            store.is_overdue = self._has_overdue = True
         for load in loads:
-            load.is_overdue = True
+            load.is_overdue = self._has_overdue = True
         return stores, loads

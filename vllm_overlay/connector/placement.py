@@ -19,6 +19,7 @@ class Placer:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._groups = {group.group_id: group for group in geometry.groups}
+        self._splittable = {group.group_id for group in geometry.attention if geometry.is_splittable(group)}
 
     def group_of(self, planned: PlannedObject) -> Group | None:
         """The group that ``planned`` is a chunk of; None for a snapshot."""
@@ -36,17 +37,19 @@ class Placer:
 
         For a snapshot ``states`` has the block that vLLM offers for each recurrent group.
         """
-        group = self.group_of(planned)
-        if group is not None:
-            is_there = block_at(block_ids, group, planned.start_tokens) != NULL_BLOCK
-            return self._chunk(planned, group, block_ids) if is_there else None
+        if planned.group_id is not None:
+            group = self._groups[planned.group_id]
+            block_id = block_at(block_ids, group, planned.start_tokens)
+            return self._chunk(planned, group, block_id) if block_id != NULL_BLOCK else None
         placement = self._snapshot(planned, block_ids, states)
         return None if NULL_BLOCK in placement.block_ids else placement
 
     def to_load(self, planned: PlannedObject, block_ids: BlockIds) -> Placement:
         """Where an object is to be copied to. A snapshot goes to the block that vLLM allocated for its boundary."""
-        group = self.group_of(planned)
-        return self._chunk(planned, group, block_ids) if group else self._snapshot(planned, block_ids, None)
+        if planned.group_id is None:
+            return self._snapshot(planned, block_ids, None)
+        group = self._groups[planned.group_id]
+        return self._chunk(planned, group, block_at(block_ids, group, planned.start_tokens))
 
     def is_local(self, planned: PlannedObject, block_ids: BlockIds) -> bool:
         """Whether the device cache has this attention already: the request's table has the null block there."""
@@ -66,10 +69,11 @@ class Placer:
                 spans.append(Span(group.group_id, block_id, offset, group.block_size - offset))
         return tuple(spans)
 
-    def _chunk(self, planned: PlannedObject, group: Group, block_ids: BlockIds) -> Placement:
-        if not self._geometry.is_splittable(group):
-            return Placement(pages=((group.group_id, block_at(block_ids, group, planned.start_tokens)),))
-        return Placement(spans=(self._span(planned, group, block_ids),))
+    def _chunk(self, planned: PlannedObject, group: Group, block_id: int) -> Placement:
+        if group.group_id not in self._splittable:
+            return Placement(pages=((group.group_id, block_id),))
+        start = planned.start_tokens
+        return Placement((), (Span(group.group_id, block_id, start % group.block_size, planned.end_tokens - start),))
 
     def _snapshot(self, planned: PlannedObject, block_ids: BlockIds, states: Mapping[int, int] | None) -> Placement:
         pages = tuple(

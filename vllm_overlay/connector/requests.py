@@ -2,6 +2,7 @@
 """What the scheduler's half remembers of one request between its first lookup and its end."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,13 @@ class StoreCursor:
         if not is_wanted:
             self._unwanted.add(chunk.object_id)
         return is_wanted
+
+    def skip(self, object_ids: Sequence[ObjectId], end_tokens: int, tier: TierManager) -> None:
+        """The tier has these chunks, the next ones, up to ``end_tokens``. It counts their use."""
+        for object_id in object_ids if self._asked_tokens < end_tokens else ():
+            tier.should_store(object_id)
+        self._asked_tokens = max(self._asked_tokens, end_tokens)
+        self.tokens = end_tokens
 
     def failed(self, chunk: PlannedObject, step: int) -> None:
         """A rank could not store the chunk. Several chunks of one step are one failure."""
@@ -113,11 +121,6 @@ class TrackedRequest:
             cursor = self.cursors[group_id] = StoreCursor()
         return cursor
 
-    def cursor_of(self, chunk: PlannedObject) -> StoreCursor:
-        """The cursor of the group of a chunk."""
-        assert chunk.group_id is not None
-        return self.cursor(chunk.group_id)
-
     @property
     def is_retrying(self) -> bool:
         """Whether a failed store of some group is to be tried again, or is on its way once more."""
@@ -126,4 +129,4 @@ class TrackedRequest:
     def find_next_chunk(self, geometry: Geometry, storable_tokens: float) -> None:
         """Sets ``next_chunk_tokens``, from where the cursors are. Of the request ``storable_tokens`` may be stored."""
         ends = [self.cursor(group.group_id).tokens + geometry.chunk_size_of(group) for group in geometry.attention]
-        self.next_chunk_tokens = min((end for end in ends if end <= storable_tokens), default=math.inf)
+        self.next_chunk_tokens = min([end for end in ends if end <= storable_tokens], default=math.inf)

@@ -77,6 +77,8 @@ class OffloadScheduler:
         self._ended_stores: deque[PendingStore] = deque()
         """Empty, but for what an exception kept from being taken in."""
         self._tracked: dict[str, TrackedRequest] = {}
+        self._storing: dict[str, TrackedRequest] = {}
+        """Those that may have something left to store: most steps compute hundreds that have not."""
         self._new_loads: list[LoadJob] = []
         self._unplanned_loads: list[str] = []
         self._attempts = itertools.count(1)
@@ -119,7 +121,7 @@ class OffloadScheduler:
         names = self._lora.names(request, num_local)
         tracked = TrackedRequest(request, names, num_local, request.num_prompt_tokens)
         tracked.failed_loads = before.failed_loads if before is not None else 0
-        self._tracked[request.request_id] = tracked
+        self._tracked[request.request_id] = self._storing[request.request_id] = tracked
         self._first_tokens.looked_up(request, num_local)
         return tracked
 
@@ -184,8 +186,7 @@ class OffloadScheduler:
         checks = self._lora.begin_step(self._step, scheduled)
         loads, self._new_loads = tuple(self._new_loads), []
         unplanned, self._unplanned_loads = tuple(self._unplanned_loads), []
-        overdue = self._pending.overdue_stores, self._pending.overdue_loads
-        return OffloadMetadata(loads, (), unplanned, checks, *overdue, self._step)
+        return OffloadMetadata(loads, (), unplanned, checks, *self._pending.overdue(), self._step)
 
     def plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
         """This step's stores. When it fails, no ticket of this step stays out."""
@@ -194,12 +195,12 @@ class OffloadScheduler:
         block_state = scheduler_output.kv_connector_block_state
         if block_state is None:
             return ()
-        before = self._pending.tickets
+        num_before = self._pending.num_stores
         try:
             num_scheduled = scheduler_output.num_scheduled_tokens
-            return tuple(self._store_planner.plan(self._step, self._tracked, num_scheduled, block_state))
+            return tuple(self._store_planner.plan(self._step, self._tracked, self._storing, num_scheduled, block_state))
         except BaseException:
-            for ticket in self._pending.take_back(since=before):
+            for ticket in self._pending.take_back(num_before):
                 self._tier.abort(ticket)
             raise
 
@@ -276,10 +277,11 @@ class OffloadScheduler:
             if tracked is not None and cursor is not None and self._placer.is_full(store.planned):
                 cursor.failed(store.planned, self._step)
                 tracked.next_chunk_tokens = 0
+                self._storing[store.request_id] = tracked
             return
         if not is_committed:
             self._tier.commit(store.ticket)
-        if cursor is not None:
+        if cursor is not None and cursor.retry is not None:
             cursor.stored(store.planned)
 
     def _load_failed(self, request_id: str, reason: Reason) -> None:
@@ -292,6 +294,7 @@ class OffloadScheduler:
 
     def finished(self, request_id: str) -> None:
         """The request is over; a load of it that is still under way keeps its pins until it is reported."""
+        self._storing.pop(request_id, None)
         tracked = self._tracked.pop(request_id, None)
         if tracked is not None and tracked.request.num_computed_tokens:
             # Admitted, though a MultiConnector did not say so: it hides what this connector must not store.
@@ -299,6 +302,11 @@ class OffloadScheduler:
         self._account.forget(request_id)
         self._explanations.finished(request_id)
         self._first_tokens.finished(request_id)
+
+    @property
+    def has_reports_left(self) -> bool:
+        """Whether ``update`` could not take in all that workers have reported, and has to be called again."""
+        return bool(self._ended_stores)
 
     @property
     def has_requests(self) -> bool:

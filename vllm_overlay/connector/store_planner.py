@@ -3,13 +3,13 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector.metadata import StoreJob
 from vllm_overlay.connector.pending import PendingReports
 from vllm_overlay.connector.placement import BlockIds, Placer
-from vllm_overlay.connector.requests import TrackedRequest
+from vllm_overlay.connector.requests import StoreCursor, TrackedRequest
 from vllm_overlay.planner.objects import PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tally import Tally
@@ -49,27 +49,32 @@ class StorePlanner:
         self,
         step: int,
         requests: Mapping[str, TrackedRequest],
+        storing: dict[str, TrackedRequest],
         num_scheduled_tokens: Mapping[str, int],
         block_state: "KVConnectorBlockState",
     ) -> list[StoreJob]:
-        """The stores of the scheduler's step of this number. When it raises, tickets may be out: see ``pending``."""
+        """The stores of the scheduler's step of this number. When it raises, tickets may be out: see ``pending``.
+
+        ``storing``: those of ``requests`` that may have chunks to store. Who has none left is taken out.
+        """
         self._step = step
         jobs: list[StoreJob] = []
-        for request_id, num_tokens in num_scheduled_tokens.items():
-            tracked = requests.get(request_id)
-            if tracked is None or tracked.names.keys is None:
+        for request_id, tracked in list(storing.items()) if storing else ():
+            num_tokens = num_scheduled_tokens.get(request_id)
+            if num_tokens is None or tracked.names.keys is None:
                 continue
-            # Hundreds of requests may decode in each step, and have nothing left to store.
             num_computed = tracked.request.num_computed_tokens
             if num_computed + num_tokens >= tracked.next_chunk_tokens:
                 jobs += self._chunks(tracked, tracked.names.keys, num_tokens, block_state)
             if self._speculative_snapshot_tokens and num_computed < tracked.num_prompt_tokens:
                 jobs += self._speculative_snapshot(tracked, tracked.names.keys, num_tokens, block_state)
+            elif tracked.next_chunk_tokens == math.inf:
+                del storing[request_id]
         for request_id, offers in block_state.boundary_state_offloads.items():
-            tracked = requests.get(request_id)
+            offered = requests.get(request_id)
             block_ids = block_state.get_block_ids(request_id)
-            if tracked is not None and tracked.names.keys is not None and block_ids is not None:
-                jobs += self._offered_snapshots(tracked, tracked.names.keys, offers, block_ids)
+            if offered is not None and offered.names.keys is not None and block_ids is not None:
+                jobs += self._offered_snapshots(offered, offered.names.keys, offers, block_ids)
         return jobs
 
     def _storable_tokens(self, tracked: TrackedRequest) -> int:
@@ -94,16 +99,29 @@ class StorePlanner:
         block_ids = block_state.get_block_ids(tracked.request.request_id)
         if block_ids is None:
             return []
+        if not tracked.is_retrying:
+            self._skip_held(tracked, keys, computed)
         positions = {group_id: cursor.tokens for group_id, cursor in tracked.cursors.items()}
         chunks = self._planner.store_plan(keys, positions, computed)
         stalled: set[int | None] = set()
         if not tracked.is_retrying and all(chunk.object_id != tracked.stalled_at for chunk in chunks):
             return self._chunks_at_once(tracked, keys, chunks, block_ids, stalled)
         jobs: list[StoreJob] = []
+        cursors: Mapping[Any, StoreCursor] = tracked.cursors
         for chunk in chunks:
-            if chunk.group_id not in stalled and tracked.cursor_of(chunk).may_store(self._step):
+            if chunk.group_id not in stalled and cursors[chunk.group_id].may_store(self._step):
                 jobs += self._chunks_at_once(tracked, keys, [chunk], block_ids, stalled)
         return jobs
+
+    def _skip_held(self, tracked: TrackedRequest, keys: Sequence[bytes], computed: int) -> None:
+        """Passes by the next chunks of full attention that the tier has: of a prompt that was restored, most."""
+        for group in self._geometry.full:
+            cursor, size = tracked.cursor(group.group_id), self._geometry.chunk_size_of(group)
+            first = -(-cursor.tokens // size)
+            end = min(computed, len(keys) * self._geometry.match_unit) // size
+            names = self._geometry.chunk_ids(keys, group, range(first, end))
+            if num_held := self._tier.num_held(names):
+                cursor.skip(names[:num_held], (first + num_held) * size, self._tier)
 
     def _chunks_at_once(
         self,
@@ -119,12 +137,13 @@ class StorePlanner:
         chunk is not: its block may be gone in the next step, and later chunks do without.
         """
         tier, placer = self._tier, self._placer
-        wanted = [chunk for chunk in chunks if tracked.cursor_of(chunk).should_store(chunk, tier)]
+        cursors: Mapping[Any, StoreCursor] = tracked.cursors
+        wanted = [chunk for chunk in chunks if cursors[chunk.group_id].should_store(chunk, tier)]
         placements = {chunk.object_id: placer.to_store(chunk, block_ids) for chunk in wanted}
         jobs = self._reserve(tracked, wanted, placements.values())
         stored = {job.ticket.planned.object_id for job in jobs}
         for chunk in chunks:
-            name, cursor = chunk.object_id, tracked.cursor_of(chunk)
+            name, cursor = chunk.object_id, cursors[chunk.group_id]
             if chunk.group_id in stalled:
                 continue
             if name in stored:

@@ -8,7 +8,7 @@ finished, nothing gives its buffers back and nothing reports its request: the en
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,8 +123,7 @@ class OffloadWorker:
         if results:
             self._tally.count("stored_bytes", sum(result.num_bytes for result in results))
             self._tally.count("stored_objects", len(results))
-            for result in results:
-                self._tally.observe("store_seconds", result.seconds)
+            self._tally.observe_all("store_seconds", [result.seconds for result in results])
 
     def _take_copies(self) -> None:
         for copy in self._transfer.poll():
@@ -299,9 +298,17 @@ class OffloadWorker:
                 self._end_store(job.ticket.ticket, Reason.TRANSFER_ERROR)
                 self._fenced(self._tier.cancel_store, job.ticket, buffer)
             return
-        for job, buffer in accepted:
-            if not self._fenced(self._tier.submit_store, job.ticket, buffer):
-                self._end_store(job.ticket.ticket, Reason.HOOK_ERROR)
+        left = deque(accepted)
+        while left and not self._fenced(self._submit, left):
+            job, _ = left.popleft()
+            self._end_store(job.ticket.ticket, Reason.HOOK_ERROR)
+
+    def _submit(self, left: deque[_Accepted]) -> None:
+        """Hands stores over to the tier, and takes each out of ``left`` once that has worked."""
+        while left:
+            job, buffer = left[0]
+            self._tier.submit_store(job.ticket, buffer)
+            left.popleft()
 
     def fail_stores(self, jobs: tuple[StoreJob, ...], reason: Reason) -> None:
         """An unexpected error hit while storing ``jobs``: report all that neither the transfer nor the tier holds."""

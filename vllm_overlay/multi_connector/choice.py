@@ -13,6 +13,9 @@ q = r / (1 - r), so 1 / (1 - r) = 1 + q.
 Only a load can show how fast a child is. So a measured child that always loses gets credit with each request that it
 could have loaded: ``SHARE`` of the time that the request takes as decided. Once the credit covers what its load is
 expected to take longer, it loads. So trying costs at most ``SHARE`` of the time, however slow the child is.
+
+A request that loads takes one more step. So an offer of a measured child that spares less computing than one step takes
+is worth that step less, which is never anything.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -52,13 +55,15 @@ class Choice:
         self._credits = dict.fromkeys(self._measured, 0.0)
         """In tokens' worth of computing."""
         self._num_delayed = 1
+        self._step_s = 0.0
 
     def worth(self, child: int, tokens: int) -> float:
         """What loading ``tokens`` > 0 from ``child`` is worth, in tokens' worth of computing."""
         compute_s = self._prefill.seconds_per_token
         if compute_s is None or child not in self._measured:
             return tokens * self._weights[child]
-        return tokens - self._measured[child].seconds(tokens, compute_s) / (compute_s * self._num_delayed)
+        worth = tokens - self._measured[child].seconds(tokens, compute_s) / (compute_s * self._num_delayed)
+        return worth if tokens * compute_s >= self._step_s else worth - self._step_s / compute_s
 
     def decide(self, offers: Sequence[int | None], ceiling: int, may_wait: bool) -> Verdict:
         """As the function below, or a child that is tried instead."""
@@ -89,11 +94,13 @@ class Choice:
                 self._credits[child] += SHARE * max(asked_tokens - saved, 0.0)
                 load_times.lost()
 
-    def about_to_decide(self, num_waiting: int, loads: Collection[tuple[int, int, float]]) -> None:
+    def about_to_decide(self, num_waiting: int, loads: Collection[tuple[int, int, float]], step_s: float = 0.0) -> None:
         """Before each decision. ``num_waiting``: requests that wait to be admitted behind this one.
 
-        ``loads``: the asynchronous loads that have not ended, (child, tokens, seconds so far).
+        ``loads``: the asynchronous loads that have not ended, (child, tokens, seconds so far). ``step_s``: what one
+        more step takes.
         """
+        self._step_s = step_s
         self._num_delayed = 1 + num_waiting * (1 + num_waiting)
         for child, load_times in self._measured.items():
             load_times.under_way((tokens, seconds) for own, tokens, seconds in loads if own == child)

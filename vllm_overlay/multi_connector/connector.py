@@ -45,7 +45,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     CopyBlocksOp,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
@@ -201,7 +200,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         Workers have little to report, and at once: an engine that becomes idle may not step again.
         """
         is_due = self._report_times.is_due()
-        if not is_due and self._scheduler.has_requests:
+        if not is_due and (self._scheduler.has_requests or self._worker.is_silent):
             return None
         self._scheduler.record_gauges()
         stats = MultiStats()
@@ -245,12 +244,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
         return self._worker.get_handshake_metadata()
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, MultiMetadata | QuietStep)
+    def handle_preemptions(self, kv_connector_metadata: MultiMetadata | QuietStep) -> None:
         self._worker.handle_preemptions(kv_connector_metadata)
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(connector_metadata, MultiMetadata | QuietStep)
+    def bind_connector_metadata(self, connector_metadata: MultiMetadata | QuietStep) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._worker.bind_connector_metadata(connector_metadata)
         # vLLM asks this before it calls hooks of a layer. ``bool()`` is False, and takes no time for each layer.

@@ -105,6 +105,13 @@ class Supervisor:
         self.lifecycles = [Lifecycle(Backoff(retry_first_s, retry_longest_s)) for _ in children]
         self._sent_gauges: list[dict[str, float]] = [{} for _ in children]
 
+    def is_at_rest(self) -> bool:
+        """Whether all children serve and every rank has been told so. Each step asks."""
+        for child, lifecycle in zip(self._children, self.lifecycles, strict=True):
+            if child.isolated or lifecycle.phase is not Phase.SERVING or not lifecycle.sent:
+                return False
+        return True
+
     def notice_isolations(self, now: float) -> None:
         """A child is isolated in the process where it fails. From here the other processes hear of it.
 

@@ -73,9 +73,8 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     @property
     def is_quiet(self) -> bool:
         """Whether a rank that knows the orders has nothing to do."""
-        if self.loads or self.saves or self.unknown_requests or self.arrived or self.departed or self.releases:
-            return False
-        return all(isinstance(part, QuietStep) for part in self.children)
+        has_news = self.arrived or self.departed or self.loads or self.saves or self.releases or self.unknown_requests
+        return not has_news and all(isinstance(part, QuietStep) for part in self.children)
 
 
 @dataclass(slots=True)

@@ -30,6 +30,10 @@ class OutstandingReports:
         self._synchronous: dict[str, tuple[int, frozenset[int]]] = {}
         self._held: dict[str, frozenset[int]] = {}
 
+    @property
+    def has_loads(self) -> bool:
+        return bool(self._loads)
+
     def load_started(self, request_id: str, child: int, tokens: int, now: float) -> None:
         self._loads[request_id] = OpenLoad(child, tokens, now)
 

@@ -71,8 +71,9 @@ class RequestFilter:
 
     def view(self, output: "SchedulerOutput") -> "SchedulerOutput":
         """``output`` without what the child must not see. ``output`` itself if it may see all."""
-        hidden = self._unknown | self._without_work
-        return _without(output, hidden, self._unknown) if hidden else output
+        if not (self._unknown or self._without_work):
+            return output
+        return _without(output, self._unknown | self._without_work, self._unknown)
 
     @staticmethod
     def take_back(output: "SchedulerOutput", view: "SchedulerOutput") -> None:
@@ -86,10 +87,11 @@ class RequestFilter:
 
     def step_is_planned(self) -> None:
         """The child has built its metadata for this step."""
-        self._without_work |= self._after_this_step
-        self._after_this_step.clear()
-        self._unknown -= self._finished_unknown
-        self._finished_unknown.clear()
+        if self._after_this_step or self._finished_unknown:
+            self._without_work |= self._after_this_step
+            self._after_this_step.clear()
+            self._unknown -= self._finished_unknown
+            self._finished_unknown.clear()
 
 
 def _without(output: "SchedulerOutput", hidden: set[str], unknown: set[str]) -> "SchedulerOutput":

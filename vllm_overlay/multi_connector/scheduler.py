@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _METADATA = validation.optional(KVConnectorMetadata)
+_QUIET_STEP = QuietStep()
 
 PAID_ELSEWHERE = 10**6
 """Taken for the number of waiting requests if another engine has computed the prompt of a request for this engine. So
@@ -87,6 +88,8 @@ class SchedulerSide:
         self._admitted: set[str] = set()
         self._partial_tails: dict[str, set[int]] = {}
         self._next = MultiMetadata()
+        self._parts: tuple[KVConnectorMetadata | None, ...] = (None,) * len(children)
+        """What each child has said to its workers in the latest step."""
 
         self._kv_cache_manager: KVCacheManager | None = None
         self.some_ranks_are_silent = False
@@ -123,10 +126,13 @@ class SchedulerSide:
         now = self._clock()
         self._control.look(now)
         self._arrive(request.request_id)
-        num_waiting = len(self._living) - len(self._admitted | {request.request_id})
+        num_waiting, step_s = (
+            len(self._living) - len(self._admitted | {request.request_id}),
+            self._step_times.one_more_s,
+        )
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            num_waiting = PAID_ELSEWHERE
-        self.choice.about_to_decide(num_waiting, self._outstanding.loads_under_way(now))
+            num_waiting, step_s = PAID_ELSEWHERE, 0.0
+        self.choice.about_to_decide(num_waiting, self._outstanding.loads_under_way(now), step_s)
         return self.lookups.find(request, num_computed_tokens, now)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request", by_default: tuple[int, ...]) -> tuple[int, ...]:
@@ -258,22 +264,25 @@ class SchedulerSide:
         self._control.look(now)
         self._end_overdue_loads(now)
         metadata = self._next
-        metadata.children = tuple([self._part(child, scheduler_output) for child in self._children])
-        metadata.preempted = set(scheduler_output.preempted_req_ids or ())
-        for request_id in metadata.preempted - metadata.loads.keys():
-            self._outstanding.blocks_are_given_back(request_id)
-        self.supervisor.notice_isolations(now)
-        self.supervisor.try_again(self._held_for, now)
+        metadata.children = self._parts = tuple([self._part(child, scheduler_output) for child in self._children])
+        if scheduler_output.preempted_req_ids:
+            metadata.preempted = set(scheduler_output.preempted_req_ids)
+            for request_id in metadata.preempted - metadata.loads.keys():
+                self._outstanding.blocks_are_given_back(request_id)
         scheduled = scheduler_output.num_scheduled_tokens
         self._step_times.planned(scheduler_output.total_num_scheduled_tokens, len(scheduled), now)
-        if metadata.is_quiet and not self.supervisor.needs_steps:
-            return QuietStep()
+        is_at_rest = self.supervisor.is_at_rest()
+        if not is_at_rest:
+            self.supervisor.notice_isolations(now)
+            self.supervisor.try_again(self._held_for, now)
+        if metadata.is_quiet and (is_at_rest or not self.supervisor.needs_steps):
+            return _QUIET_STEP
         metadata.orders = self.supervisor.send_orders()
         self._next = MultiMetadata()
         return metadata
 
     def _end_overdue_loads(self, now: float) -> None:
-        if self._isolate_after_s > 0:
+        if self._isolate_after_s > 0 and self._outstanding.has_loads:
             for index in self._outstanding.overdue(now - self._isolate_after_s):
                 self._children[index].isolate("a load has been under way for longer than isolate_after_s")
 
@@ -296,10 +305,14 @@ class SchedulerSide:
         now = self._clock()
         if (measured := self._step_times.ended(now)) is not None:
             self.choice.step_ended(*measured)
+        has_news = not connector_output.is_empty()
         worker_metadata = connector_output.kv_connector_worker_meta
         ranks = worker_metadata if isinstance(worker_metadata, MultiWorkerMetadata) else None
-        for child in self._children:
-            self._show_reports(child, connector_output, ranks)
+        for child, part in zip(self._children, self._parts, strict=True):
+            if has_news or not isinstance(part, QuietStep):
+                self._show_reports(child, connector_output, ranks)
+        if not has_news:
+            return
         ended = self._outstanding.loads_ended(connector_output.finished_recving or ())
         for request_id, load in ended.items():
             self._load_ended(request_id, load, now - load.started, request_id in connector_output.failed_recving)

@@ -157,6 +157,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._under_way: deque[tuple[float, int]] = deque(maxlen=8)
         self._last_ended = 0.0
+        self._decodes: deque[float] = deque(maxlen=_STEPS)
 
     def planned(self, tokens: int, requests: int, now: float) -> None:
         """Remembers a step that computes. One that mostly decodes says nothing of prefill."""
@@ -170,4 +171,12 @@ class StepTimes:
         planned_at, tokens = self._under_way.popleft()
         # Steps overlap with asynchronous scheduling: the later of both beginnings.
         started, self._last_ended = max(planned_at, self._last_ended), now
-        return (tokens, now - started) if tokens else None
+        if tokens:
+            return tokens, now - started
+        self._decodes.append(now - started)
+        return None
+
+    @property
+    def one_more_s(self) -> float:
+        """What one more step takes: the median of the last ones that mostly decoded; 0.0 until three have been seen."""
+        return statistics.median(self._decodes) if len(self._decodes) >= _ENOUGH_STEPS else 0.0

@@ -59,6 +59,10 @@ class WorkerSide:
         """Children with something to do in this step."""
         self.quiet: set[Child] = set()
         """Children that had nothing under way and nothing to report, and have had nothing to do since."""
+        self._all_serve = True
+        """Whether the scheduler's orders are the usual ones."""
+        self.is_silent = False
+        """Whether this step has nothing to report: all children are quiet, and all is as usual."""
 
     # ---- Start.
 
@@ -112,6 +116,7 @@ class WorkerSide:
     def _obey(self, metadata: MultiMetadata) -> None:
         """Carries out the scheduler's orders, once however many hooks bring this step's metadata."""
         self._orders = metadata.orders
+        self._all_serve = all(order.duty is Duty.SERVE for order in metadata.orders)
         for index, request_ids in metadata.unknown_requests.items():
             self._unknown_requests[index] = set(request_ids)
         for child, order in zip(self._children, metadata.orders, strict=False):
@@ -136,7 +141,7 @@ class WorkerSide:
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """This rank's reports. Also where an isolated child is stopped and what it owed is released."""
         for child in self._children:
-            if child.in_service and child not in self.quiet:
+            if child not in self.quiet and child.in_service:
                 self._collect(child, self._without_unknown(child, finished_req_ids))
         for child in self._children:
             if child.isolated:
@@ -146,8 +151,10 @@ class WorkerSide:
                 self._stop(child, self._without_unknown(child, finished_req_ids))
             if child.stopped:
                 self._completions.abandon(child.index)
-        for unknown in self._unknown_requests:
+        for unknown in self._unknown_requests if finished_req_ids else ():
             unknown -= finished_req_ids
+        all_quiet = self._all_serve and len(self.quiet) == len(self._children)
+        self.is_silent = all_quiet and not any(child.isolated or child.tally.counters for child in self._children)
         return self._completions.take()
 
     def _without_unknown(self, child: Child, request_ids: set[str]) -> set[str]:
@@ -203,6 +210,8 @@ class WorkerSide:
 
     def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
         """Each child's part, and how the scheduler's orders went. Every rank speaks while an order is unusual."""
+        if self.is_silent:
+            return None
         parts = [
             None
             if child in self.quiet

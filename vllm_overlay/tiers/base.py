@@ -6,6 +6,7 @@ connector metadata, and through completions, which travel back. Whatever else a 
 a ticket or of the handshake. Everybody else passes a part on without looking at it.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,11 @@ class TierManager(ABC):
     @abstractmethod
     def has_or_awaits(self, object_id: ObjectId) -> bool:
         """Whether the object is in the tier or on its way there, so that it need not be stored."""
+
+    def num_held(self, object_ids: Sequence[ObjectId]) -> int:
+        """How many of the first of these it has or awaits, before one that it has not."""
+        has = self.has_or_awaits
+        return sum(1 for _ in itertools.takewhile(has, object_ids))
 
     def should_store(self, object_id: ObjectId) -> bool:
         """Whether to store an object that could be stored now. Called once for each request that could."""
@@ -180,8 +186,7 @@ class StoreResult(msgspec.Struct, frozen=True, gc=False):
     reason: Reason | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FetchResult:
+class FetchResult(msgspec.Struct, frozen=True, gc=False):
     """One object of a load is in host memory and verified, or it is not.
 
     ``position`` is its place in the tickets given to ``begin_load``. On success ``buffer`` holds the object until

@@ -232,7 +232,7 @@ class CpuTierWorker(TierWorker):
 
     def begin_load(self, load_id: str, tickets: Sequence[LoadTicket]) -> None:
         for position, ticket in enumerate(tickets):
-            whole = all(self._tags[unit] == ticket.ticket for unit in ticket.part)
+            whole = all(map(ticket.ticket.__eq__, map(self._tags.__getitem__, ticket.part)))
             self._fetched.append(
                 FetchResult(
                     load_id,

@@ -4,8 +4,8 @@
 import contextlib
 import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,7 @@ PAGE_BYTES = 4096
 _LARGE_UNIT_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class HostBuffer:
+class HostBuffer(NamedTuple):
     """An object's bytes in host memory: ``num_bytes`` spread over the rows ``units`` of ``array``, in that order.
 
     Every row but the last is full. ``array`` has shape (units of the pool, bytes a unit). Its rows are page-aligned
