@@ -36,7 +36,7 @@ def api(tiny_model: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) 
         multi(cpu_child(), disk_child(root)),
         log_path=tmp_path_factory.mktemp("log") / "server.log",
         arguments=[*FLOAT32.flags, "--data-parallel-size", "2"],
-        environment={"TORCHDYNAMO_DISABLE": "1"},
+        environment={"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )
     with server as client:
         yield client
