@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures that tests of several rooms share."""
 
+import contextlib
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.engine.states import BFLOAT16, FLOAT32, States
 from tests.python_path import REPOSITORY
+
+if TYPE_CHECKING:
+    from tests.engine.client import Engine
+
+Judges = Callable[[States, dict[str, Any]], "Engine"]
 
 
 def pytest_configure() -> None:
@@ -69,6 +76,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tools.tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def judges(tiny_model: Path) -> Iterator["Judges"]:
+    """Engines without a connector, for all tests of this process: one for each states and arguments (``bar.py``)."""
+    from tests.engine.client import Engine
+
+    with contextlib.ExitStack() as engines:
+        running: dict[str, Engine] = {}
+
+        def judge(states: States, arguments: dict[str, Any]) -> Engine:
+            key = f"{states} {arguments}"
+            if key not in running:
+                running[key] = engines.enter_context(Engine(tiny_model, **states.arguments, **arguments))
+            return running[key]
+
+        yield judge
 
 
 @pytest.fixture(scope="module", params=[FLOAT32, pytest.param(BFLOAT16, marks=pytest.mark.engines)], ids=str)

@@ -9,6 +9,7 @@ numba is not among it: the start of an engine on a CPU fails in a process that h
 import atexit
 import gc
 import os
+from typing import Any
 
 _BEFORE = dict(os.environ)
 os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # read on import: standard output is for answers
@@ -27,9 +28,21 @@ import vllm.v1.engine.core
 import vllm.v1.metrics.reader
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel  # noqa: F401
+from vllm.platforms.cpu import CpuPlatform
 
 SET_ON_IMPORT = {name: value for name, value in os.environ.items() if _BEFORE.get(name) != value}
 """Variables that imports have set. A forked process, which gets an environment of its own, has them too."""
+
+_check = CpuPlatform.check_and_update_config
+
+
+def _ranks_are_forked(_: type[CpuPlatform], vllm_config: Any) -> None:
+    """As on a GPU. On a CPU vLLM spawns engines and ranks, and each would import all this again."""
+    _check(vllm_config)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+
+CpuPlatform.check_and_update_config = classmethod(_ranks_are_forked)
 
 gc.freeze()  # what is here stays: no collection of a process forked from this one need look at it, nor copy its pages
 atexit.register(os._exit, 0)  # and the process itself ends without asking what triton thinks of it

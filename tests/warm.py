@@ -25,17 +25,26 @@ _CONTEXT.set_forkserver_preload(["tests.preload"])
 class WarmProcess:
     """``python *arguments``, which begin with "-m" and a module or with a script, in a session of its own.
 
-    Its standard input and output are text files here; what it writes to standard error is appended to ``log``.
+    Its standard input and output are text files here; what it writes to standard error is appended to ``log``. So is
+    all output of one that has nobody to talk to.
     """
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], directory: Path, log: Path) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        directory: Path,
+        log: Path,
+        is_spoken_to: bool = True,
+    ) -> None:
         if environment.get(VARIABLE) != os.environ.get(VARIABLE):
             raise ValueError(f"{VARIABLE} is read when torch is imported, and in a forked process that is over")
-        if environment.get("PYTHONPATH") != python_path():
+        path = environment.get("PYTHONPATH", "")
+        if not path.endswith(python_path()) or any(Path(each, "vllm").exists() for each in path.split(os.pathsep)):
             raise ValueError("another vLLM may lie on this path, and in a forked process vLLM is imported already")
         their_input, our_output = _CONTEXT.Pipe(duplex=False)
         our_input, their_output = _CONTEXT.Pipe(duplex=False)
-        everything = (list(arguments), dict(environment), directory, log, their_input, their_output)
+        everything = (list(arguments), dict(environment), directory, log, is_spoken_to, their_input, their_output)
         self._process = _CONTEXT.Process(target=_become, args=everything, name="MainProcess")
         self._process.start()
         their_input.close()
@@ -63,6 +72,14 @@ class WarmProcess:
         assert self._process.pid is not None
         return self._process.pid
 
+    def poll(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._process.terminate()
+
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status; raises subprocess.TimeoutExpired."""
         self._process.join(timeout)
@@ -76,6 +93,7 @@ def _become(
     environment: dict[str, str],
     directory: Path,
     log: Path,
+    is_spoken_to: bool,
     standard_input: Connection,
     standard_output: Connection,
 ) -> None:
@@ -85,7 +103,7 @@ def _become(
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(log, "ab") as errors:
-        for target, source in enumerate((standard_input, standard_output, errors)):
+        for target, source in enumerate((standard_input, standard_output if is_spoken_to else errors, errors)):
             os.dup2(source.fileno(), target)
     standard_input.close()
     standard_output.close()

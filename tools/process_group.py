@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 SHARED_MEMORY = Path("/dev/shm")
 _SEGMENT_PREFIXES = ("psm_", "sem.mp-", "vllm_dist_", "vllm_offload_")
@@ -71,6 +72,19 @@ def segments(pids: Sequence[int]) -> set[Path]:
     return found
 
 
+class Leader(Protocol):
+    """What a ProcessGroup asks of its command's process, as of ``subprocess.Popen``."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def terminate(self) -> None: ...
+
+    def wait(self) -> int: ...
+
+
 class ProcessGroup:
     """One command in a session of its own, so that a terminal's Ctrl-C reaches it only through ``stop``.
 
@@ -81,21 +95,26 @@ class ProcessGroup:
         self._segments: set[Path] = set()
         self._is_over = False
         self.log_path = log_path
-        with uninterrupted(), log_path.open("ab") as log:
+        with uninterrupted():
             self.scratch = _make_scratch()
             try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**environment, "TMPDIR": str(self.scratch)},
-                    start_new_session=True,
-                )
+                self._process = self._start(command, {**environment, "TMPDIR": str(self.scratch)})
             except BaseException:
                 shutil.rmtree(self.scratch, ignore_errors=True)
                 raise
             atexit.register(self.kill)
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> "Leader":
+        """The command, in a session of its own."""
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
 
     @property
     def exit_code(self) -> int | None:

@@ -55,6 +55,8 @@ class ServerProcess:
 
     PROGRAM: ClassVar[Sequence[str]] = ("vllm.entrypoints.openai.api_server",)
     """The module that takes the arguments, and what it is told first."""
+    GROUP: ClassVar[type[ProcessGroup]] = ProcessGroup
+    """How it is started."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class ServerProcess:
     def __enter__(self) -> ApiClient:
         try:
             with uninterrupted():
-                self.group = ProcessGroup(self._command, self._environment, self.log_path)
+                self.group = self.GROUP(self._command, self._environment, self.log_path)
             return self._wait_until_up(self.group)
         except BaseException:
             self.kill()

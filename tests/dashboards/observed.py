@@ -12,8 +12,8 @@ from tests.dashboards.prometheus_api import PrometheusApi
 from tests.dashboards.traffic import Traffic
 from tests.engine.client import cpu_child, disk_child, multi
 from tests.engine.states import FLOAT32
+from tests.http.warm_server import WarmServer
 from tests.waiting import until
-from tools.server import Server
 
 SCRAPE_INTERVAL_S = 1.0
 ALIGNED_S = 0.01
@@ -40,7 +40,7 @@ def observed(model: Path, directory: Path) -> Iterator[Observed]:
     root, switches, log = directory / "root", directory / "switches.json", directory / "server.log"
     config = multi(cpu_child(), disk_child(root), control_file=str(switches))
     # Else the first request would compile for seconds how logprobs are ranked.
-    server = Server(model, config, log_path=log, arguments=FLOAT32.flags, environment={"TORCHDYNAMO_DISABLE": "1"})
+    server = WarmServer(model, config, log_path=log, arguments=FLOAT32.flags, environment={"TORCHDYNAMO_DISABLE": "1"})
     target = server.url.removeprefix("http://")
     with server as api, Prometheus(directory / "prometheus", target, SCRAPE_INTERVAL_S) as prometheus:
         started = _scraped_after(prometheus, time.time())

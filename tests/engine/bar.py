@@ -24,7 +24,9 @@ those of an engine with a connector do. An uncached one ends them elsewhere, whe
 def computed(plain: Engine, tokens: list[int], max_tokens: int = 8) -> Output:
     """What an engine with ``PLAIN`` answers when it has nothing of the prompt."""
     plain.reset_device_cache()
-    return plain.generate(tokens, max_tokens)
+    answer = plain.generate(tokens, max_tokens)
+    assert answer.num_cached_tokens == 0
+    return answer
 
 
 class Answer(Protocol):

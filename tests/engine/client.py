@@ -189,6 +189,11 @@ class Engine:
         """Steps the engine until no store is pending."""
         self.call("wait_for_stores")
 
+    def evict(self) -> None:
+        """Of all that was computed until now the tiers alone have something."""
+        self.wait_for_stores()
+        self.reset_device_cache()
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all samples of one Prometheus metric that carry ``labels``; observations of a histogram."""
         return float(self.call("metric", name=name, labels=labels))

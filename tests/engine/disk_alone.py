@@ -19,8 +19,7 @@ def stored(engine: Engine, seed: int) -> tuple[list[int], Output]:
     """A prompt that is on disk and not in the device cache, and its output."""
     tokens = prompt(LENGTH, seed)
     cold = engine.generate(tokens, MAX_TOKENS)
-    engine.wait_for_stores()
-    engine.reset_device_cache()
+    engine.evict()
     return tokens, cold
 
 

@@ -5,12 +5,12 @@ Forced on vLLM's CPU build (tests/engine/asynchronous.py), with both of vLLM's m
 default, and here Triton's interpreter runs its kernels. Adapters: test_adapters.py.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import Judges
 from tests.engine.bar import BAR, PLAIN, UNCACHED, computed, distance
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.disk_alone import counted, stored, works
@@ -36,23 +36,10 @@ def asynchronous(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {**FLOAT32.arguments, **request.param, "async_scheduling": True}
 
 
-@pytest.fixture(scope="module")
-def uncached(tiny_model: Path) -> Iterator[Engine]:
-    """It judges, with the V1 runner, and schedules step by step."""
-    with Engine(tiny_model, **FLOAT32.arguments, **UNCACHED) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def plain(tiny_model: Path) -> Iterator[Engine]:
-    """It judges what was computed in the same steps."""
-    with Engine(tiny_model, **FLOAT32.arguments, **PLAIN) as running:
-        yield running
-
-
 def test_both_tiers_restore_what_was_computed(
-    tiny_model: Path, tmp_path: Path, plain: Engine, asynchronous: dict[str, Any]
+    tiny_model: Path, tmp_path: Path, judges: Judges, asynchronous: dict[str, Any]
 ) -> None:
+    plain = judges(FLOAT32, PLAIN)
     arguments = {**asynchronous, "kv_transfer_config": multi(cpu_child(), disk_child(tmp_path / "root"))}
     prompts = {length: prompt(length, seed=length) for length in LENGTHS}
     cold: dict[int, Output] = {}
@@ -66,8 +53,7 @@ def test_both_tiers_restore_what_was_computed(
             # The V2 runner takes the logarithms of probabilities otherwise.
             assert cold[length].same_as(computed(plain, tokens), tolerance=1e-5)
             assert_restored(cold[length], engine.generate(tokens), length)  # by the device
-            engine.wait_for_stores()
-            engine.reset_device_cache()
+            engine.evict()
             assert_restored(cold[length], engine.generate(tokens), length)
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu") > 0
         assert engine.metric("vllm:hybrid_offload_hook_errors") == 0
@@ -80,7 +66,7 @@ def test_both_tiers_restore_what_was_computed(
 
 @pytest.mark.engines
 def test_requests_at_once_that_are_preempted_are_answered_right(
-    tiny_model: Path, tmp_path: Path, uncached: Engine, asynchronous: dict[str, Any]
+    tiny_model: Path, tmp_path: Path, judges: Judges, asynchronous: dict[str, Any]
 ) -> None:
     """Four for each of six prefixes. Every third ends just below a block's end and decodes into the next one."""
     prompts = [
@@ -92,8 +78,7 @@ def test_requests_at_once_that_are_preempted_are_answered_right(
     config = multi(cpu_child(), disk_child(tmp_path / "root"))
     with Engine(tiny_model, **asynchronous, num_gpu_blocks_override=NUM_BLOCKS, kv_transfer_config=config) as engine:
         answers = engine.generate_many(prompts, NUM_TOKENS)
-        engine.wait_for_stores()
-        engine.reset_device_cache()
+        engine.evict()
         again = engine.generate_many(prompts, NUM_TOKENS)
         engine.wait_for_stores()
         assert engine.metric("vllm:num_preemptions") > 0
@@ -101,6 +86,7 @@ def test_requests_at_once_that_are_preempted_are_answered_right(
         assert engine.metric("vllm:hybrid_offload_restored_requests") > len(prompts) // 2
         for name in ("pending_loads", "pending_stores", "hook_errors", "failed_loads"):
             assert engine.metric(f"vllm:hybrid_offload_{name}") == 0, name
+    uncached = judges(FLOAT32, UNCACHED)
     for tokens, first, second in zip(prompts, answers, again, strict=True):
         assert distance(uncached, tokens, first) <= BAR
         assert second.same_as(first) or distance(uncached, tokens, second) <= BAR

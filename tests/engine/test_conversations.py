@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Judges
 from tests.engine.bar import PLAIN, computed
 from tests.engine.client import Engine, Output, cpu_child, multi, prompt
 from tests.engine.restore import restorable
@@ -22,8 +23,7 @@ def chat(engine: Engine, **arguments: object) -> Iterator[tuple[list[int], Outpu
     """Each turn's prompt and its answer; only the tiers know the turns before."""
     history = prompt(300, seed=11)
     for turn in range(TURNS):
-        engine.wait_for_stores()
-        engine.reset_device_cache()
+        engine.evict()
         answer = engine.generate(history, max_tokens=ANSWER_TOKENS)
         yield history, answer
         # A prompt one token past a match unit would not be exact in vLLM itself.
@@ -32,7 +32,7 @@ def chat(engine: Engine, **arguments: object) -> Iterator[tuple[list[int], Outpu
 
 
 def test_every_turn_restores_the_turn_before_and_answers_as_vllm_without_a_connector(
-    tiny_model: Path, states: States
+    tiny_model: Path, states: States, judges: Judges
 ) -> None:
     with Engine(tiny_model, **states.arguments, kv_transfer_config=multi(cpu_child())) as engine:
         turns = list(chat(engine))
@@ -41,10 +41,10 @@ def test_every_turn_restores_the_turn_before_and_answers_as_vllm_without_a_conne
     assert [answer.num_cached_tokens for _, answer in turns] == before[:-1]
     # vLLM keeps a state at the last block boundary of a prompt, too. No other is stored: none at the end of an answer.
     assert {boundary for boundary in boundaries if boundary % states.block_size} <= set(before[1:])
-    with Engine(tiny_model, **{**states.arguments, **PLAIN}) as plain:
-        differ = [
-            turn
-            for turn, (tokens, answer) in enumerate(turns)
-            if not answer.same_as(computed(plain, tokens, ANSWER_TOKENS))
-        ]
+    plain = judges(states, PLAIN)
+    differ = [
+        turn
+        for turn, (tokens, answer) in enumerate(turns)
+        if not answer.same_as(computed(plain, tokens, ANSWER_TOKENS))
+    ]
     assert differ == []

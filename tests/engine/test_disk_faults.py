@@ -199,8 +199,7 @@ def test_one_load_finds_all_files_of_a_prompt_that_have_rotted(engine: Engine, r
     engine.reset_device_cache()
     flip(files[2::3])
     assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
-    engine.wait_for_stores()
-    engine.reset_device_cache()
+    engine.evict()
     failed = counted(engine, "failed_loads")
     assert_restored(cold, engine.generate(tokens, MAX_TOKENS), length)
     assert counted(engine, "failed_loads") == failed

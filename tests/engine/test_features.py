@@ -61,12 +61,6 @@ def computed(plain: Engine, tokens: list[int], **sampling: Any) -> dict[str, Any
     return answers(plain, tokens, **sampling)
 
 
-def evicted(engine: Engine) -> None:
-    """The device cache has lost everything; the tiers have what was computed."""
-    engine.wait_for_stores()
-    engine.reset_device_cache()
-
-
 def pending(engine: Engine) -> dict[str, float]:
     return {
         name: engine.metric(f"vllm:hybrid_offload_{name}")
@@ -92,7 +86,7 @@ def test_several_answers_of_one_restored_prompt(engine: Engine, plain: Engine) -
     """
     tokens, sampling = prompt(LENGTH, seed=1), {"n": 3, "temperature": 1.0, "top_k": 1, "max_tokens": 6}
     cold = answers(engine, tokens, **sampling)
-    evicted(engine)
+    engine.evict()
     restored = answers(engine, tokens, **sampling)
     right = computed(plain, tokens, **sampling)
     assert len(cold["completions"]) == 3
@@ -110,11 +104,11 @@ def test_prompt_logprobs_are_computed_and_what_they_computed_is_restored_without
     """vLLM reads no cache for such a request, or it could not say them. It stores as any other does."""
     tokens = prompt(LENGTH, seed=2)
     cold = answers(engine, tokens, prompt_logprobs=1, max_tokens=6)
-    evicted(engine)
+    engine.evict()
     restored = answers(engine, tokens, max_tokens=6)
     assert restored["completions"] == cold["completions"]
     assert restored["num_cached_tokens"] == restorable(LENGTH)
-    evicted(engine)
+    engine.evict()
     again = answers(engine, tokens, prompt_logprobs=1, max_tokens=6)
     assert again == cold
     assert again["num_cached_tokens"] == 0 and len(again["prompt"]) == LENGTH
@@ -126,7 +120,7 @@ def test_a_stop_string_ends_a_restored_answer_where_it_ended_the_cold_one(engine
     tokens = prompt(LENGTH, seed=3)
     free = answers(engine, tokens, max_tokens=12)["completions"][0]
     stop = free["text"][len(free["text"]) // 2 :][:4]
-    evicted(engine)
+    engine.evict()
     restored = answers(engine, tokens, stop=[stop], max_tokens=12)
     assert restored["num_cached_tokens"] == restorable(LENGTH)
     (stopped,) = restored["completions"]
@@ -147,7 +141,7 @@ def test_structured_output_after_a_restore(engine: Engine, plain: Engine, constr
     tokens = prompt(LENGTH, seed=4 + len(str(constraint)))
     sampling = {"structured_outputs": constraint, "max_tokens": 10}
     cold = answers(engine, tokens, **sampling)
-    evicted(engine)
+    engine.evict()
     restored = answers(engine, tokens, **sampling)
     assert restored["completions"] == cold["completions"] == computed(plain, tokens, **sampling)["completions"]
     assert restored["num_cached_tokens"] == restorable(LENGTH)
@@ -160,7 +154,7 @@ def test_an_abort_leaves_no_block_and_no_load_behind(engine: Engine, root: Path,
     tokens, other = prompt(length, seed=70 + len(phase)), prompt(LENGTH, seed=80 + len(phase))
     cold = engine.generate(other)
     stored = engine.generate(tokens) if phase == "loading" else None
-    evicted(engine)
+    engine.evict()
     if phase == "loading":
         engine.call("feature", name="only_disk_loads", on=True)
     free = engine.call("feature", name="num_free_blocks")
@@ -173,16 +167,16 @@ def test_an_abort_leaves_no_block_and_no_load_behind(engine: Engine, root: Path,
     assert_restored(cold, engine.generate(other), LENGTH)
     if stored is not None:
         assert_restored(stored, engine.generate(tokens), length)
-    evicted(engine)
+    engine.evict()
     first = engine.generate(tokens)
-    evicted(engine)
+    engine.evict()
     assert_restored(first, engine.generate(tokens), length)
 
 
 def test_a_session_of_streaming_input_restores_its_first_part_and_is_right(engine: Engine, plain: Engine) -> None:
     parts = [prompt(LENGTH, seed=91), prompt(90, seed=92), prompt(1200, seed=93)]
     cold = engine.call("feature", name="session", parts=parts, max_tokens=5)
-    evicted(engine)
+    engine.evict()
     restored = engine.call("feature", name="session", parts=parts, max_tokens=5)
     assert [(each["token_ids"], each["logprobs"]) for each in restored] == [
         (each["token_ids"], each["logprobs"]) for each in cold
@@ -196,7 +190,7 @@ def test_a_session_of_streaming_input_restores_its_first_part_and_is_right(engin
         heard += each["token_ids"][:-1]  # vLLM drops the last one, which nothing was computed for
     assert restored[0]["num_cached_tokens"] == restorable(LENGTH)
     assert pending(engine) == {"pending_loads": 0, "pending_stores": 0, "hook_errors": 0}
-    evicted(engine)
+    engine.evict()
     # What the session computed of its later parts went on from decoded tokens: no other request may find it.
     whole = parts[0] + restored[0]["token_ids"][:-1] + parts[1]
     plain.reset_device_cache()

@@ -58,8 +58,7 @@ def with_images(num_after: int, seed: int, num_images: int = 1) -> tuple[list[in
 def answer(engine: Engine, tokens: list[int], *images: int) -> tuple[Any, int]:
     """The completion, and how many tokens were not computed. The device cache is empty again."""
     found = engine.call("feature", name="answers", tokens=tokens, images=images, max_tokens=6)
-    engine.wait_for_stores()
-    engine.reset_device_cache()
+    engine.evict()
     return found["completions"], found["num_cached_tokens"]
 
 

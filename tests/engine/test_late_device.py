@@ -29,8 +29,7 @@ def test_restores_equal_the_cold_run_though_copies_end_late(tiny_model: Path, tm
     prompts = [prompt(length, seed=length) for length in LENGTHS]
     with Engine(tiny_model, **options) as engine:
         cold = [engine.generate(tokens) for tokens in prompts]
-        engine.wait_for_stores()
-        engine.reset_device_cache()
+        engine.evict()
         for length, output, again in zip(LENGTHS, cold, engine.generate_many(prompts), strict=True):
             assert_restored_in_a_batch(output, again, length)
         assert engine.metric("vllm:hybrid_offload_dropped_stores") == 0

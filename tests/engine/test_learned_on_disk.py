@@ -24,8 +24,7 @@ def test_a_full_tier_ranks_what_it_has_and_the_next_engine_goes_on_with_what_was
         tokens, cold = stored(engine, 1)
         for turn in range(12):
             engine.generate_many([prompt(LENGTH, 100 + 10 * turn + number) for number in range(4)], MAX_TOKENS)
-            engine.wait_for_stores()
-            engine.reset_device_cache()
+            engine.evict()
             assert engine.generate(tokens, MAX_TOKENS).same_as(cold)
         assert counted(engine, "evicted_objects") > 0
         assert counted(engine, "restored_tokens") > 0

@@ -49,8 +49,7 @@ class Tiers:
         return {source: requests for source, requests in found.items() if requests}
 
     def resend(self, tokens: list[int]) -> Output:
-        self.engine.wait_for_stores()
-        self.engine.reset_device_cache()
+        self.engine.evict()
         return self.engine.generate(tokens)
 
 

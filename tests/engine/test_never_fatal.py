@@ -106,8 +106,7 @@ def test_a_child_that_fails_leaves_the_next_its_turn(tiny_model: Path, tmp_path:
     with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=config) as engine:
         tokens = prompt(LENGTH, seed=6)
         cold = engine.generate(tokens)
-        engine.wait_for_stores()
-        engine.reset_device_cache()
+        engine.evict()
         engine.call("fault", name="set_loads_broken", on=True)
         assert_restored(cold, engine.generate(tokens), LENGTH)
         assert counted(engine, "failed_loads", reason="injected") == 3

@@ -22,8 +22,7 @@ def next_turn(engine: Engine) -> tuple[list[int], Output]:
     """The second turn of a chat and its answer; the device cache knows nothing of the first one."""
     first = prompt(PROMPT, seed=1)
     answer = engine.generate(first, max_tokens=ANSWER)
-    engine.wait_for_stores()
-    engine.reset_device_cache()
+    engine.evict()
     second = first + answer.token_ids + prompt(TEXT, seed=2)
     return second, engine.generate(second)
 

@@ -57,8 +57,7 @@ def test_states_of_another_precision_have_other_attention_chunks(tiny_model: Pat
         engine.wait_for_stores()
     with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=config) as engine:
         cold = outputs(engine)
-        engine.wait_for_stores()
-        engine.reset_device_cache()
+        engine.evict()
         restored = outputs(engine)
         assert_same(restored, cold)
         for length, output in restored.items():

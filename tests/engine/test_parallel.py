@@ -42,8 +42,7 @@ def first(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> FirstLi
     halved = prompt(N + 10, seed=1)
     with two_ranks(tiny_model, root) as engine:
         cold = {length: engine.generate(prompt(length, seed=length)) for length in LENGTHS}
-        engine.wait_for_stores()
-        engine.reset_device_cache()
+        engine.evict()
         for length in LENGTHS:
             assert_restored(cold[length], engine.generate(prompt(length, seed=length)), length)
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu") > 0

@@ -19,8 +19,7 @@ def test_new_weights_and_a_reset_and_a_restart_with_the_old_ones(tiny_model: Pat
     tokens = prompt(LENGTH, seed=1)
     with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(cpu_child(), disk_child(root))) as engine:
         cold = engine.generate(tokens)
-        engine.wait_for_stores()
-        engine.reset_device_cache()
+        engine.evict()
         engine.call("fault", name="change_weights")
         outdated = engine.generate(tokens)
         assert outdated.num_cached_tokens >= LENGTH - 10  # what goes wrong without a reset
@@ -42,7 +41,6 @@ def test_new_weights_and_a_reset_and_a_restart_with_the_old_ones(tiny_model: Pat
         engine.call("fault", name="change_weights")
         engine.call("reset_everything")
         assert engine.generate(tokens).same_as(new_cold)
-        engine.wait_for_stores()
-        engine.reset_device_cache()
+        engine.evict()
         assert_restored(new_cold, engine.generate(tokens), LENGTH)
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") > 0

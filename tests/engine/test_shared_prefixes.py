@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Judges
 from tests.engine.bar import PLAIN, computed
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.restore import U
@@ -26,7 +27,7 @@ def siblings(shared: int) -> list[list[int]]:
     "chunk", [pytest.param(64, marks=pytest.mark.engines), "auto"], ids=lambda chunk: f"chunk-{chunk}"
 )
 def test_from_the_third_sibling_on_a_shared_prefix_is_restored_to_its_last_match_unit(
-    tiny_model: Path, tmp_path: Path, states: States, chunk: int | str
+    tiny_model: Path, tmp_path: Path, states: States, judges: Judges, chunk: int | str
 ) -> None:
     """The device cache is emptied before each prompt. With ``auto`` the disk tier's chunks are blocks, so that on disk
     a junction inside the first block is a snapshot that holds all attention itself."""
@@ -39,8 +40,7 @@ def test_from_the_third_sibling_on_a_shared_prefix_is_restored_to_its_last_match
         for shared in SHARED:
             answers[shared] = []
             for tokens in siblings(shared)[:-1]:
-                engine.wait_for_stores()
-                engine.reset_device_cache()
+                engine.evict()
                 answers[shared].append(engine.generate(tokens))
         engine.wait_for_stores()
     with Engine(tiny_model, **options) as engine:
@@ -51,13 +51,13 @@ def test_from_the_third_sibling_on_a_shared_prefix_is_restored_to_its_last_match
 
     assert SHARED[0] < block and all(shared % block for shared in SHARED), block
     assert all(min(each[2:]) >= shared // U * U for shared, each in restored.items()), restored
-    with Engine(tiny_model, **{**states.arguments, **PLAIN}) as plain:
-        differ = [
-            (shared, place)
-            for shared, each in answers.items()
-            for place, (tokens, answer) in enumerate(zip(siblings(shared), each, strict=True))
-            if not answer.same_as(computed(plain, tokens))
-        ]
+    plain = judges(states, PLAIN)
+    differ = [
+        (shared, place)
+        for shared, each in answers.items()
+        for place, (tokens, answer) in enumerate(zip(siblings(shared), each, strict=True))
+        if not answer.same_as(computed(plain, tokens))
+    ]
     assert differ == []
 
 

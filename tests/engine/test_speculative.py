@@ -33,8 +33,7 @@ def test_the_second_sibling_is_restored_where_a_step_of_the_first_ended(
 
     with Engine(tiny_model, **options) as engine:
         assert engine.generate(first).num_cached_tokens == 0
-        engine.wait_for_stores()
-        engine.reset_device_cache()
+        engine.evict()
         restored = engine.generate(second) if tier == "cpu" else None
     if restored is None:
         with Engine(tiny_model, **options) as engine:

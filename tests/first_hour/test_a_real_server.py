@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import cpu_child, multi
-from tools.server import Server
+from tests.http.warm_server import WarmServer
 from tools.server_process import ServerError
 
 pytestmark = pytest.mark.engine
@@ -21,7 +21,7 @@ def test_the_flag_of_vllms_own_offloading_beside_ours_ends_a_server_that_has_no_
     flag = ["--kv-offloading-size", "1"]
     with (
         pytest.raises(ServerError, match="--kv-offloading-size 1 would put vLLM's own connector in the place of"),
-        Server(model, multi(cpu_child()), log_path=log, arguments=flag),
+        WarmServer(model, multi(cpu_child()), log_path=log, arguments=flag),
     ):
         pass
     assert "EngineCore" not in log.read_text()  # which would look for the weights

@@ -5,8 +5,7 @@ Each row goes through vLLM's own parser and its configuration. No row reads a we
 """
 
 import json
-import subprocess
-import sys
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,9 @@ import msgspec
 import pytest
 
 from tests.first_hour.start import Answer
-from tests.python_path import REPOSITORY
+from tests.python_path import REPOSITORY, python_path
+from tests.waiting import PATIENCE_S
+from tests.warm import WarmProcess
 from vllm_overlay.config import GIB, KIB, MIB, TIB
 
 pytestmark = pytest.mark.engine
@@ -468,9 +469,10 @@ def answers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     directory = tmp_path_factory.mktemp("start")
     cases, found = directory / "cases", directory / "answers"
     cases.write_bytes(msgspec.json.encode([row.arguments for row in ROWS]))
-    command = [sys.executable, "-m", "tests.first_hour.start", str(tiny_model), str(cases), str(found)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    arguments = ["-m", "tests.first_hour.start", str(tiny_model), str(cases), str(found)]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    with WarmProcess(arguments, environment, REPOSITORY, log := directory / "log", is_spoken_to=False) as process:
+        assert process.wait(PATIENCE_S) == 0, log.read_text()[-4000:]
     return msgspec.json.decode(found.read_bytes(), type=list[Answer])
 
 

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No server compiles, for seconds of its first request, how logprobs are ranked. That of the quickstart does."""
+    """No server compiles, for seconds of its first request, how logprobs are ranked."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults in a server under test: vLLM plugins that an environment variable installs."""
 
-import os
 from pathlib import Path
+
+from tests.python_path import python_path
 
 
 def plugin(directory: Path, name: str, source: str) -> dict[str, str]:
@@ -15,4 +16,4 @@ def plugin(directory: Path, name: str, source: str) -> dict[str, str]:
     (directory / f"{name}.py").write_text(source)
     (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
     (package / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
-    return {"PYTHONPATH": os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return {"PYTHONPATH": python_path(directory)}

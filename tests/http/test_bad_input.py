@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.client import cpu_child, disk_child, multi
-from tools.server import Server
+from tests.http.warm_server import WarmServer
 from tools.server_process import ServerError
 
 pytestmark = pytest.mark.engine
@@ -41,6 +41,6 @@ def test_a_server_that_cannot_work_says_why(
     tiny_model: Path, tmp_path: Path, config: Callable[[Path], dict[str, Any]], sentence: str
 ) -> None:
     log_path = tmp_path / "server.log"
-    with pytest.raises(ServerError), Server(tiny_model, config(tmp_path), log_path=log_path):
+    with pytest.raises(ServerError), WarmServer(tiny_model, config(tmp_path), log_path=log_path):
         pass
     assert sentence in log_path.read_text()

@@ -10,8 +10,8 @@ import pytest
 
 from tests.engine.client import disk_child, prompt
 from tests.engine.states import FLOAT32
+from tests.http.warm_server import WarmServer
 from tests.waiting import until
-from tools.server import Server
 from vllm_overlay import cli
 from vllm_overlay.cli.causes import cause
 from vllm_overlay.server.api_client import ApiClient, Completion
@@ -28,7 +28,7 @@ def test_a_server_says_why_it_restores_nothing_and_begins_anew_after_a_cleaner(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root, log = tmp_path / "root", tmp_path / "server.log"
-    server = Server(
+    server = WarmServer(
         tiny_model,
         disk_child(root, hybrid_chunk_size="auto"),
         log_path=log,

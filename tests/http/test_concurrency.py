@@ -10,7 +10,7 @@ import pytest
 from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
 from tests.engine.states import FLOAT32
-from tools.server import Server
+from tests.http.warm_server import WarmServer
 from vllm_overlay.server.api_client import ApiClient, Completion
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("rank_in_the_core")]
@@ -43,7 +43,7 @@ def send_all(api: ApiClient, prompts: list[list[int]]) -> list[Completion]:
 
 def test_fifty_requests_at_once_are_answered_right(tiny_model: Path, tmp_path: Path) -> None:
     prompts = make_prompts()
-    server = Server(
+    server = WarmServer(
         tiny_model,
         multi(cpu_child(), disk_child(tmp_path / "root")),
         log_path=tmp_path / "server.log",

@@ -12,8 +12,8 @@ import pytest
 from tests.engine.client import cpu_child, disk_child, multi, prompt
 from tests.engine.restore import restorable, restored_bytes
 from tests.engine.states import FLOAT32
+from tests.http.warm_server import WarmServer
 from tests.waiting import until
-from tools.server import Server
 from vllm_overlay.server.api_client import ApiClient, Completion, Metrics
 from vllm_overlay.tiers.disk.catalogue import Catalogue
 
@@ -31,12 +31,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def api(tiny_model: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiClient]:
     """One server with two engines."""
-    server = Server(
+    server = WarmServer(
         tiny_model,
         multi(cpu_child(), disk_child(root)),
         log_path=tmp_path_factory.mktemp("log") / "server.log",
         arguments=[*FLOAT32.flags, "--data-parallel-size", "2"],
-        environment={"TORCHDYNAMO_DISABLE": "1"},
+        environment={"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )
     with server as client:
         yield client

@@ -17,6 +17,7 @@ RESTORABLE = restorable_tokens(demo.DEFAULT_PROMPT_TOKENS)
 
 @pytest.mark.engine
 @pytest.mark.processor
+@pytest.mark.usefixtures("rank_in_the_core")
 def test_the_demo_restores_from_cpu_then_from_disk_and_leaves_nothing(demo_directory: Path) -> None:
     with DemoProcess(demo_directory) as process:
         status = process.finish()

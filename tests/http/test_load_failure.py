@@ -8,9 +8,9 @@ import pytest
 
 from tests.engine.client import multi, prompt
 from tests.engine.states import FLOAT32
+from tests.http.warm_server import WarmServer
 from tests.python_path import python_path
 from tests.waiting import until
-from tools.server import Server
 from vllm_overlay.server.api_client import ApiError
 
 pytestmark = [pytest.mark.engine, pytest.mark.faults]
@@ -34,8 +34,8 @@ def failing_child(**entry: Any) -> dict[str, Any]:
     }
 
 
-def server(model: Path, tmp_path: Path, **entry: Any) -> Server:
-    return Server(
+def server(model: Path, tmp_path: Path, **entry: Any) -> WarmServer:
+    return WarmServer(
         model,
         multi(failing_child(**entry)),
         log_path=tmp_path / "server.log",

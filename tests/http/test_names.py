@@ -12,9 +12,9 @@ import pytest
 from devtools.metrics_page import METRICS
 from tests.engine.client import prompt
 from tests.engine.states import FLOAT32
+from tests.http.warm_server import WarmServer
 from tests.test_readme import example
 from tests.waiting import until
-from tools.server import Server
 from vllm_overlay import cli
 from vllm_overlay.metrics import CONNECTOR, HOOK, HYBRID_OFFLOAD, MULTI_CONNECTOR, Kind, Metric
 from vllm_overlay.multi_connector.hooks import HOOKS
@@ -84,7 +84,7 @@ def test_the_readmes_configuration_has_one_name_for_a_child_everywhere(
     config["kv_connector_extra_config"]["control_file"] = str(switches)
     log_path = tmp_path / "server.log"
     often = {"VLLM_LOG_STATS_INTERVAL": "1"}
-    server = Server(tiny_model, config, log_path=log_path, arguments=FLOAT32.flags, environment=often)
+    server = WarmServer(tiny_model, config, log_path=log_path, arguments=FLOAT32.flags, environment=often)
     with server as api:
         long, short = prompt(1300, seed=1), prompt(300, seed=2)
         cold = [api.complete(tokens) for tokens in (long, short)]

@@ -34,6 +34,7 @@ def directory() -> Iterator[Path]:
 
 
 @pytest.mark.engine
+@pytest.mark.usefixtures("rank_in_the_core")
 def test_the_quickstart_does_what_it_says(directory: Path) -> None:
     environment = {
         "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",

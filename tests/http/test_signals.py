@@ -9,9 +9,9 @@ import pytest
 from tests.engine.client import disk_child, multi, prompt
 from tests.http.demo_process import DemoProcess
 from tests.http.waiting_disk import waiting_disk
+from tests.http.warm_server import WarmServer
 from tests.tiers.disk.files import object_files
 from tests.waiting import PATIENCE_S
-from tools.server import Server
 
 pytestmark = pytest.mark.engine
 
@@ -57,7 +57,7 @@ def test_sigterm_gives_pending_stores_the_time_they_need(tiny_model: Path, tmp_p
 
     waiting = waiting_disk(tmp_path / "plugin", gate)
     patient = ["--shutdown-timeout", f"{PATIENCE_S:.0f}"]
-    first = Server(tiny_model, config, log_path=tmp_path / "first.log", arguments=patient, environment=waiting)
+    first = WarmServer(tiny_model, config, log_path=tmp_path / "first.log", arguments=patient, environment=waiting)
     with first as api:
         cold = api.complete(tokens)
         assert not any(path.stat().st_size for path in object_files(root))
@@ -67,7 +67,7 @@ def test_sigterm_gives_pending_stores_the_time_they_need(tiny_model: Path, tmp_p
         assert first.group.wait(PATIENCE_S)
     assert len(object_files(root)) > 1984 // 64
 
-    with Server(tiny_model, config, log_path=tmp_path / "second.log") as api:
+    with WarmServer(tiny_model, config, log_path=tmp_path / "second.log") as api:
         restored = api.complete(tokens)
     assert restored.num_cached_tokens == 1984
     assert restored.same_as(cold)

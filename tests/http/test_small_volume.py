@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from tests.engine.client import prompt
+from tests.http.warm_server import WarmServer
 from tests.tiers.disk.file_systems import disk
 from tests.waiting import until
-from tools.server import Server
 from vllm_overlay import cli
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("rank_in_the_core")]
@@ -27,7 +27,7 @@ def test_the_log_names_what_works_and_probe_says_that_nothing_can_be_stored(
 
     with disk(tmp_path / "shm", num_bytes=64 << 20) as shm:
         root = shm.path / "kv"
-        server = Server(tiny_model, msgspec.json.decode(CHART.replace("$ROOT", str(root))), log_path=log)
+        server = WarmServer(tiny_model, msgspec.json.decode(CHART.replace("$ROOT", str(root))), log_path=log)
         with server as api:
             until(lambda: f"nothing can be stored under {root}: its file system has 64MiB" in log.read_text(), "a word")
             api.complete(prompt(700, seed=1))

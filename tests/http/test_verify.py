@@ -10,7 +10,7 @@ import pytest
 from tests.engine.client import cpu_child, disk_child, multi
 from tests.engine.states import FLOAT32
 from tests.http.plugin import plugin
-from tools.server import Server
+from tests.http.warm_server import WarmServer
 from vllm_overlay import cli
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("rank_in_the_core")]
@@ -54,8 +54,8 @@ def test_what_both_tiers_restore_is_equal_also_after_a_restart(
     config = multi(cpu_child(load_weight=1.0), disk_child(tmp_path / "root", load_weight=1.0))
     file = str(tmp_path / "answers.json")
 
-    def server(name: str) -> Server:
-        return Server(tiny_model, config, log_path=tmp_path / name, arguments=FLOAT32.flags)
+    def server(name: str) -> WarmServer:
+        return WarmServer(tiny_model, config, log_path=tmp_path / name, arguments=FLOAT32.flags)
 
     # The last prompt extends the one before it; what it added is on the disk when the server is restarted.
     restored = [64, 128, 1088, 1152]
@@ -79,7 +79,7 @@ def test_zeroed_snapshots_fail_and_the_prompt_and_the_first_token_are_named(
 ) -> None:
     environment = plugin(tmp_path / "plugin", "zeroed_snapshots", ZEROED_SNAPSHOTS)
     arguments = FLOAT32.flags
-    server = Server(
+    server = WarmServer(
         tiny_model, multi(cpu_child()), log_path=tmp_path / "log", arguments=arguments, environment=environment
     )
     with server:
@@ -94,7 +94,7 @@ def test_zeroed_snapshots_fail_and_the_prompt_and_the_first_token_are_named(
 def test_a_running_server_without_our_connector_is_told_what_to_change(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = Server(tiny_model, None, log_path=tmp_path / "log", arguments=FLOAT32.flags)
+    server = WarmServer(tiny_model, None, log_path=tmp_path / "log", arguments=FLOAT32.flags)
     with server:
         assert cli.main(["verify", server.url]) == 2
     assert "has no HybridOffloadConnector: start it with a --kv-transfer-config" in capsys.readouterr().err

@@ -85,8 +85,7 @@ class RowRun:
 
     @staticmethod
     def _forget(engine: Engine) -> None:
-        engine.wait_for_stores()
-        engine.reset_device_cache()
+        engine.evict()
 
     def _wrong_bytes(self, engine: Engine) -> Cell:
         """Zeros the last object of each kind in turn."""
