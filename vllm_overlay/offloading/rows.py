@@ -69,7 +69,7 @@ class RowWorker(DiskTierWorker):
 
     def _try_to_write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
         if not self._copy(ticket.ticket, buffer, to_row=False):
-            return Reason.TIMEOUT
+            return Reason.NOT_REPORTED
         return super()._try_to_write(ticket, buffer)
 
     def _try_to_read(self, fetch: Any, buffer: HostBuffer) -> BadObject | None:

@@ -4,14 +4,15 @@
 import os
 import stat
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from vllm_overlay.config import ConfigError
+
+if TYPE_CHECKING:  # imported where it is used: who does not encrypt does not need it
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 SALT_BYTES = 32
 TAG_BYTES = 16
@@ -27,8 +28,12 @@ without root reads its secrets so."""
 _KEY_BYTES, _NONCE_BYTES = 32, 12
 
 
-def _cipher(key: bytes, salt: bytes) -> Cipher[GCM]:
+def _cipher(key: bytes, salt: bytes) -> "Cipher[GCM]":
     """The cipher of one object. A random salt comes once, so no key and nonce ever meet two messages."""
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
+
     derived = blake3(salt, key=key).digest(length=_KEY_BYTES + _NONCE_BYTES)
     return Cipher(AES256(derived[:_KEY_BYTES]), GCM(derived[_KEY_BYTES:]))
 
@@ -45,6 +50,8 @@ def encrypt(key: bytes, salt: bytes, segments: Iterable[memoryview]) -> bytes:
 def decrypt(key: bytes, salt: bytes, segments: Iterable[memoryview], tag: bytes) -> bool:
     """Decrypt the segments in place; returns whether that is the tag of all of them. If not, nothing of them may be
     used."""
+    from cryptography.exceptions import InvalidTag
+
     decryptor = _cipher(key, salt).decryptor()
     for segment in segments:
         decryptor.update_into(segment, segment)
