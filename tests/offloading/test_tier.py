@@ -62,6 +62,12 @@ def test_what_was_stored_is_loaded_into_other_rows_also_by_the_next_engine(make:
     assert not second.has(keys(1, group=2)[0])
 
 
+def test_a_job_of_nothing_ends(make: Make) -> None:
+    lent = make()
+    assert lent.store([], []).success
+    assert lent.load([], []).success
+
+
 def test_a_job_larger_than_the_staging_memory_is_stored_as_a_whole(make: Make) -> None:
     lent, names = make(staging_bytes=4 * ROW_BYTES), keys(20)
     lent.fill(range(20))

@@ -54,8 +54,9 @@ class _Job:
     job_id: int
     is_load: bool
     started: float
+    keys: tuple[OffloadKey, ...]
     left: set[OffloadKey]
-    done: list[OffloadKey] = field(default_factory=list)
+    done: set[OffloadKey] = field(default_factory=set)
     failed: bool = False
 
     @property
@@ -158,6 +159,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
                 self._queue.append(_Store(job, key, row))
             else:
                 self._end_key(job, key)
+        self._end_if_done(job)
         self._start_stores()
 
     def _is_wanted(self, object_id: ObjectId) -> bool:
@@ -234,7 +236,8 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         return PlannedObject(_object_id(key), (), 0, self._chunk_tokens[group], self._row_bytes, group)
 
     def _begin(self, job_metadata: TransferJob) -> _Job:
-        job = _Job(job_metadata.job_id, job_metadata.is_promotion, time.monotonic(), set(job_metadata.keys))
+        keys = tuple(job_metadata.keys)
+        job = _Job(job_metadata.job_id, job_metadata.is_promotion, time.monotonic(), keys, set(keys))
         self._jobs[job.job_id] = job
         return job
 
@@ -243,7 +246,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             return  # its job was given up
         job.left.discard(key)
         if failure is None:
-            job.done.append(key)
+            job.done.add(key)
         else:
             job.failed = True
             self._stats.tally.count(job.failures, label=failure)
@@ -251,11 +254,9 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def _end_if_done(self, job: _Job) -> None:
         if not job.left and self._jobs.pop(job.job_id, None) is not None:
-            num_bytes = len(job.done) * self._row_bytes
-            seconds = time.monotonic() - job.started
-            self._results.append(
-                JobResult(job.job_id, not job.failed, tuple(job.done) or None, seconds, num_bytes or None)
-            )
+            done = tuple(filter(job.done.__contains__, job.keys))
+            num_bytes, seconds = len(done) * self._row_bytes, time.monotonic() - job.started
+            self._results.append(JobResult(job.job_id, not job.failed, done or None, seconds, num_bytes or None))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         if self._jobs or self._stores:
@@ -336,6 +337,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             time.sleep(0.001)
         self._give_up(list(self._jobs.values()))
         self._worker.close(max(0.0, deadline - time.monotonic()))
+        self._worker.return_rows()
         self._manager.close()
 
 
