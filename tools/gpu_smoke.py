@@ -16,6 +16,7 @@ Exit status 0: every rung passed, or means nothing on this device; 1: one failed
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -36,6 +37,7 @@ from tools.gpu_rungs import RUNGS
 
 _RESULT = "RESULT "
 _LOG_LINES = 12
+_END_S = 10.0
 LEAST_S = 20.0
 """A rung is not begun with less of the budget left."""
 
@@ -72,16 +74,15 @@ def climb(name: str, model: Path, device: str, timeout_s: float) -> Outcome:
     if device == "cpu" and rung.why_not_cpu:
         return Outcome(name, Verdict.SKIPPED, 0.0, rung.why_not_cpu)
     command = [sys.executable, __file__, name, "--within", "--device", device, "--model", str(model)]
-    started = time.monotonic()
+    started, is_late = time.monotonic(), False
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             process.wait(timeout_s)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+        except subprocess.TimeoutExpired:
+            is_late = True
+        finally:
+            _end(process)
         seconds = time.monotonic() - started
         log.seek(0)
         lines = log.read().splitlines()
@@ -90,9 +91,19 @@ def climb(name: str, model: Path, device: str, timeout_s: float) -> Outcome:
             verdict, said = json.loads(line.removeprefix(_RESULT))
             return Outcome(name, Verdict(verdict), seconds, said)
     end = "\n".join(lines[-_LOG_LINES:])
-    if process.returncode == -signal.SIGKILL and seconds >= timeout_s:
+    if is_late:
         return Outcome(name, Verdict.TIMED_OUT, seconds, f"after {timeout_s:.0f} s; its log ends:\n{end}")
     return Outcome(name, Verdict.FAILED, seconds, f"exit status {process.returncode}; its log ends:\n{end}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM first: a rung may have a server, in a session of its own, which would keep the GPU's memory."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def refusal(error: BaseException) -> str:
@@ -109,6 +120,7 @@ def refusal(error: BaseException) -> str:
 
 def run_within(name: str, model: Path, device: str) -> None:
     """In the rung's process: its last word is its verdict. What an engine leaves behind is not waited for."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{name}: ended from outside"))
     try:
         verdict, said = Verdict.PASSED, RUNGS[name].run(model, device)
     except Exception as error:

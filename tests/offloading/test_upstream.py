@@ -16,7 +16,7 @@ import pytest
 from tests.python_path import python_path
 
 TESTS = Path("tests/v1/kv_offload/tiering/test_fs_tier.py")
-NUM_PASSING = 27
+NUM_PASSING = 25
 _EVENTS, _LOCALITY = "ours publishes no KV events", "ours has no setting locality"
 _STAYS = "what does not verify is hidden until it is stored anew, and not removed"
 KNOWN = {
