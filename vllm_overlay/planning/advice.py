@@ -11,6 +11,8 @@ from vllm_overlay.planning.capacity import Conversation, TierCapacity
 from vllm_overlay.planning.question import EngineLayout, Flags
 from vllm_overlay.planning.volume import Disk, as_argument
 
+CUDA = "cuda"
+
 
 class Severity(StrEnum):
     NOTE = "note"
@@ -45,13 +47,14 @@ def advice(
     disks: Sequence[Disk],
     host_bytes: int,
     free_bytes: int,
+    platform: str = "",
 ) -> list[Advice]:
-    """All that applies, in the order of the flags.
+    """All that applies, in the order of the flags. ``platform``: see ``make_plan``.
 
     ``host_bytes``: what the tiers of one engine take of the host's memory; ``free_bytes``: what is free there.
     """
     return [
-        *_of_platform(layout),
+        *(_of_offloading(layout) if platform == CUDA else _of_platform(layout)),
         *_of_match_unit(flags, layout, match_unit),
         *_of_step_budget(flags, layout),
         *_of_retention(flags, layout, tiers),
@@ -65,7 +68,22 @@ def _of_platform(layout: EngineLayout) -> Iterator[Advice]:
     if layout.platform != "cpu":
         yield _warning(
             "vLLM's platform",
-            f"this version was never run on {layout.platform!r}: before you serve with it, run what docs/gpu.md says",
+            f"this version was never run on {layout.platform!r}: before you serve with it, run what docs/gpu.md says. "
+            "--platform cuda plans vLLM's own copies over our disk tier",
+        )
+
+
+def _of_offloading(layout: EngineLayout) -> Iterator[Advice]:
+    """Against our own copies, which nobody has run on a GPU."""
+    yield _note(
+        "--platform",
+        "vLLM's OffloadingConnector copies, and ours keeps the disk: no junctions, no learned eviction, no LoRA, no "
+        f"speculative decoding, and inside a block of {layout.block_size} tokens no hit but at a prompt's end",
+    )
+    if layout.platform != CUDA:
+        yield _warning(
+            "--platform",
+            f"blocks and bytes are those of {layout.platform!r}, which this machine has: ask on the one that serves",
         )
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.planner.geometry import Geometry, check_groups, finer_match_unit
-from vllm_overlay.planning.advice import Advice, Severity, advice
+from vllm_overlay.planner.geometry import check_groups, finer_match_unit
+from vllm_overlay.planning.advice import CUDA, Advice, Severity, advice
 from vllm_overlay.planning.ask_vllm import ask_vllm
 from vllm_overlay.planning.capacity import Conversation, TierCapacity, geometry_of, tier_capacity
+from vllm_overlay.planning.offloading import Rows, offloading_config
 from vllm_overlay.planning.question import EngineLayout, Flags, Question
 from vllm_overlay.planning.server_command import server_command, transfer_config
 from vllm_overlay.planning.volume import Disk, volume_bytes
@@ -46,11 +47,13 @@ def make_plan(
     conversation: Conversation,
     *,
     may_fetch: bool = False,
+    platform: str = "",
 ) -> Plan:
     """Takes as long as an import of vLLM.
 
     ``arguments``: of vLLM's server, ``--model`` among them. ``children``: the ``kv_connector_extra_config`` of each
-    tier, in order. ``may_fetch``: whether vLLM may load the model's configuration from where it would.
+    tier, in order. ``may_fetch``: whether vLLM may load the model's configuration from where it would. ``platform``:
+    "cuda" plans vLLM's own copies over our disk tier.
 
     Raises:
         ConfigError: no engine can have these settings; the sentence is the connector's where it would say one.
@@ -59,8 +62,10 @@ def make_plan(
     if not children:
         raise ConfigError("there is no tier: give --cpu 32GiB, --disk /mnt/kv:1TiB or both")
     specs = [tier_spec(child) for child in children]
-    config = transfer_config(children)
-    reply = ask_vllm(Question(arguments=tuple(arguments), kv_transfer_config=config, may_fetch=may_fetch))
+    config = asked = transfer_config(children)
+    if platform == CUDA:
+        config = offloading_config(children)
+    reply = ask_vllm(Question(arguments=tuple(arguments), kv_transfer_config=asked, may_fetch=may_fetch))
     flags, layout = reply.flags, reply.layout
     match_unit = choose_match_unit(flags, layout)
     check_retention(flags, layout)
@@ -72,10 +77,16 @@ def make_plan(
         if (capacity := tier_capacity(spec, geometry, flags.tensor_parallel_size, conversation))
     ]
     disks = [
-        _disk(spec, geometry, flags.tensor_parallel_size)
+        _disk(spec, geometry.largest_object_bytes, flags.tensor_parallel_size)
         for spec, geometry in zip(specs, geometries, strict=True)
         if isinstance(spec, DiskTierSpec)
     ]
+    if platform == CUDA:
+        rows = Rows.of(layout, flags.tensor_parallel_size)
+        (disk,) = (spec for spec in specs if isinstance(spec, DiskTierSpec))
+        cpu_bytes = config["kv_connector_extra_config"]["cpu_bytes_to_use"]
+        tiers = list(rows.capacities(cpu_bytes, disk, conversation, match_unit))
+        disks = [_disk(disk, rows.num_bytes, 1)]
     host_bytes = sum(spec.settings.capacity_bytes for spec in specs if spec.hit_source == HOST)
     return Plan(
         flags=flags,
@@ -83,14 +94,16 @@ def make_plan(
         match_unit=match_unit,
         conversation=conversation,
         tiers=tuple(tiers),
-        advice=tuple(advice(flags, layout, match_unit, tiers, conversation, disks, host_bytes, available_memory())),
+        advice=tuple(
+            advice(flags, layout, match_unit, tiers, conversation, disks, host_bytes, available_memory(), platform)
+        ),
         kv_transfer_config=config,
         command=tuple(server_command(arguments, flags, match_unit if layout.takes_match_unit else None, config)),
     )
 
 
-def _disk(spec: DiskTierSpec, geometry: Geometry, num_ranks: int) -> Disk:
-    quota = quota_of(spec.settings, geometry.largest_object_bytes, num_ranks)
+def _disk(spec: DiskTierSpec, max_object_bytes: int, num_ranks: int) -> Disk:
+    quota = quota_of(spec.settings, max_object_bytes, num_ranks)
     root = spec.settings.root
     return Disk(root, quota.capacity_bytes, quota.min_free_bytes, 2 * quota.largest_bytes, volume_bytes(root))
 
