@@ -2,6 +2,8 @@
 """The disk tier behind vLLM's OffloadingConnector, job by job."""
 
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,6 +152,30 @@ def test_stores_that_find_no_room_fail_and_what_is_there_is_not_written_again(ma
     lent.store(names, range(4))
     assert lent.store(names, range(4)).success
     assert len(objects(tmp_path)) == 4
+
+
+def test_limits_hold_over_two_engines_and_a_restart(make: Make, tmp_path: Path) -> None:
+    capacity = 40 * ROW_BYTES
+    for life in range(2):
+        both = [make(capacity_bytes=capacity) for _ in range(2)]
+        for number in range(10):
+            for which, lent in enumerate(both):
+                lent.fill(range(4), number)
+                lent.store(keys(4, f"prompt {life} {which} {number}"), range(4))
+                assert sum(path.stat().st_size for path in objects(tmp_path)) <= capacity
+        assert both[0].tier._manager.usage().capacity_bytes <= capacity
+        for lent in both:
+            lent.shutdown()
+    assert objects(tmp_path)
+
+
+@pytest.mark.faults
+def test_twenty_kills() -> None:
+    """In a process of its own, as the command is: it changes the module under test."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.offloading.crash", "--kills", "20"], capture_output=True, text=True, check=False
+    )
+    assert "all restored, none wrong" in done.stdout, done.stderr[-3000:]
 
 
 def test_limits_hold(make: Make, tmp_path: Path) -> None:
