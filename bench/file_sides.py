@@ -9,10 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import torch  # noqa: F401  LMCache's extension is linked against its libraries
+from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from bench.disk_lab import halves
+from bench.disk_lab import NAMESPACE, halves
 from vllm_overlay.config import GIB, MIB
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket
@@ -142,6 +147,87 @@ class Vllm:
         self._readers.shutdown()
 
 
+class Tier:
+    """A secondary tier of vLLM's OffloadingConnector, job by job: one of all objects. Whether ours or vLLM's."""
+
+    def __init__(
+        self, directory: Path, object_bytes: int, memory: memoryview, make: Callable[[Any, memoryview], Any]
+    ) -> None:
+        """``make``: the tier, for vLLM's spec and a view of rows."""
+        self.directory = directory
+        self._num_rows = len(memory) // object_bytes
+        view = memory[: self._num_rows * object_bytes].cast("B", (self._num_rows, object_bytes))
+        group = SimpleNamespace(tokens_per_block=64)
+        self._tier = make(SimpleNamespace(config=SimpleNamespace(groups=(group,)), blocks_per_chunk=1), view)
+        self._keys: list[bytes] = []
+        self._jobs = itertools.count()
+
+    def prepare(self, keys: Sequence[bytes]) -> None:
+        """As vLLM does, which looks up what it may then store."""
+        self._keys = [make_offload_key(key, 0) for key in keys]
+        for key in self._keys:
+            self._tier.lookup(key, ReqContext("bench"))
+        self._tier.on_schedule_end(ScheduleEndContext((), ()))
+
+    def store(self) -> None:
+        self._run(self._tier.submit_store, is_load=False)
+
+    def load(self) -> None:
+        self._run(self._tier.submit_load, is_load=True)
+
+    def _run(self, submit: Callable[[TransferJob], None], *, is_load: bool) -> None:
+        rows = np.arange(len(self._keys), dtype=np.int32) % self._num_rows
+        submit(TransferJob(next(self._jobs), self._keys, rows, is_load, ReqContext("bench")))
+        while not (found := list(self._tier.get_finished_jobs())):
+            self._tier.on_schedule_end(ScheduleEndContext((), ()))
+            time.sleep(_POLL_S)
+        if not found[0].success:
+            raise RuntimeError(f"a job failed: {found}")
+
+    def remove(self) -> None:
+        for path in self.directory.rglob("*"):
+            if path.suffix in (".bin", ".r0"):
+                path.unlink()
+
+    def close(self) -> None:
+        self._tier.shutdown()
+
+
+def hybrid_disk(directory: Path) -> Callable[[Any, memoryview], Any]:
+    """Ours, without an engine to tell its namespace."""
+    from vllm_overlay.offloading import tier
+
+    vars(tier)["engine_being_built"] = lambda: None
+    vars(tier)["namespace_of"] = lambda *_: NAMESPACE
+    settings = {
+        "root": str(directory.resolve()),
+        "capacity_bytes": 64 * GIB,
+        "min_free_bytes": 0,
+        "staging_bytes": STAGING_BYTES,
+    }
+    threads = {"write_threads": WRITE_THREADS, "read_threads": READ_THREADS}
+    return lambda spec, view: tier.HybridDiskTier(spec, view, "hybrid_disk", **settings, **threads)
+
+
+def fs_tier(directory: Path) -> Callable[[Any, memoryview], Any]:
+    """vLLM's, whose names are given: its own need an engine's configuration."""
+    from vllm.v1.kv_offload.tiering.fs import manager
+
+    def make(spec: Any, view: memoryview) -> Any:
+        names = SimpleNamespace(
+            get_file_name=lambda key: str(directory / key.hex()[:2] / key.hex()) + ".bin",
+            get_config_file_path=lambda: str(directory / "config.json"),
+            get_run_config=dict,
+        )
+        (manager.FileMapper, before) = (SimpleNamespace(from_offloading_spec=lambda **_: names), manager.FileMapper)
+        try:
+            return manager.FileSystemTierManager(spec, view, "fs", str(directory), READ_THREADS, WRITE_THREADS)
+        finally:
+            manager.FileMapper = before
+
+    return make
+
+
 class LMCache:
     """LMCache's native file-system client, with as many workers as we have readers."""
 
@@ -187,4 +273,4 @@ class LMCache:
         self._client.close()
 
 
-Side = Ours | Vllm | LMCache
+Side = Ours | Vllm | Tier | LMCache

@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from bench import object_cpu
-from bench.file_sides import READ_THREADS, STAGING_BYTES, WRITE_THREADS, LMCache, Ours, Side, Vllm
+from bench.file_sides import (
+    READ_THREADS,
+    STAGING_BYTES,
+    WRITE_THREADS,
+    LMCache,
+    Ours,
+    Side,
+    Tier,
+    Vllm,
+    fs_tier,
+    hybrid_disk,
+)
 from bench.measure import Subject, table, take_turns
 from bench.rawdisk import RawFiles, settle
 from vllm_overlay.config import KIB, MIB
@@ -65,6 +76,8 @@ def bench_size(directory: Path, object_bytes: int, total_bytes: int, rounds: int
         "ours, XXH3": Ours(directory / "tier", object_bytes),
         "ours, AES-256-GCM": Ours(directory / "encrypted" / "tier", object_bytes, encryption_key_file=str(key_file)),
         "vLLM's fs tier, no checksum": Vllm(directory / "vllm", object_bytes, memory, direct),
+        "hybrid_disk, by jobs": Tier(directory / "hybrid", object_bytes, memory, hybrid_disk(directory / "hybrid")),
+        "vLLM's fs tier, by jobs": Tier(directory / "fs", object_bytes, memory, fs_tier(directory / "fs")),
     }
     if lmcache is not None:
         sides["LMCache's fs_native, no checksum"] = LMCache(

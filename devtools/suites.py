@@ -86,12 +86,13 @@ OTHERS = (
     ),
     Suite(
         "crash",
-        "500 kills and 15,000 damaged bytes of the disk tier: no wrong byte, nothing lost that was kept",
-        ("vllm_overlay/tiers/disk",),
+        "700 kills and 15,000 damaged bytes of the disk tier: no wrong byte, nothing lost that was kept",
+        ("vllm_overlay/tiers/disk", "vllm_overlay/offloading"),
         (
             ("tests.tiers.disk.crash", "--kills", "500", "--seed", "1"),
             ("tests.tiers.disk.fuzz", "--mutations", "10000", "--seed", "1"),
             ("tests.tiers.disk.catalogue.crash", "--kills", "500", "--seed", "1"),
+            ("tests.offloading.crash", "--kills", "200", "--seed", "1"),
             ("tests.tiers.disk.catalogue.fuzz", "--mutations", "5000", "--seed", "1"),
         ),
         has_tests=False,

@@ -4,17 +4,24 @@
 A rung with an engine runs ``LLM`` within this process, so that the tier's bytes can be reached.
 """
 
+import json
 import math
 import os
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NEAR = 0.05
-"""Of a logprob: more is another answer."""
+from tools.server_process import ServerProcess
+
 NUM_REQUESTS = 50
+NUM_OTHERS = 4
+"""So many other prompts of the same length push one out of vLLM's own CPU tier, which has room for less."""
+CPU_TIER_BYTES = 6 << 20
 CPU_TIER = {
     "kv_connector": "HybridOffloadConnector",
     "kv_role": "kv_both",
@@ -27,6 +34,8 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"connectors": [CPU_TIER]},
 }
+ON_CPU = {"spec_name": "CpuTiering", "spec_module_path": "tests.multi_connector.third_party"}
+"""vLLM's OffloadingConnector has no copies for its CPU build. These are the tests' own."""
 CAREFUL = {"enforce_eager": True, "attention_backend": "TRITON_ATTN", "gdn_prefill_backend": "triton"}
 """The kernels that are the nearest to those of the CPU build."""
 FLASH = {**CAREFUL, "attention_backend": "FLASH_ATTN"}
@@ -43,24 +52,38 @@ class Rung:
     why_not_cpu: str = ""
 
 
+def environment() -> dict[str, str]:
+    """Of every engine."""
+    repository = str(Path(__file__).resolve().parent.parent)
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        "TORCHDYNAMO_DISABLE": os.environ.get("TORCHDYNAMO_DISABLE", "1"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [repository, os.environ.get("PYTHONPATH")])),
+    }
+
+
+def on(device: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """As far as the device has them. A CPU has one backend and no graphs; a GPU is not taken whole."""
+    if device == "cpu":
+        not_there = ("attention_backend", "gdn_prefill_backend")
+        return {**{name: value for name, value in arguments.items() if name not in not_there}, "enforce_eager": True}
+    return {"gpu_memory_utilization": 0.3, **arguments}
+
+
 class Engine:
     """vLLM on the tiny model, in this process."""
 
     def __init__(self, model: Path, device: str, **arguments: Any) -> None:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        os.environ.update(environment(), VLLM_ENABLE_V1_MULTIPROCESSING="0")
         from vllm import LLM
 
         arguments.setdefault("async_scheduling", False)  # one cause less; the rung "asynchronous" asks for it
-        if device == "cpu":
-            for name in ("attention_backend", "gdn_prefill_backend"):
-                arguments.pop(name, None)
-            arguments["enforce_eager"] = True
-        else:
-            arguments.setdefault("gpu_memory_utilization", 0.3)
         self._llm = LLM(
-            str(model), max_model_len=8192, enable_prefix_caching=True, mamba_ssm_cache_dtype="float32", **arguments
+            str(model),
+            max_model_len=8192,
+            enable_prefix_caching=True,
+            mamba_ssm_cache_dtype="float32",
+            **on(device, arguments),
         )
 
     @property
@@ -110,6 +133,13 @@ class Engine:
         if not snapshots:
             raise AssertionError("the CPU tier has no snapshot")
 
+    def zero_rows(self) -> None:
+        """All that vLLM's own CPU tier has becomes zeros."""
+        connector = self.scheduler.connector
+        (connector,) = getattr(connector, "sub_connectors", None) or [connector]
+        (tier,) = connector.connector_scheduler.manager.secondary_tiers
+        tier._worker._rows[:] = 0
+
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
     source = random.Random(seed)
@@ -123,27 +153,146 @@ def difference(one: Answer, other: Answer) -> float:
     return max(abs(mine - theirs) for mine, theirs in zip(one[1], other[1], strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Two restores of one prompt, which are equal. ``far``: how far they are from what was computed."""
+
+    tokens: list[int]
+    cold: Answer
+    answer: Answer
+    num_cached: int
+    far: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_cached} of {len(self.tokens)} tokens restored twice, equal; {_far(self.far)} from the cold run"
+        )
+
+
+def _far(difference: float) -> str:
+    return "0" if not difference else f"{difference:.1e}" if math.isfinite(difference) else "other tokens"
+
+
+def hit_twice(engine: Engine, tokens: list[int], forget: Callable[[], None]) -> Hit:
+    """Cold, from vLLM's device cache, and twice from the tiers. Hits of as many tokens are equal to the last bit."""
+    (cold,), _ = engine.answers([tokens])
+    hits = [engine.answers([tokens])]
+    for _ in range(2):
+        forget()
+        hits.append(engine.answers([tokens]))
+    ((by_device,), (at_device,)), ((first,), (num_cached,)), ((second,), (again,)) = hits
+    if not num_cached or again != num_cached:
+        raise AssertionError(f"{num_cached} and {again} tokens were restored")
+    same = {"a second restore": second} | ({"vLLM's device cache": by_device} if at_device == num_cached else {})
+    for what, answer in same.items():
+        if (far := difference(first, answer)) != 0:
+            raise AssertionError(
+                f"{num_cached} tokens were restored, and the answer is {_far(far)} from that of {what}"
+            )
+    return Hit(tokens, cold, first, num_cached, difference(cold, first))
+
+
+def expect_other(hit: Hit, answer: Answer, what: str) -> str:
+    """Else a comparison would miss a wrong restore."""
+    if not (far := difference(hit.answer, answer)):
+        raise AssertionError(f"{what} change nothing: this comparison would miss a wrong restore")
+    return f"{what}: {_far(far)}"
+
+
 def restored(model: Path, device: str, *, num_tokens: int = 0, **arguments: Any) -> str:
-    """Cold, from the device cache, from the CPU tier, and from the CPU tier with zeros for states."""
+    """By our CUDA copies: cold, evicted, restored twice, and with zeros for states."""
     engine = Engine(model, device, kv_transfer_config=CONNECTOR, **arguments)
     # Two blocks are a multiple of the 64 tokens of the GDN kernels, also where one block is not.
-    tokens = prompt(num_tokens or 2 * engine.block_size + 20, seed=1)
-    (cold,), _ = engine.answers([tokens])
-    (hit,), _ = engine.answers([tokens])
-    engine.evict()
-    (again,), (num_cached,) = engine.answers([tokens])
-    found = {"device cache": difference(cold, hit), "CPU tier": difference(cold, again)}
-    if not num_cached:
-        raise AssertionError("nothing was restored")
-    if max(found.values()) > NEAR:
-        raise AssertionError(f"logprobs differ from the cold run's: {found}")
+    hit = hit_twice(engine, prompt(num_tokens or 2 * engine.block_size + 20, seed=1), engine.evict)
     engine.evict()
     engine.zero_states()
-    (wrong,), _ = engine.answers([tokens])
-    if difference(cold, wrong) <= NEAR:
-        raise AssertionError("zeros for states change nothing: this comparison would miss a wrong restore")
-    said = ", ".join(f"{name} {'exact' if far == 0 else f'{far:.1e} off'}" for name, far in found.items())
-    return f"{num_cached} of {len(tokens)} tokens restored (N = {engine.block_size}); {said}; zeroed states differ"
+    (wrong,), _ = engine.answers([hit.tokens])
+    return f"{hit} (N = {engine.block_size}); {expect_other(hit, wrong, 'zeros for states')}"
+
+
+def offloading(root: Path, device: str, cpu_bytes: int = CPU_TIER_BYTES) -> dict[str, Any]:
+    """examples/gpu-offloading-and-disk.json, small."""
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": cpu_bytes,
+        "secondary_tiers": [{"type": "hybrid_disk", "root": str(root), "capacity_bytes": "1 GiB", "min_free_bytes": 0}],
+        **(ON_CPU if device == "cpu" else {}),
+    }
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def below_ours(child: Mapping[str, Any]) -> dict[str, Any]:
+    """With a number for a weight: "auto" would compute a tiny model's prompts."""
+    extra = {**child["kv_connector_extra_config"], "load_weight": 1.0}
+    return {**CONNECTOR, "kv_connector_extra_config": {"connectors": [{**child, "kv_connector_extra_config": extra}]}}
+
+
+def from_disk(model: Path, device: str, wrap: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> str:
+    """vLLM's copies over our disk tier: restored from the disk twice, with zeroed rows, and with flipped bits."""
+    with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as scratch:
+        root = Path(scratch) / "root"
+        engine = Engine(model, device, kv_transfer_config=wrap(offloading(root, device)), **CAREFUL)
+        tokens, seeds = prompt(2 * engine.block_size + 20, seed=1), iter(range(100, 1000))
+
+        def push_out() -> None:
+            for _ in range(NUM_OTHERS):
+                engine.answers([prompt(len(tokens), next(seeds))], 1)
+                engine.evict()
+
+        hit = hit_twice(engine, tokens, push_out)
+        engine.evict()
+        engine.zero_rows()
+        (wrong,), _ = engine.answers([tokens])
+        told = expect_other(hit, wrong, "zeroed rows")
+        push_out()
+        files = sorted(root.glob("*/*/*.r0"))
+        flip(files)
+        (damaged,), (num_cached,) = engine.answers([tokens])
+        if num_cached or difference(damaged, hit.cold) != 0:
+            far = _far(difference(damaged, hit.cold))
+            raise AssertionError(f"after {len(files)} flipped bits {num_cached} tokens hit, {far} from the cold run")
+        return f"{hit} (N = {engine.block_size}); {told}; {len(files)} flipped files: computed, equal to the cold run"
+
+
+def flip(paths: Sequence[Path]) -> None:
+    """One bit in the middle of each file."""
+    for path in paths:
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes(raw)
+
+
+def after_restart(model: Path, device: str, config: Callable[[Path, str], dict[str, Any]]) -> str:
+    """Over HTTP: what ``vllm-overlay verify`` says of a server, and of the next one on its disk."""
+    with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as scratch:
+        answers, said = Path(scratch) / "answers.json", []
+        for life in (["--longest", "3000", "--save", str(answers)], ["--against", str(answers)]):
+            served = served_by(model, device, config(Path(scratch) / "root", device))
+            server = ServerProcess(served, log_path=Path(scratch) / "server.log", environment=environment())
+            with server:
+                command = [sys.executable, "-m", "vllm_overlay", "verify", server.url, *life]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+            said += [line for line in done.stdout.splitlines() if line.startswith(("passed", "FAILED"))]
+            if done.returncode:
+                raise AssertionError(f"{said}: {done.stdout[-800:]}{done.stderr[-800:]}")
+        return "; after a restart ".join(said)
+
+
+def served_by(model: Path, device: str, config: Mapping[str, Any]) -> list[str]:
+    """The arguments of vLLM's server. It stores what it has at SIGTERM."""
+    arguments: dict[str, Any] = {"max_model_len": 8192, "mamba_ssm_cache_dtype": "float32", **on(device, CAREFUL)}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items() if value is not True]
+    flags += ["--enforce-eager", "--enable-prefix-caching", "--shutdown-timeout=20"]
+    return ["--model", str(model), *flags, "--kv-transfer-config", json.dumps(config)]
+
+
+def ours_on_disk(root: Path, device: str) -> dict[str, Any]:
+    """Our own copies, and the disk tier alone."""
+    extra = {"tier": "disk", "root": str(root), "capacity_bytes": "1 GiB", "min_free_bytes": 0, "load_weight": 1.0}
+    return {
+        **CONNECTOR,
+        "kv_connector_extra_config": {"connectors": [{**CPU_TIER, "kv_connector_extra_config": extra}]},
+    }
 
 
 def operators(_: Path, device: str) -> str:
@@ -177,10 +326,11 @@ def plain(model: Path, device: str) -> str:
     tokens = prompt(2 * engine.block_size + 20, seed=1)
     (cold,), _ = engine.answers([tokens])
     (hit,), (num_cached,) = engine.answers([tokens])
-    far = difference(cold, hit)
-    if not num_cached or far > NEAR:
-        raise AssertionError(f"{num_cached} tokens hit in the device cache, logprobs {far} off")
-    return f"{num_cached} of {len(tokens)} tokens hit in the device cache (N = {engine.block_size}), {far:.1e} off"
+    (again,), _ = engine.answers([tokens])
+    if not num_cached or difference(hit, again) != 0:
+        raise AssertionError(f"{num_cached} tokens hit in the device cache, and twice: {_far(difference(hit, again))}")
+    said = f"{num_cached} of {len(tokens)} tokens hit in the device cache (N = {engine.block_size}), twice equal"
+    return f"{said}; {_far(difference(cold, hit))} from the cold run"
 
 
 def at_once(model: Path, device: str) -> str:
@@ -203,30 +353,46 @@ def unit_of_64(model: Path, device: str) -> str:
     return restored(model, device, num_tokens=700, block_size=1088, prefix_match_unit=64, **CAREFUL)
 
 
-GRAPHS = {**FLASH, "enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL"}}
+# Without compilation: TORCHDYNAMO_DISABLE=1 leaves vLLM's none to run.
+GRAPHS = {
+    **FLASH,
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
 
 RUNGS = {
+    "offloading": Rung("vLLM's OffloadingConnector over hybrid_disk: restored from the disk, flipped bits", from_disk),
+    "below": Rung("the same below our MultiConnector", lambda model, device: from_disk(model, device, below_ours)),
+    "restart": Rung(
+        "the same as a server: verify, and verify after a restart",
+        lambda model, device: after_restart(model, device, offloading),
+    ),
     "operators": Rung("the compiled operators load and compute", operators),
     "platform": Rung("vLLM sees the device", platform),
-    "plain": Rung("a tiny Qwen3.5 without our connector, eager, TRITON_ATTN, GDN prefill by Triton", plain),
+    "plain": Rung("a tiny Qwen3.5 without a connector, eager, TRITON_ATTN, GDN prefill by Triton", plain),
     "connector": Rung(
-        "with our connector: cold, evicted, restored, and with zeroed states",
+        "our own copies and CPU tier: cold, evicted, restored twice, and with zeroed states",
         lambda model, device: restored(model, device, **CAREFUL),
     ),
+    "disk": Rung(
+        "our own copies and disk tier as a server: verify, and verify after a restart",
+        lambda model, device: after_restart(model, device, ours_on_disk),
+    ),
     "flash": Rung(
-        "the same with FLASH_ATTN",
+        "our own copies with FLASH_ATTN",
         lambda model, device: restored(model, device, **FLASH),
         why_not_cpu="the CPU platform has one attention backend",
     ),
-    "asynchronous": Rung(
-        f"asynchronous scheduling, {NUM_REQUESTS} requests at once",
-        at_once,
-        why_not_cpu="the CPU platform switches asynchronous scheduling off",
-    ),
     "graphs": Rung(
-        "FULL CUDA graphs",
+        "our own copies, decodes as full CUDA graphs",
         lambda model, device: restored(model, device, **GRAPHS),
         why_not_cpu="the CPU platform has no graphs",
     ),
-    "unit": Rung("--block-size 1088 --prefix-match-unit 64", unit_of_64),
+    "asynchronous": Rung(
+        f"our own copies, asynchronous scheduling, {NUM_REQUESTS} requests at once",
+        at_once,
+        why_not_cpu="the CPU platform switches asynchronous scheduling off",
+    ),
+    "unit": Rung("our own copies, --block-size 1088 --prefix-match-unit 64", unit_of_64),
 }
+"""In the order of a ladder: what people with GPUs are to take comes first."""

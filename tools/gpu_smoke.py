@@ -4,16 +4,21 @@
     python tools/gpu_smoke.py                    every rung, on the device that torch has
     python tools/gpu_smoke.py plain connector    these rungs alone
     python tools/gpu_smoke.py --device cpu       what means something on vLLM's CPU build
+    python tools/gpu_smoke.py --budget 570 --json found.json   as many as go in so many seconds
 
 Each rung runs in a process of its own with a time limit, is printed with its time, and may fail: the next one is tried
-all the same. A rung that our connector refuses says the refusal's sentence. At the end a table, and with --json a file.
+all the same. A rung that our connector refuses says the refusal's sentence. At the end a table. With --json a file has
+what was found, from each rung on. What is there already is not run again, but for rungs that are named: so the same
+line may be given until nothing is left.
 
 Exit status 0: every rung passed, or means nothing on this device; 1: one failed or ran out of time; 2: wrong usage;
-3: none failed, but our connector refused to start on some.
+3: none failed, but our connector refused to start on some, or the budget was spent before all were run.
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -32,6 +37,9 @@ from tools.gpu_rungs import RUNGS
 
 _RESULT = "RESULT "
 _LOG_LINES = 12
+_END_S = 10.0
+LEAST_S = 20.0
+"""A rung is not begun with less of the budget left."""
 
 
 class Verdict(StrEnum):
@@ -40,6 +48,7 @@ class Verdict(StrEnum):
     REFUSED = "refused"
     TIMED_OUT = "timed out"
     SKIPPED = "skipped"
+    NOT_RUN = "not run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,7 @@ def exit_status(outcomes: Sequence[Outcome]) -> int:
     verdicts = {outcome.verdict for outcome in outcomes}
     if verdicts & {Verdict.FAILED, Verdict.TIMED_OUT}:
         return 1
-    return 3 if Verdict.REFUSED in verdicts else 0
+    return 3 if verdicts & {Verdict.REFUSED, Verdict.NOT_RUN} else 0
 
 
 def climb(name: str, model: Path, device: str, timeout_s: float) -> Outcome:
@@ -65,16 +74,15 @@ def climb(name: str, model: Path, device: str, timeout_s: float) -> Outcome:
     if device == "cpu" and rung.why_not_cpu:
         return Outcome(name, Verdict.SKIPPED, 0.0, rung.why_not_cpu)
     command = [sys.executable, __file__, name, "--within", "--device", device, "--model", str(model)]
-    started = time.monotonic()
+    started, is_late = time.monotonic(), False
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             process.wait(timeout_s)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+        except subprocess.TimeoutExpired:
+            is_late = True
+        finally:
+            _end(process)
         seconds = time.monotonic() - started
         log.seek(0)
         lines = log.read().splitlines()
@@ -83,9 +91,19 @@ def climb(name: str, model: Path, device: str, timeout_s: float) -> Outcome:
             verdict, said = json.loads(line.removeprefix(_RESULT))
             return Outcome(name, Verdict(verdict), seconds, said)
     end = "\n".join(lines[-_LOG_LINES:])
-    if process.returncode == -signal.SIGKILL and seconds >= timeout_s:
+    if is_late:
         return Outcome(name, Verdict.TIMED_OUT, seconds, f"after {timeout_s:.0f} s; its log ends:\n{end}")
     return Outcome(name, Verdict.FAILED, seconds, f"exit status {process.returncode}; its log ends:\n{end}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM first: a rung may have a server, in a session of its own, which would keep the GPU's memory."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def refusal(error: BaseException) -> str:
@@ -102,6 +120,7 @@ def refusal(error: BaseException) -> str:
 
 def run_within(name: str, model: Path, device: str) -> None:
     """In the rung's process: its last word is its verdict. What an engine leaves behind is not waited for."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{name}: ended from outside"))
     try:
         verdict, said = Verdict.PASSED, RUNGS[name].run(model, device)
     except Exception as error:
@@ -133,14 +152,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--model", type=Path, help="default: a tiny Qwen3.5 with random weights is made")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="of each rung; default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there too")
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, metavar="S", help="of all rungs together; default: none"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep what was found there, after each rung")
     parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser, started = _parser(), time.monotonic()
     arguments = parser.parse_args(argv)
+    deadline = started + arguments.budget
     if unknown := [name for name in arguments.rungs if name not in RUNGS]:
         parser.error(f"no rung is called {', '.join(unknown)}: known are {', '.join(RUNGS)}")
     device = _device(arguments.device)
@@ -152,16 +175,36 @@ def main(argv: Sequence[str] | None = None) -> int:
             from tools.tiny_model import make_tiny_model
 
             model = make_tiny_model(Path(scratch) / "tiny")
-        outcomes = []
-        for name in arguments.rungs or RUNGS:
+        found = _read(arguments.json, device)
+        for name in arguments.rungs or [name for name in RUNGS if name not in found]:
             print(f"{name}: {RUNGS[name].title}", flush=True)
-            outcomes.append(climb(name, model, device, arguments.timeout))
-            print(f"    {outcomes[-1].verdict}, {outcomes[-1].seconds:.1f} s: {outcomes[-1].said}", flush=True)
+            left_s = deadline - time.monotonic()
+            if left_s < LEAST_S:
+                print(f"    not run: {max(left_s, 0):.0f} s are left of --budget", flush=True)
+                continue
+            found[name] = outcome = climb(name, model, device, min(arguments.timeout, left_s))
+            print(f"    {outcome.verdict}, {outcome.seconds:.1f} s: {outcome.said}", flush=True)
+            _write(arguments.json, device, found)
+    wanted = arguments.rungs or list(RUNGS)
+    outcomes = [found.get(name, Outcome(name, Verdict.NOT_RUN, 0.0, "the budget was spent")) for name in wanted]
     _print_table(outcomes, device)
-    if arguments.json:
-        found = {"device": device, "rungs": [asdict(outcome) for outcome in outcomes]}
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
     return exit_status(outcomes)
+
+
+def _read(path: Path | None, device: str) -> dict[str, Outcome]:
+    """What an earlier call has found on this device, by rung."""
+    if path is None or not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    outcomes = [Outcome(**{**one, "verdict": Verdict(one["verdict"])}) for one in found["rungs"]]
+    return {outcome.rung: outcome for outcome in outcomes} if found["device"] == device else {}
+
+
+def _write(path: Path | None, device: str, found: dict[str, Outcome]) -> None:
+    """After each rung: a machine that is taken away leaves what it had found."""
+    if path is not None:
+        rungs = [asdict(outcome) for outcome in found.values()]
+        path.write_text(json.dumps({"device": device, "rungs": rungs}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

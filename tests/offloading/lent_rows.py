@@ -11,7 +11,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from tests.tiers.disk.devices import GatedDevice
 from tests.waiting import until
+from vllm_overlay.offloading import tier as module
 from vllm_overlay.offloading.tier import HybridDiskTier
+from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.memory import PAGE_BYTES
 
 ROW_BYTES = 2 * PAGE_BYTES
@@ -25,15 +27,24 @@ def keys(count: int, name: str = "prompt", group: int = 0) -> list[OffloadKey]:
     return [make_offload_key(f"{name} {place}".encode().ljust(32, b"."), group) for place in range(count)]
 
 
+def alone() -> None:
+    """In a process that has no engine: tiers of one namespace."""
+    module.engine_being_built = lambda: None  # type: ignore[assignment, return-value]
+    module.namespace_of = lambda *_: DiskNamespace("ab" * 32, "ab" * 32, {"model": "tiny"})
+
+
 class LentRows:
     """The tier, and the rows that it copies from and to. Settings are those of the tier in ``secondary_tiers``."""
+
+    row_bytes = ROW_BYTES
 
     def __init__(self, root: str, **settings: Any) -> None:
         self.rows = np.zeros((NUM_ROWS, ROW_BYTES), dtype=np.uint8)
         config = SimpleNamespace(groups=(SimpleNamespace(tokens_per_block=64),) * 2)
         spec: Any = SimpleNamespace(config=config, blocks_per_chunk=1)
         given = {"root": root, "capacity_bytes": "8 MiB", "min_free_bytes": 0, **settings}
-        self.tier = HybridDiskTier(spec, memoryview(self.rows), "hybrid_disk", **given)
+        self._view = memoryview(self.rows)
+        self.tier = HybridDiskTier(spec, self._view, "hybrid_disk", **given)
         self._num_jobs = 0
         self._is_shut_down = False
 
@@ -46,6 +57,7 @@ class LentRows:
         if not self._is_shut_down:
             self._is_shut_down = True
             self.tier.shutdown()
+            self._view.release()  # as vLLM does: BufferError while anybody looks at it
 
     def fill(self, rows: Sequence[int], value: int = 0) -> None:
         """Each row with bytes of its own."""

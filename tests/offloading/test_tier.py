@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk tier behind vLLM's OffloadingConnector, job by job."""
 
+import re
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,12 +14,18 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.config import KVTransferConfig
+
+from tests.engine.client import multi
 from tests.engine.damage import flip
 from tests.offloading.lent_rows import ROW_BYTES, LentRows, keys
 from tests.waiting import until
+from vllm_overlay import plugin
 from vllm_overlay.config import ConfigError
 from vllm_overlay.offloading import tier as module
 from vllm_overlay.offloading.connector import engine_being_built
+from vllm_overlay.offloading.tier import HybridDiskTier
+from vllm_overlay.settings.early_check import check
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 
 Make = Callable[..., LentRows]
@@ -52,6 +62,12 @@ def test_what_was_stored_is_loaded_into_other_rows_also_by_the_next_engine(make:
     assert second.load(names, range(20, 25)).success
     assert (second.rows[20:25] == first.rows[:5]).all()
     assert not second.has(keys(1, group=2)[0])
+
+
+def test_a_job_of_nothing_ends(make: Make) -> None:
+    lent = make()
+    assert lent.store([], []).success
+    assert lent.load([], []).success
 
 
 def test_a_job_larger_than_the_staging_memory_is_stored_as_a_whole(make: Make) -> None:
@@ -138,6 +154,30 @@ def test_stores_that_find_no_room_fail_and_what_is_there_is_not_written_again(ma
     assert len(objects(tmp_path)) == 4
 
 
+def test_limits_hold_over_two_engines_and_a_restart(make: Make, tmp_path: Path) -> None:
+    capacity = 40 * ROW_BYTES
+    for life in range(2):
+        both = [make(capacity_bytes=capacity) for _ in range(2)]
+        for number in range(10):
+            for which, lent in enumerate(both):
+                lent.fill(range(4), number)
+                lent.store(keys(4, f"prompt {life} {which} {number}"), range(4))
+                assert sum(path.stat().st_size for path in objects(tmp_path)) <= capacity
+        assert both[0].tier._manager.usage().capacity_bytes <= capacity
+        for lent in both:
+            lent.shutdown()
+    assert objects(tmp_path)
+
+
+@pytest.mark.faults
+def test_twenty_kills() -> None:
+    """In a process of its own, as the command is: it changes the module under test."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.offloading.crash", "--kills", "20"], capture_output=True, text=True, check=False
+    )
+    assert "all restored, none wrong" in done.stdout, done.stderr[-3000:]
+
+
 def test_limits_hold(make: Make, tmp_path: Path) -> None:
     capacity = 40 * ROW_BYTES
     lent = make(capacity_bytes=capacity)
@@ -162,6 +202,65 @@ def test_limits_hold(make: Make, tmp_path: Path) -> None:
 def test_what_it_does_not_take_is_refused(make: Make, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace("?", r"\?")):
         make(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"capcity_bytes": 1}, "did you mean capacity_bytes?"),
+        ({"spec_name": None}, '"spec_name": "TieringOffloadingSpec"'),
+        ({"twice": True}, "give one of them"),
+        ({"backpressure": {}, "read_threads": 0}, "read_threads=0"),
+        ({"backpressure": {}}, ""),
+    ],
+)
+@pytest.mark.parametrize("is_child", [False, True])
+def test_settings_are_checked_before_weights_are_read(given: dict[str, Any], words: str, is_child: bool) -> None:
+    """As the disk tier's are: by vLLM's call when it makes its configuration, or by our MultiConnector."""
+    given, extra = dict(given), {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30}
+    if "spec_name" in given:
+        del extra["spec_name"], given["spec_name"]
+    entries = [{"type": "hybrid_disk", "root": "/kv", **given}] * (1 + given.pop("twice", False))
+    config: dict[str, Any] = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {**extra, "secondary_tiers": entries},
+    }
+    if is_child:
+        config = multi(config)
+    plugin.register()
+    vllm_config: Any = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(**config), cache_config=SimpleNamespace(kv_offloading_size=None)
+    )
+    if not words:
+        return check(vllm_config)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check(vllm_config)
+
+
+def test_it_counts_what_it_stores_loads_and_gives_up(make: Make, tmp_path: Path) -> None:
+    lent, names, counted = make(), keys(3), Counter[str]()
+    lent.fill(range(3))
+    lent.store(names, range(3))
+    until(lambda: len(objects(tmp_path)) == 3)
+    flip(objects(tmp_path)[:1])
+    lent.load(names, range(10, 13))
+    stats = lent.tier.get_stats()
+    assert stats is not None
+    assert lent.tier.get_stats() is None  # nothing has changed
+    assert set(stats.data["data"]) <= set(HybridDiskTier.build_metric_definitions({}))
+    for name, series in stats.data["data"].items():
+        for labels, value in series.items():
+            assert labels[0] == "hybrid_disk"
+            counted[" ".join([name.removeprefix("vllm:hybrid_offload_"), *labels[1:]])] += (
+                len(value) if isinstance(value, list) else value
+            )
+    assert counted["stored_objects"] == counted["store_seconds"] == 3
+    assert counted["stored_bytes"] == 3 * ROW_BYTES
+    assert (counted["loaded_objects"], counted["loaded_bytes"]) == (2, 2 * ROW_BYTES)
+    assert counted["failed_loads checksum"] == 1
+    assert (counted["pending_stores"], counted["pending_loads"]) == (0, 0)
+    assert counted["chunk_tokens"] == 64
 
 
 def test_without_an_engine_it_is_refused() -> None:

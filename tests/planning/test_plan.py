@@ -1,16 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan counts all ranks together, and the flags that it chose are in the command."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from tests.planning.layouts import LLAMA, QWEN_35B, halved
 from vllm_overlay.config import ConfigError
+from vllm_overlay.offloading.settings import check_offloading
 from vllm_overlay.planning import ask_vllm
+from vllm_overlay.planning.advice import Severity
 from vllm_overlay.planning.capacity import Conversation
 from vllm_overlay.planning.plan import Plan, make_plan
 from vllm_overlay.planning.question import EngineLayout, Flags, Reply
 
 CHILDREN = [{"tier": "cpu", "capacity_bytes": "8GiB"}]
+
+
+BOTH = [*CHILDREN, {"tier": "disk", "root": "/kv", "capacity_bytes": "100GiB"}]
+
+
+def plan_for_cuda(monkeypatch: pytest.MonkeyPatch, answer: EngineLayout, **given: int) -> Plan:
+    reply = Reply(Flags(model="m", **given), answer)
+    monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: reply)
+    return make_plan(["--model", "m"], BOTH, Conversation(8000), platform="cuda")
+
+
+def test_for_a_gpu_it_is_vllms_connector_over_our_disk_tier_with_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = (plan_for_cuda(monkeypatch, answer) for answer in (QWEN_35B, replace(QWEN_35B, platform="cuda")))
+    extra = one.kv_transfer_config["kv_connector_extra_config"]
+    assert extra == {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 8 << 30,
+        "secondary_tiers": [{"type": "hybrid_disk", "root": "/kv", "capacity_bytes": "100GiB"}],
+    }
+    check_offloading(extra)
+    assert json.dumps(one.kv_transfer_config) == one.command[-1]
+    in_memory, on_disk = one.tiers
+    row = -(-max(group.page_bytes for group in QWEN_35B.groups) // 4096) * 4096
+    assert in_memory.conversation_bytes == row * (8000 // 1056 + 1)  # one group of each kind, one state
+    assert in_memory.num_conversations == (8 << 30) // in_memory.conversation_bytes
+    assert on_disk.conversation_bytes > in_memory.conversation_bytes  # headers
+    assert on_disk.num_conversations > 10 * in_memory.num_conversations
+    of_platform = [[item.severity for item in plan.advice if item.setting == "--platform"] for plan in (one, two)]
+    assert of_platform == [[Severity.NOTE, Severity.WARNING], [Severity.NOTE]]
+    halves = plan_for_cuda(monkeypatch, halved(QWEN_35B), tensor_parallel_size=2)
+    assert halves.tiers[1].num_conversations == on_disk.num_conversations
+
+
+def test_for_a_gpu_both_sizes_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="needs --cpu and --disk"):
+        make_plan(["--model", "m"], CHILDREN, Conversation(8000), platform="cuda")
 
 
 def plan_for(monkeypatch: pytest.MonkeyPatch, answer: EngineLayout, **given: int) -> Plan:

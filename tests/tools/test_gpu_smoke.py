@@ -3,12 +3,14 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.waiting import PATIENCE_S
-from tools import gpu_bundle
+from tools import gpu_bundle, gpu_smoke
 from tools.gpu_rungs import RUNGS, Rung
 from tools.gpu_smoke import Outcome, Verdict, climb, exit_status, main, run_within
 from vllm_overlay.config import ConfigError
@@ -26,8 +28,47 @@ def test_the_ladder_on_a_cpu(tiny_model: Path, tmp_path: Path, capsys: pytest.Ca
         ("connector", "passed"),
         ("flash", "skipped"),
     ]
-    assert "CPU tier exact; zeroed states differ" in outcomes[1]["said"]
+    assert "restored twice, equal; 0 from the cold run" in outcomes[1]["said"]
+    assert "zeros for states: other tokens" in outcomes[1]["said"]
     assert "connector     passed" in capsys.readouterr().out
+
+
+@pytest.mark.engines
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["below", "restart"])
+def test_what_people_with_gpus_are_to_take_comes_first(tiny_model: Path, name: str) -> None:
+    outcome = climb(name, tiny_model, "cpu", timeout_s=PATIENCE_S)
+    assert outcome.verdict is Verdict.PASSED, outcome.said
+    assert ("after a restart passed" if name == "restart" else "flipped files: computed") in outcome.said
+
+
+def test_what_a_file_has_is_not_run_again_and_a_spent_budget_leaves_it_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    climbed: list[str] = []
+
+    def climb_once(name: str, model: Path, device: str, timeout_s: float) -> Outcome:
+        climbed.append(name)
+        if len(climbed) == 2:  # the machine is taken away
+            raise KeyboardInterrupt
+        return Outcome(name, Verdict.PASSED, 1.0, "fine")
+
+    monkeypatch.setattr(gpu_smoke, "climb", climb_once)
+    arguments = ["--device", "cpu", "--model", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments)
+    assert climbed == list(RUNGS)[:2]
+    assert main([*arguments, "--budget", "1"]) == 3
+    assert f"{list(RUNGS)[1]}: " in capsys.readouterr().out
+    assert climbed == list(RUNGS)[:2]
+    assert main(arguments) == 0
+    assert climbed == [*list(RUNGS)[:2], *list(RUNGS)[1:]]
+
+
+def test_the_disk_tier_without_encryption_needs_no_package_for_it(tmp_path: Path) -> None:
+    """A machine with a GPU and without an index may lack it."""
+    code = "import sys; import vllm_overlay.tiers.disk.worker; assert 'cryptography' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.engine

@@ -18,7 +18,7 @@ from vllm_overlay.planning.server_command import shell_line
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_tier_flags(parser, "[--conversation-tokens N] [--turns N] [--json]")
+    add_tier_flags(parser, "[--conversation-tokens N] [--turns N] [--platform cuda] [--json]")
     parser.epilog = """\
 Asks the vLLM that is installed here, in a quarter to half a minute. It needs the model's config.json, no weights, no
 network and no memory of a device. vLLM chooses by the processor and the device: ask on the machine that will serve.
@@ -26,6 +26,7 @@ Flags of vLLM's server are weighed, and are in the command.
 
 example:
   vllm-overlay plan /models/Qwen3.5-35B-A3B --cpu 32GiB --disk /mnt/kv:1TiB --max-model-len 65536
+  vllm-overlay plan /models/Qwen3.5-35B-A3B --cpu 32GiB --disk /mnt/kv:1TiB --platform cuda
 """
     parser.add_argument(
         "--conversation-tokens",
@@ -37,6 +38,12 @@ example:
     parser.add_argument(
         "--turns", type=int, default=1, metavar="N", help="of each; each leaves a snapshot (default: %(default)s)"
     )
+    parser.add_argument(
+        "--platform",
+        choices=["cuda"],
+        default="",
+        help="plan for a GPU: vLLM's own copies, and our disk tier below them (default: our own copies)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
@@ -44,7 +51,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.conversation_tokens < 1 or arguments.turns < 1:
         raise ConfigError("--conversation-tokens and --turns must be at least 1, such as 8000 and 1")
     conversation = Conversation(arguments.conversation_tokens, arguments.turns)
-    plan = make_plan(server_arguments(arguments), children_of(arguments), conversation)
+    children = children_of(arguments)
+    plan = make_plan(server_arguments(arguments), children, conversation, platform=arguments.platform)
     if arguments.json:
         print(json.dumps(_plain(plan), indent=2))
     else:

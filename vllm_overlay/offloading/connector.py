@@ -2,14 +2,17 @@
 """vLLM's OffloadingConnector, which tells a secondary tier of ours which engine it is built for."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as vllms
 
 from vllm_overlay.config import ConfigError
+from vllm_overlay.named_child import NamedChild
+from vllm_overlay.offloading.settings import check_offloading
+from vllm_overlay.tiers.base import TierSpec
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,7 +31,7 @@ _being_built: list[ServedEngine] = []
 """The engine whose connector is being built in this process: none, or one."""
 
 
-class OffloadingConnector(vllms.OffloadingConnector):
+class OffloadingConnector(vllms.OffloadingConnector, NamedChild):
     """The plug-in makes this the class of ``"kv_connector": "OffloadingConnector"``.
 
     vLLM hands a secondary tier the model's name and the shape of its KV cache. That is too little to tell weights and
@@ -38,6 +41,19 @@ class OffloadingConnector(vllms.OffloadingConnector):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         with _building(ServedEngine(vllm_config, kv_cache_config)):
             super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def child_name(cls, extra_config: Mapping[str, Any]) -> str | None:
+        return None
+
+    @classmethod
+    def check_child(cls, extra_config: Mapping[str, Any]) -> dict[str, str]:
+        check_offloading(extra_config)
+        return {}
+
+    @classmethod
+    def prior_load_weight(cls, extra_config: Mapping[str, Any]) -> float:
+        return TierSpec.prior_load_weight
 
 
 @contextlib.contextmanager

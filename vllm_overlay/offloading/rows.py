@@ -43,6 +43,11 @@ class RowWorker(DiskTierWorker):
                 self._row_of.pop(borrower, None)
             self._lent.wait_for(lambda: not self._num_copying)
 
+    def return_rows(self) -> None:
+        """After ``close``: vLLM frees the memory, which it cannot while somebody has a view of it."""
+        self.take_back(list(self._row_of))
+        self._rows = self._rows[:0].copy()
+
     def _copy(self, borrower: int | Fetched, buffer: HostBuffer, *, to_row: bool) -> bool:
         """Whether the row was still lent, and is copied."""
         with self._lent:

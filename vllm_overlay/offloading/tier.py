@@ -4,7 +4,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,29 +24,24 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from vllm_overlay import versions
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
+from vllm_overlay.common.reasons import Reason
 from vllm_overlay.offloading.connector import engine_being_built
 from vllm_overlay.offloading.namespace import namespace_of
 from vllm_overlay.offloading.rows import Fetched, RowWorker
+from vllm_overlay.offloading.settings import tier_settings
+from vllm_overlay.offloading.stats import TierStats, definitions
 from vllm_overlay.planner.objects import ObjectId, ObjectKind, PlannedObject, chunk_tag
-from vllm_overlay.settings.check import checked, refuse_unknown
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT
 from vllm_overlay.tiers.disk.files.root import open_root
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.memory import PAGE_BYTES, HostBuffer
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
-_SETTINGS = (
-    *("root", "capacity_bytes", "min_free_bytes", "max_write_bytes_per_s", "store_on_nth_use", "staging_bytes"),
-    *("read_threads", "write_threads", "direct_io", "namespace", "encryption_key_file", "host_name"),
-    *("load_timeout_s", "shutdown_timeout_s"),
-)
-"""Those of the disk tier that mean something where vLLM cuts the chunks and picks what to restore."""
 ROOM_S = 1.0
 """How long a store waits for room, which an eviction may be making. vLLM does not offer it again."""
 _log = RateLimitedLog(logging.getLogger(__name__))
@@ -57,10 +52,21 @@ class _Job:
     """A job of vLLM's, until its result is out. ``left`` are the keys that nothing is known of yet."""
 
     job_id: int
+    is_load: bool
     started: float
+    keys: tuple[OffloadKey, ...]
     left: set[OffloadKey]
-    done: list[OffloadKey] = field(default_factory=list)
+    done: set[OffloadKey] = field(default_factory=set)
     failed: bool = False
+
+    @property
+    def failures(self) -> str:
+        """The metric of them."""
+        return "failed_loads" if self.is_load else "dropped_stores"
+
+    @property
+    def late(self) -> Reason:
+        return Reason.TIMEOUT if self.is_load else Reason.NOT_REPORTED
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +123,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._chunk_tokens = [
             group.tokens_per_block * offloading_spec.blocks_per_chunk for group in offloading_spec.config.groups
         ]
+        self._stats = TierStats(tier_type, max(self._chunk_tokens))
         self._queue: deque[_Store] = deque()
         """Until there is staging memory for them."""
         self._stores: dict[int, _Store] = {}
@@ -151,7 +158,8 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             if self._is_wanted(_object_id(key)):
                 self._queue.append(_Store(job, key, row))
             else:
-                self._end_key(job, key, succeeded=True)
+                self._end_key(job, key)
+        self._end_if_done(job)
         self._start_stores()
 
     def _is_wanted(self, object_id: ObjectId) -> bool:
@@ -165,7 +173,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             if store.ticket is None:
                 if time.monotonic() < store.job.started + ROOM_S and self._is_wanted(_object_id(store.key)):
                     return
-                self._end_key(store.job, store.key, succeeded=False)
+                self._end_key(store.job, store.key, Reason.NO_ROOM)
             elif (buffer := self._worker.begin_store(store.ticket)) is not None:
                 self._write(store, store.ticket, buffer)
             else:
@@ -180,10 +188,13 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def _end_store(self, result: StoreResult) -> None:
         if result.reason is None:
             self._manager.commit(result.ticket)
+            self._stats.tally.count("stored_objects")
+            self._stats.tally.count("stored_bytes", result.num_bytes)
+            self._stats.tally.observe("store_seconds", result.seconds)
         else:
             self._manager.abort(result.ticket)
         store = self._stores.pop(result.ticket)
-        self._end_key(store.job, store.key, succeeded=result.reason is None)
+        self._end_key(store.job, store.key, result.reason)
 
     # Loads.
 
@@ -194,7 +205,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             object_id = _object_id(key)
             pinned = self._manager.acquire([self._planned(key)]) if self._manager.has(object_id) else None
             if pinned is None:  # it went since the lookup
-                self._end_key(job, key, succeeded=False)
+                self._end_key(job, key, Reason.MISSING)
                 continue
             self._worker.lend((load_id, len(load.keys)), row)
             load.keys.append(key)
@@ -208,11 +219,13 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         load = self._loads[result.load_id]
         if result.buffer is not None:
             self._worker.end_fetch(result.load_id, result.position)
+            self._stats.tally.count("loaded_objects")
+            self._stats.tally.count("loaded_bytes", result.num_bytes)
         elif result.is_bad:
             self._manager.drop(result.object_id)
         elif result.is_unreadable:
             self._manager.suspend(result.object_id)
-        self._end_key(load.job, load.keys[result.position], succeeded=result.buffer is not None)
+        self._end_key(load.job, load.keys[result.position], result.reason)
         if not load.job.left:
             self._manager.release(self._loads.pop(result.load_id).tickets)
 
@@ -223,27 +236,27 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         return PlannedObject(_object_id(key), (), 0, self._chunk_tokens[group], self._row_bytes, group)
 
     def _begin(self, job_metadata: TransferJob) -> _Job:
-        job = _Job(job_metadata.job_id, time.monotonic(), set(job_metadata.keys))
+        keys = tuple(job_metadata.keys)
+        job = _Job(job_metadata.job_id, job_metadata.is_promotion, time.monotonic(), keys, set(keys))
         self._jobs[job.job_id] = job
         return job
 
-    def _end_key(self, job: _Job, key: OffloadKey, *, succeeded: bool) -> None:
+    def _end_key(self, job: _Job, key: OffloadKey, failure: Reason | None = None) -> None:
         if key not in job.left:
             return  # its job was given up
         job.left.discard(key)
-        if succeeded:
-            job.done.append(key)
+        if failure is None:
+            job.done.add(key)
         else:
             job.failed = True
+            self._stats.tally.count(job.failures, label=failure)
         self._end_if_done(job)
 
     def _end_if_done(self, job: _Job) -> None:
         if not job.left and self._jobs.pop(job.job_id, None) is not None:
-            num_bytes = len(job.done) * self._row_bytes
-            seconds = time.monotonic() - job.started
-            self._results.append(
-                JobResult(job.job_id, not job.failed, tuple(job.done) or None, seconds, num_bytes or None)
-            )
+            done = tuple(filter(job.done.__contains__, job.keys))
+            num_bytes, seconds = len(done) * self._row_bytes, time.monotonic() - job.started
+            self._results.append(JobResult(job.job_id, not job.failed, done or None, seconds, num_bytes or None))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         if self._jobs or self._stores:
@@ -283,6 +296,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             "late", "%s: %d jobs were not done in load_timeout_s=%g", self.tier_type, len(jobs), self._timeout_s
         )
         for job in jobs:
+            self._stats.tally.count(job.failures, len(job.left), job.late)
             job.failed, job.left = True, set()
             self._end_if_done(job)
 
@@ -302,6 +316,19 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def has_pending_work(self) -> bool:
         return bool(self._jobs or self._stores) or self._manager.has_more_to_come()
 
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return definitions()
+
+    def get_stats(self) -> Any:
+        num_loads = sum(job.is_load for job in self._jobs.values())
+        return self._stats.take(
+            self._manager.usage(),
+            pending_stores=len(self._jobs) - num_loads,
+            pending_loads=num_loads,
+            loads_paused=int(self._worker.load_pause_s() > 0),
+        )
+
     def shutdown(self) -> None:
         deadline = time.monotonic() + self._shutdown_s
         while self._jobs and time.monotonic() < deadline:
@@ -310,14 +337,8 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             time.sleep(0.001)
         self._give_up(list(self._jobs.values()))
         self._worker.close(max(0.0, deadline - time.monotonic()))
+        self._worker.return_rows()
         self._manager.close()
-
-
-def tier_settings(given: Mapping[str, Any], tier_type: str) -> DiskTierSettings:
-    """The checked settings of such a tier. Raises ConfigError."""
-    whose = f"the secondary tier {tier_type}"
-    refuse_unknown(given, _SETTINGS, whose)
-    return checked({**given, "name": tier_type}, DiskTierSettings, whose)
 
 
 def _rows(job_metadata: TransferJob) -> Iterable[tuple[OffloadKey, int]]:

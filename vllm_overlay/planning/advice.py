@@ -11,6 +11,8 @@ from vllm_overlay.planning.capacity import Conversation, TierCapacity
 from vllm_overlay.planning.host_memory import HostMemory
 from vllm_overlay.planning.question import EngineLayout, Flags
 
+CUDA = "cuda"
+
 
 class Severity(StrEnum):
     NOTE = "note"
@@ -44,10 +46,14 @@ def advice(
     conversation: Conversation,
     memory: HostMemory,
     shortages: Sequence[str],
+    platform: str = "",
 ) -> list[Advice]:
-    """All that applies, in the order of the flags. ``shortages``: what disk tiers will say of their volumes."""
+    """All that applies, in the order of the flags.
+
+    ``shortages``: what disk tiers will say of their volumes. ``platform``: see ``make_plan``.
+    """
     return [
-        *_of_platform(layout),
+        *(_of_offloading(layout) if platform == CUDA else _of_platform(layout)),
         *_of_match_unit(flags, layout, match_unit),
         *_of_step_budget(flags, layout),
         *_of_retention(flags, layout, tiers),
@@ -61,7 +67,22 @@ def _of_platform(layout: EngineLayout) -> Iterator[Advice]:
     if layout.platform != "cpu":
         yield _warning(
             "vLLM's platform",
-            f"this version was never run on {layout.platform!r}: before you serve with it, run what docs/gpu.md says",
+            f"this version was never run on {layout.platform!r}: before you serve with it, run what docs/gpu.md says. "
+            "--platform cuda plans vLLM's own copies over our disk tier",
+        )
+
+
+def _of_offloading(layout: EngineLayout) -> Iterator[Advice]:
+    """Against our own copies, which nobody has run on a GPU."""
+    yield _note(
+        "--platform",
+        "vLLM's OffloadingConnector copies, and ours keeps the disk: no junctions, no learned eviction, no LoRA, no "
+        f"speculative decoding, and inside a block of {layout.block_size} tokens no hit but at a prompt's end",
+    )
+    if layout.platform != CUDA:
+        yield _warning(
+            "--platform",
+            f"blocks and bytes are those of {layout.platform!r}, which this machine has: ask on the one that serves",
         )
 
 

@@ -7,18 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.planner.geometry import Geometry, check_groups, finer_match_unit
-from vllm_overlay.planning.advice import Advice, Severity, advice
+from vllm_overlay.planner.geometry import check_groups, finer_match_unit
+from vllm_overlay.planning.advice import CUDA, Advice, Severity, advice
 from vllm_overlay.planning.ask_vllm import ask_vllm
 from vllm_overlay.planning.capacity import Conversation, TierCapacity, geometry_of, tier_capacity
 from vllm_overlay.planning.host_memory import HostMemory
+from vllm_overlay.planning.offloading import Rows, offloading_config
 from vllm_overlay.planning.question import EngineLayout, Flags, Question
 from vllm_overlay.planning.server_command import server_command, transfer_config
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.mounts import nearest_directory
 from vllm_overlay.tiers.disk.manager import quota_of
 from vllm_overlay.tiers.disk.spec import DiskTierSpec
-from vllm_overlay.tiers.disk.volume import Volume
+from vllm_overlay.tiers.disk.volume import Quota, Volume
 from vllm_overlay.tiers.factory import tier_spec
 from vllm_overlay.tiers.memory import available_memory
 
@@ -50,11 +51,13 @@ def make_plan(
     conversation: Conversation,
     *,
     may_fetch: bool = False,
+    platform: str = "",
 ) -> Plan:
     """Takes as long as an import of vLLM.
 
     ``arguments``: of vLLM's server, ``--model`` among them. ``children``: the ``kv_connector_extra_config`` of each
-    tier, in order. ``may_fetch``: whether vLLM may load the model's configuration from where it would.
+    tier, in order. ``may_fetch``: whether vLLM may load the model's configuration from where it would. ``platform``:
+    "cuda" plans vLLM's own copies over our disk tier.
 
     Raises:
         ConfigError: no engine can have these settings; the sentence is the connector's where it would say one.
@@ -63,8 +66,10 @@ def make_plan(
     if not children:
         raise ConfigError("there is no tier: give --cpu 32GiB, --disk /mnt/kv:1TiB or both")
     specs = [tier_spec(child) for child in children]
-    config = transfer_config(children)
-    reply = ask_vllm(Question(arguments=tuple(arguments), kv_transfer_config=config, may_fetch=may_fetch))
+    config = asked = transfer_config(children)
+    if platform == CUDA:
+        config = offloading_config(children)
+    reply = ask_vllm(Question(arguments=tuple(arguments), kv_transfer_config=asked, may_fetch=may_fetch))
     flags, layout = reply.flags, reply.layout
     match_unit = choose_match_unit(flags, layout)
     check_retention(flags, layout)
@@ -75,12 +80,20 @@ def make_plan(
         for spec, geometry in zip(specs, geometries, strict=True)
         if (capacity := tier_capacity(spec, geometry, flags.tensor_parallel_size, conversation))
     ]
-    shortages = [
-        shortage
+    disks = [
+        (spec, quota_of(spec.settings, geometry.largest_object_bytes, flags.tensor_parallel_size))
         for spec, geometry in zip(specs, geometries, strict=True)
-        if isinstance(spec, DiskTierSpec) and (shortage := _shortage(spec, geometry, flags.tensor_parallel_size))
+        if isinstance(spec, DiskTierSpec)
     ]
+    if platform == CUDA:
+        rows = Rows.of(layout, flags.tensor_parallel_size)
+        (disk,) = (spec for spec in specs if isinstance(spec, DiskTierSpec))
+        cpu_bytes = config["kv_connector_extra_config"]["cpu_bytes_to_use"]
+        tiers = list(rows.capacities(cpu_bytes, disk, conversation, match_unit))
+        disks = [(disk, quota_of(disk.settings, rows.num_bytes, 1))]
+        layout = replace(layout, node_bytes=0)
     host_bytes = sum(spec.settings.capacity_bytes for spec in specs if spec.hit_source == HOST)
+    shortages = [said for spec, quota in disks if (said := _shortage(spec.settings.root, quota))]
     memory = HostMemory(flags, layout, host_bytes, available_memory())
     return Plan(
         flags=flags,
@@ -88,7 +101,7 @@ def make_plan(
         match_unit=match_unit,
         conversation=conversation,
         tiers=tuple(tiers),
-        advice=tuple(advice(flags, layout, match_unit, tiers, conversation, memory, shortages)),
+        advice=tuple(advice(flags, layout, match_unit, tiers, conversation, memory, shortages, platform)),
         kv_transfer_config=config,
         command=tuple(
             server_command(
@@ -98,8 +111,7 @@ def make_plan(
     )
 
 
-def _shortage(spec: DiskTierSpec, geometry: Geometry, num_ranks: int) -> str:
-    root, quota = spec.settings.root, quota_of(spec.settings, geometry.largest_object_bytes, num_ranks)
+def _shortage(root: str, quota: Quota) -> str:
     total, free = volume_bytes(root)
     return Volume(free).shortage(quota, root, total)
 

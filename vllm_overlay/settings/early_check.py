@@ -26,7 +26,12 @@ _OF_A_CHILD = ("load_weight", "min_tokens", "promote")
 def check(vllm_config: "VllmConfig") -> None:
     """Called by vLLM with each configuration that has a ``kv_transfer_config``; raises ConfigError."""
     config = vllm_config.kv_transfer_config
-    if config is None or not (of_us := next(_ours(config), "")):
+    if config is None:
+        return
+    if config.kv_connector == "OffloadingConnector" and not config.kv_connector_module_path:
+        _check_settings(config)  # it may have a tier of ours
+        return
+    if not (of_us := next(_ours(config), "")):
         return
     name = config.kv_connector
     if (size := vllm_config.cache_config.kv_offloading_size) is not None:

@@ -181,6 +181,7 @@ class DiskTierManager(TierManager):
 
     def has(self, object_id: ObjectId) -> bool:
         """Whether the object can be loaded, for who asks object by object: one that is hidden cannot."""
+        self._bookkeeper.expect_stores()
         return self.index.has(object_id) and object_id not in self._hidden
 
     def has_or_awaits(self, object_id: ObjectId) -> bool:

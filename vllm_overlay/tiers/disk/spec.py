@@ -59,7 +59,11 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
         return DiskTierManager(self.settings, part, world_size, largest, geometry=geometry)
 
     def room(self, geometry: Geometry, world_size: int) -> TierRoom:
-        """Bytes that objects may take, without what is set aside for objects that are being written."""
-        quota = quota_of(self.settings, geometry.largest_object_bytes, world_size)
-        held = max(quota.capacity_bytes // HELD_PARTS, quota.largest_bytes)
-        return TierRoom(quota.capacity_bytes - held, lambda num_bytes: bytes_on_disk(num_bytes, world_size))
+        return room_of(self.settings, geometry.largest_object_bytes, world_size)
+
+
+def room_of(settings: DiskTierSettings, max_object_bytes: int, world_size: int) -> TierRoom:
+    """Bytes that objects may take, without what is set aside for objects that are being written."""
+    quota = quota_of(settings, max_object_bytes, world_size)
+    held = max(quota.capacity_bytes // HELD_PARTS, quota.largest_bytes)
+    return TierRoom(quota.capacity_bytes - held, lambda num_bytes: bytes_on_disk(num_bytes, world_size))

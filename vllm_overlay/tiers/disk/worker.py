@@ -139,7 +139,7 @@ class DiskTierWorker(TierWorker):
     def _try_to_write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
         """The reason why not, or None."""
         if not self.fill(ticket, buffer):
-            return Reason.TIMEOUT
+            return Reason.NOT_REPORTED
         if self._is_closed or not self._write_breaker.allows():
             return Reason.CLOSED if self._is_closed else Reason.BREAKER
         reason = None

@@ -6,16 +6,16 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import xxhash
 from blake3 import blake3
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from vllm_overlay.tiers.disk.files.key_file import read_key
+
+if TYPE_CHECKING:  # imported where it is used: who does not encrypt does not need it
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 KEY_ID_BYTES = 8
 _KEY_BYTES, _NONCE_BYTES = 32, 12
@@ -120,8 +120,12 @@ class EncryptedIntegrity(Integrity):
     def header_checksum(self, header: bytes) -> bytes:
         return blake3(header, key=self.key).digest()
 
-    def _cipher(self, salt: bytes) -> Cipher[GCM]:
+    def _cipher(self, salt: bytes) -> "Cipher[GCM]":
         """The cipher of one object. A random salt comes once, so no key and nonce ever meet two messages."""
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
+
         derived = blake3(salt, key=self.encryption_key).digest(length=_KEY_BYTES + _NONCE_BYTES)
         return Cipher(AES256(derived[:_KEY_BYTES]), GCM(derived[_KEY_BYTES:]))
 
@@ -134,6 +138,8 @@ class EncryptedIntegrity(Integrity):
         return Seal(encryptor.tag, salt)
 
     def unseal(self, seal: Seal, segments: Sequence[memoryview]) -> bool:
+        from cryptography.exceptions import InvalidTag
+
         decryptor = self._cipher(seal.salt).decryptor()
         for segment in segments:
             decryptor.update_into(segment, segment)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan for a GPU: vLLM's OffloadingConnector, whose copies run there, over our disk tier."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_overlay.config import ConfigError, parse_bytes
+from vllm_overlay.planning.capacity import Conversation, TierCapacity
+from vllm_overlay.planning.question import EngineLayout
+from vllm_overlay.tiers.base import TierRoom
+from vllm_overlay.tiers.disk.spec import DiskTierSpec, room_of
+
+_PAGE = 4096
+"""vLLM rounds a row up to so many bytes."""
+
+
+def offloading_config(children: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """``--kv-transfer-config`` for the sizes of ``--cpu`` and ``--disk``. Raises ConfigError unless both are there."""
+    given = {child["tier"]: child for child in children}
+    if set(given) != {"cpu", "disk"}:
+        raise ConfigError(
+            "--platform cuda needs --cpu and --disk, such as --cpu 32GiB --disk /var/cache/vllm-kv:1TiB: vLLM copies "
+            "between the device and host memory, and our disk tier between that and the disk"
+        )
+    disk = {name: value for name, value in given["disk"].items() if name != "tier"}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": parse_bytes(given["cpu"]["capacity_bytes"], "--cpu"),
+            "secondary_tiers": [{"type": "hybrid_disk", **disk}],
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """vLLM cuts a prompt into rows of one size: a block of one KV cache group, all ranks together."""
+
+    num_bytes: int
+    block_size: int
+    num_attention: int
+    num_recurrent: int
+
+    @classmethod
+    def of(cls, layout: EngineLayout, num_ranks: int) -> "Rows":
+        largest = max(group.page_bytes for group in layout.groups) * num_ranks
+        num_attention = sum(group.is_attention for group in layout.groups)
+        return cls(-(-largest // _PAGE) * _PAGE, layout.block_size, num_attention, len(layout.groups) - num_attention)
+
+    def capacities(
+        self, cpu_bytes: int, disk: DiskTierSpec, conversation: Conversation, restore_unit: int
+    ) -> tuple[TierCapacity, ...]:
+        """Of vLLM's CPU tier and of ours on the disk. Raises ConfigError for a size that cannot work."""
+        rooms = {
+            "vLLM's cpu": TierRoom(cpu_bytes, lambda num_bytes: num_bytes),
+            "hybrid_disk": room_of(disk.settings, self.num_bytes, 1),
+        }
+        return tuple(self._capacity(name, room, conversation, restore_unit) for name, room in rooms.items())
+
+    def _capacity(self, name: str, room: TierRoom, conversation: Conversation, restore_unit: int) -> TierCapacity:
+        row, block = room.object_bytes(self.num_bytes), self.block_size
+        states = row * self.num_recurrent
+        chunks = conversation.num_tokens // block * row * self.num_attention
+        conversation_bytes = chunks + conversation.num_snapshots * states
+        token_bytes = row * self.num_attention / block
+        return TierCapacity(
+            name=name,
+            capacity_bytes=room.capacity_bytes,
+            chunk_tokens=block,
+            restore_unit_tokens=restore_unit,
+            token_bytes=token_bytes,
+            snapshot_bytes=states,
+            num_tokens=int(room.capacity_bytes / token_bytes) if token_bytes else 0,
+            num_snapshots=room.capacity_bytes // states if states else 0,
+            conversation_bytes=conversation_bytes,
+            num_conversations=room.capacity_bytes // conversation_bytes if conversation_bytes else 0,
+            geometry=f"rows of {self.num_bytes} bytes, one for each block of {block} tokens of a KV cache group",
+        )
