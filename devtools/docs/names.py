@@ -44,7 +44,7 @@ def unknown_names(page: Page) -> Iterator[Finding]:
         what = _problem_of_path(page.root, span.text) or _problem_of_module(page.root, span.text)
         if what:
             yield Finding(page.name, span.line, f"`{span.text}`: {what}")
-        for name in _names(span.text):
+        for name in _names(_METRIC.sub(" ", span.text)):
             if not is_known(page.root, name):
                 yield Finding(page.name, span.line, f"`{span.text}`: nothing here or in vLLM is called {name}")
 
