@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.multi_connector.choice import decide
@@ -41,9 +41,6 @@ def outcomes(found):
 
 
 @given(offers)
-@example([(64, 1.0), (64, 1.0)])
-@example([(64, 1.0), (32, 2.0)])
-@example([(99, 1e308), (16, 1.0)])
 def test_without_time_the_best_ready_offer_wins(found):
     verdict = verdict_of(found, CEILING, may_wait=False)
     assert not verdict.wait
@@ -51,14 +48,39 @@ def test_without_time_the_best_ready_offer_wins(found):
 
 
 @given(offers)
-@example([(None, 1.0), (CEILING, 1.0)])
-@example([(CEILING, 1.0), (None, 1.0)])
 def test_with_time_it_waits_exactly_when_the_winner_is_open(found):
     verdict = verdict_of(found, CEILING, may_wait=True)
     winners = {ready_winner(outcome) for outcome in outcomes(found)}
     assert verdict.wait == (len(winners) > 1)
     if not verdict.wait:
         assert winners == {verdict.chosen}
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        ([], None),
+        ([(0, 1.0), (0, 1.0)], None),
+        ([(16, 1.0), (5000, 1.0)], 1),
+        ([(1000, 10.0), (5000, 1.0)], 0),
+        ([(64, 1.0), (64, 1.0)], 0),
+        ([(64, 1.0), (32, 2.0)], 0),
+        ([(5000, 0.0), (16, 1.0)], 1),
+        ([(5000, 1e308), (16, 1.0)], 0),
+        ([(16, 1.0)], 0),
+        ([(0, 1.0)] * 8, None),
+        ([(100 + i, 1.0) for i in range(8)], 7),
+        ([(100, 1.0)] * 8, 0),
+    ],
+)
+def test_decisions_a_user_would_expect(found, chosen):
+    assert verdict_of(found, 10_000, may_wait=True).chosen == chosen
+
+
+@pytest.mark.parametrize(("pending_first", "waits"), [(True, True), (False, False)])
+def test_a_tie_is_waited_for_only_where_order_would_decide_for_the_pending_one(pending_first, waits):
+    found = [(None, 1.0), (CEILING, 1.0)]
+    assert verdict_of(found if pending_first else found[::-1], CEILING, may_wait=True).wait == waits
 
 
 def test_possible_answers_are_tokens():

@@ -94,6 +94,33 @@ def test_the_same_goes_as_with_a_twin_that_looks_at_everything(requests, spare, 
     check_runs(twins[0].shelf.index, twins[0].policy)
 
 
+def test_what_is_longest_unused_goes_first_of_equals_and_as_a_unit() -> None:
+    tier = Tier(STATES, 2 * (3 * CHUNK + SNAPSHOT), learned)
+    tier.serve(0, 1, 2, 3)
+    tier.serve(10, 4, 5, 6)
+    tier.serve(20, 7, 8, 9)
+    assert tier.has(3, 6, 9) == [False, True, True]
+    assert [object_id.tag for object_id in tier.evicted] == ["s", "f0", "f0", "f0"]
+
+
+def test_the_state_of_a_turn_that_has_a_next_one_goes_before_the_next_ones() -> None:
+    tier = Tier(STATES, 12 * CHUNK + 3 * SNAPSHOT, learned)
+    tier.serve(0, 1, 2)
+    tier.serve(30, 1, 2, 3, 4)
+    tier.serve(60, 5, 6)
+    tier.serve(90, 7, 8)
+    assert tier.has(2, 4, 6, 8) == [False, True, True, True]
+
+
+def test_a_speculative_state_is_the_first_to_go() -> None:
+    tier = Tier(STATES, 12 * CHUNK + 3 * SNAPSHOT, learned, speculative=128)
+    tier.serve(0, 1, 2, 3)
+    tier.serve(1, 4, 5)
+    assert tier.has(2, 3, 5) == [True, True, True]
+    tier.serve(2, 6, 7)
+    assert tier.has(2, 3, 5, 7) == [False, True, True, True]
+
+
 def test_where_prompts_part_a_state_stays_when_those_of_its_prompts_go() -> None:
     tier = Tier(STATES, 3 * (4 * CHUNK + SNAPSHOT), learned)
     for place in range(40):
