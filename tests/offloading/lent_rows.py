@@ -43,8 +43,7 @@ class LentRows:
         config = SimpleNamespace(groups=(SimpleNamespace(tokens_per_block=64),) * 2)
         spec: Any = SimpleNamespace(config=config, blocks_per_chunk=1)
         given = {"root": root, "capacity_bytes": "8 MiB", "min_free_bytes": 0, **settings}
-        self._view = memoryview(self.rows)
-        self.tier = HybridDiskTier(spec, self._view, "hybrid_disk", **given)
+        self.tier = HybridDiskTier(spec, memoryview(self.rows), "hybrid_disk", **given)
         self._num_jobs = 0
         self._is_shut_down = False
 
@@ -57,7 +56,6 @@ class LentRows:
         if not self._is_shut_down:
             self._is_shut_down = True
             self.tier.shutdown()
-            self._view.release()  # as vLLM does: BufferError while anybody looks at it
 
     def fill(self, rows: Sequence[int], value: int = 0) -> None:
         """Each row with bytes of its own."""

@@ -2,7 +2,6 @@
 """The disk tier behind vLLM's OffloadingConnector in real engines. Its copies are CUDA's, so a small worker of the
 tests does them on a CPU (``tests/multi_connector/third_party.py``)."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from tests.engine.binding import BINDING
 from tests.engine.client import Engine, cpu_child, multi, prompt
 from tests.engine.damage import flip
 from tests.engine.states import FLOAT32
-from tests.mounts import on_small_disk, why_not
 from tests.patches.trees import linked_originals
 from tests.python_path import python_path
 
@@ -99,48 +97,6 @@ def test_two_ranks_are_one_row_and_come_back_after_a_restart(tiny_model: Path, t
         restored = engine.generate(tokens)
         assert restored.same_as(cold)
         assert restored.num_cached_tokens >= 4 * BLOCK
-
-
-@pytest.mark.faults
-def test_one_flipped_byte_in_each_of_35_files_gives_35_equal_answers(tiny_model: Path, tmp_path: Path) -> None:
-    root, tokens = tmp_path / "root", prompt(LENGTH, seed=1)
-    arguments = {**FLOAT32.arguments, "kv_transfer_config": offloading(root)}
-    source, seeds = random.Random(1), iter(range(10, 1000))
-    with Engine(tiny_model, **arguments) as engine:
-        cold = engine.generate(tokens)
-        engine.wait_for_stores()
-        mine = set(root.glob("*/*/*.r0"))
-        num_restored = 0
-        for _ in range(35):
-            forget(engine, next(seeds), next(seeds))
-            before = set(root.glob("*/*/*.r0"))
-            flip([source.choice(sorted(mine & before))])
-            answer = engine.generate(tokens)
-            engine.wait_for_stores()
-            assert answer.same_as(cold)
-            num_restored += answer.num_cached_tokens > 0
-            mine = (mine & before) | (set(root.glob("*/*/*.r0")) - before)
-        assert engine.metric("vllm:hybrid_offload_failed_loads", connector="hybrid_disk", reason="checksum") > 0
-        assert num_restored
-
-
-@pytest.mark.faults
-@pytest.mark.skipif(bool(why_not()), reason=f"no small file system can be mounted: {why_not()}")
-def test_a_full_disk_costs_stores_and_no_answer(tiny_model: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    root.mkdir(mode=0o700)
-    arguments = {**FLOAT32.arguments, "kv_transfer_config": offloading(root, min_free_bytes=0)}
-    prompts = [prompt(LENGTH, seed) for seed in range(1, 6)]  # 11 rows each, of which the disk holds fewer than 28
-    with Engine(tiny_model, launcher=on_small_disk(root, "8m"), **arguments) as engine:
-        cold = []
-        for tokens in prompts:
-            cold.append(engine.generate(tokens))
-            engine.wait_for_stores()
-        assert engine.metric("vllm:hybrid_offload_dropped_stores", connector="hybrid_disk") > 0
-        for tokens, answer in zip(prompts, cold, strict=True):
-            engine.reset_device_cache()
-            assert engine.generate(tokens).same_as(answer)
-            engine.wait_for_stores()
 
 
 @pytest.mark.engines

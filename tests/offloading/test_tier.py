@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -62,6 +63,13 @@ def test_what_was_stored_is_loaded_into_other_rows_also_by_the_next_engine(make:
     assert second.load(names, range(20, 25)).success
     assert (second.rows[20:25] == first.rows[:5]).all()
     assert not second.has(keys(1, group=2)[0])
+
+
+def test_after_a_shutdown_nobody_looks_at_vllms_memory_which_it_unmaps(make: Make) -> None:
+    lent = make()
+    assert np.shares_memory(lent.tier._worker._rows, lent.rows)
+    lent.shutdown()
+    assert not np.shares_memory(lent.tier._worker._rows, lent.rows)
 
 
 def test_a_job_of_nothing_ends(make: Make) -> None:
