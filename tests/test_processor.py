@@ -60,7 +60,9 @@ def test_what_a_processor_lacks_is_hidden_and_the_rest_is_not() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processor", HIDDEN)
+@pytest.mark.parametrize(
+    "processor", ["avx2", *(pytest.param(other, marks=pytest.mark.engines) for other in HIDDEN if other != "avx2")]
+)
 def test_vllm_takes_the_kernels_of_that_processor(processor: str) -> None:
     done = run(LOADED, processor)
     assert done.stdout.splitlines()[-1:] == [str([kernels_of(processor)])], done.stderr

@@ -151,26 +151,17 @@ def test_every_model_has_bytes_and_is_replayed(name: str) -> None:
     assert row.restored + row.local + sum(row.lost.values()) == pytest.approx(1)
 
 
-def test_learned_restores_more_than_lru_of_every_workload() -> None:
-    """A tenth of the workload, one size: what docs/eviction.md has in full."""
+def test_learned_restores_more_than_lru_of_every_workload_and_on_disk_too() -> None:
+    """A tenth of the workload, one size: what docs/eviction.md has in full. The catalogue's order without rankings is
+    that of ``lru``, up to uses within one second."""
     for name in WORKLOADS:
         requests = generate(name, 11)[:800]
-        shares = [
-            replay(Case("", policy, "16"), requests, Future(requests, 512)).restored for policy in ("lru", "learned")
-        ]
-        assert shares[1] > 1.05 * shares[0], name
-
-
-def test_on_disk_too_learned_restores_more_than_lru_of_every_workload() -> None:
-    """And the catalogue's order without rankings is that of ``lru``, up to uses within one second."""
-    for name in WORKLOADS:
-        requests = generate(name, 11)[:800]
-        lru, on_disk, ranked = [
+        lru, learned, on_disk, ranked = [
             replay(Case("", policy, "16"), requests, Future(requests, 512)).restored
-            for policy in ("lru", "lru on disk", "learned on disk")
+            for policy in ("lru", "learned", "lru on disk", "learned on disk")
         ]
         assert on_disk == pytest.approx(lru, rel=0.1), name
-        assert ranked > 1.05 * lru, name
+        assert min(learned, ranked) > 1.05 * lru, name
 
 
 def test_a_small_disk_tier_is_ranked_before_its_order_is_old() -> None:

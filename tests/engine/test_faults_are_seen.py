@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Judges
 from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, Output, cpu_child, prompt
 from tests.engine.states import FLOAT32, States
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.faults]
 
 N = FLOAT32.block_size
 LENGTH = 2 * N + 10
@@ -119,7 +120,7 @@ def test_a_slot_of_another_generation_is_never_loaded_and_the_request_recomputes
     assert engine.metric("vllm:hybrid_offload_failed_loads", connector="cpu") == failed_before + 1
 
 
-def test_the_bar_for_concurrent_requests_sees_faults_too(engine: Engine, states: States, tiny_model: Path) -> None:
+def test_the_bar_for_concurrent_requests_sees_faults_too(engine: Engine, states: States, judges: Judges) -> None:
     restored = []
     for seed, fault in enumerate([{}, {"name": "zero_snapshot"}, {"name": "zero_chunk", "position": 3}], start=50):
         tokens, _ = stored(engine, seed, num_tokens=N + 10)
@@ -127,6 +128,5 @@ def test_the_bar_for_concurrent_requests_sees_faults_too(engine: Engine, states:
             engine.call("fault", **fault)
         restored.append((tokens, engine.generate(tokens, 16)))
         engine.call("reset_everything")
-    with Engine(tiny_model, **states.arguments, **UNCACHED) as reference:
-        distances = [distance(reference, tokens, output) for tokens, output in restored]
+    distances = [distance(judges(states, UNCACHED), tokens, output) for tokens, output in restored]
     assert distances[0] <= BAR < min(distances[1:])

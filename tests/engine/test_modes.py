@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import Judges
 from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.restore import assert_restored
@@ -23,8 +24,7 @@ def cold_answers(engine: Engine) -> dict[int, Output]:
     """The tiers have them; the device cache has not."""
     cold = {length: engine.generate(prompt(length, seed=length)) for length in LENGTHS}
     assert not any(answer.num_cached_tokens for answer in cold.values())
-    engine.wait_for_stores()
-    engine.reset_device_cache()
+    engine.evict()
     return cold
 
 
@@ -48,8 +48,7 @@ def test_a_cpu_tier_works_at_the_top_level_and_with_an_fp8_cache(tiny_model: Pat
         for length in (150, block_size + 100, 2 * block_size + 100):
             tokens = prompt(length, seed=length)
             cold = engine.generate(tokens)
-            engine.wait_for_stores()
-            engine.reset_device_cache()
+            engine.evict()
             restored = engine.generate(tokens)
             assert restored.num_cached_tokens == (length - 1) // block_size * block_size
             assert restored.same_as(cold)
@@ -69,8 +68,7 @@ def test_a_disk_tier_works_at_the_top_level_and_without_chunked_prefill(tmp_path
         for length in LENGTHS:
             engine.generate(prompt(length, seed=length))
         by_device = {length: engine.generate(prompt(length, seed=length)) for length in LENGTHS}
-        engine.wait_for_stores()
-        engine.reset_device_cache()
+        engine.evict()
         restores(engine, by_device, "disk")
 
 
@@ -87,7 +85,7 @@ def test_models_that_are_compiled_restore_what_they_computed(tiny_model: Path, t
 
 @pytest.mark.engines
 def test_requests_that_are_preempted_for_more_urgent_ones_are_restored_and_right(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, judges: Judges
 ) -> None:
     """Three requests fill the cache; later ones with a higher priority take their blocks."""
     prompts = [prompt(N - 40 + 7 * number, seed=300 + number) for number in range(6)]
@@ -101,7 +99,6 @@ def test_requests_that_are_preempted_for_more_urgent_ones_are_restored_and_right
         assert engine.metric("vllm:hybrid_offload_pending_loads") == 0
         assert engine.metric("vllm:hybrid_offload_hook_errors") == 0
     assert sum(answer["num_preemptions"] for answer in answers[:3]) > 0
-    with Engine(tiny_model, **FLOAT32.arguments, **UNCACHED) as reference:
-        for tokens, answer in zip(prompts, answers, strict=True):
-            said = Output(answer["token_ids"], answer["logprobs"], 0)
-            assert distance(reference, tokens, said) <= BAR
+    for tokens, answer in zip(prompts, answers, strict=True):
+        said = Output(answer["token_ids"], answer["logprobs"], 0)
+        assert distance(judges(FLOAT32, UNCACHED), tokens, said) <= BAR

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Judges
 from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, Output, disk_child, multi, prompt
 from tests.engine.disk_alone import LENGTH, MAX_TOKENS, counted, stored, works
@@ -15,6 +16,7 @@ from tests.mounts import SmallDisk, on_small_disk, why_not
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.faults,
     pytest.mark.skipif(bool(why_not()), reason=f"no small file system can be mounted: {why_not()}"),
 ]
 
@@ -146,10 +148,10 @@ def test_a_disk_that_is_unmounted_costs_a_recomputation_and_is_found_again(
 
 
 def test_after_all_that_every_answer_is_right_and_the_disk_is_sound(
-    engine: Engine, roots: tuple[Path, Path], disk: SmallDisk, answers: Answers, tiny_model: Path
+    engine: Engine, roots: tuple[Path, Path], disk: SmallDisk, answers: Answers, judges: Judges
 ) -> None:
     serve(engine, answers, 600)
     assert counted(engine, "hook_errors") == 0
     assert disk.run([sys.executable, "-m", "tests.tiers.disk.oracle", str(roots[0])]) == 0
-    with Engine(tiny_model, **FLOAT32.arguments, **UNCACHED) as reference:
-        assert max(distance(reference, tokens, answer) for tokens, answer in answers) <= BAR
+    reference = judges(FLOAT32, UNCACHED)
+    assert max(distance(reference, tokens, answer) for tokens, answer in answers) <= BAR

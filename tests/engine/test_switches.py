@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
 LENGTH = 1157
 RESTORABLE = (LENGTH - 1) // 64 * 64
-LOOKED_AT_S = 1.5
-"""The file is looked at once a second, in engine steps."""
+SEEN = "the children's switches are "
 
 
 class Switched:
@@ -30,8 +30,7 @@ class Switched:
         self._switch(switches)
         before = {child: self._loaded(child) for child in ("cpu", "disk")}
         answer = self._engine.generate(self._tokens)
-        self._engine.wait_for_stores()
-        self._engine.reset_device_cache()
+        self._engine.evict()
         self._cold = self._cold or answer
         assert answer.same_as(self._cold)
         sources = [child for child, num_bytes in before.items() if self._loaded(child) > num_bytes]
@@ -39,13 +38,15 @@ class Switched:
         return " ".join(sources)
 
     def _switch(self, switches: dict[str, dict[str, object]] | None) -> None:
+        """The file is looked at once a second, in steps of requests; the log says what was seen."""
+        said = self._engine.log.count(SEEN)
         if switches is None:
             self._control.unlink()
         else:
             fresh = self._control.with_suffix(".new")
             fresh.write_text(json.dumps(switches))
             os.replace(fresh, self._control)
-        self._engine.call("rest", seconds=LOOKED_AT_S)
+        until(lambda: self._engine.generate([1], 1) and self._engine.log.count(SEEN) > said, "a look at it")
 
     def _loaded(self, child: str) -> float:
         return self._engine.metric("vllm:hybrid_offload_loaded_bytes", connector=child)

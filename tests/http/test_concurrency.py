@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Judges
 from tests.engine.bar import BAR, UNCACHED, distance
-from tests.engine.client import Engine, cpu_child, disk_child, multi, prompt
+from tests.engine.client import cpu_child, disk_child, multi, prompt
 from tests.engine.states import FLOAT32
 from tests.http.warm_server import WarmServer
 from vllm_overlay.server.api_client import ApiClient, Completion
@@ -41,7 +42,7 @@ def send_all(api: ApiClient, prompts: list[list[int]]) -> list[Completion]:
         return list(pool.map(lambda tokens: api.complete(tokens, NUM_OUTPUT_TOKENS), prompts))
 
 
-def test_fifty_requests_at_once_are_answered_right(tiny_model: Path, tmp_path: Path) -> None:
+def test_fifty_requests_at_once_are_answered_right(tiny_model: Path, tmp_path: Path, judges: Judges) -> None:
     prompts = make_prompts()
     server = WarmServer(
         tiny_model,
@@ -68,9 +69,9 @@ def test_fifty_requests_at_once_are_answered_right(tiny_model: Path, tmp_path: P
         (tuple(tokens), tuple(answer.token_ids), tuple(answer.logprobs)): answer
         for tokens, answer in zip(2 * prompts, answers, strict=True)
     }
-    with Engine(tiny_model, **FLOAT32.arguments, **UNCACHED) as reference:
-        for (tokens, *_), answer in distinct.items():
-            assert distance(reference, list(tokens), answer) <= BAR
-        output = answers[0].token_ids
-        wrong = [*output[:8], (output[8] + 1) % 256, *output[9:]]
-        assert distance(reference, prompts[0], replace(answers[0], token_ids=wrong)) > BAR
+    reference = judges(FLOAT32, UNCACHED)
+    for (tokens, *_), answer in distinct.items():
+        assert distance(reference, list(tokens), answer) <= BAR
+    output = answers[0].token_ids
+    wrong = [*output[:8], (output[8] + 1) % 256, *output[9:]]
+    assert distance(reference, prompts[0], replace(answers[0], token_ids=wrong)) > BAR

@@ -11,6 +11,8 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.config.kv_transfer import hisparse_host_pool_gib
 
+pytestmark = pytest.mark.patches
+
 FRONTEND = """
 import json, sys
 from vllm.config import KVTransferConfig
@@ -43,13 +45,11 @@ def shown_by_a_frontend(config: dict[str, Any] | None) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.patches
 def test_a_process_that_knows_the_configuration_shows_the_stats_of_a_child_loaded_by_module_path() -> None:
     known = {**child("StatsConnector"), "kv_connector_module_path": "tests.patches.lab"}
     assert shown_by_a_frontend(composite("MultiConnector", known)) == {"StatsConnector": {"loads": 2}}
 
 
-@pytest.mark.patches
 def test_a_process_that_was_never_asked_for_a_childs_class_passes_over_its_stats() -> None:
     assert shown_by_a_frontend(None) == {}
 

@@ -11,6 +11,8 @@ from vllm.v1.request import RequestStatus
 from devtools.scheduler_lab import LabSettings, make_request, make_scheduler
 from tests.patches.lab import LabConnector, config
 
+pytestmark = pytest.mark.patches
+
 BLOCK, NUM_BLOCKS = 64, 400
 LOADED, SENT = KVConnectorOutput(finished_recving={"one"}), KVConnectorOutput(finished_sending={"one"})
 

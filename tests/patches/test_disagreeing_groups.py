@@ -12,6 +12,8 @@ from vllm.v1.request import RequestStatus
 from devtools.scheduler_lab import LabSettings, fill, make_request, make_scheduler
 from tests.patches.lab import LabConnector, config
 
+pytestmark = pytest.mark.patches
+
 BLOCK, UNIT, NUM_BLOCKS = 64, 16, 400
 
 

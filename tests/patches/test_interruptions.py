@@ -207,6 +207,7 @@ def test_a_run_killed_at_any_step_is_repaired_by_the_next(tree, series, start, a
     assert half_seen >= 2
 
 
+@pytest.mark.patches
 def test_runs_killed_one_after_the_other_lose_nothing(tree, series):
     kills = half_seen = 0
     random = Random(10)
@@ -218,6 +219,7 @@ def test_runs_killed_one_after_the_other_lose_nothing(tree, series):
     assert_nothing_is_left_over(tree, series, apply)
 
 
+@pytest.mark.patches
 @pytest.mark.parametrize("then", [apply, reverse])
 def test_a_change_of_series_killed_at_any_step_is_repaired_by_the_next_run(tree, tmp_path, then):
     old = make_series(tmp_path / "old", THREE_STEPS)

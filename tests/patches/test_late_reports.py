@@ -12,6 +12,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from devtools.poison.connector import PATH, Habits, PoisonConnector
 from devtools.scheduler_lab import LabSettings, make_request, make_scheduler, runner_output, sampled_tokens
 
+pytestmark = pytest.mark.patches
+
 BLOCK = 16
 SHARED = [7] * 4 * BLOCK
 

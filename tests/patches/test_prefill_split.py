@@ -8,6 +8,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from devtools.scheduler_lab import LabSettings, make_request, make_scheduler, runner_output, sampled_tokens
 
+pytestmark = pytest.mark.patches
+
 DECODE = 200
 """Tokens of a request that decodes all the time."""
 Step = dict[str, int]

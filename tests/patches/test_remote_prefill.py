@@ -13,6 +13,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from devtools.scheduler_lab import LabSettings, fill, make_request, make_scheduler
 
+pytestmark = pytest.mark.patches
+
 BLOCK = 64
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "engine_id": "decoder"}
 PREFILLER = {"remote_engine_id": "prefiller", "remote_request_id": "r", "remote_host": "localhost", "remote_port": 1}

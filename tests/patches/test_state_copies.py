@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from vllm.v1.worker import mamba_utils
 
+pytestmark = pytest.mark.patches
+
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

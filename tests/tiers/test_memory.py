@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_overlay.tiers.memory import HostPool
+from vllm_overlay.tiers.memory import HostPool, UnitAllocator
 
 FLAGS = re.compile(r"^VmFlags: (.*)$")
 RANGE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
@@ -37,3 +37,12 @@ def test_rows_are_page_aligned_and_zero() -> None:
     pool = HostPool(3, 8192)
     assert pool.array.ctypes.data % 4096 == 0
     assert not pool.array.any()
+
+
+def test_free_rows_are_given_in_order_and_the_last_freed_first() -> None:
+    """So runs of chunks are runs of rows, and warm memory is used again."""
+    units = UnitAllocator(6)
+    assert units.allocate(3) == (0, 1, 2)
+    units.free((0, 1))
+    assert units.allocate(3) == (0, 1, 3)
+    assert units.allocate(3) is None and units.num_free == 2

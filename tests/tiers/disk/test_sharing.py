@@ -172,6 +172,15 @@ def test_word_that_another_file_of_an_object_went_leaves_the_object_and_its_chil
     assert one.coverage(objects) == [True, True, False]
 
 
+def test_what_another_evicts_is_no_longer_offered(two):
+    one, other = two
+    (chunk, _) = chain("p", 1)
+    one.store([chunk])
+    until(lambda: other.tier.advance() or other.has(chunk))
+    catalogue_of(one.tier).evict(one.file(chunk).writer, Limits(1 << 40, 1), 1 << 38)
+    until(lambda: other.tier.advance() or not other.has(chunk), "word of it")
+
+
 def test_what_was_evicted_while_it_was_stored_anew_is_there(two):
     """The feed tells of the old file's end after the new one is in use."""
     one, other = two
