@@ -38,6 +38,16 @@ def test_an_empty_directory_is_no_root_yet_and_does_not_change(tmp_path, capsys,
 
 
 @commands
+@pytest.mark.parametrize("what", ["nothing", "a file"])
+def test_what_is_no_directory_is_said_with_what_to_give(tmp_path, capsys, what, command):
+    path = tmp_path / "kv"
+    if what == "a file":
+        path.write_text("mine")
+    assert cli.main([*command, str(path)]) == 2
+    assert f"{str(path)!r} is no directory here: give the `root` of the disk tier's" in capsys.readouterr().err
+
+
+@commands
 def test_a_root_of_a_later_format_is_refused(root, capsys, command):
     later = {**json.loads(encode_marker("wal")), "version": versions.DISK_ROOT + 1, "written_by": "9.8.7"}
     (root / MARKER).write_text(json.dumps(later))

@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.faults]
 
 LENGTH = 150
 RANKS = (0, 1)
-LOOKED_AT_S = 1.5
-"""The control file is looked at once a second, in engine steps."""
+SEEN = "the children's switches are "
+"""What the log says when the control file was looked at: once a second, in engine steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class TwoRanks:
             fresh = self._control.with_suffix(".new")
             fresh.write_text(json.dumps({other: {"load": False, "store": False}}))
             os.replace(fresh, self._control)
-            self.engine.call("rest", seconds=LOOKED_AT_S)
+            said = self.engine.log.count(SEEN)
+            until(lambda: self.engine.generate([1], 1) and self.engine.log.count(SEEN) > said, "a look at it")
             self._tier = tier
 
     def counted(self, name: str, **labels: str) -> float:
@@ -60,8 +61,7 @@ class TwoRanks:
 
     def answers(self, seed: int) -> Output:
         """To a prompt that the device cache has lost."""
-        self.engine.wait_for_stores()
-        self.engine.reset_device_cache()
+        self.engine.evict()
         answer = self.engine.generate(prompt(LENGTH, seed), max_tokens=3)
         self.engine.wait_for_stores()
         return answer

@@ -41,6 +41,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.remove and not arguments.verify:
         raise ConfigError("--remove removes what --verify finds: give both")
     integrity = integrity_of(arguments.encryption_key_file)
+    if not os.path.isdir(arguments.root):
+        raise ConfigError(f"{arguments.root!r} is no directory here: give the `root` of the disk tier's settings")
     require_root(arguments.root)
     if (owner := os.stat(arguments.root).st_uid) != os.geteuid():
         raise ConfigError(f"{arguments.root} belongs to user {owner}: run this as that user, `sudo -u '#{owner}' ...`")
