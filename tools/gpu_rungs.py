@@ -222,9 +222,11 @@ def offloading(root: Path, device: str, cpu_bytes: int = CPU_TIER_BYTES) -> dict
 
 
 def below_ours(child: Mapping[str, Any]) -> dict[str, Any]:
-    """With a number for a weight: "auto" would compute a tiny model's prompts."""
+    """With a number for a weight: "auto" would compute a tiny model's prompts. It is looking while it reads from the
+    disk, however long that takes."""
     extra = {**child["kv_connector_extra_config"], "load_weight": 1.0}
-    return {**CONNECTOR, "kv_connector_extra_config": {"connectors": [{**child, "kv_connector_extra_config": extra}]}}
+    settings = {"connectors": [{**child, "kv_connector_extra_config": extra}], "lookup_timeout_ms": 60_000}
+    return {**CONNECTOR, "kv_connector_extra_config": settings}
 
 
 def from_disk(model: Path, device: str, wrap: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> str:

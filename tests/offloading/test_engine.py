@@ -13,6 +13,7 @@ from tests.engine.damage import flip
 from tests.engine.states import FLOAT32
 from tests.patches.trees import linked_originals
 from tests.python_path import python_path
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 
@@ -121,8 +122,10 @@ def test_it_serves_below_our_multi_connector_beside_a_tier_of_ours(tiny_model: P
     child = offloading(tmp_path / "root")
     child["kv_connector_extra_config"] |= {"name": "offloading", "load_weight": 10.0}
     small = cpu_child(capacity_bytes="4 MiB")  # so that it has forgotten the prompt
+    # It is still looking while it reads from the disk, which on a busy machine takes longer than the default's 50.
+    config = multi(child, small, lookup_timeout_ms=1000 * PATIENCE_S)
     tokens = prompt(LENGTH, seed=1)
-    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(child, small)) as engine:
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=config) as engine:
         cold = engine.generate(tokens)
         engine.wait_for_stores()
         forget(engine, 2, 3)

@@ -75,7 +75,10 @@ class CpuTransfer(KVTransfer):
                 self._copy_run(item, to_host=False)
             else:
                 self._scatter_object(*item)
-        for span in zeros:
+        self._zero(zeros)
+
+    def _zero(self, spans: Sequence[Span]) -> None:
+        for span in spans:
             for part in self._parts[span.group_id]:
                 part.zero(span)
 
