@@ -24,11 +24,6 @@ def test_it_needs_neither_torch_nor_vllm(root, command):
     assert done.stdout
 
 
-def test_a_root_that_is_not_there_is_wrong_usage(tmp_path, capsys):
-    assert cli.main(["stats", str(tmp_path / "gone")]) == 2
-    assert "No such file" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", [[], ["stats"], ["fly", "ROOT"]])
 def test_wrong_usage_has_status_2(command):
     with pytest.raises(SystemExit) as left:
