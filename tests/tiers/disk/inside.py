@@ -53,8 +53,8 @@ def served_namespace(tier: DiskTierManager) -> DiskNamespace | None:
 
 
 def catalogue_of(tier: DiskTierManager) -> Catalogue:
-    """The bookkeeper's, for a test to ask or to make fail."""
-    session = tier._bookkeeper._session
+    """The bookkeeper's, for a test to ask or to make fail. Its thread opens it."""
+    session = until(lambda: tier._bookkeeper._session, "an open catalogue")
     assert session is not None
     return session.catalogue
 
