@@ -19,7 +19,7 @@ import fastapi  # noqa: F401
 import openai.types.responses  # noqa: F401
 import sympy  # noqa: F401
 import torch._dynamo
-import torch._inductor.standalone_compile
+import torch._inductor.standalone_compile  # noqa: F401
 import torchvision  # noqa: F401
 import vllm.entrypoints.llm
 import vllm.lora.request
@@ -37,13 +37,9 @@ _check = CpuPlatform.check_and_update_config
 
 
 def _ranks_are_forked(_: type[CpuPlatform], vllm_config: Any) -> None:
-    """As on a GPU. On a CPU vLLM spawns engines and ranks, and each would import all this again.
-
-    Not with AVX2 alone: the second of two forked ranks then finds tokens out of its range. Why is not known yet.
-    """
+    """As on a GPU. On a CPU vLLM spawns engines and ranks, and each would import all this again."""
     _check(vllm_config)
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
 CpuPlatform.check_and_update_config = classmethod(_ranks_are_forked)

@@ -24,6 +24,12 @@ current_platform.import_kernels()
 print(sorted({line.split("/")[-1].split(".")[0] for line in open("/proc/self/maps") if "/vllm/_C" in line}))
 """
 
+COMPILED = """
+import torch
+numbers = torch.arange(256, dtype=torch.int32)
+assert torch.equal(torch.compile(lambda each: each.long() * (each > 3), dynamic=True)(numbers), numbers * (numbers > 3))
+"""
+
 
 def lesser(processor: str) -> dict[str, str]:
     """The environment that ``make`` gives to everything it runs then."""
@@ -46,8 +52,8 @@ def kernels_in(pid: int) -> set[str]:
     return {line.rsplit("/", 1)[-1].partition(".")[0] for line in lines if "/vllm/_C" in line}
 
 
-def run(source: str, processor: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **lesser(processor)}
+def run(source: str, processor: str, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **lesser(processor), **more}
     return subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
 
 
@@ -66,6 +72,13 @@ def test_what_a_processor_lacks_is_hidden_and_the_rest_is_not() -> None:
 def test_vllm_takes_the_kernels_of_that_processor(processor: str) -> None:
     done = run(LOADED, processor)
     assert done.stdout.splitlines()[-1:] == [str([kernels_of(processor)])], done.stderr
+
+
+@pytest.mark.engines
+def test_what_torch_has_compiled_for_one_processor_is_not_taken_for_another(tmp_path: Path) -> None:
+    for processor in ("avx512_bf16", "avx2"):
+        done = run(COMPILED, processor, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_processor_that_nobody_knows_ends_the_process() -> None:

@@ -98,6 +98,8 @@ def _become(
     standard_output: Connection,
 ) -> None:
     """In the forked process."""
+    import torch
+
     from tests import preload
 
     os.setsid()
@@ -111,6 +113,8 @@ def _become(
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(preload.SET_ON_IMPORT | environment)
+    if environment.get("TORCHDYNAMO_DISABLE") == "1":  # torch reads it where a function is decorated, and that is over
+        torch.compiler.set_stance("force_eager")
     sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]

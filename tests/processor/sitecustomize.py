@@ -28,19 +28,26 @@ LIBRARIES = {
         "ATEN_CPU_CAPABILITY": "avx2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
     },
     "avx512": {
         "ATEN_CPU_CAPABILITY": "avx512",
         "MKL_ENABLE_INSTRUCTIONS": "AVX512",
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI",
+        "TORCHINDUCTOR_CPP_MARCH": "native",
     },
     "avx512_bf16": {
         "ATEN_CPU_CAPABILITY": "avx512",
         "MKL_ENABLE_INSTRUCTIONS": "AVX512",
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        "TORCHINDUCTOR_CPP_MARCH": "native",
     },
 }
-"""How torch's own kernels, MKL's and oneDNN's are told; each reads its variable once."""
+"""How torch's own kernels, MKL's and oneDNN's are told; each reads its variable once.
+
+What torch compiles follows the first of them, but its cache does not: without the last, AVX2 would find the code of
+AVX-512 there, which strides over 16 numbers, build it with vectors of 8, and leave every other eight numbers undefined.
+"""
 
 
 def without(capabilities: Mapping[str, object], hidden: tuple[str, ...]) -> Mapping[str, object]:
