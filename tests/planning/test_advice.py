@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.planning.layouts import QWEN_27B, QWEN_27B_EXACT, QWEN_35B, QWEN_35B_EXACT
 from vllm_overlay.config import GIB
@@ -135,6 +136,14 @@ def test_the_share_that_a_command_gets_fits(num_engines: int) -> None:
     layout, flags = replaced(QWEN_35B_EXACT, node_bytes=64 * GIB), replace(FLAGS, num_engines=num_engines)
     share = HostMemory(flags, layout, 8 * GIB, 60 * GIB).chosen_share
     assert not HostMemory(replace(flags, gpu_memory_utilization=share), layout, 8 * GIB, 60 * GIB).is_short
+
+
+def test_the_share_that_nobody_gave_is_vllms_own() -> None:
+    layout, default = replaced(QWEN_35B_EXACT, node_bytes=64 * GIB), EngineArgs(model="m").gpu_memory_utilization
+    theirs, ours = (
+        HostMemory(replace(FLAGS, gpu_memory_utilization=share), layout, 0, 0).vllm_bytes for share in (default, None)
+    )
+    assert ours == theirs > 0
 
 
 def test_what_a_disk_tier_will_say_of_its_volume_is_said_before() -> None:
