@@ -85,6 +85,25 @@ def scale(model, factors: dict[str, float]) -> None:
                     parameter.mul_(factor)
 
 
+def add_draft_head(model) -> None:
+    """A module of multi-token prediction as Qwen3.5 and Qwen3-Next have it, for ``--speculative-config`` with mtp: it
+    has its last layer's shapes, and drafts what the model hardly ever says."""
+    import copy
+
+    import torch
+
+    head, hidden = torch.nn.Module(), model.config.hidden_size
+    head.layers = torch.nn.ModuleList([copy.deepcopy(model.model.layers[-1])])
+    head.fc = torch.nn.Linear(2 * hidden, hidden, bias=False, dtype=torch.bfloat16)
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        setattr(head, name, copy.deepcopy(model.model.norm))
+    with torch.no_grad():
+        for parameter in head.layers.parameters():
+            parameter.copy_(parameter.flatten()[torch.randperm(parameter.numel())].view_as(parameter))
+    model.mtp = head
+    model.config.mtp_num_hidden_layers = 1
+
+
 def _save_tokenizer(directory: Path) -> None:
     """A byte-level tokenizer: token b is byte b; the ids above 255, which only a random model says, are named."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -107,11 +126,13 @@ def make_tiny_model(
     seed: int = 0,
     nudge: float = 0.0,
     num_layers: int = 4,
+    has_draft_head: bool = False,
 ) -> Path:
     """Writes the Qwen3.5 model and a tokenizer to ``directory`` unless they are there; atomic. Returns ``directory``.
 
     ``nudge`` is added to one single weight: two models of one name and shape that must never share a cache. Every
     fourth layer has attention: with more than ``num_layers`` = 4, states depend on attention too.
+    ``has_draft_head``: see ``add_draft_head``.
     """
 
     def make():
@@ -124,6 +145,8 @@ def make_tiny_model(
         if nudge:
             with torch.no_grad():
                 model.lm_head.weight[0, 0] += nudge
+        if has_draft_head:
+            add_draft_head(model)
         return model
 
     return write_model(directory, make)

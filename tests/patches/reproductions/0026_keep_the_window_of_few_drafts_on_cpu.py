@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers with a drafter that often proposes fewer than K tokens, of a hybrid model on a CPU."""
+
+from tests.patches.lab import conclude, prompt
+from tests.patches.speculation import NEAR, Oracle, speculate
+
+SYMPTOM = "tokens are not those of a run without speculation"
+
+
+def main() -> None:
+    Oracle.is_short = True
+    error, distances = speculate([prompt(length, seed=length) for length in (300, 301, 302, 303)], 24)
+    conclude(
+        not error and max(distances) > 4 * NEAR, not error and max(distances) < NEAR, error=error, distances=distances
+    )
+
+
+if __name__ == "__main__":
+    main()
