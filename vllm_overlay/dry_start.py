@@ -187,6 +187,8 @@ def _layout(parsed: Any, kv_transfer_config: dict[str, Any]) -> EngineLayout:
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
+    from vllm_overlay.connector.lookahead import lookahead_units
+
     os.environ[_CACHE_GIB] = _STATIC_GIB
     arguments = AsyncEngineArgs.from_cli_args(Namespace(**{**vars(parsed), **_WITHOUT_WEIGHTS, **_ONE_ENGINE}))
     arguments.enable_prefix_caching = parsed.enable_prefix_caching is not False
@@ -208,11 +210,13 @@ def _layout(parsed: Any, kv_transfer_config: dict[str, Any]) -> EngineLayout:
         max_model_len=vllm_config.model_config.max_model_len,
         max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         node_bytes=_node_bytes(),
+        has_dropping_drafter=lookahead_units(vllm_config, 1) > 0,
     )
 
 
 def _build_on_meta(vllm_config: Any) -> None:
-    """Registers the layers of one rank. Nobody computes, so it is one process that says it is one of several."""
+    """Registers the layers of one rank, a drafter's too. Nobody computes, so it is one process that says it is one of
+    several."""
     from vllm.distributed import parallel_state
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -223,6 +227,10 @@ def _build_on_meta(vllm_config: Any) -> None:
         parallel_state.get_tp_group().world_size = vllm_config.parallel_config.tensor_parallel_size
         with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
             initialize_model(vllm_config)
+            speculative = vllm_config.speculative_config
+            if speculative is not None and speculative.use_eagle():
+                drafter_config = speculative.apply_draft_overrides(vllm_config)
+                initialize_model(drafter_config, model_config=speculative.draft_model_config)
 
 
 def _specs(vllm_config: Any) -> dict[str, Any]:

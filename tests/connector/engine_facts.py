@@ -122,7 +122,8 @@ def _kv_cache_config(config: VllmConfig, settings: Settings) -> KVCacheConfig:
     attention = (
         SlidingWindowSpec(**plain, sliding_window=settings.window) if settings.window else FullAttentionSpec(**plain)
     )
-    states = MambaSpec(block_size=block_size, shapes=((3, 8), (4, 8, 8)), dtypes=dtypes, mamba_cache_mode="align")
+    columns = 3 + config.num_speculative_tokens
+    states = MambaSpec(block_size=block_size, shapes=((columns, 8), (4, 8, 8)), dtypes=dtypes, mamba_cache_mode="align")
     groups = [KVCacheGroupSpec(["layers.0"], states), KVCacheGroupSpec(["layers.3"], attention)]
     layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: settings.backend))
     recurrent = SimpleNamespace(**vars(layer), gdn_prefill_backend=settings.gdn_prefill)

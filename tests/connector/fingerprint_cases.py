@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each row of the table of settings in docs/disk-format.md: changes, and what they change."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -58,6 +59,35 @@ def put(path: str, value: Any) -> Callable[[VllmConfig], None]:
         setattr(target, name, value)
 
     return change
+
+
+def drafter(num_tokens: int = 2, drops: bool = True, **changed: Any) -> Settings:
+    """An engine whose drafter keeps keys, in the model's checkpoint. ``changed``: of vLLM's configuration of the
+    drafter, and then in a checkpoint of its own; ``kv_cache_dtype`` is of the drafter itself."""
+    own = {name: changed.pop(name, None) for name in ("kv_cache_dtype", "moe_backend", "index_share_for_mtp_iteration")}
+
+    def change(config: VllmConfig) -> None:
+        model = copy.deepcopy(config.model_config)
+        if changed:
+            model.model += "/."
+        for path, value in changed.items():
+            put(path.replace("__", "."), value)(model)  # type: ignore[arg-type]
+        config.speculative_config = SimpleNamespace(  # type: ignore[assignment]
+            use_eagle=lambda: True,
+            use_eagle_block_drop=lambda: drops,
+            use_multi_module_mtp=lambda: False,
+            num_speculative_tokens=num_tokens,
+            draft_model_config=model,
+            draft_load_config=None,
+            **own,
+        )
+
+    return Settings(edit=change)
+
+
+def ngram(**changed: Any) -> Settings:
+    """An engine whose drafter keeps nothing."""
+    return Settings({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, **changed}})
 
 
 def rope(length: int | None = None, position_factor: int = 0, **parameters: Any) -> Settings:
@@ -197,6 +227,13 @@ HELD: dict[str, list[Change]] = {
         media({"VLLM_VIDEO_LOADER_BACKEND": "pynvvideocodec"}),
         media({"VLLM_MEDIA_CONNECTOR": "mine"}),
     ],
+    "`--speculative-config`: a drafter that keeps keys, its weights, how far it reads ahead": [
+        Change(drafter()),
+        Change(drafter(drops=False), drafter()),
+        Change(drafter(kv_cache_dtype="fp8"), drafter()),
+        Change(drafter(dtype=torch.float16), drafter()),
+        Change(drafter(hf_config__hidden_act="gelu"), drafter(hf_config__hidden_act="silu")),
+    ],
     "`hybrid_chunk_size`, keys, the version of the files": [
         Change(Settings(chunk_size=128)),
         Change(Settings(facts={"integrity": "blake3:00"})),
@@ -216,6 +253,10 @@ RAW: dict[str, list[Change]] = {
     ],
     "the processor's instructions": [
         Change(Settings(patches={"torch.backends.cpu.get_cpu_capability": lambda: "ANOTHER"}))
+    ],
+    "`num_speculative_tokens`": [
+        Change(drafter(3), drafter(2)),
+        arguments(speculative_config={"method": "ngram", "num_speculative_tokens": 2}),
     ],
     "vLLM's version": [Change(Settings(patches={"vllm.__version__": "0.32.1"}))],
 }
@@ -270,6 +311,10 @@ SHARED: dict[str, list[Change]] = {
         media(mm_encoder_tp_mode="data"),
         media(mm_hasher_algorithm="sha256"),
         media(mm_encoder_attn_backend="TORCH_SDPA"),
+    ],
+    "`ngram`, `suffix`, `custom_class`": [
+        Change(ngram(prompt_lookup_max=3), ngram()),
+        Change(ngram(method="custom_class", model="module.Proposer"), ngram()),
     ],
     "sampling, tokenizer, names": [
         arguments(seed=7),

@@ -36,6 +36,7 @@ class Harness:
         store_decoded_tokens: bool | Literal["auto"] = "auto",
         speculative_snapshot_tokens: int = 0,
         log_lost_tokens: int = 0,
+        lookahead_units: int = 0,
     ) -> None:
         self.tally = Tally()
         self.tier = tier or CpuTierManager(num_units=64, unit_bytes=512, world_size=2)
@@ -49,6 +50,7 @@ class Harness:
             report_timeout_s=report_timeout_s,
             speculative_snapshot_tokens=speculative_snapshot_tokens,
             num_concurrent_steps=num_concurrent_steps,
+            lookahead_units=lookahead_units,
             tally=self.tally,
             explanations=Explanations("test", log_lost_tokens),
         )

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 from vllm_overlay.config import ConfigError
-from vllm_overlay.connector.compatibility import check_supported, states_end_with_requests
+from vllm_overlay.connector.compatibility import SPECULATIVE_METHODS, check_supported, states_end_with_requests
 from vllm_overlay.connector.connector import _hit_source
 from vllm_overlay.tiers.base import TierSpec
 from vllm_overlay.tiers.cpu import CpuTierSettings, CpuTierSpec
@@ -41,6 +41,22 @@ def engine(**changes: object) -> Any:
     return config
 
 
+def speculation(method: str = "mtp", num_tokens: int = 3, parallel_drafting: bool = False, **draft: int) -> Any:
+    return SimpleNamespace(
+        method=method,
+        num_speculative_tokens=num_tokens,
+        parallel_drafting=parallel_drafting,
+        draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**{"n_predict": None, **draft})),
+    )
+
+
+@pytest.mark.parametrize("method", SPECULATIVE_METHODS)
+@pytest.mark.parametrize("spec", [CPU, DISK])
+def test_these_ways_to_speculate_are_not_refused(spec: TierSpec[Any], method: str) -> None:
+    check_supported(engine(speculative_config=speculation(method, n_predict=1)), NO_GROUPS, spec)
+    check_supported(engine(speculative_config=speculation(method, 1, n_predict=2)), NO_GROUPS, spec)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("spec", [CPU, DISK])
 def test_what_is_supported_is_not_refused(spec: TierSpec[Any], device: str) -> None:
@@ -50,7 +66,13 @@ def test_what_is_supported_is_not_refused(spec: TierSpec[Any], device: str) -> N
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"speculative_config": object()}, "remove --speculative-config"),
+        ({"speculative_config": speculation("medusa")}, "'medusa', which was never run: set method in --speculative"),
+        ({"speculative_config": speculation("draft_model")}, "to one of ngram, suffix, custom_class, mtp, eagle, ea"),
+        ({"speculative_config": speculation("mtp", 2, n_predict=2)}, "set num_speculative_tokens in --speculative-co"),
+        ({"speculative_config": speculation("mtp", 2, num_nextn_predict_layers=3)}, "num_speculative_tokens in"),
+        ({"speculative_config": speculation("eagle3", parallel_drafting=True)}, "set parallel_drafting in --specul"),
+        ({"speculative_config": speculation(), "parallel_config__pipeline_parallel_size": 2}, "--pipeline-parallel-"),
+        ({"speculative_config": speculation(), "parallel_config__decode_context_parallel_size": 2}, "--decode-conte"),
         ({"parallel_config__pipeline_parallel_size": 2}, "set --pipeline-parallel-size 1"),
         ({"parallel_config__decode_context_parallel_size": 2}, "set --decode-context-parallel-size 1"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 1"),

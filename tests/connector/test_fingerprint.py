@@ -46,6 +46,7 @@ def namespace(
     revision: str | None = None,
     namespace: str = "",
     key_file: str = "",
+    head: Path | None = None,
 ) -> Fingerprints:
     """The namespace of one engine, whose other settings are the same on every machine."""
     root.mkdir(exist_ok=True)
@@ -68,6 +69,8 @@ def namespace(
         kernel_config=KernelConfig(),
         mamba_config=MambaConfig(),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        speculative_config=speculation(head) if head is not None else None,
+        num_prefill_lookahead_tokens=1,
     )
     groups = [Group(0, GroupKind.RECURRENT, 1152, 0, 1000, False), Group(1, GroupKind.FULL, 1152, 256, 294_912, True)]
     specs = [SimpleNamespace(layer_names=[one], kv_cache_spec=SPEC) for one in ("layers.0", layer)]
@@ -80,6 +83,22 @@ def namespace(
         namespace,
         root,
         {"integrity": integrity_of(key_file).name},
+    )
+
+
+def speculation(head: Path) -> Any:
+    """An EAGLE head in that directory."""
+    config = SimpleNamespace(to_dict=lambda: {"layers": 1, "_name_or_path": str(head), "model": {"_name": str(head)}})
+    return SimpleNamespace(
+        use_eagle=lambda: True,
+        use_eagle_block_drop=lambda: True,
+        draft_model_config=SimpleNamespace(
+            model=str(head), revision=None, dtype="bfloat16", quantization=None, hf_config=config
+        ),
+        draft_load_config=None,
+        kv_cache_dtype=None,
+        moe_backend=None,
+        index_share_for_mtp_iteration=None,
     )
 
 
@@ -157,3 +176,25 @@ def test_weights_without_safetensors_need_a_namespace(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set namespace to a name for exactly these weights"):
         namespace(empty, tmp_path / "root")
     namespace(empty, tmp_path / "root", namespace="mine")
+
+
+def test_a_drafters_weights_count_by_their_bytes(model: Path, tmp_path: Path) -> None:
+    heads = {"one": b"head", "moved": b"head", "other": b"heap"}
+    for name, content in heads.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(content)
+    one, moved, other = (namespace(model, tmp_path / "root", head=tmp_path / name) for name in heads)
+    assert one == moved
+    assert len({item.attention for item in (one, other, namespace(model, tmp_path / "root"))}) == 3
+
+
+def test_a_drafter_without_readable_weights_is_refused_unless_a_name_stands_for_them(
+    model: Path, tmp_path: Path
+) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "pytorch_model.bin").write_bytes(b"head")
+    with pytest.raises(ConfigError, match=rf"the weights of {head} .* are not safetensors .* set namespace to a name"):
+        namespace(model, tmp_path / "root", head=head)
+    named = namespace(model, tmp_path / "root", head=head, namespace="mine")
+    assert named.attention != namespace(model, tmp_path / "root", namespace="mine").attention

@@ -37,8 +37,8 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
 """What vLLM's hash of a block holds."""
 
 REFUSALS: dict[str, list[tuple[str, Any]]] = {
-    "speculative decoding, pipeline and context parallelism": [
-        ("speculative_config", SimpleNamespace()),
+    "other ways to speculate, pipeline and context parallelism": [
+        ("speculative_config", SimpleNamespace(method="draft_model", parallel_drafting=False)),
         ("parallel_config.pipeline_parallel_size", 2),
         ("parallel_config.decode_context_parallel_size", 2),
         ("parallel_config.prefill_context_parallel_size", 2),

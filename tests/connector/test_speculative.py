@@ -53,6 +53,13 @@ def test_a_step_that_ends_far_enough_after_the_last_snapshot_leaves_one(
     assert boundaries(Harness(geometry=HYBRID, speculative_snapshot_tokens=192), steps, num_tokens, start) == kept
 
 
+@pytest.mark.parametrize(("num_tokens", "kept"), [(392, [192]), (416, [192, 384]), (415, [192]), (417, [192, 384])])
+def test_none_lies_where_vllm_keeps_the_prompts_last_below_a_dropped_unit(num_tokens: int, kept: list[int]) -> None:
+    """A drafter reads ahead, so that lies one unit of 16 tokens lower."""
+    harness = Harness(geometry=HYBRID, speculative_snapshot_tokens=192, lookahead_units=1)
+    assert boundaries(harness, [192, 192, num_tokens - 384], num_tokens) == kept
+
+
 def test_distance_is_counted_from_a_state_that_vllm_offers() -> None:
     harness = Harness(geometry=HYBRID, speculative_snapshot_tokens=192)
     assert boundaries(harness, [128], 1000, states_at=128) == [128]
@@ -67,7 +74,8 @@ def test_nothing_is_kept_without_the_setting_or_without_states() -> None:
     assert boundaries(Harness(geometry=GEOMETRY, speculative_snapshot_tokens=64), [64] * 6, 1000) == []
 
 
-def test_the_state_is_the_last_block_of_its_group() -> None:
+def test_the_state_is_in_the_block_of_the_steps_last_token() -> None:
+    """Of a table that is longer: with speculative decoding it ends with blocks for drafts."""
     harness = Harness(geometry=HYBRID, speculative_snapshot_tokens=192)
     request = harness.looked_up("a", 1000)
     (*_, job) = harness.plan(request, 192)

@@ -10,13 +10,14 @@ from tests.multi_connector.fakes import request
 from tests.multi_connector.lockstep import admit, answering, reported
 
 
-def measured(tokens_a_second):
+def measured(tokens_a_second, drafts=()):
     """A MultiConnector whose first child offers 500 tokens, after three steps of a second that computed prompts."""
     connector = answering(500, 0, weights=[None, None])
     for _ in range(3):
         output = SimpleNamespace(
             total_num_scheduled_tokens=tokens_a_second,
             num_scheduled_tokens={"r": tokens_a_second},
+            scheduled_spec_decode_tokens={"r": list(drafts)} if drafts else {},
             preempted_req_ids=frozenset(),
         )
         connector.build_connector_meta(output)
@@ -53,6 +54,14 @@ def test_by_weight_zero_measured_a_child_is_counted_as_too_slow_and_tried_now_an
     assert tally.total("chosen") == 3 + tried
     assert tally.gauges["load_weight"] == 0
     assert "load_weight" not in connector._children[1].tally.gauges
+
+
+def test_a_step_that_verifies_drafts_is_no_prefill():
+    """Three for one request: of four tokens it computes one."""
+    assert measured(4)._scheduler.choice._prefill.seconds_per_token == 0.25
+    verified = measured(4, drafts=(1, 2, 3))._scheduler
+    assert verified.choice._prefill.seconds_per_token is None
+    assert verified._step_times.one_more_s == 1.0
 
 
 def test_the_gauge_of_a_number_is_that_number():

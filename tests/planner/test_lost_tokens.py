@@ -15,7 +15,7 @@ from vllm_overlay.tiers.index import PrefixIndex
 FULL = Group(0, GroupKind.FULL, 64, 8, 512, True)
 WINDOW = Group(1, GroupKind.WINDOW, 64, 8, 512, True, window=100)
 STATE = Group(2, GroupKind.RECURRENT, 64, 0, 512, False)
-BEYOND = (Reason.NONE, Reason.PROMPT_END, Reason.GRANULARITY)
+BEYOND = (Reason.NONE, Reason.PROMPT_END, Reason.GRANULARITY, Reason.DRAFTER)
 """What no tier could restore."""
 
 
@@ -69,11 +69,13 @@ def test_what_eviction_has_cost_is_what_full_attention_reached_before(tier, data
     assert all(remembered[reason] == lost[reason] for reason in others)
 
 
-def lost(groups: list[Group], num_tokens: int, covered: int = 0, snapshot: int = 0, chunk: int = 64) -> dict[str, int]:
+def lost(
+    groups: list[Group], num_tokens: int, covered: int = 0, snapshot: int = 0, chunk: int = 64, lookahead: int = 0
+) -> dict[str, int]:
     """What a prompt loses of which a tier has so much attention, and the snapshot of one boundary."""
     geometry = Geometry.build(groups, 16, chunk)
     planner, index = HybridOffloadPlanner(geometry), PrefixIndex(None)
-    keys = [bytes([1]) * (n + 1) for n in range(num_tokens // 16)]
+    keys = [bytes([1]) * (n + 1) for n in range(num_tokens // 16 - lookahead)]
     plan = planner.store_plan(keys, {}, covered) + ([planner.snapshot(keys, snapshot)] if snapshot else [])
     for ticket, item in enumerate(plan):
         assert index.reserve(item, ticket) is not None
@@ -94,6 +96,15 @@ def lost(groups: list[Group], num_tokens: int, covered: int = 0, snapshot: int =
         ([FULL, STATE], 17, {}, {"attention": 16, "prompt_end": 1}),
         ([STATE], 200, {}, {"state": 192, "prompt_end": 8}),
         ([WINDOW], 200, {}, {"window": 192, "prompt_end": 8}),
+        (
+            [FULL, STATE],
+            200,
+            {"covered": 128, "lookahead": 1},
+            {"state": 128, "attention": 48, "drafter": 16, "prompt_end": 8},
+        ),
+        ([FULL, STATE], 192, {"lookahead": 1}, {"attention": 176, "prompt_end": 16}),
+        ([FULL, STATE], 20, {"lookahead": 1}, {"none": 20}),
+        ([FULL], 250, {"covered": 192, "lookahead": 2}, {"granularity": 16, "drafter": 32, "prompt_end": 10}),
     ],
 )
 def test_what_a_prompt_loses_by_reason(groups, num_tokens, stored, reasons) -> None:

@@ -51,6 +51,17 @@ def test_a_match_unit_of_a_whole_block_costs_hits() -> None:
     assert item.sentence == "hits are found at multiples of 1088 tokens only: set --prefix-match-unit 64"
 
 
+@pytest.mark.parametrize(
+    ("unit", "words"),
+    [(64, "from each hit: 64 tokens, and 1088 without --prefix-match-unit 64"), (1088, "from each hit: 1088 tokens")],
+)
+def test_what_a_drafter_costs_each_hit_is_said(unit: int, words: str) -> None:
+    drafting = replaced(QWEN_35B_EXACT, has_dropping_drafter=True)
+    (item,) = [item for item in given(drafting, **{**GOOD, "prefix_match_unit": unit}) if "--spec" in item.setting]
+    assert item.severity is Severity.NOTE
+    assert item.sentence.endswith(words)
+
+
 @pytest.mark.parametrize(("found", "unit", "exact"), [(QWEN_35B, 48, QWEN_35B_EXACT), (QWEN_27B, 56, QWEN_27B_EXACT)])
 def test_a_match_unit_that_is_not_exact_names_a_block_that_makes_it_so(
     found: EngineLayout, unit: int, exact: EngineLayout

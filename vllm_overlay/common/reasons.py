@@ -17,6 +17,8 @@ class Reason(StrEnum):
     """Nothing is missing: what follows the last match unit below the prompt's last token is always computed."""
     GRANULARITY = "granularity"
     """Nothing is missing, but restore points are so coarse that a match unit or more is recomputed."""
+    DRAFTER = "drafter"
+    """Nothing is missing, but vLLM drops a match unit from each hit: the drafter reads ahead."""
     ATTENTION = "attention"
     """A full-attention group has no more chunks of this prompt."""
     EVICTED = "evicted"
@@ -103,7 +105,7 @@ LOOKUP_LIMITS = frozenset(
 )  # fmt: skip
 """What ``vllm:hybrid_offload_lookup_limits`` says."""
 
-LOST_TOKENS = LOOKUP_LIMITS | {Reason.EVICTED, Reason.NOT_TAKEN, Reason.LOAD_FAILED}
+LOST_TOKENS = LOOKUP_LIMITS | {Reason.DRAFTER, Reason.EVICTED, Reason.NOT_TAKEN, Reason.LOAD_FAILED}
 """What ``vllm:hybrid_offload_lost_tokens`` says."""
 
 GROUP_KINDS = {

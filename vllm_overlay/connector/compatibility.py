@@ -11,7 +11,7 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.base import TierSpec
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -42,7 +42,7 @@ def unsupported(vllm_config: "VllmConfig") -> Iterator[str]:
 
     parallel, device = vllm_config.parallel_config, vllm_config.device_config.device_type
     if vllm_config.speculative_config is not None:
-        yield "speculative decoding yet: remove --speculative-config"
+        yield from _unsupported_speculation(vllm_config.speculative_config)
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism yet: set --pipeline-parallel-size 1"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -63,6 +63,26 @@ def unsupported(vllm_config: "VllmConfig") -> Iterator[str]:
             "sleep mode yet, which takes the KV cache away while a load may still write to it: remove "
             "--enable-sleep-mode"
         )
+
+
+SPECULATIVE_METHODS = ("ngram", "suffix", "custom_class", "mtp", "eagle", "eagle3")
+
+
+def _unsupported_speculation(config: "SpeculativeConfig") -> Iterator[str]:
+    if config.method not in SPECULATIVE_METHODS:
+        yield (
+            f"speculative method {config.method!r}, which was never run: set method in --speculative-config to one of "
+            f"{', '.join(SPECULATIVE_METHODS)}"
+        )
+    elif config.method == "mtp" and _num_modules(config) > 1 and config.num_speculative_tokens > 1:
+        yield "several MTP modules, which were never run: set num_speculative_tokens in --speculative-config to 1"
+    if config.parallel_drafting:
+        yield "parallel drafting, which was never run: set parallel_drafting in --speculative-config to false"
+
+
+def _num_modules(config: "SpeculativeConfig") -> int:
+    found = vars(config.draft_model_config.hf_config)
+    return max(found.get(name) or 1 for name in ("n_predict", "num_nextn_predict_layers"))
 
 
 def _check_prefix_cache(vllm_config: "VllmConfig") -> None:

@@ -14,6 +14,7 @@ from vllm_overlay.config import ConfigError, TierSettings, parse_bytes
 from vllm_overlay.connector.explanations import Explanations
 from vllm_overlay.connector.fingerprint import compute_fingerprints
 from vllm_overlay.connector.kv_cache_groups import cell_facts, group_tensors, page_facts, planner_groups
+from vllm_overlay.connector.lookahead import lookahead_units
 from vllm_overlay.connector.lora.digests import loaded_adapters
 from vllm_overlay.connector.metadata import OffloadHandshake
 from vllm_overlay.connector.scheduler import OffloadScheduler
@@ -128,6 +129,7 @@ def build_scheduler(
         report_timeout_s=settings.report_timeout_s,
         speculative_snapshot_tokens=speculative_snapshot_tokens(spec, first.geometry, world_size),
         num_concurrent_steps=vllm_config.max_concurrent_batches,
+        lookahead_units=lookahead_units(vllm_config, first.geometry.match_unit),
         tally=tally,
         explanations=Explanations(settings.name, settings.log_lost_tokens),
     )

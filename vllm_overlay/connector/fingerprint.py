@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from vllm_overlay import versions
 from vllm_overlay.config import ConfigError
+from vllm_overlay.connector.lookahead import lookahead_units
 from vllm_overlay.connector.model_files import safetensors_files
 from vllm_overlay.connector.numerics import cache_dtype, numeric_facts
 from vllm_overlay.connector.weights import weights_digest
@@ -23,11 +24,14 @@ from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import Fingerprints
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "max_model_len"}
 """Fields of a model's configuration that change no number. Some models write the last one there while they load."""
+
+_DRAFTER_SETTINGS = ("kv_cache_dtype", "moe_backend", "index_share_for_mtp_iteration")
+"""Of ``SpeculativeConfig``, None by default."""
 
 
 def compute_fingerprints(
@@ -51,9 +55,10 @@ def compute_fingerprints(
     """
     import vllm
 
-    weights = weights_identity(vllm_config, weights_name, cache_directory)
+    weights = weights_identity(vllm_config.model_config, vllm_config.load_config, weights_name, cache_directory)
     attention = {
         **_attention_facts(vllm_config, kv_cache_config, weights, geometry, page_facts, cell_facts),
+        **_drafter_facts(vllm_config, geometry, weights_name, cache_directory),
         **facts,
     }
     snapshot = {**attention, "vllm": vllm.__version__, "pages": page_facts}
@@ -83,7 +88,7 @@ def _attention_facts(
     return {
         "format": versions.FINGERPRINT,
         "weights": weights,
-        **model_facts(vllm_config),
+        **model_facts(vllm_config.model_config),
         "cache_dtype": cache_dtype(vllm_config),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "hash": [cache.prefix_caching_hash_algo, os.getenv("PYTHONHASHSEED"), geometry.match_unit],
@@ -93,9 +98,26 @@ def _attention_facts(
     }
 
 
-def model_facts(vllm_config: "VllmConfig") -> dict[str, Any]:
+def _drafter_facts(
+    vllm_config: "VllmConfig", geometry: Geometry, weights_name: str, cache_directory: Path
+) -> dict[str, Any]:
+    """What keys and values of a drafter depend on, and what names cover for it. Nothing without a drafter that has
+    some."""
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculative is None or not speculative.use_eagle():
+        return {}
+    draft = speculative.draft_model_config
+    settings = {name: getattr(speculative, name) for name in _DRAFTER_SETTINGS}
+    facts: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    if (draft.model, draft.quantization) != (model.model, model.quantization):
+        load = speculative.draft_load_config or vllm_config.load_config
+        facts |= {"weights": weights_identity(draft, load, weights_name, cache_directory), **model_facts(draft)}
+        facts["config"].pop("model", None)  # which EAGLE's configuration repeats, with the path it came from
+    return {"drafter": {**facts, "lookahead": lookahead_units(vllm_config, geometry.match_unit)}}
+
+
+def model_facts(model: "ModelConfig") -> dict[str, Any]:
     """What the model's configuration says of the numbers."""
-    model = vllm_config.model_config
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
     return {"config": config, "dtype": str(model.dtype), "quantization": model.quantization}
 
@@ -104,9 +126,8 @@ def _digest(facts: dict[str, Any]) -> str:
     return blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def weights_identity(vllm_config: "VllmConfig", name: str, cache_directory: Path) -> str:
+def weights_identity(model: "ModelConfig", load: "LoadConfig", name: str, cache_directory: Path) -> str:
     """``name`` stands for the weights, or else the digest of their files. Raises ConfigError where there are none."""
-    model, load = vllm_config.model_config, vllm_config.load_config
     if name:
         return f"namespace:{name} revision:{model.revision}"
     files = safetensors_files(model.model, model.revision) if load.load_format in ("auto", "safetensors") else []

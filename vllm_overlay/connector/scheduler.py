@@ -49,10 +49,11 @@ class OffloadScheduler:
         report_timeout_s: float,
         speculative_snapshot_tokens: int = 0,
         num_concurrent_steps: int = 1,
+        lookahead_units: int = 0,
         tally: Tally,
         explanations: Explanations,
     ) -> None:
-        """``num_concurrent_steps``: see ``LoraNames``."""
+        """``num_concurrent_steps`` and ``lookahead_units``: see ``LoraNames``."""
         self._geometry = geometry
         self._planner = HybridOffloadPlanner(geometry)
         self._placer = Placer(geometry)
@@ -63,7 +64,7 @@ class OffloadScheduler:
         self._first_tokens = FirstTokens(tally)
         self._explanations = explanations
         self._gauges = Gauges(tally, geometry, tier, world_size)
-        self._lora = LoraNames(world_size, num_concurrent_steps)
+        self._lora = LoraNames(world_size, num_concurrent_steps, lookahead_units)
         self._pending = PendingReports(world_size, report_timeout_s)
         self._store_planner = StorePlanner(
             self._planner,

@@ -189,14 +189,16 @@ class StorePlanner:
     ) -> list[StoreJob]:
         """The state where this step of ``num_tokens`` ends inside a prompt, far enough after the last that is kept.
 
-        vLLM neither keeps nor offers it. It is in each group's last block, from which the next step goes on.
+        vLLM neither keeps nor offers it. It is in the block of the step's last token, from which the next step goes on.
+        With speculative decoding a group has more blocks behind that one.
         """
         boundary = tracked.request.num_computed_tokens + num_tokens
         if tracked.state_tokens is None:
             tracked.state_tokens = tracked.request.num_computed_tokens
         if boundary - tracked.state_tokens < self._speculative_snapshot_tokens:
             return []
-        last = self._geometry.floor_to_restore_point(tracked.num_prompt_tokens - 1)
+        known = min(tracked.num_prompt_tokens - 1, len(keys) * self._geometry.match_unit)
+        last = self._geometry.floor_to_restore_point(known)
         block_ids = block_state.get_block_ids(tracked.request.request_id)
         if boundary >= last or block_ids is None or not self._geometry.is_restore_point(boundary):
             return []

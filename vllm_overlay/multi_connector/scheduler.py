@@ -270,7 +270,8 @@ class SchedulerSide:
             for request_id in metadata.preempted - metadata.loads.keys():
                 self._outstanding.blocks_are_given_back(request_id)
         scheduled = scheduler_output.num_scheduled_tokens
-        self._step_times.planned(scheduler_output.total_num_scheduled_tokens, len(scheduled), now)
+        num_drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+        self._step_times.planned(scheduler_output.total_num_scheduled_tokens - num_drafts, len(scheduled), now)
         is_at_rest = self.supervisor.is_at_rest()
         if not is_at_rest:
             self.supervisor.notice_isolations(now)

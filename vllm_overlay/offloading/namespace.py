@@ -54,8 +54,8 @@ def namespace_of(
         )
     facts = {
         "rows": _FORMAT,
-        "weights": weights_identity(vllm_config, weights_name, root),
-        **model_facts(vllm_config),
+        "weights": weights_identity(vllm_config.model_config, vllm_config.load_config, weights_name, root),
+        **model_facts(vllm_config.model_config),
         "max_model_len": vllm_config.model_config.max_model_len,
         "cache_dtype": cache_dtype(vllm_config),
         "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],

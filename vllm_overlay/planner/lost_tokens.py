@@ -27,7 +27,7 @@ def lost_tokens(
     states = min(max(coverage.reach, windows), last) if geometry.full else last
     evicted = min(max(coverage.reach_before_eviction, states), last) if geometry.full else states
     lost = {
-        **_beyond_restore_points(geometry.match_unit, limit, last, num_tokens),
+        **_beyond_restore_points(geometry.match_unit, limit, last, num_keys, num_tokens),
         Reason.ATTENTION: last - evicted,
         Reason.EVICTED: evicted - states,
         Reason.STATE: states - windows,
@@ -36,8 +36,13 @@ def lost_tokens(
     return {reason: tokens for reason, tokens in lost.items() if tokens}
 
 
-def _beyond_restore_points(match_unit: int, limit: int, last: int, num_tokens: int) -> dict[Reason, int]:
+def _beyond_restore_points(match_unit: int, limit: int, last: int, num_keys: int, num_tokens: int) -> dict[Reason, int]:
     if limit < match_unit:
         return {Reason.NONE: num_tokens - last}
     whole_units = max(0, limit - last) // match_unit * match_unit
-    return {Reason.GRANULARITY: whole_units, Reason.PROMPT_END: num_tokens - last - whole_units}
+    dropped = max(0, (num_tokens - 1) // match_unit - num_keys) * match_unit
+    return {
+        Reason.GRANULARITY: whole_units,
+        Reason.DRAFTER: dropped,
+        Reason.PROMPT_END: num_tokens - last - whole_units - dropped,
+    }

@@ -55,6 +55,7 @@ def advice(
     return [
         *(_of_offloading(layout) if platform == CUDA else _of_platform(layout)),
         *_of_match_unit(flags, layout, match_unit),
+        *_of_drafter(layout, match_unit),
         *_of_step_budget(flags, layout),
         *_of_retention(flags, layout, tiers),
         *_of_memory(memory),
@@ -107,6 +108,16 @@ def _of_match_unit(flags: Flags, layout: EngineLayout, match_unit: int) -> Itera
             f"{match_unit} is no multiple of {EXACT_TOKENS}: with GDN layers a restore then equals vLLM's own device "
             f"cache, and not to the last bit what is computed. --block-size {exact_block} --prefix-match-unit "
             f"{EXACT_TOKENS} is exact",
+        )
+
+
+def _of_drafter(layout: EngineLayout, match_unit: int) -> Iterator[Advice]:
+    if layout.has_dropping_drafter:
+        default = layout.default_match_unit
+        coarse = f", and {default} without --prefix-match-unit {match_unit}" if match_unit < default else ""
+        yield _note(
+            "--speculative-config",
+            f"its drafter reads ahead, so vLLM drops a match unit from each hit: {match_unit} tokens{coarse}",
         )
 
 

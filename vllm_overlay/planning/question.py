@@ -58,6 +58,8 @@ class EngineLayout:
     max_num_batched_tokens: int
     node_bytes: int = 0
     """On a CPU: the memory of a NUMA node, of which each of vLLM's workers takes a share. 0: the device has its own."""
+    has_dropping_drafter: bool = False
+    """vLLM drops a match unit from each hit, because a drafter reads ahead."""
 
     @property
     def has_states(self) -> bool:

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 from blake3 import blake3
 
+from vllm_overlay.connector.lookahead import LookaheadKeys
 from vllm_overlay.connector.lora.metadata import AdapterCheck, AdapterWeights
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class RequestNames:
     may be from before the last reset. ``should_ask_again`` says that the weights may be known after this step.
     """
 
-    def __init__(self, request: "Request", num_found: int) -> None:
+    def __init__(self, request: "Request", num_found: int, lookahead_units: int = 0) -> None:
+        hashes = request.block_hashes
+        self.block_hashes = LookaheadKeys(hashes, lookahead_units) if lookahead_units else hashes
         self.keys: Sequence[bytes] | None = None
         self.weights: AdapterWeights | None = None
         self.should_ask_again = False
@@ -81,7 +84,7 @@ class RequestNames:
         """Name its objects by what is loaded of its adapter."""
         self.weights = weights
         if weights is not None and not self._is_passed_by:
-            self.keys = AdapterKeys(self._request.block_hashes, weights.digest)
+            self.keys = AdapterKeys(self.block_hashes, weights.digest)
             self._doubt_what_was_found()
 
     def _doubt_what_was_found(self) -> None:
@@ -126,8 +129,10 @@ class LoraNames:
     ``max_concurrent_batches``, two with asynchronous scheduling.
     """
 
-    def __init__(self, world_size: int, num_concurrent_steps: int = 1) -> None:
+    def __init__(self, world_size: int, num_concurrent_steps: int = 1, lookahead_units: int = 0) -> None:
+        """``lookahead_units``: see ``LookaheadKeys``."""
         self._world_size = world_size
+        self._lookahead_units = lookahead_units
         self._num_concurrent_steps = num_concurrent_steps
         self._loaded: dict[int, AdapterWeights] = {}
         self._asked: dict[int, int] = {}
@@ -136,10 +141,10 @@ class LoraNames:
 
     def names(self, request: "Request", num_local: int) -> RequestNames:
         """The names of a request that is looked up, of which ``num_local`` tokens are in the KV cache."""
-        names = RequestNames(request, num_local)
+        names = RequestNames(request, num_local, self._lookahead_units)
         if request.lora_request is None:
             self._requests.pop(request.request_id, None)
-            names.keys = request.block_hashes
+            names.keys = names.block_hashes
             return names
         adapter_id = request.lora_request.lora_int_id
         self._requests[request.request_id] = names
