@@ -137,6 +137,7 @@ HYBRID_OFFLOAD = _family(
     _level("vllm:hybrid_offload_state_bytes", "Recurrent states of a snapshot in bytes, all ranks."),
     _level("vllm:hybrid_offload_chunk_tokens", "Tokens in a chunk of attention."),
     _level("vllm:hybrid_offload_restore_unit_tokens", "Restore points are multiples of so many tokens."),
+    _level("vllm:hybrid_offload_dropped_tokens", "Tokens by which each hit is shorter, because a drafter reads ahead."),
     _level("vllm:hybrid_offload_block_tokens", "Tokens in the largest block of vLLM's cache."),
     _level("vllm:hybrid_offload_pending_stores", "Stores that are not reported yet."),
     _level("vllm:hybrid_offload_pending_loads", "Loads that are not reported yet."),

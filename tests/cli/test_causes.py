@@ -80,6 +80,7 @@ def scraped(changes: dict[str, float]) -> Interval:
         ({**lost("none"), f"{OURS}restore_unit_tokens": 64}, "shorter than 64 tokens, where the first restore"),
         ({**lost("none"), f"{OURS}state_bytes": 0}, "nothing of them can be restored"),
         (lost("granularity"), "restore points lie 1152 tokens apart: set a finer --prefix-match-unit"),
+        (lost("drafter"), "because the drafter reads ahead: set a finer --prefix-match-unit"),
         ({**lost("prompt_end"), **IN_THE_DEVICE}, "still in vLLM's own cache (640 tokens)"),
         (IN_THE_DEVICE, "still in vLLM's own cache (640 tokens)"),
         (lost("evicted"), "the tiers are too small, what came again had been evicted: raise capacity_bytes"),

@@ -14,21 +14,24 @@ from vllm_overlay.verification.prompts import PAST_BOUNDARY, boundaries, extensi
     blocks=st.integers(1, 30),
     longest=st.integers(1, 10_000),
     seed=st.integers(0, 3),
+    drops=st.booleans(),
 )
 def test_each_prompt_ends_a_few_tokens_past_another_restore_point(
-    unit: int, chunks: int, blocks: int, longest: int, seed: int
+    unit: int, chunks: int, blocks: int, longest: int, seed: int, drops: bool
 ) -> None:
-    chunk, block = unit * chunks, unit * blocks
+    """With a drafter that drops a unit of each hit, a unit further on."""
+    chunk, block, num_dropped = unit * chunks, unit * blocks, unit * drops
     try:
-        prompts = make_prompts(range(50), unit, chunk, block, longest, seed)
+        prompts = make_prompts(range(50), unit, chunk, block, longest, seed, num_dropped)
     except ValueError:
-        assert longest < unit + min(PAST_BOUNDARY, unit)
+        assert longest < unit + min(PAST_BOUNDARY, unit) + num_dropped
         return
     assert len({prompt.boundary for prompt in prompts}) == len(prompts)
     for prompt in prompts:
         assert prompt.boundary % unit == 0 and prompt.boundary > 0
-        assert prompt.boundary == (len(prompt.tokens) - 1) // unit * unit
-        assert prompt.boundary < len(prompt.tokens) <= min(longest, prompt.boundary + PAST_BOUNDARY)
+        assert prompt.boundary == (len(prompt.tokens) - num_dropped - 1) // unit * unit
+        assert num_dropped < len(prompt.tokens) - prompt.boundary <= num_dropped + PAST_BOUNDARY
+        assert len(prompt.tokens) <= longest
 
 
 def test_lengths_lie_around_a_chunk_and_around_blocks() -> None:

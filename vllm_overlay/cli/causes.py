@@ -167,6 +167,8 @@ _TOO_SMALL = (
 _BY_REASON: dict[str, str | Callable[[Interval], str]] = {
     Reason.NONE: _short,
     Reason.GRANULARITY: _coarse,
+    Reason.DRAFTER: "vLLM drops a match unit from each hit, because the drafter reads ahead: set a finer "
+    "--prefix-match-unit",
     Reason.EVICTED: _TOO_SMALL,
     Reason.WINDOW: _TOO_SMALL,
     Reason.STATE: "the prompts share beginnings, and no state was kept where they part: the next prompt with the same "

@@ -12,7 +12,9 @@ _LEVELS = ("objects", "used_bytes", "capacity_bytes", "pending_stores", "pending
 class Gauges:
     """Called by the scheduler's half alone, with every report."""
 
-    def __init__(self, tally: Tally, geometry: Geometry, tier: TierManager, world_size: int) -> None:
+    def __init__(
+        self, tally: Tally, geometry: Geometry, tier: TierManager, world_size: int, lookahead_units: int = 0
+    ) -> None:
         self._tally = tally
         self._tier = tier
         self._sizes = {
@@ -20,6 +22,7 @@ class Gauges:
             "state_bytes": geometry.state_bytes * world_size,
             "chunk_tokens": geometry.chunk_size,
             "restore_unit_tokens": geometry.restore_unit,
+            "dropped_tokens": lookahead_units * geometry.match_unit,
             "block_tokens": max(group.block_size for group in geometry.groups),
         }
         self._num_evicted = 0

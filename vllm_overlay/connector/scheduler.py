@@ -63,7 +63,7 @@ class OffloadScheduler:
         self._account = TokenAccount(tally)
         self._first_tokens = FirstTokens(tally)
         self._explanations = explanations
-        self._gauges = Gauges(tally, geometry, tier, world_size)
+        self._gauges = Gauges(tally, geometry, tier, world_size, lookahead_units)
         self._lora = LoraNames(world_size, num_concurrent_steps, lookahead_units)
         self._pending = PendingReports(world_size, report_timeout_s)
         self._store_planner = StorePlanner(

@@ -34,13 +34,16 @@ def boundaries(unit: int, chunk: int, block: int, longest: int) -> list[int]:
     return sorted({size - size % unit for size in around if unit <= size <= longest})
 
 
-def make_prompts(alphabet: Sequence[int], unit: int, chunk: int, block: int, longest: int, seed: int) -> list[Prompt]:
+def make_prompts(
+    alphabet: Sequence[int], unit: int, chunk: int, block: int, longest: int, seed: int, num_dropped: int = 0
+) -> list[Prompt]:
     """One prompt a boundary and an extension of the longest, none of more than ``longest`` tokens.
 
-    ``alphabet`` is the tokens to use. Raises ValueError if not even one prompt is so short.
+    ``alphabet`` is the tokens to use, ``num_dropped`` those by which a hit is shorter. Raises ValueError if not even
+    one prompt is so short.
     """
     source = random.Random(seed)
-    past = min(PAST_BOUNDARY, unit)
+    past = min(PAST_BOUNDARY, unit) + num_dropped
     prompts = []
     for boundary in boundaries(unit, chunk, block, longest - past):
         tokens = tuple(source.choices(alphabet, k=boundary + past))

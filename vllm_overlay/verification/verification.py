@@ -15,6 +15,7 @@ from vllm_overlay.verification.prompts import TEXT, Prompt, extension, make_prom
 NUM_CANDIDATES = 5
 """Alternatives whose logprobs are asked for with each token: vLLM's own limit if none is set."""
 _LOADED_BYTES = "vllm:hybrid_offload_loaded_bytes_total"
+_DROPPED = "vllm:hybrid_offload_dropped_tokens"
 _TOO_SLOW = "vllm:kv_connector_too_slow_total"
 _STARTED = "process_start_time_seconds"
 _GAUGES = tuple(f"vllm:hybrid_offload_{name}_tokens" for name in ("restore_unit", "chunk", "block"))
@@ -43,9 +44,12 @@ def compute(api: ApiClient, longest: int, seed: int, say: Say) -> Computed:
     alphabet = sorted(set(api.tokenize(TEXT)))
     say("warm up")
     _ask(api, Prompt("warm-up", tuple(alphabet[:2]), 0), f"{salt}-warm-up")
-    unit, chunk, block = _geometry(api.settled_metrics())
+    metrics = api.settled_metrics()
+    unit, chunk, block = _geometry(metrics)
+    longest = min(longest, longest_request - NUM_ANSWER_TOKENS)
+    num_dropped = int(max(metrics.values(_DROPPED, CONNECTOR).values(), default=0))
     try:
-        prompts = make_prompts(alphabet, unit, chunk, block, min(longest, longest_request - NUM_ANSWER_TOKENS), seed)
+        prompts = make_prompts(alphabet, unit, chunk, block, longest, seed, num_dropped)
     except ValueError as error:
         raise NothingToVerify(f"{error}: raise --longest, or the server's --max-model-len") from error
     answers = []
