@@ -19,7 +19,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import Histogram
 
-from tests.engine import asynchronous, faults, features
+from tests.engine import asynchronous, drafts, faults, features
 from tests.engine.forcing import FORCED
 from tests.waiting import until
 
@@ -30,6 +30,8 @@ class Driver:
     def __init__(self, arguments: dict[str, Any]) -> None:
         if arguments.get("async_scheduling"):
             asynchronous.force()
+        if arguments.get("speculative_config"):
+            drafts.watch()
         self.llm = LLM(**arguments)
         self._num_aborted = itertools.count()
         faults.wait_for_recovery(self)
@@ -87,6 +89,10 @@ class Driver:
             [candidates[token].logprob, max(item.logprob for item in candidates.values())]
             for token, candidates in zip(output, completion.logprobs, strict=True)
         ]
+
+    def drafts(self) -> list[list[tuple[int, list[int]]]]:
+        """``drafts.take``."""
+        return drafts.take()
 
     def load_adapter(self, adapter: dict[str, Any], in_place: bool = False) -> bool:
         """Loads it ahead of its requests, as vLLM's server does."""

@@ -90,6 +90,35 @@ def zero_chunk(driver: "Driver", position: int, kind: str = "f0") -> int:
     return len(units)
 
 
+def zero_second_layer(driver: "Driver") -> int:
+    """The second half of each chunk becomes zeros: of two layers alike, all of the second; returns how many."""
+    found = _entries(driver, "f0")
+    for entry in found:
+        array, units = _rows(entry)
+        content = array[units].reshape(-1)
+        content[content.size // 2 :] = 0
+        array[units] = content.reshape(len(units), -1)
+    return len(found)
+
+
+def set_state_of_a_draft_stored(driver: "Driver", on: bool) -> bool:
+    """A snapshot is copied from the blocks behind those that vLLM offers: with speculative decoding they hold the
+    states of drafts."""
+    placer = scheduler_half(driver, "cpu")._placer
+    if not on:
+        vars(placer).pop("to_store", None)
+        return on
+    to_store = placer.to_store
+
+    def behind(planned: Any, block_ids: Any, states: Any = None) -> Any:
+        tables = {group: list(block_ids[group]) for group in states or ()}
+        other = {group: tables[group][tables[group].index(block) + 1] for group, block in (states or {}).items()}
+        return to_store(planned, block_ids, other or None)
+
+    placer.to_store = behind
+    return on
+
+
 def swap_chunks(driver: "Driver", position: int) -> int:
     """The chunks at one position of the two stored prompts change places.
 

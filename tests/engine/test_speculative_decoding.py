@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With speculative decoding a restored prompt gives the answer, the logprobs and the drafts of a computed one."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Judges
+from tests.engine.bar import PLAIN
+from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
+from tests.engine.interpreted_triton import V2_RUNNER
+from tests.engine.states import FLOAT32
+from tests.python_path import REPOSITORY
+from tools.tiny_model import make_tiny_model
+
+HAS_KERNELS = any("speculation-on-cpu" in path.name for path in (REPOSITORY / "patches").glob("*.patch"))
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not HAS_KERNELS, reason="vLLM's CPU build has no kernels for states with drafts"),
+]
+suite = pytest.mark.engines
+
+N = FLOAT32.block_size
+U = 64
+ANSWER = 12
+MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
+NGRAM: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 2,
+}
+RUNNERS = [
+    pytest.param({}, id="V1"),
+    pytest.param(V2_RUNNER, id="V2", marks=suite),
+    pytest.param({**V2_RUNNER, "async_scheduling": True}, id="V2, asynchronous", marks=suite),
+]
+
+
+@pytest.fixture(scope="module")
+def mtp_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a module of multi-token prediction."""
+    return make_tiny_model(tmp_path_factory.mktemp("mtp") / "model", has_draft_head=True)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An answer; its drafts, each with how many tokens were known then (V1); and how many drafts were accepted."""
+
+    output: Output
+    drafts: list[tuple[int, list[int]]]
+    num_accepted: float
+
+    def same_as(self, cold: "Asked") -> bool:
+        """From the last part of the prompt on: the V2 runner drafts after each part."""
+        last = -min(len(self.drafts), len(cold.drafts))
+        same_drafts = self.drafts[last:] == cold.drafts[last:]
+        return self.output.same_as(cold.output) and same_drafts and self.num_accepted == cold.num_accepted
+
+    @property
+    def accepted(self) -> list[tuple[int, int]]:
+        """How many tokens were known before each of these steps, and how many of its drafts were accepted."""
+        known = [known for known, _ in self.drafts]
+        return [(before, after - before - 1) for before, after in itertools.pairwise(known)]
+
+
+def ask(engine: Engine, tokens: list[int], max_tokens: int = ANSWER) -> Asked:
+    engine.call("drafts")
+    before = engine.metric("vllm:spec_decode_num_accepted_tokens")
+    output = engine.generate(tokens, max_tokens)
+    accepted = engine.metric("vllm:spec_decode_num_accepted_tokens") - before
+    (drafts,) = engine.call("drafts")
+    return Asked(output, drafts, accepted)
+
+
+def restorable(num_tokens: int, speculation: dict[str, Any]) -> int:
+    """A drafter that keeps keys reads ahead, and costs each hit a match unit."""
+    return max(0, num_tokens // U - 1) * U if speculation["method"] == "mtp" else (num_tokens - 1) // U * U
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("speculation", [pytest.param(MTP, id="mtp"), pytest.param(NGRAM, id="ngram", marks=suite)])
+def test_answers_and_drafts_are_those_that_were_computed(
+    mtp_model: Path, tmp_path: Path, speculation: dict[str, Any], runner: dict[str, Any]
+) -> None:
+    """From the device, from the CPU tier, and from disk after a restart. Answers run over a block's end."""
+    lengths = (U + 2, 2 * U - 1, 2 * U, 3 * U + 2, N - 5, N, N + 2, 2 * N - 3, 2 * N + U)
+    arguments = {**FLOAT32.arguments, **runner, "speculative_config": speculation}
+    tiers = multi(cpu_child(), disk_child(tmp_path / "root"))
+    prompts = {length: prompt(length, seed=length) for length in lengths}
+    cold: dict[int, Asked] = {}
+
+    def check(engine: Engine, length: int) -> None:
+        restored = ask(engine, prompts[length])
+        assert restored.output.num_cached_tokens == restorable(length, speculation)
+        assert restored.same_as(cold[length]), (length, cold[length], restored)
+
+    with Engine(mtp_model, **arguments, kv_transfer_config=tiers) as engine:
+        for length, tokens in prompts.items():
+            cold[length] = ask(engine, tokens)
+            assert cold[length].output.num_cached_tokens == 0
+            check(engine, length)
+            engine.evict()
+            check(engine, length)
+        assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu") > 0
+        assert engine.metric("vllm:hybrid_offload_hook_errors") == 0
+        engine.wait_for_stores()
+    with Engine(mtp_model, **arguments, kv_transfer_config=tiers) as engine:
+        for length in lengths:
+            check(engine, length)
+        assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") > 0
+
+
+def test_without_the_drafters_part_of_chunks_only_the_drafts_differ(mtp_model: Path) -> None:
+    """So the comparison of drafts can fail."""
+    arguments = {**FLOAT32.arguments, "speculative_config": MTP, "kv_transfer_config": multi(cpu_child())}
+    tokens = prompt(2 * N + 10, seed=1)
+    with Engine(mtp_model, **arguments) as engine:
+        cold = ask(engine, tokens)
+        engine.evict()
+        engine.call("fault", name="zero_second_layer")
+        restored = ask(engine, tokens)
+    assert restored.output.num_cached_tokens == restorable(len(tokens), MTP)
+    assert restored.output.token_ids == cold.output.token_ids
+    assert not restored.same_as(cold)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("at", [0, 1])
+def test_prompts_that_part_at_a_restore_point_have_drafts_of_their_own(mtp_model: Path, at: int) -> None:
+    """The drafter's last key before that point is of the token behind it. On the V2 runner: V1's drafter reads another
+    token there than the next one."""
+    arguments = {**FLOAT32.arguments, **V2_RUNNER, "speculative_config": MTP}
+    first = prompt(N + 3 * U, seed=2)
+    shared = restorable(len(first), MTP) + at
+    sibling = first[:shared] + prompt(2 * U, seed=3)
+    with Engine(mtp_model, **arguments) as plain:
+        computed = ask(plain, sibling)
+    with Engine(mtp_model, **arguments, kv_transfer_config=multi(cpu_child())) as engine:
+        ask(engine, first)
+        engine.evict()
+        for _ in range(2):
+            answer = ask(engine, sibling)
+            assert answer.same_as(computed)
+            engine.evict()
+    assert answer.output.num_cached_tokens > shared - U
+
+
+# A drafter that knows the answers, and is right in none, some or all of its drafts. Decoded tokens are stored.
+
+NUM_DRAFTS = 5
+PROMPTS = [prompt(N - end, seed) for end, seed in ((1, 21), (2, 22), (6, 6))]
+"""They end so many tokens before a block does."""
+LONG_ANSWER = 40
+TURN = prompt(N - 30, seed=5)
+
+
+@pytest.fixture(scope="module")
+def knowing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, judges: Judges) -> Iterator[Engine]:
+    """An engine that keeps the state at each block's end, in answers too."""
+    plain, known = judges(FLOAT32, PLAIN), tmp_path_factory.mktemp("oracle") / "known.json"
+    answers = [tokens + plain.generate(tokens, LONG_ANSWER).token_ids for tokens in (TURN, *PROMPTS)]
+    known.write_text(json.dumps(answers))
+    speculation = {
+        "method": "custom_class",
+        "model": "tests.engine.oracle.Oracle",
+        "num_speculative_tokens": NUM_DRAFTS,
+    }
+    arguments = {**FLOAT32.arguments, "speculative_config": speculation, "prefix_cache_retention_interval": N}
+    tier = multi(cpu_child(store_decoded_tokens=True))
+    with Engine(tiny_model, {"ORACLE_KNOWN": str(known)}, **arguments, kv_transfer_config=tier) as engine:
+        yield engine
+
+
+def test_a_step_may_pass_a_blocks_end_with_no_some_or_all_drafts_accepted(knowing: Engine) -> None:
+    accepted = set()
+    for tokens in PROMPTS:
+        cold = ask(knowing, tokens, LONG_ANSWER)
+        accepted |= {number for known, number in cold.accepted if known <= N < known + 1 + number}
+        knowing.evict()
+        restored = ask(knowing, tokens, LONG_ANSWER)
+        assert restored.output.num_cached_tokens == (len(tokens) - 1) // U * U
+        assert restored.same_as(cold)
+    assert 0 in accepted and max(accepted) > 0
+
+
+def next_turn(engine: Engine) -> list[int]:
+    answer = ask(engine, TURN, LONG_ANSWER)
+    assert any(number for _, number in answer.accepted)
+    return TURN + answer.output.token_ids + prompt(5, seed=6)
+
+
+def test_a_state_that_decoding_has_passed_is_that_of_accepted_tokens(knowing: Engine) -> None:
+    tokens = next_turn(knowing)
+    by_device = knowing.generate(tokens)
+    knowing.evict()
+    restored = knowing.generate(tokens)
+    assert by_device.num_cached_tokens == restored.num_cached_tokens == N
+    assert restored.same_as(by_device)
+
+
+def test_the_state_of_a_rejected_draft_would_be_seen(knowing: Engine) -> None:
+    knowing.call("reset_everything")
+    knowing.call("fault", name="set_state_of_a_draft_stored", on=True)
+    try:
+        tokens = next_turn(knowing)
+        by_device = knowing.generate(tokens)
+        knowing.evict()
+    finally:
+        knowing.call("fault", name="set_state_of_a_draft_stored", on=False)
+    restored = knowing.generate(tokens)
+    assert restored.num_cached_tokens == N
+    assert not restored.same_as(by_device)
