@@ -41,11 +41,10 @@ def engine(**changes: object) -> Any:
     return config
 
 
-def speculation(method: str = "mtp", num_tokens: int = 3, parallel_drafting: bool = False, **draft: int) -> Any:
+def speculation(method: str = "mtp", num_tokens: int = 3, **draft: int) -> Any:
     return SimpleNamespace(
         method=method,
         num_speculative_tokens=num_tokens,
-        parallel_drafting=parallel_drafting,
         draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**{"n_predict": None, **draft})),
     )
 
@@ -67,10 +66,10 @@ def test_what_is_supported_is_not_refused(spec: TierSpec[Any], device: str) -> N
     ("changes", "words"),
     [
         ({"speculative_config": speculation("medusa")}, "'medusa', which was never run: set method in --speculative"),
-        ({"speculative_config": speculation("draft_model")}, "to one of ngram, suffix, custom_class, mtp, eagle, ea"),
+        ({"speculative_config": speculation("draft_model")}, "to one of ngram, suffix, custom_class, mtp"),
         ({"speculative_config": speculation("mtp", 2, n_predict=2)}, "set num_speculative_tokens in --speculative-co"),
         ({"speculative_config": speculation("mtp", 2, num_nextn_predict_layers=3)}, "num_speculative_tokens in"),
-        ({"speculative_config": speculation("eagle3", parallel_drafting=True)}, "set parallel_drafting in --specul"),
+        ({"speculative_config": speculation("eagle3")}, "'eagle3', which was never run"),
         ({"speculative_config": speculation(), "parallel_config__pipeline_parallel_size": 2}, "--pipeline-parallel-"),
         ({"speculative_config": speculation(), "parallel_config__decode_context_parallel_size": 2}, "--decode-conte"),
         ({"parallel_config__pipeline_parallel_size": 2}, "set --pipeline-parallel-size 1"),

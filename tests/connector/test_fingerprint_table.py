@@ -38,7 +38,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
 
 REFUSALS: dict[str, list[tuple[str, Any]]] = {
     "other ways to speculate, pipeline and context parallelism": [
-        ("speculative_config", SimpleNamespace(method="draft_model", parallel_drafting=False)),
+        ("speculative_config", SimpleNamespace(method="draft_model")),
         ("parallel_config.pipeline_parallel_size", 2),
         ("parallel_config.decode_context_parallel_size", 2),
         ("parallel_config.prefill_context_parallel_size", 2),

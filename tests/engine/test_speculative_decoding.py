@@ -11,18 +11,14 @@ from typing import Any
 import pytest
 
 from tests.conftest import Judges
+from tests.engine import oracle
 from tests.engine.bar import PLAIN
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.interpreted_triton import V2_RUNNER
 from tests.engine.states import FLOAT32
-from tests.python_path import REPOSITORY
 from tools.tiny_model import make_tiny_model
 
-HAS_KERNELS = any("speculation-on-cpu" in path.name for path in (REPOSITORY / "patches").glob("*.patch"))
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not HAS_KERNELS, reason="vLLM's CPU build has no kernels for states with drafts"),
-]
+pytestmark = pytest.mark.engine
 suite = pytest.mark.engines
 
 N = FLOAT32.block_size
@@ -173,7 +169,7 @@ def knowing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, judges: 
     }
     arguments = {**FLOAT32.arguments, "speculative_config": speculation, "prefix_cache_retention_interval": N}
     tier = multi(cpu_child(store_decoded_tokens=True))
-    with Engine(tiny_model, {"ORACLE_KNOWN": str(known)}, **arguments, kv_transfer_config=tier) as engine:
+    with Engine(tiny_model, {oracle.KNOWN: str(known)}, **arguments, kv_transfer_config=tier) as engine:
         yield engine
 
 

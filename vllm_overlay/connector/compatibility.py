@@ -65,7 +65,7 @@ def unsupported(vllm_config: "VllmConfig") -> Iterator[str]:
         )
 
 
-SPECULATIVE_METHODS = ("ngram", "suffix", "custom_class", "mtp", "eagle", "eagle3")
+SPECULATIVE_METHODS = ("ngram", "suffix", "custom_class", "mtp")
 
 
 def _unsupported_speculation(config: "SpeculativeConfig") -> Iterator[str]:
@@ -76,8 +76,6 @@ def _unsupported_speculation(config: "SpeculativeConfig") -> Iterator[str]:
         )
     elif config.method == "mtp" and _num_modules(config) > 1 and config.num_speculative_tokens > 1:
         yield "several MTP modules, which were never run: set num_speculative_tokens in --speculative-config to 1"
-    if config.parallel_drafting:
-        yield "parallel drafting, which was never run: set parallel_drafting in --speculative-config to false"
 
 
 def _num_modules(config: "SpeculativeConfig") -> int:
