@@ -36,6 +36,8 @@ from bench.serving_sides import BLOCK_TOKENS, MATCH_UNIT, NONE, OFFLOADING, OFFL
 PROMPT_TOKENS = 100
 DECODED_TOKENS = 3000
 ROUNDS_TO_FILL = range(4, 100)
+PROMPTS_TO_FILL, WRITE_S = 24, 0.02
+"""WRITE_S: so long a step waits for what the disk writes, so that few steps have nothing to take in."""
 NEW_PROMPT_TOKENS, PROMPTS_AT_ONCE, OUTPUT_TOKENS = 2000, 8, 4
 SIZES = Sizes(device_blocks=48, cpu_bytes=32 << 20, disk_bytes=256 << 20)
 CPU_ALONE = Side("ours, CPU tier alone", cpu=True, policy="lru")
@@ -166,17 +168,20 @@ class Decoding:
         self._num_requests = 0
         self._source = random.Random(0)
 
+    def _add_request(self, prompt_tokens: int, output_tokens: int) -> None:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+        prompt = {"prompt_token_ids": [self._source.randrange(256) for _ in range(prompt_tokens)]}
+        self._num_requests += 1
+        self._front_end.add_request(str(self._num_requests), prompt, parameters)
+
     @contextlib.contextmanager
     def running(self, number: int) -> Iterator[None]:
         """So many requests decode, and what their prompts left to store is stored and reported."""
-        from vllm import SamplingParams
-
         scheduler = self._core.scheduler
-        parameters = SamplingParams(temperature=0, max_tokens=DECODED_TOKENS, ignore_eos=True, detokenize=False)
         for _ in range(number):
-            prompt = {"prompt_token_ids": [self._source.randrange(256) for _ in range(PROMPT_TOKENS)]}
-            self._num_requests += 1
-            self._front_end.add_request(str(self._num_requests), prompt, parameters)
+            self._add_request(PROMPT_TOKENS, DECODED_TOKENS)
         while len(scheduler.running) < number or any(request.num_output_tokens < 3 for request in scheduler.running):
             self.step()
         while scheduler.connector is not None and scheduler.connector.has_pending_push_work():
@@ -224,24 +229,48 @@ class Decoding:
         """The median step's: calls of functions in CONNECTORS, and bytes to the front end. ``functions``: the mean
         number of calls of each. Of ours without the reports that are due four times a second, however long a step
         takes."""
+        sizes = []
+
+        def step() -> None:
+            sizes.append(sum(len(part) for part in self._encoder.encode(self.step())))
+
+        return {**self._counts(step, num_steps), "bytes": statistics.median_low(sizes)}
+
+    def storing_counts(self, num_prompts: int) -> dict[str, Any]:
+        """As ``counts``, of a prompt of NEW_PROMPT_TOKENS that is stored, from its arrival to the last report.
+
+        The first ones fill a CPU tier of SIZES.
+        """
+        scheduler = self._core.scheduler
+
+        def store() -> None:
+            self._add_request(NEW_PROMPT_TOKENS, 1)
+            while scheduler.has_requests():
+                self.step()
+                time.sleep(WRITE_S)
+
+        for _ in range(PROMPTS_TO_FILL):
+            store()
+        return self._counts(store, num_prompts)
+
+    @staticmethod
+    def _counts(action: Callable[[], None], num_times: int) -> dict[str, Any]:
         from vllm_overlay.tally import ReportTimes
 
-        calls, sizes, functions = [], [], Counter[str]()
+        calls, functions = [], Counter[str]()
         stopwatch = Stopwatch(time.thread_time)
         stopwatch.replace(ReportTimes, "is_due", lambda _: False)
-        for _ in range(num_steps):
+        for _ in range(num_times):
             called = Counter[Any]()
             with counted_calls(called):
-                output = self.step()
+                action()
             own = {code: n for code, n in called.items() if any(place in code.co_filename for place in CONNECTORS)}
             functions.update({f"{Path(code.co_filename).stem}.{code.co_qualname}": n for code, n in own.items()})
             calls.append(sum(own.values()))
-            sizes.append(sum(len(part) for part in self._encoder.encode(output)))
         stopwatch.stop()
         return {
             "calls": statistics.median_low(calls),
-            "bytes": statistics.median_low(sizes),
-            "functions": {name: number / num_steps for name, number in functions.most_common()},
+            "functions": {name: number / num_times for name, number in functions.most_common()},
         }
 
 

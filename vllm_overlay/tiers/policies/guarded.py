@@ -28,8 +28,8 @@ class GuardedPolicy(EvictionPolicy[T]):
     def serve(self, geometry: Geometry) -> None:
         self._tell("serve", geometry)
 
-    def stored(self, item: T) -> None:
-        self._tell("stored", item)
+    def stored(self, items: Sequence[T]) -> None:
+        self._tell("stored", items)
 
     def used(self, items: Sequence[T]) -> None:
         self._tell("used", items)

@@ -74,12 +74,13 @@ class LearnedEviction(EvictionPolicy[Entry]):
 
     # What happens to objects.
 
-    def stored(self, item: Entry) -> None:
-        tag = item.object_id.tag
-        if tag == SNAPSHOT_TAG:
-            self._snapshot_stored(item)
-        elif tag[0] == "f":
-            self._chunk_stored(item)
+    def stored(self, items: Sequence[Entry]) -> None:
+        for item in items:
+            tag = item.object_id.tag
+            if tag == SNAPSHOT_TAG:
+                self._snapshot_stored(item)
+            elif tag[0] == "f":
+                self._chunk_stored(item)
 
     def used(self, items: Sequence[Entry]) -> None:
         self._describe_grown()
