@@ -6,6 +6,7 @@ hook that never returns stops the engine whatever we do. What we can do is name 
 """
 
 import inspect
+import math
 import sys
 import threading
 import time
@@ -83,7 +84,8 @@ class Watchdog:
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """``limit_s``: a call that lasts longer is reported. With 0 none is."""
-        self._limit_s = limit_s
+        self.limit_s = limit_s or math.inf
+        """Seconds after which a hook hangs."""
         self._clock = clock
         self._call: _Call | None = None
         self._reported: _Call | None = None
@@ -93,7 +95,7 @@ class Watchdog:
     def began(self, child: str, hook: str) -> None:
         """A child's hook is about to be called on this thread."""
         self._call = child, hook, self._clock(), threading.get_ident()
-        if self._thread is None and self._limit_s > 0:
+        if self._thread is None and self.limit_s < math.inf:
             self._start()
 
     def _start(self) -> None:
@@ -108,16 +110,12 @@ class Watchdog:
         call, self._call = self._call, None
         return 0.0 if call is None else self._clock() - call[2]
 
-    def is_hang(self, seconds: float) -> bool:
-        """Whether a hook that took so long is one that hung."""
-        return 0 < self._limit_s < seconds
-
     def stop(self) -> None:
         """Ends the thread."""
         self._stop.set()
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._limit_s / 4):
+        while not self._stop.wait(self.limit_s / 4):
             self.look()
 
     def look(self) -> None:
@@ -127,7 +125,7 @@ class Watchdog:
             return
         child, hook, started, thread_id = call
         seconds = self._clock() - started
-        if not self.is_hang(seconds):
+        if seconds <= self.limit_s:
             return
         self._reported = call
         logger.error(

@@ -7,6 +7,7 @@ The tier's part of a ticket is the object's units, as a tuple of integers.
 import itertools
 import time
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -128,7 +129,10 @@ class CpuTierManager(TierManager):
         except BaseException:
             self._units.free(units)
             raise
-        given = {item.object_id: StoreTicket(*one) for item, *one in zip(new, tickets, new, rows, strict=True)}
+        given = {
+            item.object_id: StoreTicket(ticket, item, part)
+            for item, ticket, part in zip(new, tickets, rows, strict=True)
+        }
         return [given.get(item.object_id) for item in planned]
 
     def _take_units(self, count: int, keep: Sequence[ObjectId]) -> tuple[int, ...] | None:
@@ -198,19 +202,27 @@ class CpuTierWorker(TierWorker):
         return (self._pool.array,)
 
     def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
-        self._tag(ticket.part, 0)
-        self._started[ticket.ticket] = time.perf_counter()
-        return self._pool.buffer(ticket.part, ticket.planned.num_bytes)
+        return self.begin_stores([ticket])[0]
+
+    def begin_stores(self, tickets: Sequence[StoreTicket]) -> Sequence[HostBuffer | None]:
+        now = time.perf_counter()
+        for ticket in tickets:
+            self._started[ticket.ticket] = now
+            for unit in ticket.part:
+                self._tags[unit] = 0
+        return [HostBuffer(self._pool.array, ticket.part, ticket.planned.num_bytes) for ticket in tickets]
 
     def submit_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
-        self._tag(buffer.units, ticket.ticket)
-        seconds = time.perf_counter() - self._started.pop(ticket.ticket)
-        self._stored.append(StoreResult(ticket.ticket, ticket.planned.num_bytes, seconds))
+        self.submit_stores(deque([(ticket, buffer)]))
 
-    def _tag(self, units: Sequence[int], ticket: int) -> None:
-        tags = self._tags
-        for unit in units:
-            tags[unit] = ticket
+    def submit_stores(self, left: deque[tuple[StoreTicket, HostBuffer]]) -> None:
+        now = time.perf_counter()
+        for ticket, buffer in left:
+            for unit in buffer.units:
+                self._tags[unit] = ticket.ticket
+            seconds = now - self._started.pop(ticket.ticket)
+            self._stored.append(StoreResult(ticket.ticket, ticket.planned.num_bytes, seconds))
+        left.clear()
 
     def cancel_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
         self._started.pop(ticket.ticket, None)

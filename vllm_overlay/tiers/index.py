@@ -110,11 +110,15 @@ class PrefixIndex:
             if item.object_id in self._entries:
                 keep.append(item.object_id)
                 continue
+            num_kept = len(keep)
             for parent in item.parents:
-                if parent not in found and not self.has_or_awaits(parent):
+                if parent in found:
+                    continue
+                if not self.has_or_awaits(parent):
+                    del keep[num_kept:]
                     break
+                keep.append(parent)
             else:
-                keep += item.parents
                 found[item.object_id] = item
         return list(found.values()), keep
 
@@ -318,7 +322,9 @@ class PrefixIndex:
         while self._used_bytes > room and (leaf := self._policy.pop()) is not None:
             leaf.state = DROPPED
             self._detach(leaf, was_visible=True)
-            released.append(self._release(leaf))
+            del self._entries[leaf.object_id]
+            self._used_bytes -= leaf.num_bytes
+            released.append(leaf)
         self._evicted.add([entry.object_id for entry in released])
         for entry in kept:
             self._let_go(entry)
@@ -415,8 +421,8 @@ class PrefixIndex:
         for parent in entry.parents:
             parent.children.pop(entry, None)
             parent.num_snapshots -= counted
-            if not parent.children:
-                self._offer(parent)
+            if not parent.children and parent.state is COMMITTED and not parent.pins:  # as ``_offer``
+                self._policy.add(parent, parent.last_use, parent.end_tokens)
         entry.parents, entry.jump = (), None
 
     def _release(self, entry: Entry) -> Entry:
