@@ -86,9 +86,12 @@ class Placer:
         return tuple(spans)
 
     def _snapshot(self, planned: PlannedObject, block_ids: BlockIds, states: Mapping[int, int] | None) -> Placement:
+        last = planned.end_tokens - 1
         pages = tuple(
-            (group.group_id, states[group.group_id] if states else block_at(block_ids, group, planned.end_tokens - 1))
-            for group in self._geometry.recurrent
+            [
+                (group.group_id, states[group.group_id] if states else block_at(block_ids, group, last))
+                for group in self._geometry.recurrent
+            ]
         )
         has_tail = planned.start_tokens < planned.end_tokens
         groups = [group for group in self._geometry.attention if has_tail and self._geometry.is_splittable(group)]

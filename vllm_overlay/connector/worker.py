@@ -20,7 +20,7 @@ from vllm_overlay.connector.lora.digests import AdapterReports, LoadedAdapters
 from vllm_overlay.connector.lora.metadata import AdapterCheck
 from vllm_overlay.connector.metadata import LoadJob, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.tally import Tally
-from vllm_overlay.tiers.base import FetchResult, TierWorker
+from vllm_overlay.tiers.base import FetchResult, StoreResult, TierWorker
 from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer
 
@@ -118,16 +118,21 @@ class OffloadWorker:
 
     def _take_results(self) -> None:
         stored, fetched = self._tier.poll()
-        for result in stored:
-            if result.reason is not None:
-                self._end_stores([result.ticket], result.reason)
-        if done := [result for result in stored if result.reason is None]:
-            self._end_stores([result.ticket for result in done])
-            self._tally.count("stored_bytes", sum([result.num_bytes for result in done]))
-            self._tally.count("stored_objects", len(done))
-            self._tally.observe("store_seconds", *[result.seconds for result in done])
+        if stored:
+            self._take_stored(stored)
         if fetched:
             self._take_fetched(fetched)
+
+    def _take_stored(self, results: Sequence[StoreResult]) -> None:
+        for result in results:
+            if result.reason is not None:
+                self._end_stores([result.ticket], result.reason)
+        if done := [(one.ticket, one.num_bytes, one.seconds) for one in results if one.reason is None]:
+            tickets, sizes, seconds = zip(*done, strict=True)
+            self._end_stores(tickets)
+            self._tally.count("stored_bytes", sum(sizes))
+            self._tally.count("stored_objects", len(done))
+            self._tally.observe("store_seconds", *seconds)
 
     def _take_copies(self) -> None:
         for copy in self._transfer.poll():

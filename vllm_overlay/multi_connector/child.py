@@ -13,6 +13,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from threading import get_ident
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -96,7 +97,11 @@ class Child:
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Result:
         """Without an ``action`` the hook's, which may be a property."""
-        self._watchdog.began(self.name, hook)
+        watchdog = self._watchdog
+        if watchdog.needs_thread:
+            watchdog.start()
+        started = watchdog.clock()
+        watchdog.call = self.name, hook, started, get_ident()
         try:
             found = getattr(self.connector, hook) if action is None else action
             answer = found(*args, **options) if callable(found) else found
@@ -109,11 +114,12 @@ class Child:
             self.isolate(f"it failed in {hook}")
             return default
         finally:
-            seconds = self._watchdog.ended()
+            watchdog.call = None
+            seconds = watchdog.clock() - started
             self.hook_seconds[hook] += seconds
             if hook == LOOKUP:
                 self.tally.observe("lookup_seconds", seconds)
-            if seconds > self._watchdog.limit_s and not self.isolated:
+            if seconds > watchdog.limit_s and not self.isolated:
                 self.tally.count("hangs")
                 self.isolate(f"it took {seconds:.1f} s in {hook} (hang_after_s)")
 

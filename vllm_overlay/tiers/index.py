@@ -44,6 +44,7 @@ class PrefixIndex:
     def __init__(self, capacity_bytes: int | None, policy: EvictionPolicy[Entry] | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self._policy = LeastRecentlyUsed[Entry]() if policy is None else policy
+        self._tells_removed = type(self._policy).removed is not EvictionPolicy.removed
         self._entries: dict[ObjectId, Entry] = {}
         self._in_flight: dict[int, Entry] = {}
         self._evicted = EvictedNames()
@@ -415,7 +416,7 @@ class PrefixIndex:
 
     def _detach(self, entry: Entry, was_visible: bool) -> None:
         """Takes a dropped entry off its parents. What was on top of it is off already, and it is offered no more."""
-        if was_visible:
+        if was_visible and self._tells_removed:
             self._policy.removed(entry)
         counted = was_visible and entry.object_id.tag == SNAPSHOT_TAG
         for parent in entry.parents:
