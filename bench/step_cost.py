@@ -245,8 +245,12 @@ class Decoding:
         """Calls for a prompt of NEW_PROMPT_TOKENS, from its arrival to the last report: the median prompt's of those
         that come once a CPU tier of SIZES is full. Of steps that only wait for a disk as if there were one."""
         scheduler, calls = self._core.scheduler, []
+        for _ in range(PROMPTS_TO_FILL):
+            self._add_request(NEW_PROMPT_TOKENS, 1)
+            while scheduler.has_requests():
+                self.step()
         with without_due_reports():
-            for _ in range(PROMPTS_TO_FILL + num_prompts):
+            for _ in range(num_prompts):
                 self._add_request(NEW_PROMPT_TOKENS, 1)
                 steps: list[int] = []
                 waiting: list[int] = []
@@ -255,7 +259,7 @@ class Decoding:
                     found.append(self._counted_step()[0].total())
                 least = min(waiting, default=0)
                 calls.append(sum(steps) + least + sum(number - least for number in waiting))
-        return statistics.median_low(calls[PROMPTS_TO_FILL:])
+        return statistics.median_low(calls)
 
     def _counted_step(self) -> tuple[Counter[str], Any]:
         """Calls of functions in CONNECTORS, by name, and the step's output."""
