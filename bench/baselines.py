@@ -129,7 +129,11 @@ class Arc(_TwoQueues):
         super().__init__(moment)
         self._target = 0.0
 
-    def stored(self, item: Entry) -> None:
+    def stored(self, items: Sequence[Entry]) -> None:
+        for item in items:
+            self._stored(item)
+
+    def _stored(self, item: Entry) -> None:
         first, second = self._first, self._second
         was_first, was_second = item.object_id in first.ghosts, item.object_id in second.ghosts
         if was_first:
@@ -170,9 +174,10 @@ class S3Fifo(_TwoQueues):
         self._order: dict[Entry, int] = {}
         self._sequence = 0
 
-    def stored(self, item: Entry) -> None:
-        self._uses[item] = 0
-        self._enqueue(item, bool(self._first.forget(item.object_id)))
+    def stored(self, items: Sequence[Entry]) -> None:
+        for item in items:
+            self._uses[item] = 0
+            self._enqueue(item, bool(self._first.forget(item.object_id)))
 
     def _enqueue(self, item: Entry, in_second: bool) -> None:
         self._sequence += 1

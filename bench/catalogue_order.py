@@ -34,11 +34,12 @@ class CatalogueOrder(EvictionPolicy[Entry]):
         if self._ranks:
             self._ranker = Ranker(geometry, self._moment.capacity_bytes, clock=self._moment.clock)
 
-    def stored(self, item: Entry) -> None:
-        self._last_uses[item] = self._places[item] = self._now()
+    def stored(self, items: Sequence[Entry]) -> None:
+        for item in items:
+            self._last_uses[item] = self._places[item] = self._now()
         if self._ranker is not None:
-            self._ranker.policy.stored(item)
-            self._ranker.stored(item.num_bytes)
+            self._ranker.policy.stored(items)
+            self._ranker.stored(sum(item.num_bytes for item in items))
 
     def used(self, items: Sequence[Entry]) -> None:
         for item in items:

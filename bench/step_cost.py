@@ -36,6 +36,7 @@ from bench.serving_sides import BLOCK_TOKENS, MATCH_UNIT, NONE, OFFLOADING, OFFL
 PROMPT_TOKENS = 100
 DECODED_TOKENS = 3000
 ROUNDS_TO_FILL = range(4, 100)
+PROMPTS_TO_FILL = 24
 NEW_PROMPT_TOKENS, PROMPTS_AT_ONCE, OUTPUT_TOKENS = 2000, 8, 4
 SIZES = Sizes(device_blocks=48, cpu_bytes=32 << 20, disk_bytes=256 << 20)
 CPU_ALONE = Side("ours, CPU tier alone", cpu=True, policy="lru")
@@ -166,17 +167,20 @@ class Decoding:
         self._num_requests = 0
         self._source = random.Random(0)
 
+    def _add_request(self, prompt_tokens: int, output_tokens: int) -> None:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+        prompt = {"prompt_token_ids": [self._source.randrange(256) for _ in range(prompt_tokens)]}
+        self._num_requests += 1
+        self._front_end.add_request(str(self._num_requests), prompt, parameters)
+
     @contextlib.contextmanager
     def running(self, number: int) -> Iterator[None]:
         """So many requests decode, and what their prompts left to store is stored and reported."""
-        from vllm import SamplingParams
-
         scheduler = self._core.scheduler
-        parameters = SamplingParams(temperature=0, max_tokens=DECODED_TOKENS, ignore_eos=True, detokenize=False)
         for _ in range(number):
-            prompt = {"prompt_token_ids": [self._source.randrange(256) for _ in range(PROMPT_TOKENS)]}
-            self._num_requests += 1
-            self._front_end.add_request(str(self._num_requests), prompt, parameters)
+            self._add_request(PROMPT_TOKENS, DECODED_TOKENS)
         while len(scheduler.running) < number or any(request.num_output_tokens < 3 for request in scheduler.running):
             self.step()
         while scheduler.connector is not None and scheduler.connector.has_pending_push_work():
@@ -224,25 +228,60 @@ class Decoding:
         """The median step's: calls of functions in CONNECTORS, and bytes to the front end. ``functions``: the mean
         number of calls of each. Of ours without the reports that are due four times a second, however long a step
         takes."""
-        from vllm_overlay.tally import ReportTimes
-
         calls, sizes, functions = [], [], Counter[str]()
-        stopwatch = Stopwatch(time.thread_time)
-        stopwatch.replace(ReportTimes, "is_due", lambda _: False)
-        for _ in range(num_steps):
-            called = Counter[Any]()
-            with counted_calls(called):
-                output = self.step()
-            own = {code: n for code, n in called.items() if any(place in code.co_filename for place in CONNECTORS)}
-            functions.update({f"{Path(code.co_filename).stem}.{code.co_qualname}": n for code, n in own.items()})
-            calls.append(sum(own.values()))
-            sizes.append(sum(len(part) for part in self._encoder.encode(output)))
-        stopwatch.stop()
+        with without_due_reports():
+            for _ in range(num_steps):
+                called, output = self._counted_step()
+                functions.update(called)
+                calls.append(called.total())
+                sizes.append(sum(len(part) for part in self._encoder.encode(output)))
         return {
             "calls": statistics.median_low(calls),
             "bytes": statistics.median_low(sizes),
             "functions": {name: number / num_steps for name, number in functions.most_common()},
         }
+
+    def storing_calls(self, num_prompts: int) -> int:
+        """Calls for a prompt of NEW_PROMPT_TOKENS, from its arrival to the last report: the median prompt's of those
+        that come once a CPU tier of SIZES is full. Of steps that only wait for a disk as if there were one."""
+        scheduler, calls = self._core.scheduler, []
+        for _ in range(PROMPTS_TO_FILL):
+            self._add_request(NEW_PROMPT_TOKENS, 1)
+            while scheduler.has_requests():
+                self.step()
+        with without_due_reports():
+            for _ in range(num_prompts):
+                self._add_request(NEW_PROMPT_TOKENS, 1)
+                steps: list[int] = []
+                waiting: list[int] = []
+                while scheduler.has_requests():
+                    found = steps if scheduler.has_unfinished_requests() else waiting
+                    found.append(self._counted_step()[0].total())
+                least = min(waiting, default=0)
+                calls.append(sum(steps) + least + sum(number - least for number in waiting))
+        return statistics.median_low(calls)
+
+    def _counted_step(self) -> tuple[Counter[str], Any]:
+        """Calls of functions in CONNECTORS, by name, and the step's output."""
+        called = Counter[Any]()
+        with counted_calls(called):
+            output = self.step()
+        own = Counter[str]()
+        for code, number in called.items():
+            if any(place in code.co_filename for place in CONNECTORS):
+                own[f"{Path(code.co_filename).stem}.{code.co_qualname}"] += number
+        return own, output
+
+
+@contextlib.contextmanager
+def without_due_reports() -> Iterator[None]:
+    """No report is due meanwhile: how many there are depends on how long steps take."""
+    from vllm_overlay.tally import ReportTimes
+
+    stopwatch = Stopwatch(time.thread_time)
+    stopwatch.replace(ReportTimes, "is_due", lambda _: False)
+    yield
+    stopwatch.stop()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -22,10 +22,11 @@ class Buckets:
     cells: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Index of a bucket -> number and sum."""
 
-    def observe(self, value: float) -> None:
-        index = bisect_left(self.bounds, value)
-        number, total = self.cells.get(index, (0, 0.0))
-        self.cells[index] = number + 1, total + value
+    def observe(self, *values: float) -> None:
+        for value in values:
+            index = bisect_left(self.bounds, value)
+            number, total = self.cells.get(index, (0, 0.0))
+            self.cells[index] = number + 1, total + value
 
     def add(self, other: "Buckets") -> None:
         for index, (number, total) in other.cells.items():
@@ -70,20 +71,15 @@ class Tally:
             key = f"{metric}:{label}" if label else metric
             self.counters[key] = self.counters.get(key, 0) + amount
 
-    def observe(self, metric: str, value: float, label: str = "") -> None:
-        self._buckets(f"{metric}:{label}" if label else metric).observe(value)
-
-    def observe_all(self, metric: str, values: Iterable[float]) -> None:
-        buckets = self._buckets(metric)
-        for value in values:
-            buckets.observe(value)
+    def observe(self, metric: str, *values: float, label: str = "") -> None:
+        self._buckets(f"{metric}:{label}" if label else metric).observe(*values)
 
     def gauge(self, metric: str, value: float) -> None:
         self.gauges[metric] = value
 
     def total(self, metric: str) -> float:
         """One counter over all its labels."""
-        return sum(amount for key, amount in self.counters.items() if metric_of(key) == metric)
+        return sum([amount for key, amount in self.counters.items() if key.partition(":")[0] == metric])
 
     def add(self, other: "Tally") -> None:
         for key, amount in other.counters.items():

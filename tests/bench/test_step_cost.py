@@ -2,6 +2,7 @@
 """The benchmark of what a connector costs each step, without an engine."""
 
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from bench.step_cost import (
     CPU_ALONE,
     PROMPTS_AT_ONCE,
     SIDES,
+    Process,
     Stopwatch,
     measure_storing,
     processes,
@@ -144,16 +146,30 @@ def test_rows_of_storing_compare_processors_with_the_first_side() -> None:
 STEPS = 20
 
 
+@pytest.fixture(scope="module")
+def sides() -> Iterator[list[Process]]:
+    """Without a connector, with a CPU tier alone, with both tiers."""
+    with processes([NONE, CPU_ALONE, BOTH], ["--running", "1,32"]) as started:
+        yield started
+
+
 @pytest.mark.engine
-def test_a_decode_step_costs_few_calls_and_bytes_however_many_requests_run() -> None:
-    with processes([NONE, CPU_ALONE, BOTH], ["--running", "1,32"]) as sides:
-        none, alone, both = ([side.ask("counts", running, STEPS) for running in (1, 32)] for side in sides)
+def test_a_decode_step_costs_few_calls_and_bytes_however_many_requests_run(sides: list[Process]) -> None:
+    none, alone, both = ([side.ask("counts", running, STEPS) for running in (1, 32)] for side in sides)
     assert [one["calls"] for one in none] == [0, 0]
     for found, most_calls in ((alone, 100), (both, 150)):
         assert found[0]["calls"] <= most_calls
         assert found[1]["calls"] <= found[0]["calls"] + 10
         for own, without in zip(found, none, strict=True):
             assert own["bytes"] <= without["bytes"] + 150
+
+
+@pytest.mark.engine
+def test_a_prompt_is_stored_in_few_calls(sides: list[Process]) -> None:
+    none, alone, both = (side.ask("storing_calls", 0, 5) for side in sides)
+    assert none == 0
+    assert alone <= 1600
+    assert both <= 3300
 
 
 @pytest.mark.engine

@@ -84,7 +84,7 @@ def test_observations_of_ranks_and_steps_arrive_in_their_buckets() -> None:
     rank.tally.observe("store_seconds", 0.0003)
     for seconds in (0.0003, 0.015, 500.0):
         other.tally.observe("store_seconds", seconds)
-    scheduler.tally.observe("first_token_seconds", 1.5, Source.TIER)
+    scheduler.tally.observe("first_token_seconds", 1.5, label=Source.TIER)
     both = pickle.loads(pickle.dumps(rank)).aggregate(pickle.loads(pickle.dumps(other)))
     on_the_wire = json.loads(json.dumps(both.aggregate(scheduler).to_dict()))
     registry = exported(on_the_wire, on_the_wire, tier="cpu")

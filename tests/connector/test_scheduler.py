@@ -160,8 +160,8 @@ class ByUse(CpuTierManager):
         super().__init__(256, 512, 2)
         self._uses = UseCounter(2)
 
-    def should_store(self, object_id: ObjectId) -> bool:
-        return self._uses.is_due(object_id)
+    def unwanted(self, object_ids: Sequence[ObjectId]) -> list[ObjectId]:
+        return [object_id for object_id in object_ids if not self._uses.is_due(object_id)]
 
 
 def test_a_chunk_that_is_tried_again_is_no_second_use_of_those_after_it() -> None:

@@ -21,17 +21,18 @@ ZEROED_SNAPSHOTS = """
 from vllm_overlay.planner.objects import SNAPSHOT_TAG
 from vllm_overlay.tiers.cpu import CpuTierWorker
 
-submit_store = CpuTierWorker.submit_store
+submit_stores = CpuTierWorker.submit_stores
 
 
-def zeroed(self, ticket, buffer):
-    if ticket.planned.object_id.tag == SNAPSHOT_TAG:
-        self._pool.array[list(buffer.units)] = 0
-    submit_store(self, ticket, buffer)
+def zeroed(self, left):
+    for ticket, buffer in left:
+        if ticket.planned.object_id.tag == SNAPSHOT_TAG:
+            self._pool.array[list(buffer.units)] = 0
+    submit_stores(self, left)
 
 
 def register():
-    CpuTierWorker.submit_store = zeroed
+    CpuTierWorker.submit_stores = zeroed
 """
 
 

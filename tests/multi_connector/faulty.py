@@ -69,7 +69,7 @@ class HookClock:
     def measure(*connectors: Any) -> None:
         """From now on it measures the hooks of these MultiConnectors' children."""
         for connector in connectors:
-            connector._watchdog._clock = lambda: HookClock.now
+            connector._watchdog.clock = lambda: HookClock.now
 
 
 @dataclass

@@ -204,15 +204,16 @@ def test_when_one_of_several_cannot_be_reserved_for_an_exception_nothing_is_left
     monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
     tier = CpuTierManager(8, UNIT, WORLD_SIZE)
-    planned, of_whom = chain(3), tier.index if at_once else tier
-    reserve = of_whom.reserve
+    planned = chain(3)
+    of_whom, method = (tier.index, "_insert") if at_once else (tier, "reserve")
+    reserve = getattr(of_whom, method)
 
     def fails_at_the_last(item: PlannedObject, *rest: Any) -> Any:
         if item is planned[-1]:
             raise MemoryError
         return reserve(item, *rest)
 
-    monkeypatch.setattr(of_whom, "reserve", fails_at_the_last)
+    monkeypatch.setattr(of_whom, method, fails_at_the_last)
     with pytest.raises(MemoryError):
         (CpuTierManager if at_once else TierManager).reserve_all(tier, planned)
     assert (len(tier.index), tier.usage().used_bytes) == (0, 0)

@@ -79,4 +79,4 @@ class FirstTokens:
     def _observe(self, prompt: _Prompt) -> None:
         assert prompt.source is not None
         seconds = max(0.0, self._clock() - prompt.request.arrival_time)
-        self._tally.observe("first_token_seconds", seconds, prompt.source)
+        self._tally.observe("first_token_seconds", seconds, label=prompt.source)

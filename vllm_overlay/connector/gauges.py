@@ -42,7 +42,5 @@ class Gauges:
         if levels == self._levels and self._tally.is_empty():
             return
         self._levels = levels
-        for name, level in zip(_LEVELS, levels, strict=True):
-            self._tally.gauge(name, level)
-        for name, size in self._sizes.items():
-            self._tally.gauge(name, size)
+        self._tally.gauges.update(zip(_LEVELS, levels, strict=True))
+        self._tally.gauges.update(self._sizes)

@@ -142,6 +142,8 @@ class PendingReports:
 
     def take_overdue(self) -> tuple[list[PendingStore], list[PendingLoad]]:
         """Stores and loads that have become overdue since the last call."""
+        if not self._stores and not self._loads:
+            return [], []
         now = time.monotonic()
         late = itertools.takewhile(lambda store: store.deadline < now, self._stores.values())
         stores = [store for store in late if not store.is_overdue]

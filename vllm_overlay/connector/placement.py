@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where objects lie in the KV cache, from a request's block tables. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from vllm_overlay.planner.geometry import Geometry, Group
 from vllm_overlay.planner.objects import PlannedObject
@@ -31,25 +31,41 @@ class Placer:
         return group is not None and group.is_full
 
     def to_store(
-        self, planned: PlannedObject, block_ids: BlockIds, states: Mapping[int, int] | None = None
-    ) -> Placement | None:
-        """Where an object is to be copied from, or None when a block of it is gone.
+        self, planned: Sequence[PlannedObject], block_ids: BlockIds, states: Mapping[int, int] | None = None
+    ) -> list[Placement | None]:
+        """Where each of these objects is to be copied from, or None when a block of it is gone.
 
         For a snapshot ``states`` has the block that vLLM offers for each recurrent group.
         """
-        if planned.group_id is not None:
-            group = self._groups[planned.group_id]
-            block_id = block_at(block_ids, group, planned.start_tokens)
-            return self._chunk(planned, group, block_id) if block_id != NULL_BLOCK else None
-        placement = self._snapshot(planned, block_ids, states)
-        return None if NULL_BLOCK in placement.block_ids else placement
+        found = self._find(planned, block_ids, states)
+        return [None if NULL_BLOCK in blocks else placement for placement, blocks in found]
 
-    def to_load(self, planned: PlannedObject, block_ids: BlockIds) -> Placement:
-        """Where an object is to be copied to. A snapshot goes to the block that vLLM allocated for its boundary."""
-        if planned.group_id is None:
-            return self._snapshot(planned, block_ids, None)
-        group = self._groups[planned.group_id]
-        return self._chunk(planned, group, block_at(block_ids, group, planned.start_tokens))
+    def to_load(self, planned: Sequence[PlannedObject], block_ids: BlockIds) -> list[Placement]:
+        """Where each of these objects is to be copied to. A snapshot goes to the block that vLLM allocated for its
+        boundary."""
+        return [placement for placement, _ in self._find(planned, block_ids, None)]
+
+    def _find(
+        self, planned: Sequence[PlannedObject], block_ids: BlockIds, states: Mapping[int, int] | None
+    ) -> list[tuple[Placement, Collection[int]]]:
+        """With the blocks that each touches."""
+        found: list[tuple[Placement, Collection[int]]] = []
+        for item in planned:
+            group_id, start = item.group_id, item.start_tokens
+            if group_id is None:
+                placement = self._snapshot(item, block_ids, states)
+                found.append((placement, placement.block_ids))
+                continue
+            # As ``block_at``: a prompt has hundreds of chunks.
+            blocks, block_size = block_ids[group_id], self._groups[group_id].block_size
+            index = start // block_size
+            block_id = blocks[index] if index < len(blocks) else NULL_BLOCK
+            if group_id in self._splittable:
+                placement = Placement((), (Span(group_id, block_id, start % block_size, item.end_tokens - start),))
+            else:
+                placement = Placement(((group_id, block_id),))
+            found.append((placement, (block_id,)))
+        return found
 
     def is_local(self, planned: PlannedObject, block_ids: BlockIds) -> bool:
         """Whether the device cache has this attention already: the request's table has the null block there."""
@@ -69,16 +85,13 @@ class Placer:
                 spans.append(Span(group.group_id, block_id, offset, group.block_size - offset))
         return tuple(spans)
 
-    def _chunk(self, planned: PlannedObject, group: Group, block_id: int) -> Placement:
-        if group.group_id not in self._splittable:
-            return Placement(pages=((group.group_id, block_id),))
-        start = planned.start_tokens
-        return Placement((), (Span(group.group_id, block_id, start % group.block_size, planned.end_tokens - start),))
-
     def _snapshot(self, planned: PlannedObject, block_ids: BlockIds, states: Mapping[int, int] | None) -> Placement:
+        last = planned.end_tokens - 1
         pages = tuple(
-            (group.group_id, states[group.group_id] if states else block_at(block_ids, group, planned.end_tokens - 1))
-            for group in self._geometry.recurrent
+            [
+                (group.group_id, states[group.group_id] if states else block_at(block_ids, group, last))
+                for group in self._geometry.recurrent
+            ]
         )
         has_tail = planned.start_tokens < planned.end_tokens
         groups = [group for group in self._geometry.attention if has_tail and self._geometry.is_splittable(group)]

@@ -2,7 +2,7 @@
 """What the scheduler's half remembers of one request between its first lookup and its end."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,20 +39,19 @@ class StoreCursor:
         """Whether the next chunk may be stored in this step."""
         return self.retry is None or (not self._is_retry_out and step >= self._again_at)
 
-    def should_store(self, chunk: PlannedObject, tier: TierManager) -> bool:
-        """Whether the tier wants the chunk. It is asked once a chunk: to try again is no further use."""
-        if chunk.end_tokens <= self._asked_tokens:
-            return chunk.object_id not in self._unwanted
-        self._asked_tokens = chunk.end_tokens
-        is_wanted = tier.should_store(chunk.object_id)
-        if not is_wanted:
-            self._unwanted.add(chunk.object_id)
-        return is_wanted
+    def unwanted(self, chunks: Sequence[PlannedObject], tier: TierManager) -> Collection[ObjectId]:
+        """What the tier does not want of these or earlier ones. It is asked once a chunk: to try again is no further
+        use."""
+        new = [chunk.object_id for chunk in chunks if chunk.end_tokens > self._asked_tokens]
+        if new:
+            self._asked_tokens = chunks[-1].end_tokens
+            self._unwanted.update(tier.unwanted(new))
+        return self._unwanted
 
     def skip(self, object_ids: Sequence[ObjectId], end_tokens: int, tier: TierManager) -> None:
         """The tier has these chunks, the next ones, up to ``end_tokens``. It counts their use."""
-        for object_id in object_ids if self._asked_tokens < end_tokens else ():
-            tier.should_store(object_id)
+        if self._asked_tokens < end_tokens:
+            tier.unwanted(object_ids)
         self._asked_tokens = max(self._asked_tokens, end_tokens)
         self.tokens = end_tokens
 

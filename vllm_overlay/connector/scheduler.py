@@ -159,7 +159,7 @@ class OffloadScheduler:
             self.plan_failed(request.request_id)
             return
         self._pending.add_load(request.request_id, tuple(tickets))
-        placements = tuple(self._placer.to_load(item, block_ids) for item in planned)
+        placements = tuple(self._placer.to_load(planned, block_ids))
         load_id = f"{request.request_id}#{next(self._attempts)}"
         zeros = self._placer.beyond(restore_point, block_ids)
         self._new_loads.append(LoadJob(load_id, request.request_id, tuple(tickets), placements, zeros))
@@ -266,24 +266,22 @@ class OffloadScheduler:
         except BaseException as raised:
             error = raised
         while self._ended_stores:
-            self._end_store(self._ended_stores.popleft(), is_committed=error is None)
+            store = self._ended_stores.popleft()
+            tracked, group_id = self._tracked.get(store.request_id), store.planned.group_id
+            cursor = tracked.cursors.get(group_id) if tracked is not None and group_id is not None else None
+            if store.has_failed:
+                self._tier.abort(store.ticket)
+                if tracked is not None and cursor is not None and self._placer.is_full(store.planned):
+                    cursor.failed(store.planned, self._step)
+                    tracked.next_chunk_tokens = 0
+                    self._storing[store.request_id] = tracked
+                continue
+            if error is not None:
+                self._tier.commit(store.ticket)
+            if cursor is not None and cursor.retry is not None:
+                cursor.stored(store.planned)
         if error is not None:
             raise error
-
-    def _end_store(self, store: PendingStore, *, is_committed: bool) -> None:
-        tracked, group_id = self._tracked.get(store.request_id), store.planned.group_id
-        cursor = tracked.cursors.get(group_id) if tracked is not None and group_id is not None else None
-        if store.has_failed:
-            self._tier.abort(store.ticket)
-            if tracked is not None and cursor is not None and self._placer.is_full(store.planned):
-                cursor.failed(store.planned, self._step)
-                tracked.next_chunk_tokens = 0
-                self._storing[store.request_id] = tracked
-            return
-        if not is_committed:
-            self._tier.commit(store.ticket)
-        if cursor is not None and cursor.retry is not None:
-            cursor.stored(store.planned)
 
     def _load_failed(self, request_id: str, reason: Reason) -> None:
         tracked = self._tracked.get(request_id)

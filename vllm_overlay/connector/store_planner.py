@@ -10,7 +10,7 @@ from vllm_overlay.connector.metadata import StoreJob
 from vllm_overlay.connector.pending import PendingReports
 from vllm_overlay.connector.placement import BlockIds, Placer
 from vllm_overlay.connector.requests import StoreCursor, TrackedRequest
-from vllm_overlay.planner.objects import PlannedObject
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import TierManager
@@ -104,7 +104,7 @@ class StorePlanner:
         positions = {group_id: cursor.tokens for group_id, cursor in tracked.cursors.items()}
         chunks = self._planner.store_plan(keys, positions, computed)
         stalled: set[int | None] = set()
-        if not tracked.is_retrying and all(chunk.object_id != tracked.stalled_at for chunk in chunks):
+        if not tracked.is_retrying and tracked.stalled_at not in [chunk.object_id for chunk in chunks]:
             return self._chunks_at_once(tracked, keys, chunks, block_ids, stalled)
         jobs: list[StoreJob] = []
         cursors: Mapping[Any, StoreCursor] = tracked.cursors
@@ -138,15 +138,21 @@ class StorePlanner:
         """
         tier, placer = self._tier, self._placer
         cursors: Mapping[Any, StoreCursor] = tracked.cursors
-        wanted = [chunk for chunk in chunks if cursors[chunk.group_id].should_store(chunk, tier)]
-        placements = {chunk.object_id: placer.to_store(chunk, block_ids) for chunk in wanted}
-        jobs = self._reserve(tracked, wanted, placements.values())
+        unwanted: set[ObjectId] = set()
+        for group_id, cursor in tracked.cursors.items():
+            unwanted.update(cursor.unwanted([chunk for chunk in chunks if chunk.group_id == group_id], tier))
+        wanted = [chunk for chunk in chunks if chunk.object_id not in unwanted]
+        found = placer.to_store(wanted, block_ids)
+        placements = {chunk.object_id: placement for chunk, placement in zip(wanted, found, strict=True)}
+        jobs = self._reserve(tracked, wanted, found)
         stored = {job.ticket.planned.object_id for job in jobs}
         for chunk in chunks:
             name, cursor = chunk.object_id, cursors[chunk.group_id]
             if chunk.group_id in stalled:
                 continue
-            if name in stored:
+            if name in stored and cursor.retry is None:
+                cursor.tokens = chunk.end_tokens
+            elif name in stored:
                 cursor.submitted(chunk)
             elif name not in placements:
                 cursor.tokens = chunk.end_tokens
@@ -215,11 +221,11 @@ class StorePlanner:
     ) -> list[StoreJob]:
         """``states``: see ``Placer.to_store``."""
         snapshot = self._planner.snapshot(keys, boundary)
-        if not self._tier.should_store(snapshot.object_id):
+        if self._tier.unwanted([snapshot.object_id]):
             return []
-        placement = self._placer.to_store(snapshot, block_ids, states)
-        jobs = self._reserve(tracked, [snapshot], [placement])
-        if placement is not None and not jobs and not self._tier.has_or_awaits(snapshot.object_id):
+        placements = self._placer.to_store([snapshot], block_ids, states)
+        jobs = self._reserve(tracked, [snapshot], placements)
+        if None not in placements and not jobs and not self._tier.has_or_awaits(snapshot.object_id):
             self._count_no_room(tracked, snapshot)
         return jobs
 

@@ -87,10 +87,14 @@ class OffloadWorker:
     def advance(self) -> None:
         """Take what the transfer and the tier have ready. What raises here is counted, and the rest goes on."""
         # Most steps have nothing under way: what either holds is in one of these tables.
-        if not (self._loads or self._load_copies or self._store_copies or self._handed_over):
-            return
-        for step in (self._take_copies, self._take_results, self._take_copies, self._fail_late_loads):
-            self._fenced(step)
+        if self._load_copies or self._store_copies:
+            self._fenced(self._take_copies)
+        if self._loads or self._handed_over:
+            self._fenced(self._take_results)
+        if self._load_copies:
+            self._fenced(self._take_copies)
+        if self._loads:
+            self._fenced(self._fail_late_loads)
 
     @property
     def is_quiet(self) -> bool:
@@ -114,16 +118,21 @@ class OffloadWorker:
 
     def _take_results(self) -> None:
         stored, fetched = self._tier.poll()
-        for result in stored:
-            self._end_store(result.ticket, result.reason)
-        self._count_stored([result for result in stored if result.reason is None])
-        self._take_fetched(fetched)
+        if stored:
+            self._take_stored(stored)
+        if fetched:
+            self._take_fetched(fetched)
 
-    def _count_stored(self, results: Sequence[StoreResult]) -> None:
-        if results:
-            self._tally.count("stored_bytes", sum(result.num_bytes for result in results))
-            self._tally.count("stored_objects", len(results))
-            self._tally.observe_all("store_seconds", [result.seconds for result in results])
+    def _take_stored(self, results: Sequence[StoreResult]) -> None:
+        for result in results:
+            if result.reason is not None:
+                self._end_stores([result.ticket], result.reason)
+        if done := [(one.ticket, one.num_bytes, one.seconds) for one in results if one.reason is None]:
+            tickets, sizes, seconds = zip(*done, strict=True)
+            self._end_stores(tickets)
+            self._tally.count("stored_bytes", sum(sizes))
+            self._tally.count("stored_objects", len(done))
+            self._tally.observe("store_seconds", *seconds)
 
     def _take_copies(self) -> None:
         for copy in self._transfer.poll():
@@ -254,9 +263,7 @@ class OffloadWorker:
         """Submit the copies of this step's objects; after this the engine may reuse every block."""
         accepted: list[_Accepted] = []
         try:
-            for job in jobs:
-                if (buffer := self._accept(job)) is not None:
-                    accepted.append((job, buffer))
+            accepted = self._accept(jobs)
             count = self._gather(accepted)
         except BaseException:
             for job, buffer in accepted:
@@ -265,17 +272,22 @@ class OffloadWorker:
             raise
         for job, buffer in accepted[count:]:
             self._tier.cancel_store(job.ticket, buffer)
-            self._end_store(job.ticket.ticket, Reason.TRANSFER_FULL)
+            self._end_stores([job.ticket.ticket], Reason.TRANSFER_FULL)
         self.advance()
 
-    def _accept(self, job: StoreJob) -> HostBuffer | None:
-        if job.weights is not None and not self._adapters.have_still(job.weights):
-            self._end_store(job.ticket.ticket, Reason.ADAPTER)
-            return None
-        buffer = self._tier.begin_store(job.ticket)
-        if buffer is None:
-            self._end_store(job.ticket.ticket, Reason.STAGING_FULL)
-        return buffer
+    def _accept(self, jobs: Sequence[StoreJob]) -> list[_Accepted]:
+        """Those whose adapter is still the same and that the tier has a buffer for. The others have ended."""
+        outdated = [
+            job.ticket.ticket for job in jobs if job.weights is not None and not self._adapters.have_still(job.weights)
+        ]
+        if outdated:
+            self._end_stores(outdated, Reason.ADAPTER)
+            jobs = [job for job in jobs if job.ticket.ticket not in outdated]
+        buffers = self._tier.begin_stores([job.ticket for job in jobs])
+        if None in buffers:
+            without = [job.ticket.ticket for job, buffer in zip(jobs, buffers, strict=True) if buffer is None]
+            self._end_stores(without, Reason.STAGING_FULL)
+        return [(job, buffer) for job, buffer in zip(jobs, buffers, strict=True) if buffer is not None]
 
     def _gather(self, accepted: Sequence[_Accepted]) -> int:
         """Submit as many of the first as the transfer has room for; returns how many."""
@@ -287,7 +299,7 @@ class OffloadWorker:
                 count //= 2
                 continue
             self._store_copies[handle] = taken
-            self._handed_over.update(job.ticket.ticket for job, _ in taken)
+            self._handed_over.update([job.ticket.ticket for job, _ in taken])
             submitted += count
             count = min(count, len(accepted) - submitted)
         return submitted
@@ -295,33 +307,26 @@ class OffloadWorker:
     def _end_gather(self, accepted: Sequence[_Accepted], copy: FinishedCopy) -> None:
         if copy.error is not None:
             for job, buffer in accepted:
-                self._end_store(job.ticket.ticket, Reason.TRANSFER_ERROR)
+                self._end_stores([job.ticket.ticket], Reason.TRANSFER_ERROR)
                 self._fenced(self._tier.cancel_store, job.ticket, buffer)
             return
-        left = deque(accepted)
-        while left and not self._fenced(self._submit, left):
-            job, _ = left.popleft()
-            self._end_store(job.ticket.ticket, Reason.HOOK_ERROR)
-
-    def _submit(self, left: deque[_Accepted]) -> None:
-        """Hands stores over to the tier, and takes each out of ``left`` once that has worked."""
-        while left:
-            job, buffer = left[0]
-            self._tier.submit_store(job.ticket, buffer)
-            left.popleft()
+        left = deque([(job.ticket, buffer) for job, buffer in accepted])
+        while left and not self._fenced(self._tier.submit_stores, left):
+            ticket, _ = left.popleft()
+            self._end_stores([ticket.ticket], Reason.HOOK_ERROR)
 
     def fail_stores(self, jobs: tuple[StoreJob, ...], reason: Reason) -> None:
         """An unexpected error hit while storing ``jobs``: report all that neither the transfer nor the tier holds."""
-        for job in jobs:
-            if job.ticket.ticket not in self._handed_over and job.ticket.ticket not in self._report.reported:
-                self._end_store(job.ticket.ticket, reason)
+        tickets = [job.ticket.ticket for job in jobs if job.ticket.ticket not in self._handed_over]
+        self._end_stores([ticket for ticket in tickets if ticket not in self._report.reported], reason)
 
-    def _end_store(self, ticket: int, reason: Reason | None) -> None:
-        self._handed_over.discard(ticket)
-        self._report.reported[ticket] = 1
+    def _end_stores(self, tickets: Sequence[int], reason: Reason | None = None) -> None:
+        """``reason``: why they have failed."""
+        self._handed_over.difference_update(tickets)
+        dict.update(self._report.reported, dict.fromkeys(tickets, 1))
         if reason is not None:
-            self._report.failed_stores.add(ticket)
-            self._tally.count("dropped_stores", label=reason)
+            self._report.failed_stores.update(tickets)
+            self._tally.count("dropped_stores", len(tickets), label=reason)
 
     # Reports.
 

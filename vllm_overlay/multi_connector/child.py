@@ -12,8 +12,9 @@ import contextlib
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from threading import get_ident
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -78,25 +79,32 @@ class Child:
         """
         if self.isolated or self.standing_by or hook in self.empty_hooks:
             return default
-        return self._fenced(hook, default, partial(self._answer, hook, *args, **options), parse)
+        return self._fenced(hook, default, None, parse, args, options)
 
     def ask(
         self, hook: str, default: Result, *args: Any, parse: Callable[[Any], Result] | None = None, **options: Any
     ) -> Result:
         """As ``call``, also of a child out of service."""
-        return self._fenced(hook, default, partial(self._answer, hook, *args, **options), parse)
-
-    def _answer(self, hook: str, *args: Any, **options: Any) -> Any:
-        """Of a hook, or of one that is a property."""
-        found = getattr(self.connector, hook)
-        return found(*args, **options) if callable(found) else found
+        return self._fenced(hook, default, None, parse, args, options)
 
     def _fenced(
-        self, hook: str, default: Result, action: Callable[[], Any], parse: Callable[[Any], Result] | None = None
+        self,
+        hook: str,
+        default: Result,
+        action: Callable[[], Any] | None,
+        parse: Callable[[Any], Result] | None = None,
+        args: tuple[Any, ...] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Result:
-        self._watchdog.began(self.name, hook)
+        """Without an ``action`` the hook's, which may be a property."""
+        watchdog = self._watchdog
+        if watchdog.needs_thread:
+            watchdog.start()
+        started = watchdog.clock()
+        watchdog.call = self.name, hook, started, get_ident()
         try:
-            answer = action()
+            found = getattr(self.connector, hook) if action is None else action
+            answer = found(*args, **options) if callable(found) else found
             return parse(answer) if parse is not None else answer
         except SHUTDOWN:
             raise
@@ -106,11 +114,12 @@ class Child:
             self.isolate(f"it failed in {hook}")
             return default
         finally:
-            seconds = self._watchdog.ended()
+            watchdog.call = None
+            seconds = watchdog.clock() - started
             self.hook_seconds[hook] += seconds
             if hook == LOOKUP:
                 self.tally.observe("lookup_seconds", seconds)
-            if self._watchdog.is_hang(seconds) and not self.isolated:
+            if seconds > watchdog.limit_s and not self.isolated:
                 self.tally.count("hangs")
                 self.isolate(f"it took {seconds:.1f} s in {hook} (hang_after_s)")
 
@@ -128,6 +137,10 @@ class Child:
             self._start_hooks[hook] = args
         return at_start(self.name, hook, lambda: self._answer(hook, *args))
 
+    def _answer(self, hook: str, *args: Any) -> Any:
+        found = getattr(self.connector, hook)
+        return found(*args) if callable(found) else found
+
     def isolate(self, reason: str) -> None:
         """Takes the present instance out of service in this process. Its asynchronous transfers may still run."""
         if not self.isolated:
@@ -137,7 +150,7 @@ class Child:
     def stop(self) -> bool:
         """Shuts the present instance down. True if that worked, now or before; else it may be tried again."""
         if not self.stopped:
-            self.stopped = self._fenced("shutdown", _FAILED, lambda: self.connector.shutdown()) is not _FAILED
+            self.stopped = self.ask("shutdown", _FAILED) is not _FAILED
         return self.stopped
 
     def renew(self, generation: int) -> bool:

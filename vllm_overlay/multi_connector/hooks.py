@@ -6,6 +6,7 @@ hook that never returns stops the engine whatever we do. What we can do is name 
 """
 
 import inspect
+import math
 import sys
 import threading
 import time
@@ -74,60 +75,51 @@ def empty_hooks(connector: object) -> frozenset[str]:
     )
 
 
-_Call = tuple[str, str, float, int]
+Call = tuple[str, str, float, int]
 """Child, hook, when it began, and the thread that it is called on."""
 
 
 class Watchdog:
-    """One per MultiConnector. ``began`` and ``ended`` bracket each hook; they cost well under a microsecond."""
+    """One per MultiConnector. Who calls a hook says so in ``call``, which costs well under a microsecond."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """``limit_s``: a call that lasts longer is reported. With 0 none is."""
-        self._limit_s = limit_s
-        self._clock = clock
-        self._call: _Call | None = None
-        self._reported: _Call | None = None
+        self.limit_s = limit_s or math.inf
+        """Seconds after which a hook hangs."""
+        self.clock = clock
+        self.call: Call | None = None
+        """The hook that is being called."""
+        self.needs_thread = limit_s > 0
+        """Whether ``start`` is to be called before the first hook."""
+        self._reported: Call | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def began(self, child: str, hook: str) -> None:
-        """A child's hook is about to be called on this thread."""
-        self._call = child, hook, self._clock(), threading.get_ident()
-        if self._thread is None and self._limit_s > 0:
-            self._start()
-
-    def _start(self) -> None:
+    def start(self) -> None:
+        """From now on a hook that hangs is named."""
+        self.needs_thread = False
         self._thread = threading.Thread(target=self._watch, name="multi-connector-watchdog", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:  # the process may have no more threads; how long hooks take is still measured
             logger.error("The watchdog has no thread, so hooks that hang are not named: %s", error)
 
-    def ended(self) -> float:
-        """Called when the hook has returned. Returns how many seconds it took."""
-        call, self._call = self._call, None
-        return 0.0 if call is None else self._clock() - call[2]
-
-    def is_hang(self, seconds: float) -> bool:
-        """Whether a hook that took so long is one that hung."""
-        return 0 < self._limit_s < seconds
-
     def stop(self) -> None:
         """Ends the thread."""
         self._stop.set()
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._limit_s / 4):
+        while not self._stop.wait(self.limit_s / 4):
             self.look()
 
     def look(self) -> None:
         """Reports the present call once if it has lasted too long."""
-        call = self._call
+        call = self.call
         if call is None or call is self._reported:
             return
         child, hook, started, thread_id = call
-        seconds = self._clock() - started
-        if not self.is_hang(seconds):
+        seconds = self.clock() - started
+        if seconds <= self.limit_s:
             return
         self._reported = call
         logger.error(

@@ -133,7 +133,7 @@ class Supervisor:
         """The orders that go out with this step's metadata."""
         for lifecycle in self.lifecycles:
             lifecycle.sent = True
-        return tuple(lifecycle.order for lifecycle in self.lifecycles)
+        return tuple([lifecycle.order for lifecycle in self.lifecycles])
 
     def receive(self, reports: MultiWorkerMetadata, now: float) -> list[Child]:
         """What the ranks say to the orders they have seen. Returns the children that are back in service."""

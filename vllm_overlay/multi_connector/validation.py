@@ -63,9 +63,10 @@ def is_possible(tokens: object, ceiling: int) -> TypeGuard[int]:
 def all_of(kind: type[Kind], answer: Iterable[Any]) -> list[Kind]:
     """All of them: an answer may be a generator, which has to run inside the fence."""
     found = list(answer)
-    if all(isinstance(one, kind) for one in found):
-        return found
-    raise TypeError(f"not all of {found!r} are a {kind.__name__}")
+    for one in found:
+        if not isinstance(one, kind):
+            raise TypeError(f"not all of {found!r} are a {kind.__name__}")
+    return found
 
 
 def integers(answer: Any) -> tuple[int, ...]:
@@ -83,7 +84,7 @@ def hit_sources(answer: Any) -> dict[CacheHitSource, int]:
 
 
 def request_ids(answer: Any) -> set[str]:
-    return set(all_of(str, answer or ()))
+    return set(all_of(str, answer)) if answer else set()
 
 
 def transfer_results(answer: Any) -> KVConnectorTransferResults | None:

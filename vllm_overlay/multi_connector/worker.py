@@ -9,7 +9,7 @@ child failed.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -107,16 +107,18 @@ class WorkerSide:
         for child in self.working:
             child.call("clear_connector_metadata", None)
 
-    def _parts(self, metadata: MultiMetadata) -> Iterator[tuple[Child, KVConnectorMetadata | None]]:
+    def _parts(self, metadata: MultiMetadata) -> list[tuple[Child, KVConnectorMetadata | None]]:
         """Children in service that have something to do, with their part of the scheduler's metadata."""
-        for child, part in zip(self._children, metadata.children, strict=True):
-            if child.in_service and not isinstance(part, QuietStep):
-                yield child, part
+        return [
+            (child, part)
+            for child, part in zip(self._children, metadata.children, strict=True)
+            if not (child.isolated or child.standing_by or isinstance(part, QuietStep))
+        ]
 
     def _obey(self, metadata: MultiMetadata) -> None:
         """Carries out the scheduler's orders, once however many hooks bring this step's metadata."""
         self._orders = metadata.orders
-        self._all_serve = all(order.duty is Duty.SERVE for order in metadata.orders)
+        self._all_serve = {order.duty for order in metadata.orders} <= {Duty.SERVE}
         for index, request_ids in metadata.unknown_requests.items():
             self._unknown_requests[index] = set(request_ids)
         for child, order in zip(self._children, metadata.orders, strict=False):

@@ -163,7 +163,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._start_stores()
 
     def _is_wanted(self, object_id: ObjectId) -> bool:
-        return not self._manager.has_or_awaits(object_id) and self._manager.should_store(object_id)
+        return not self._manager.has_or_awaits(object_id) and not self._manager.unwanted([object_id])
 
     def _start_stores(self) -> None:
         """As many as there is staging memory and room on the disk for. The rows of the others stay lent."""

@@ -83,6 +83,10 @@ class Geometry:
     _splittable: frozenset[int] = field(init=False, repr=False, compare=False)
     _sizes: dict[int, int] = field(init=False, repr=False, compare=False)
     _bytes: dict[int, int] = field(init=False, repr=False, compare=False)
+    state_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of all recurrent states after one boundary: what a snapshot holds beside its tail."""
+    _tail_bytes: int = field(init=False, repr=False, compare=False)
+    """Of one token of a snapshot's tail: in every group that is cut."""
 
     def __post_init__(self) -> None:
         attention = tuple(group for group in self.groups if group.is_attention)
@@ -100,6 +104,8 @@ class Geometry:
         cut_bytes = {group.group_id: self.chunk_size * group.token_bytes for group in splittable}
         self._derive("_bytes", {group.group_id: group.page_bytes for group in attention} | cut_bytes)
         self._derive("restore_unit", self._restore_unit())
+        self._derive("state_bytes", sum(group.page_bytes for group in self.recurrent))
+        self._derive("_tail_bytes", sum(group.token_bytes for group in splittable))
 
     def _derive(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -152,11 +158,6 @@ class Geometry:
         return sum(self.chunk_bytes(group) / self.chunk_size_of(group) for group in self.attention)
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of all recurrent states after one boundary: what a snapshot holds beside its tail."""
-        return sum(group.page_bytes for group in self.recurrent)
-
-    @property
     def smallest_object_bytes(self) -> int:
         """Bytes of the smallest chunk, or of a snapshot in a model without attention."""
         return min(map(self.chunk_bytes, self.attention), default=self.max_snapshot_bytes)
@@ -168,21 +169,16 @@ class Geometry:
 
     def tail_tokens(self, boundary: int) -> int:
         """Tokens between the last chunk end and ``boundary`` in every splittable group: what a snapshot adds."""
-        return boundary % self.chunk_size if any(map(self.is_splittable, self.attention)) else 0
+        return boundary % self.chunk_size if self._splittable else 0
 
     def snapshot_bytes(self, boundary: int) -> int:
         """Bytes of the snapshot of ``boundary``: all states, and the tail of every splittable attention group."""
-        return self._snapshot_bytes(self.tail_tokens(boundary))
+        return self.state_bytes + self.tail_tokens(boundary) * self._tail_bytes
 
     @property
     def max_snapshot_bytes(self) -> int:
         """Bytes of the largest snapshot that any boundary can have."""
-        splittable = any(map(self.is_splittable, self.attention))
-        return self._snapshot_bytes(self.chunk_size - math.gcd(self.chunk_size, self.restore_unit) if splittable else 0)
-
-    def _snapshot_bytes(self, tail_tokens: int) -> int:
-        tails = sum(group.token_bytes for group in self.attention if self.is_splittable(group))
-        return self.state_bytes + tail_tokens * tails
+        return self.state_bytes + (self.chunk_size - math.gcd(self.chunk_size, self.restore_unit)) * self._tail_bytes
 
     def is_restore_point(self, boundary: int) -> bool:
         """Whether a request could ever be restored at ``boundary``, and so whether a snapshot of it has any use."""

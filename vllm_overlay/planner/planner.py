@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What to load for a prompt, what to store of it, and under which names. The same code serves and is simulated."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -118,7 +119,7 @@ class HybridOffloadPlanner:
         """The snapshot of ``boundary``. Ask ``geometry.is_restore_point`` first: raises ValueError when it is none."""
         if not self.geometry.is_restore_point(boundary):
             raise ValueError(f"boundary {boundary} is not a multiple of the restore unit {self.geometry.restore_unit}")
-        parents = (parent for group in self.geometry.full for parent in self._last_chunk(keys, group, boundary))
+        parents = [parent for group in self.geometry.full for parent in self._last_chunk(keys, group, boundary)]
         return PlannedObject(
             object_id=self.geometry.snapshot_id(keys, boundary),
             parents=tuple(parents),
@@ -179,7 +180,7 @@ class HybridOffloadPlanner:
         full = [
             chunk for group in self.geometry.full for chunk in self._complete(keys, group, cursors, computed_tokens)
         ]
-        full.sort(key=lambda chunk: chunk.end_tokens)
+        full.sort(key=operator.attrgetter("end_tokens"))
         windows = [
             chunk for group in self.geometry.windows for chunk in self._complete(keys, group, cursors, computed_tokens)
         ]

@@ -8,7 +8,8 @@ a ticket or of the handshake. Everybody else passes a part on without looking at
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -87,9 +88,9 @@ class TierManager(ABC):
         has = self.has_or_awaits
         return sum(1 for _ in itertools.takewhile(has, object_ids))
 
-    def should_store(self, object_id: ObjectId) -> bool:
-        """Whether to store an object that could be stored now. Called once for each request that could."""
-        return True
+    def unwanted(self, object_ids: Sequence[ObjectId]) -> Collection[ObjectId]:
+        """Which of these not to store, though they could be stored now. Called once for each request that could."""
+        return ()
 
     @abstractmethod
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
@@ -226,9 +227,28 @@ class TierWorker(ABC):
     def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
         """A buffer to fill, or None when there is no staging room (the store is dropped)."""
 
+    def begin_stores(self, tickets: Sequence[StoreTicket]) -> Sequence[HostBuffer | None]:
+        """As ``begin_store`` for each, of one step. When it raises, no buffer is handed out."""
+        buffers: list[HostBuffer | None] = []
+        try:
+            for ticket in tickets:
+                buffers.append(self.begin_store(ticket))
+        except BaseException:
+            for ticket, buffer in zip(tickets, buffers, strict=False):
+                if buffer is not None:
+                    self.cancel_store(ticket, buffer)
+            raise
+        return buffers
+
     @abstractmethod
     def submit_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
         """The buffer is full: keep it. The result comes from a later ``poll``."""
+
+    def submit_stores(self, left: deque[tuple[StoreTicket, HostBuffer]]) -> None:
+        """As ``submit_store`` for each. Takes each out of ``left`` once that has worked."""
+        while left:
+            self.submit_store(*left[0])
+            left.popleft()
 
     @abstractmethod
     def cancel_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:

@@ -7,7 +7,8 @@ The tier's part of a ticket is the object's units, as a tuple of integers.
 import itertools
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -112,32 +113,27 @@ class CpuTierManager(TierManager):
         return self.index.has_or_awaits(object_id)
 
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
-        if not self.index.may_reserve(planned):
-            return None
-        units = self._take_units(units_needed(planned.num_bytes, self._unit_bytes), keep=planned.parents)
-        if units is None:
-            return None
-        return self._reserve(planned, units)
+        return self.reserve_all([planned])[0]
 
     def reserve_all(self, planned: Sequence[PlannedObject]) -> list[StoreTicket | None]:
         """Makes room once. Where that is not enough for all of them it goes on one by one."""
         new, keep = self.index.reservable(planned)
-        counts = [units_needed(item.num_bytes, self._unit_bytes) for item in new]
+        counts = [-(-item.num_bytes // self._unit_bytes) for item in new]
         units = self._take_units(sum(counts), keep)
         if units is None:
-            return super().reserve_all(planned)
-        tickets: dict[ObjectId, StoreTicket] = {}
-        end = 0
+            return super().reserve_all(planned) if len(planned) > 1 else [None]
+        rows = [units[end - count : end] for end, count in zip(itertools.accumulate(counts), counts, strict=True)]
+        tickets = list(itertools.islice(self._tickets, len(new)))
         try:
-            for item, count in zip(new, counts, strict=True):
-                tickets[item.object_id] = self._reserve(item, units[end : end + count])
-                end += count
+            self.index.reserve_all(new, tickets, rows, [count * self._unit_bytes for count in counts])
         except BaseException:
-            for ticket in tickets.values():
-                self.abort(ticket.ticket)
-            self._units.free(units[end:])
+            self._units.free(units)
             raise
-        return [tickets.get(item.object_id) for item in planned]
+        given = {
+            item.object_id: StoreTicket(ticket, item, part)
+            for item, ticket, part in zip(new, tickets, rows, strict=True)
+        }
+        return [given.get(item.object_id) for item in planned]
 
     def _take_units(self, count: int, keep: Sequence[ObjectId]) -> tuple[int, ...] | None:
         """So many units, for which others may go, but none of ``keep``; None when there are fewer."""
@@ -145,12 +141,6 @@ class CpuTierManager(TierManager):
         self._evicted += len(evicted)
         self._reclaim(evicted)
         return self._units.allocate(count)
-
-    def _reserve(self, planned: PlannedObject, units: tuple[int, ...]) -> StoreTicket:
-        ticket = next(self._tickets)
-        entry = self.index.reserve(planned, ticket, units, len(units) * self._unit_bytes)
-        assert entry is not None, f"{planned.object_id} was to be reserved"
-        return StoreTicket(ticket, planned, units)
 
     def commit(self, ticket: int) -> None:
         self._reclaim(self.index.commit(ticket).released)
@@ -179,9 +169,8 @@ class CpuTierManager(TierManager):
     def drop(self, object_id: ObjectId) -> None:
         self._reclaim(self.index.drop(object_id))
 
-    def _reclaim(self, released: Iterable[Entry]) -> None:
-        for entry in released:
-            self._units.free(entry.units)
+    def _reclaim(self, released: Sequence[Entry]) -> None:
+        self._units.free([unit for entry in reversed(released) for unit in entry.units])
 
     def usage(self) -> TierUsage:
         used_units = self._num_units - self._units.num_free
@@ -213,19 +202,27 @@ class CpuTierWorker(TierWorker):
         return (self._pool.array,)
 
     def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
-        self._tag(ticket.part, 0)
-        self._started[ticket.ticket] = time.perf_counter()
-        return self._pool.buffer(ticket.part, ticket.planned.num_bytes)
+        return self.begin_stores([ticket])[0]
+
+    def begin_stores(self, tickets: Sequence[StoreTicket]) -> Sequence[HostBuffer | None]:
+        now = time.perf_counter()
+        for ticket in tickets:
+            self._started[ticket.ticket] = now
+            for unit in ticket.part:
+                self._tags[unit] = 0
+        return [HostBuffer(self._pool.array, ticket.part, ticket.planned.num_bytes) for ticket in tickets]
 
     def submit_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
-        self._tag(buffer.units, ticket.ticket)
-        seconds = time.perf_counter() - self._started.pop(ticket.ticket)
-        self._stored.append(StoreResult(ticket.ticket, ticket.planned.num_bytes, seconds))
+        self.submit_stores(deque([(ticket, buffer)]))
 
-    def _tag(self, units: Sequence[int], ticket: int) -> None:
-        tags = self._tags
-        for unit in units:
-            tags[unit] = ticket
+    def submit_stores(self, left: deque[tuple[StoreTicket, HostBuffer]]) -> None:
+        now = time.perf_counter()
+        for ticket, buffer in left:
+            for unit in buffer.units:
+                self._tags[unit] = ticket.ticket
+            seconds = now - self._started.pop(ticket.ticket)
+            self._stored.append(StoreResult(ticket.ticket, ticket.planned.num_bytes, seconds))
+        left.clear()
 
     def cancel_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
         self._started.pop(ticket.ticket, None)

@@ -44,6 +44,7 @@ class PrefixIndex:
     def __init__(self, capacity_bytes: int | None, policy: EvictionPolicy[Entry] | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self._policy = LeastRecentlyUsed[Entry]() if policy is None else policy
+        self._tells_removed = type(self._policy).removed is not EvictionPolicy.removed
         self._entries: dict[ObjectId, Entry] = {}
         self._in_flight: dict[int, Entry] = {}
         self._evicted = EvictedNames()
@@ -110,10 +111,16 @@ class PrefixIndex:
             if item.object_id in self._entries:
                 keep.append(item.object_id)
                 continue
-            others = [parent for parent in item.parents if parent not in found]
-            if not others or all(map(self.has_or_awaits, others)):
+            num_kept = len(keep)
+            for parent in item.parents:
+                if parent in found:
+                    continue
+                if not self.has_or_awaits(parent):
+                    del keep[num_kept:]
+                    break
+                keep.append(parent)
+            else:
                 found[item.object_id] = item
-                keep += others
         return list(found.values()), keep
 
     def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
@@ -145,13 +152,33 @@ class PrefixIndex:
         if ticket in self._in_flight:
             raise ValueError(f"ticket {ticket} is in flight already")
         num_bytes = planned.num_bytes if num_bytes is None else num_bytes
-        parents = self.parents_of(planned)
-        if parents is None or planned.object_id in self._entries or not self.fits(num_bytes):
+        if not self.may_reserve(planned) or not self.fits(num_bytes):
             return None
-        self._clock += 1
-        entry = self._insert(planned, parents, ticket, units, num_bytes)
-        self._in_flight[ticket] = entry
-        return entry
+        return self.reserve_all([planned], [ticket], [units], [num_bytes])[0]
+
+    def reserve_all(
+        self,
+        planned: Iterable[PlannedObject],
+        tickets: Iterable[int],
+        units: Iterable[tuple[int, ...]],
+        sizes: Iterable[int],
+    ) -> list[Entry]:
+        """As ``reserve`` for each, of what ``reservable`` has found, once there is room for all. Asks nothing again.
+
+        When it raises, nothing is reserved.
+        """
+        reserved: list[Entry] = []
+        try:
+            for item, ticket, rows, num_bytes in zip(planned, tickets, units, sizes, strict=True):
+                self._clock += 1
+                parents = tuple(map(self._entries.__getitem__, item.parents))
+                entry = self._in_flight[ticket] = self._insert(item, parents, ticket, rows, num_bytes)
+                reserved.append(entry)
+        except BaseException:
+            for entry in reversed(reserved):
+                self.abort(entry.ticket)
+            raise
+        return reserved
 
     def commit(self, ticket: int) -> Commit:
         """Every rank has stored the object. It is visible once its parents are, and others on top of it may become so
@@ -250,7 +277,7 @@ class PrefixIndex:
 
     def unpin(self, object_ids: Iterable[ObjectId]) -> list[Entry]:
         """Undoes one ``pin``. Returns the released entries: those dropped meanwhile which nothing else holds."""
-        pinned = (entry for object_id in object_ids if (entry := self._entries.get(object_id)) is not None)
+        pinned = [entry for object_id in object_ids if (entry := self._entries.get(object_id)) is not None]
         return [entry for entry in pinned if entry.pins and self._let_go(entry)]
 
     def touch(self, object_ids: Iterable[ObjectId]) -> None:
@@ -293,9 +320,13 @@ class PrefixIndex:
         released = []
         kept = self._hold_visible(keep)
         room = self.capacity_bytes - num_bytes
-        while self._used_bytes > room and (leaf := self._evict_leaf()) is not None:
+        while self._used_bytes > room and (leaf := self._policy.pop()) is not None:
+            leaf.state = DROPPED
+            self._detach(leaf, was_visible=True)
+            del self._entries[leaf.object_id]
+            self._used_bytes -= leaf.num_bytes
             released.append(leaf)
-        self._evicted.add(entry.object_id for entry in released)
+        self._evicted.add([entry.object_id for entry in released])
         for entry in kept:
             self._let_go(entry)
         return released
@@ -305,14 +336,6 @@ class PrefixIndex:
         for entry in entries:
             self._hold(entry)
         return entries
-
-    def _evict_leaf(self) -> Entry | None:
-        leaf = self._policy.pop()
-        if leaf is None:
-            return None
-        leaf.state = DROPPED
-        self._detach(leaf, was_visible=True)
-        return self._release(leaf)
 
     # How it is done. No recursion anywhere: chains are as deep as prompts are long.
 
@@ -324,9 +347,9 @@ class PrefixIndex:
         self._entries[object_id] = entry
         self._used_bytes += num_bytes
         for parent in parents:
-            parent.children[entry] = None
-            if parent.state is COMMITTED:
+            if not parent.children and parent.state is COMMITTED:
                 self._policy.discard(parent)
+            parent.children[entry] = None
             if parent.object_id.tag == object_id.tag:
                 entry.jump = parent if parent.num_snapshots else parent.jump
         return entry
@@ -336,25 +359,25 @@ class PrefixIndex:
         visible: list[Entry] = []
         waiting = list(stored)
         for entry in waiting:
-            if entry.state is STORED and self._is_reachable(entry):
+            if entry.state is not STORED:
+                continue
+            for parent in entry.parents:
+                if parent.state is not COMMITTED:
+                    break
+            else:
                 entry.state = COMMITTED
                 visible.append(entry)
-                self._policy.stored(entry)
-                if entry.children:
-                    waiting.extend(entry.children)
-                else:
+                waiting.extend(entry.children)
+        try:
+            self._policy.stored(visible)
+        finally:
+            for entry in visible:
+                if not entry.children:
                     self._offer(entry)
                 if entry.object_id.tag == SNAPSHOT_TAG:
                     for parent in entry.parents:
                         self._count_snapshot(parent)
         return visible
-
-    @staticmethod
-    def _is_reachable(entry: Entry) -> bool:
-        for parent in entry.parents:  # noqa: SIM110  (a generator takes longer)
-            if parent.state is not COMMITTED:
-                return False
-        return True
 
     def _count_snapshot(self, chunk: Entry) -> None:
         """A snapshot below ``chunk`` is visible. The first one of a chunk stops the jumps of the chunks below it here.
@@ -393,14 +416,14 @@ class PrefixIndex:
 
     def _detach(self, entry: Entry, was_visible: bool) -> None:
         """Takes a dropped entry off its parents. What was on top of it is off already, and it is offered no more."""
-        if was_visible:
+        if was_visible and self._tells_removed:
             self._policy.removed(entry)
         counted = was_visible and entry.object_id.tag == SNAPSHOT_TAG
         for parent in entry.parents:
             parent.children.pop(entry, None)
             parent.num_snapshots -= counted
-            if not parent.children:
-                self._offer(parent)
+            if not parent.children and parent.state is COMMITTED and not parent.pins:  # as ``_offer``
+                self._policy.add(parent, parent.last_use, parent.end_tokens)
         entry.parents, entry.jump = (), None
 
     def _release(self, entry: Entry) -> Entry:
@@ -409,8 +432,9 @@ class PrefixIndex:
         return entry
 
     def _hold(self, entry: Entry) -> None:
+        if not entry.pins and not entry.children:
+            self._policy.discard(entry)
         entry.pins += 1
-        self._policy.discard(entry)
 
     def _let_go(self, entry: Entry) -> bool:
         """Takes one pin off; True when that released the entry."""
@@ -418,7 +442,8 @@ class PrefixIndex:
         if entry.state is DROPPED and not entry.pins:
             self._release(entry)
             return True
-        self._offer(entry)
+        if not entry.children:
+            self._offer(entry)
         return False
 
     def _offer(self, entry: Entry) -> None:

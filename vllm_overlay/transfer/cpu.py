@@ -275,9 +275,12 @@ def _plan(
     run: _Run | None = None
     for placement, buffer in zip(placements, buffers, strict=True):
         is_chunk = not placement.pages and len(placement.spans) == 1 and len(buffer.units) == 1
-        if run is not None and is_chunk and _continues(run, placement.spans[0], buffer):
-            run.units.append(buffer.units[0])
-            continue
+        if is_chunk and run is not None:
+            (group_id, block_id, offset, num_tokens), first = placement.spans[0], run.span
+            is_same = (group_id, block_id, num_tokens) == (first.group_id, first.block_id, first.num_tokens)
+            if is_same and offset == first.offset + len(run.units) * num_tokens and buffer.array is run.array:
+                run.units.append(buffer.units[0])
+                continue
         if run is not None:
             yield run
             run = None
@@ -287,12 +290,3 @@ def _plan(
             yield placement, buffer
     if run is not None:
         yield run
-
-
-def _continues(run: _Run, span: Span, buffer: HostBuffer) -> bool:
-    first = run.span
-    return (
-        span.offset == first.offset + len(run.units) * first.num_tokens
-        and (span.block_id, span.group_id, span.num_tokens) == (first.block_id, first.group_id, first.num_tokens)
-        and buffer.array is run.array
-    )

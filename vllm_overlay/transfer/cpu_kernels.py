@@ -34,7 +34,7 @@ _BYTE_POINTER = ir.IntType(8).as_pointer()
 
 def can_transpose(head_size: int, *tokens: int) -> bool:
     """Whether the transposing kernels take heads of this many elements and these offsets and numbers of tokens."""
-    return head_size % _LINE_ELEMENTS == 0 and all(n % TILE == 0 for n in tokens)
+    return head_size % _LINE_ELEMENTS == 0 and not any(map(TILE.__rmod__, tokens))
 
 
 def can_copy_rows(row_bytes: int) -> bool:

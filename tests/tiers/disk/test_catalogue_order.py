@@ -41,12 +41,13 @@ class Mirrored(CatalogueOrder):
         super().__init__(moment, ranks=True)
         self.engine, self.clock = engine, moment.clock
 
-    def stored(self, item: Entry) -> None:
-        super().stored(item)
-        parents = tuple(parent.object_id for parent in item.parents)
-        planned = NAMESPACE.stored(PlannedObject(item.object_id, parents, 0, item.end_tokens, item.num_bytes))
-        file = File(self.engine.name, item.ticket)
-        self.engine.store(StoredObject(MODEL.fingerprint, planned, file, 1, item.num_bytes, int(self.clock())))
+    def stored(self, items: Sequence[Entry]) -> None:
+        super().stored(items)
+        for item in items:
+            parents = tuple(parent.object_id for parent in item.parents)
+            planned = NAMESPACE.stored(PlannedObject(item.object_id, parents, 0, item.end_tokens, item.num_bytes))
+            file = File(self.engine.name, item.ticket)
+            self.engine.store(StoredObject(MODEL.fingerprint, planned, file, 1, item.num_bytes, int(self.clock())))
 
     def used(self, items: Sequence[Entry]) -> None:
         super().used(items)

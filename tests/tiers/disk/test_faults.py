@@ -187,7 +187,7 @@ def test_an_object_is_wanted_at_its_nth_use(monkeypatch):
 def test_the_setting_reaches_the_tier(tmp_path):
     with tier_pair(tmp_path / "root", store_on_nth_use=2) as made:
         wanted = chain("p", 1)[0].object_id
-        assert [made.tier.should_store(wanted) for _ in range(3)] == [False, True, True]
+        assert [made.tier.unwanted([wanted]) for _ in range(3)] == [[wanted], [], []]
 
 
 # Real faults and those of network file systems.

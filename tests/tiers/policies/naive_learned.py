@@ -82,10 +82,11 @@ class NaiveLearned(EvictionPolicy[Entry]):
 
     # What happens.
 
-    def stored(self, item: Entry) -> None:
-        if item.object_id.is_snapshot:
-            self.snapshot_stored(item)
-            return
+    def stored(self, items: Sequence[Entry]) -> None:
+        for item in items:
+            self.snapshot_stored(item) if item.object_id.is_snapshot else self.chunk_stored(item)
+
+    def chunk_stored(self, item: Entry) -> None:
         above = chunk_above(item)
         self.unfinished[item] = self.unfinished.get(above, self.clock()) if above else self.clock()
         if above is self.next_victim:

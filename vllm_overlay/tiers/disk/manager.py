@@ -5,7 +5,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from vllm_overlay.config import ConfigError, parse_bytes
 from vllm_overlay.planner.coverage import HitSource
@@ -199,8 +199,8 @@ class DiskTierManager(TierManager):
 
     # Stores.
 
-    def should_store(self, object_id: ObjectId) -> bool:
-        return self._uses.is_due(object_id)
+    def unwanted(self, object_ids: Sequence[ObjectId]) -> Collection[ObjectId]:
+        return [object_id for object_id in object_ids if not self._uses.is_due(object_id)]
 
     def reserve(self, planned: PlannedObject) -> StoreTicket | None:
         served = self._served

@@ -38,8 +38,8 @@ class EvictionPolicy(ABC, Generic[T]):
     def serve(self, geometry: Geometry) -> None:
         """Which model's objects will come. Called once, before anything is stored, by who makes the policy."""
 
-    def stored(self, item: T) -> None:
-        """``item`` is visible from now on, and all that it hangs on. Called before it is added."""
+    def stored(self, items: Sequence[T]) -> None:
+        """These are visible from now on, each after what it hangs on. Called before they are added."""
 
     def used(self, items: Sequence[T]) -> None:
         """One request goes on from these visible objects now: loaded from here, or marked (``PrefixIndex.touch``)."""

@@ -28,24 +28,31 @@ class GuardedPolicy(EvictionPolicy[T]):
     def serve(self, geometry: Geometry) -> None:
         self._tell("serve", geometry)
 
-    def stored(self, item: T) -> None:
-        self._tell("stored", item)
+    def stored(self, items: Sequence[T]) -> None:
+        self._tell("stored", items)
 
     def used(self, items: Sequence[T]) -> None:
         self._tell("used", items)
 
     def removed(self, item: T) -> None:
-        self._tell("removed", item)
+        try:
+            self._policy.removed(item)
+        except Exception as error:
+            self._fall_back(error)
 
     def add(self, item: T, last_use: int, end_tokens: int) -> None:
         self._offered[item] = last_use, end_tokens
-        self._tell("add", item, last_use, end_tokens)
+        try:
+            self._policy.add(item, last_use, end_tokens)
+        except Exception as error:
+            self._fall_back(error)
 
     def discard(self, item: T) -> None:
         self._offered.pop(item, None)
         self._tell("discard", item)
 
     def _tell(self, event: str, *args: object) -> None:
+        """``removed`` and ``add``, which come with each object that goes, do without."""
         try:
             getattr(self._policy, event)(*args)
         except Exception as error:

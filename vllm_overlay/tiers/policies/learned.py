@@ -74,12 +74,13 @@ class LearnedEviction(EvictionPolicy[Entry]):
 
     # What happens to objects.
 
-    def stored(self, item: Entry) -> None:
-        tag = item.object_id.tag
-        if tag == SNAPSHOT_TAG:
-            self._snapshot_stored(item)
-        elif tag[0] == "f":
-            self._chunk_stored(item)
+    def stored(self, items: Sequence[Entry]) -> None:
+        for item in items:
+            tag = item.object_id.tag
+            if tag == SNAPSHOT_TAG:
+                self._snapshot_stored(item)
+            elif tag[0] == "f":
+                self._chunk_stored(item)
 
     def used(self, items: Sequence[Entry]) -> None:
         self._describe_grown()
@@ -260,27 +261,23 @@ class LearnedEviction(EvictionPolicy[Entry]):
     # How restore points come and go.
 
     def _chunk_stored(self, chunk: Entry) -> None:
-        run = self._run_to_grow(chunk)
+        """It belongs to the run that ends above it, unless that one ends there for good."""
+        run = self._run_ending_at(chunk.parents[0]) if chunk.parents else None
+        if run is None or run.children or run.is_closed:
+            run = self._begin(chunk, run)
+        else:
+            chunk.unit = run
+            run.tail = chunk
+            run.num_bytes += chunk.num_bytes
+            if run.is_dead:
+                self._revive(run)
+                self._open(run)
         for point in run.points:
             point.boundary = chunk.end_tokens
             point.version = -1
         if self._victim is run:
             self._victim = None
         self._ghosts.pass_by(run, chunk.object_id.key)
-
-    def _run_to_grow(self, chunk: Entry) -> Run:
-        """The run that a new chunk belongs to, with it."""
-        above = runs.chunk_above(chunk)
-        run = None if above is None else self._run_ending_at(above)
-        if run is None or run.children or run.is_closed:
-            return self._begin(chunk, run)
-        chunk.unit = run
-        run.tail = chunk
-        run.num_bytes += chunk.num_bytes
-        if run.is_dead:
-            self._revive(run)
-            self._open(run)
-        return run
 
     def _begin(self, chunk: Entry, parent: Run | None) -> Run:
         if parent is not None:
@@ -441,11 +438,10 @@ class LearnedEviction(EvictionPolicy[Entry]):
         for point in run.points:
             if point.boundary == chunk.end_tokens:
                 self._ghosts.remember(point, chunk.object_id.key)
-        above = runs.chunk_above(chunk)
-        if above is not None and above.unit is run:
-            run.tail = above
-            return
-        self._forget(run)
+        if chunk.parents and chunk.parents[0].unit is run:
+            run.tail = chunk.parents[0]
+        else:
+            self._forget(run)
 
     def _forget(self, run: Run) -> None:
         """A run without chunks."""
