@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A HybridDiskTier over rows of its own, without an engine: jobs as vLLM's TieringOffloadingManager submits them."""
 
+import mmap
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from tests.waiting import until
 from vllm_overlay.offloading import tier as module
 from vllm_overlay.offloading.tier import HybridDiskTier
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
-from vllm_overlay.tiers.memory import PAGE_BYTES, HostPool
+from vllm_overlay.tiers.memory import PAGE_BYTES
 
 ROW_BYTES = 2 * PAGE_BYTES
 NUM_ROWS = 32
@@ -39,12 +40,12 @@ class LentRows:
     row_bytes = ROW_BYTES
 
     def __init__(self, root: str, **settings: Any) -> None:
-        self.rows = HostPool(NUM_ROWS, ROW_BYTES).array
-        self.view = memoryview(self.rows)
+        self.memory = mmap.mmap(-1, NUM_ROWS * ROW_BYTES)
+        self.rows = np.frombuffer(self.memory, dtype=np.uint8).reshape(NUM_ROWS, ROW_BYTES)
         config = SimpleNamespace(groups=(SimpleNamespace(tokens_per_block=64),) * 2)
         spec: Any = SimpleNamespace(config=config, blocks_per_chunk=1)
         given = {"root": root, "capacity_bytes": "8 MiB", "min_free_bytes": 0, **settings}
-        self.tier = HybridDiskTier(spec, self.view, "hybrid_disk", **given)
+        self.tier = HybridDiskTier(spec, memoryview(self.rows), "hybrid_disk", **given)
         self._num_jobs = 0
         self._is_shut_down = False
 
