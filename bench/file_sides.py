@@ -26,6 +26,8 @@ from vllm_overlay.tiers.disk.settings import DiskTierSettings
 STAGING_BYTES = 256 * MIB
 WRITE_THREADS, READ_THREADS = 2, 4
 _POLL_S = 0.0001
+_STEP_S = 0.001
+"""How often the tiers below vLLM's connector are asked, which an engine does once a step."""
 
 
 class Ours:
@@ -180,7 +182,7 @@ class Tier:
         submit(TransferJob(next(self._jobs), self._keys, rows, is_load, ReqContext("bench")))
         while not (found := list(self._tier.get_finished_jobs())):
             self._tier.on_schedule_end(ScheduleEndContext((), ()))
-            time.sleep(_POLL_S)
+            time.sleep(_STEP_S)
         if not found[0].success:
             raise RuntimeError(f"a job failed: {found}")
 

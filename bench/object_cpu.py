@@ -12,7 +12,7 @@ from vllm_overlay.tiers.disk.catalogue import File
 from vllm_overlay.tiers.disk.files.checksum import Integrity
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
-from vllm_overlay.tiers.disk.files.object_file import read_object, write_object
+from vllm_overlay.tiers.disk.files.object_file import read_object, seal, write_object
 from vllm_overlay.tiers.disk.files.writer import begin_life, path_of
 from vllm_overlay.tiers.memory import HostPool, unit_size, units_needed
 
@@ -45,6 +45,7 @@ def measure(root: Path, num_bytes: int, integrity: Integrity, direct: bool) -> O
         header = ObjectHeader(b"\xaa" * 32, object_id, (object_id,), 0, 64, num_bytes, 0, 1, file)
         identity = Identity(b"\xaa" * 32, object_id, file, 0, 1, num_bytes)
         start = time.thread_time()
+        header = header.sealed(seal(buffer, integrity))
         write_object(device, path, header, buffer, direct, integrity)
         between = time.thread_time()
         read_object(device, path, identity, buffer, direct, integrity)

@@ -16,7 +16,7 @@ from vllm_overlay.config import GIB
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Namespace, StoredObject
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import ObjectHeader, file_bytes
-from vllm_overlay.tiers.disk.files.object_file import write_object
+from vllm_overlay.tiers.disk.files.object_file import seal, write_object
 from vllm_overlay.tiers.disk.files.root import Root, choose_root
 from vllm_overlay.tiers.disk.files.writer import begin_life, path_of
 from vllm_overlay.tiers.disk.manager import DiskTierManager
@@ -37,6 +37,7 @@ def fill(settings: DiskTierSettings, num_objects: int) -> None:
         header = ObjectHeader(
             fingerprint, item.object_id, item.parents, item.start_tokens, item.end_tokens, item.num_bytes, 0, 1, file
         )
+        header = header.sealed(seal(buffer))
         write_object(device, path_of(root.path, file, 0), header, buffer, direct=False)
     life.end()
 

@@ -35,6 +35,9 @@ class NamedChild:
     MultiConnector's carry. The methods are called in every process, before an instance is built.
     """
 
+    reads_while_looking = False
+    """Whether an instance that answers a lookup with None may be reading what it will offer."""
+
     @classmethod
     @abstractmethod
     def child_name(cls, extra_config: Mapping[str, Any]) -> str | None:

@@ -84,6 +84,46 @@ def test_a_child_still_looking_that_could_win_is_waited_for_until_the_deadline()
     assert connector.get_num_new_matched_tokens(request(), 0) == (16, True)
 
 
+def reading(*answers, **settings):
+    """``answering``, where b is a child that may read while it looks. Computing is not measured yet."""
+    connector = answering(*answers, **settings)
+    connector.sub_connectors[1].reads_while_looking = True
+    return connector
+
+
+def finds_after(connector, seconds):
+    connector._scheduler._clock.now = 100.0 + seconds
+    return connector.get_num_new_matched_tokens(request(), 0)[0]
+
+
+def test_a_child_that_may_be_reading_is_waited_for_as_long_as_what_it_could_spare_takes_to_compute():
+    connector = reading(16, None, weights=[1.0, 0.5])
+    for _ in range(3):
+        connector._scheduler.choice.step_ended(1000, 4.0)
+    assert [finds_after(connector, seconds) for seconds in (0.0, 1.9, 2.1)] == [None, None, 16]
+
+
+def test_until_computing_is_measured_it_is_waited_for_as_long_as_a_load_may_take():
+    connector = reading(16, None, isolate_after_s=5.0)
+    assert [finds_after(connector, seconds) for seconds in (0.0, 4.9, 5.1)] == [None, None, 16]
+
+
+def test_what_it_could_spare_is_no_reason_to_wait_longer_than_for_a_load_or_shorter_than_for_others():
+    connector = reading(16, None, isolate_after_s=5.0, lookup_timeout_ms=2000)
+    for seconds, last in ((1000.0, 5.0), (0.001, 2.0)):
+        for _ in range(16):
+            connector._scheduler.choice.step_ended(1000, seconds)
+        assert [finds_after(connector, after) for after in (0.0, last - 0.1, last + 0.1)] == [None, None, 16]
+        admit(connector)
+
+
+def test_others_that_are_still_looking_are_not_waited_for_longer_beside_it():
+    connector = reading(16, None, None)
+    assert [finds_after(connector, seconds) for seconds in (0.0, 1.0)] == [None, None]
+    answers_it(connector.sub_connectors[1], 0)
+    assert finds_after(connector, 1.1) == 16
+
+
 def test_the_deadline_is_each_requests_own():
     connector = answering(16, None, lookup_timeout_ms=50)
     connector.get_num_new_matched_tokens(request("first"), 0)

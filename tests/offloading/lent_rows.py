@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A HybridDiskTier over rows of its own, without an engine: jobs as vLLM's TieringOffloadingManager submits them."""
 
+import mmap
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,8 @@ class LentRows:
     row_bytes = ROW_BYTES
 
     def __init__(self, root: str, **settings: Any) -> None:
-        self.rows = np.zeros((NUM_ROWS, ROW_BYTES), dtype=np.uint8)
+        self.memory = mmap.mmap(-1, NUM_ROWS * ROW_BYTES)
+        self.rows = np.frombuffer(self.memory, dtype=np.uint8).reshape(NUM_ROWS, ROW_BYTES)
         config = SimpleNamespace(groups=(SimpleNamespace(tokens_per_block=64),) * 2)
         spec: Any = SimpleNamespace(config=config, blocks_per_chunk=1)
         given = {"root": root, "capacity_bytes": "8 MiB", "min_free_bytes": 0, **settings}

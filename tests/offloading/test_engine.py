@@ -2,18 +2,19 @@
 """The disk tier behind vLLM's OffloadingConnector in real engines. Its copies are CUDA's, so a small worker of the
 tests does them on a CPU (``tests/multi_connector/third_party.py``)."""
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.binding import BINDING
-from tests.engine.client import Engine, cpu_child, multi, prompt
+from tests.engine.client import Engine, Output, cpu_child, multi, prompt
 from tests.engine.damage import flip
 from tests.engine.states import FLOAT32
+from tests.mounts import on_small_disk, why_not
 from tests.patches.trees import linked_originals
 from tests.python_path import python_path
-from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.engine
 
@@ -46,25 +47,33 @@ def forget(engine: Engine, *new_prompts: int) -> None:
     engine.reset_device_cache()
 
 
+def stored(made: Engine, tokens: list[int]) -> Output:
+    """What an engine computed, and restores in its own life too. It is shut down."""
+    with made as engine:
+        cold = engine.generate(tokens)
+        engine.wait_for_stores()
+        forget(engine, 2, 3)
+        assert_restored(engine, tokens, cold)
+        assert engine.metric("vllm:kv_offload_tiering_read_bytes") >= 4 * ROW_BYTES
+        assert engine.metric("vllm:kv_offload_tiering_promotion_job_failures") == 0
+    return cold
+
+
+def assert_restored(engine: Engine, tokens: list[int], cold: Output) -> None:
+    engine.wait_for_stores()  # and for what the catalogue has
+    restored = engine.generate(tokens)
+    assert restored.same_as(cold)
+    assert restored.num_cached_tokens >= 4 * BLOCK
+
+
 def test_a_prompt_is_restored_also_after_a_restart_and_a_flipped_bit_is_computed(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     root, tokens = tmp_path / "root", prompt(LENGTH, seed=1)
     arguments = {**FLOAT32.arguments, "kv_transfer_config": offloading(root)}
+    cold = stored(Engine(tiny_model, **arguments), tokens)
     with Engine(tiny_model, **arguments) as engine:
-        cold = engine.generate(tokens)
-        engine.wait_for_stores()
-        forget(engine, 2, 3)
-        restored = engine.generate(tokens)
-        assert restored.same_as(cold)
-        assert restored.num_cached_tokens >= 4 * BLOCK
-        assert engine.metric("vllm:kv_offload_tiering_read_bytes") >= 4 * ROW_BYTES
-        assert engine.metric("vllm:kv_offload_tiering_promotion_job_failures") == 0
-    with Engine(tiny_model, **arguments) as engine:
-        engine.wait_for_stores()  # and for what the catalogue has
-        restored = engine.generate(tokens)
-        assert restored.same_as(cold)
-        assert restored.num_cached_tokens >= 4 * BLOCK
+        assert_restored(engine, tokens, cold)
         forget(engine, 4, 5)
         flip(list(root.glob("*/*/*.r0")))
         damaged = engine.generate(tokens)
@@ -84,20 +93,54 @@ def test_a_prompt_is_restored_also_after_a_restart_and_a_flipped_bit_is_computed
 def test_two_ranks_are_one_row_and_come_back_after_a_restart(tiny_model: Path, tmp_path: Path) -> None:
     extra = {"tensor_parallel_size": 2, "kv_transfer_config": offloading(tmp_path / "root")}
     tokens = prompt(LENGTH, seed=1)
-    with Engine(tiny_model, BINDING, **FLOAT32.arguments, **extra) as engine:
-        cold = engine.generate(tokens)
-        engine.wait_for_stores()
-        forget(engine, 2, 3)
-        restored = engine.generate(tokens)
-        assert restored.same_as(cold)
-        assert restored.num_cached_tokens >= 4 * BLOCK
+    cold = stored(Engine(tiny_model, BINDING, **FLOAT32.arguments, **extra), tokens)
     assert list((tmp_path / "root").glob("*/*/*.r0"))
     assert not list((tmp_path / "root").glob("*/*/*.r1"))
     with Engine(tiny_model, BINDING, **FLOAT32.arguments, **extra) as engine:
-        engine.wait_for_stores()
-        restored = engine.generate(tokens)
-        assert restored.same_as(cold)
-        assert restored.num_cached_tokens >= 4 * BLOCK
+        assert_restored(engine, tokens, cold)
+
+
+@pytest.mark.faults
+def test_one_flipped_bit_in_a_file_of_each_of_35_prompts_gives_35_equal_answers(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    root, source = tmp_path / "root", random.Random(1)
+    prompts = [prompt(BLOCK + 20, seed) for seed in range(45)]  # the last ones are still in vLLM's CPU tier
+    cold, files = [], set[Path]()
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=offloading(root)) as engine:
+        for tokens in prompts:
+            cold.append(engine.generate(tokens))
+            engine.wait_for_stores()
+            found = set(root.glob("*/*/*.r0"))
+            if len(cold) <= 35:
+                flip([source.choice(sorted(found - files))])
+            files = found
+        engine.reset_device_cache()
+        for tokens, answer in zip(prompts[:35], cold, strict=False):
+            damaged = engine.generate(tokens)
+            assert damaged.same_as(answer)
+            assert damaged.num_cached_tokens == 0
+            engine.wait_for_stores()
+        assert engine.metric("vllm:hybrid_offload_failed_loads", connector="hybrid_disk", reason="checksum") == 35
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(bool(why_not()), reason=f"no small file system can be mounted: {why_not()}")
+def test_a_full_disk_costs_stores_and_no_answer(tiny_model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir(mode=0o700)
+    arguments = {**FLOAT32.arguments, "kv_transfer_config": offloading(root, min_free_bytes=0)}
+    prompts = [prompt(LENGTH, seed) for seed in range(1, 6)]  # 11 rows each, of which the disk holds fewer than 28
+    with Engine(tiny_model, launcher=on_small_disk(root, "8m"), **arguments) as engine:
+        cold = []
+        for tokens in prompts:
+            cold.append(engine.generate(tokens))
+            engine.wait_for_stores()
+        assert engine.metric("vllm:hybrid_offload_dropped_stores", connector="hybrid_disk") > 0
+        for tokens, answer in zip(prompts, cold, strict=True):
+            engine.reset_device_cache()
+            assert engine.generate(tokens).same_as(answer)
+            engine.wait_for_stores()
 
 
 @pytest.mark.engines
@@ -107,14 +150,9 @@ def test_it_needs_no_patch(tiny_model: Path, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": python_path(tmp_path / "unpatched")}
     arguments = {**FLOAT32.arguments, "kv_transfer_config": offloading(tmp_path / "root")}
     tokens = prompt(LENGTH, seed=1)
+    cold = stored(Engine(tiny_model, environment, launcher=("env",), **arguments), tokens)
     with Engine(tiny_model, environment, launcher=("env",), **arguments) as engine:
-        cold = engine.generate(tokens)
-        engine.wait_for_stores()
-    with Engine(tiny_model, environment, launcher=("env",), **arguments) as engine:
-        engine.wait_for_stores()
-        restored = engine.generate(tokens)
-    assert restored.same_as(cold)
-    assert restored.num_cached_tokens >= 4 * BLOCK
+        assert_restored(engine, tokens, cold)
 
 
 @pytest.mark.engines
@@ -122,10 +160,8 @@ def test_it_serves_below_our_multi_connector_beside_a_tier_of_ours(tiny_model: P
     child = offloading(tmp_path / "root")
     child["kv_connector_extra_config"] |= {"name": "offloading", "load_weight": 10.0}
     small = cpu_child(capacity_bytes="4 MiB")  # so that it has forgotten the prompt
-    # It is still looking while it reads from the disk, which on a busy machine takes longer than the default's 50.
-    config = multi(child, small, lookup_timeout_ms=1000 * PATIENCE_S)
     tokens = prompt(LENGTH, seed=1)
-    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=config) as engine:
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=multi(child, small, lookup_timeout_ms=1)) as engine:
         cold = engine.generate(tokens)
         engine.wait_for_stores()
         forget(engine, 2, 3)

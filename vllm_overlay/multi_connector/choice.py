@@ -18,6 +18,7 @@ A request that loads takes one more step. So an offer of a measured child that s
 is worth that step less, which is never anything.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -64,6 +65,12 @@ class Choice:
             return tokens * self._weights[child]
         worth = tokens - self._measured[child].seconds(tokens, compute_s) / (compute_s * self._num_delayed)
         return worth if tokens * compute_s >= self._step_s else worth - self._step_s / compute_s
+
+    def spared_s(self, child: int, tokens: int) -> float:
+        """The seconds of computing that loading ``tokens`` > 0 from ``child`` spares; infinite until these are
+        measured."""
+        compute_s = self._prefill.seconds_per_token
+        return math.inf if compute_s is None else self.worth(child, tokens) * compute_s
 
     def decide(self, offers: Sequence[int | None], ceiling: int, may_wait: bool) -> Verdict:
         """As the function below, or a child that is tried instead."""

@@ -55,11 +55,15 @@ class Lookups:
         filters: Sequence[RequestFilter],
         choice: Choice,
         timeout_s: float,
+        load_timeout_s: float,
         has_recurrent_groups: bool,
     ) -> None:
-        """``timeout_s``: how long a request waits for children that are still looking."""
+        """``timeout_s``: how long a request waits for children that are still looking.
+
+        ``load_timeout_s``: the longest for one that may be reading meanwhile.
+        """
         self._children, self._control, self._filters, self._choice = children, control, filters, choice
-        self._timeout_s = timeout_s
+        self._timeout_s, self._load_timeout_s = timeout_s, load_timeout_s
         self._has_recurrent_groups = has_recurrent_groups
         self.by_request: dict[str, Lookup] = {}
         self._waiting_since: dict[str, float] = {}
@@ -79,8 +83,12 @@ class Lookups:
             replies.append(self._ask(child, request, num_computed_tokens, ceiling))
         request.shared_prefix_boundary = junction
 
-        offers = [reply.tokens for reply in replies]
-        verdict = self._choice.decide(offers, ceiling, may_wait=self._may_wait(request.request_id, offers, now))
+        waited_s = self._waited_s(request.request_id, replies, now)
+        offers = [
+            0 if reply.tokens is None and waited_s >= self._patience_s(child, ceiling) else reply.tokens
+            for child, reply in zip(self._children, replies, strict=True)
+        ]
+        verdict = self._choice.decide(offers, ceiling, may_wait=True)
         if verdict.wait:
             return None, False
         chosen = replies[verdict.chosen] if verdict.chosen is not None else Reply()
@@ -121,11 +129,21 @@ class Lookups:
             return Reason.ATTEMPTS
         return Reason.MIN_TOKENS if tokens is not None and tokens < settings.min_tokens else None
 
-    def _may_wait(self, request_id: str, offers: list[int | None], now: float) -> bool:
-        """Whether the deadline is still ahead. It runs from the request's first None until it is admitted."""
-        if None not in offers:
-            return True
-        return now - self._waiting_since.setdefault(request_id, now) < self._timeout_s
+    def _waited_s(self, request_id: str, replies: Iterable[Reply], now: float) -> float:
+        """Seconds since the request's first None, until it is admitted."""
+        if all(reply.tokens is not None for reply in replies):
+            return 0.0
+        return now - self._waiting_since.setdefault(request_id, now)
+
+    def _patience_s(self, child: Child, ceiling: int) -> float:
+        """How long a request waits while ``child`` is still looking.
+
+        For a read that may be under way it is what the best answer would spare. So in all it takes no longer than twice
+        what the best choice would have taken.
+        """
+        if not (ceiling and child.reads_while_looking):
+            return self._timeout_s
+        return max(self._timeout_s, min(self._choice.spared_s(child.index, ceiling), self._load_timeout_s))
 
     def chosen(self, request_id: str) -> Child | None:
         """The child that the latest lookup decided for."""

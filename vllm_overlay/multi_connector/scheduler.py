@@ -4,6 +4,7 @@
 Which child loads is in ``lookup.py``, which children are in service in ``lifecycle.py``.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -77,6 +78,7 @@ class SchedulerSide:
             self._filters,
             self.choice,
             timeout_s=settings.lookup_timeout_ms / 1000,
+            load_timeout_s=settings.isolate_after_s or math.inf,
             has_recurrent_groups=has_recurrent_groups,
         )
         self.supervisor = Supervisor(children, settings.retry_first_s, settings.retry_longest_s)

@@ -27,7 +27,9 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(
             description="Milliseconds that a request waits for children that are still looking, "
-            "if one of them could beat the ready offers.",
+            "if one of them could beat the ready offers. vLLM's OffloadingConnector with secondary tiers reads "
+            "meanwhile: it is waited for as long as computing what it could spare takes, and at most "
+            "`isolate_after_s`.",
             ge=0,
         ),
     ] = 50.0

@@ -41,6 +41,7 @@ class OffloadingConnector(vllms.OffloadingConnector, NamedChild):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         with _building(ServedEngine(vllm_config, kv_cache_config)):
             super().__init__(vllm_config, role, kv_cache_config)
+        self.reads_while_looking = bool(vllm_config.kv_transfer_config.kv_connector_extra_config.get("secondary_tiers"))
 
     @classmethod
     def child_name(cls, extra_config: Mapping[str, Any]) -> str | None:

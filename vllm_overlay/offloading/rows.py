@@ -1,35 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """The byte half of a secondary tier: between vLLM's rows in host memory and verified files."""
 
+import contextlib
+import ctypes
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from vllm_overlay.common.reasons import Reason
 from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.tiers.disk.files.checksum import Seal
+from vllm_overlay.tiers.disk.files.object_file import BadObject, seal
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
-from vllm_overlay.tiers.memory import Bytes, HostBuffer
+from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes, HostBuffer
 
 Fetched = tuple[str, int]
 """A load, and the position of one of its tickets."""
 
 
 class RowWorker(DiskTierWorker):
-    """A DiskTierWorker whose threads copy between its staging memory and rows that vLLM has lent.
+    """A DiskTierWorker whose objects are rows that vLLM has lent.
 
-    A row is lent until its store or fetch has ended, or ``take_back``. A thread that hangs in a system call holds
-    staging memory and never a row. So vLLM may use the row again, whatever the disk does.
+    A row is lent until its store or fetch has ended, or ``take_back``. vLLM may use the row again then, whatever the
+    disk does. So what is read goes through staging memory: a read that hangs may still write. What is written goes from
+    the row itself. A write that hangs only reads, and what it leaves is not committed, nor would it verify.
     """
 
-    def __init__(self, rows: Bytes, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, rows: memoryview, *args: Any, **kwargs: Any) -> None:
         """``rows``: (rows, bytes a row). The rest is DiskTierWorker's."""
         super().__init__(*args, **kwargs)
-        self._rows = rows
+        self._rows = _not_held(rows)
+        is_aligned = not (self._rows.ctypes.data % PAGE_BYTES or self._rows.shape[1] % PAGE_BYTES)
+        self._is_staged = bool(self._integrity.salt_bytes) or not is_aligned
+        """Stores too: they are encrypted in place, or O_DIRECT does not take the rows."""
+        self._staging.memory[:, ::PAGE_BYTES] = 0  # now, and not in the first load: the system has to find the pages
         self._lent = threading.Condition()
         self._row_of: dict[int | Fetched, int] = {}
         """By the ticket of a store, or by what a load fetches."""
-        self._num_copying = 0
+        self._num_touched = 0
 
     def lend(self, borrower: int | Fetched, row: int) -> None:
         """Before ``submit_store`` or ``begin_load``."""
@@ -37,41 +47,73 @@ class RowWorker(DiskTierWorker):
             self._row_of[borrower] = row
 
     def take_back(self, borrowers: Iterable[int | Fetched]) -> None:
-        """After this, nothing touches their rows. Waits for copies in memory alone."""
+        """After this, nothing changes their rows or rests on what they hold. Waits for work in memory alone."""
         with self._lent:
             for borrower in borrowers:
                 self._row_of.pop(borrower, None)
-            self._lent.wait_for(lambda: not self._num_copying)
+            self._lent.wait_for(lambda: not self._num_touched)
 
     def return_rows(self) -> None:
-        """After ``close``: vLLM frees the memory, which it cannot while somebody has a view of it."""
+        """After ``close``: vLLM unmaps the memory."""
         self.take_back(list(self._row_of))
         self._rows = self._rows[:0].copy()
 
-    def _copy(self, borrower: int | Fetched, buffer: HostBuffer, *, to_row: bool) -> bool:
-        """Whether the row was still lent, and is copied."""
+    def _was_lent(self, borrower: int | Fetched) -> bool:
+        """Until now. It is not any more."""
         with self._lent:
-            row = self._row_of.pop(borrower, None)
-            if row is None:
-                return False
-            self._num_copying += 1
+            return self._row_of.pop(borrower, None) is not None
+
+    @contextlib.contextmanager
+    def _row(self, borrower: int | Fetched) -> Iterator[Bytes | None]:
+        """The row, to be touched inside; None if it is not lent any more."""
+        with self._lent:
+            place = self._row_of.get(borrower)
+            self._num_touched += 1
         try:
-            self._copy_row(self._rows[row], buffer, to_row=to_row)
+            yield None if place is None else self._rows[place]
         finally:
             with self._lent:
-                self._num_copying -= 1
+                self._num_touched -= 1
                 self._lent.notify_all()
-        return True
 
-    def _copy_row(self, row: Bytes, buffer: HostBuffer, *, to_row: bool) -> None:
-        begin = 0
-        for segment in buffer.segments():
-            part = row[begin : begin + segment.size]
-            np.copyto(*((part, segment) if to_row else (segment, part)))
-            begin += segment.size
+    # Stores.
 
-    def fill(self, ticket: StoreTicket, buffer: HostBuffer) -> bool:
-        return self._copy(ticket.ticket, buffer, to_row=False)
+    def staged_bytes(self, ticket: StoreTicket) -> int:
+        return ticket.planned.num_bytes if self._is_staged else 0
 
-    def take(self, load_id: str, position: int, buffer: HostBuffer) -> bool:
-        return self._copy((load_id, position), buffer, to_row=True)
+    def sealed(self, ticket: StoreTicket, buffer: HostBuffer) -> tuple[HostBuffer, Seal] | None:
+        with self._row(ticket.ticket) as row:
+            if row is None:
+                return None
+            if self._is_staged:
+                begin = 0
+                for segment in buffer.segments():
+                    np.copyto(segment, row[begin : begin + segment.size])
+                    begin += segment.size
+            else:
+                buffer = HostBuffer(row[np.newaxis], (0,), row.size)
+            return buffer, seal(buffer, self._integrity)
+
+    def _try_to_write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
+        reason = super()._try_to_write(ticket, buffer)
+        return reason if self._was_lent(ticket.ticket) else Reason.NOT_REPORTED
+
+    # Loads.
+
+    def take(self, load_id: str, position: int, begin: int, part: memoryview) -> None:
+        with self._row((load_id, position)) as row:
+            if row is not None:
+                np.copyto(row[begin : begin + len(part)], part)
+
+    def _try_to_read(self, fetch: Any, buffer: HostBuffer) -> BadObject | None:
+        failure = super()._try_to_read(fetch, buffer)
+        if self._was_lent((fetch.load_id, fetch.position)) or failure is not None:
+            return failure
+        return BadObject(Reason.TIMEOUT, is_bad=False)
+
+
+def _not_held(rows: memoryview) -> Bytes:
+    """The same memory, which vLLM can unmap while a disk holds a thread of ours that has asked to write from it."""
+    found = np.frombuffer(rows, dtype=np.uint8)
+    memory = (ctypes.c_uint8 * found.size).from_address(found.ctypes.data)
+    return np.frombuffer(memory, dtype=np.uint8).reshape(-1, rows.strides[0])

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -44,6 +43,8 @@ if TYPE_CHECKING:
 
 ROOM_S = 1.0
 """How long a store waits for room, which an eviction may be making. vLLM does not offer it again."""
+_LARGEST_UNIT_BYTES = 4 << 20
+"""Of the staging memory: what is verified and copied at once, while the processor's caches have it."""
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 
@@ -92,8 +93,8 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     """See vLLM's ``SecondaryTierManager``. All calls come from the scheduler's thread, and none waits for the disk.
 
     An object is one row: one chunk of one KV cache group, all ranks together. It has no parents: what hangs together
-    vLLM knows. So what goes first is what was not used for longest. Rows are copied through the staging memory, so a
-    disk that hangs keeps no row: its job fails after ``load_timeout_s``.
+    vLLM knows. So what goes first is what was not used for longest. A disk that hangs keeps no row (``RowWorker``): its
+    job fails after ``load_timeout_s``.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -115,9 +116,8 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         root = Path(settings.root)
         self._row_bytes = self.block_size_bytes
         namespace = namespace_of(engine, offloading_spec.config, self._row_bytes, settings.namespace, root, facts)
-        rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(-1, self._row_bytes)
-        unit_bytes = min(-(-self._row_bytes // PAGE_BYTES) * PAGE_BYTES, 1 << 20)
-        self._worker = RowWorker(rows, settings, namespace, 0, 1, unit_bytes, self._row_bytes)
+        unit_bytes = min(-(-self._row_bytes // PAGE_BYTES) * PAGE_BYTES, _LARGEST_UNIT_BYTES)
+        self._worker = RowWorker(primary_kv_view, settings, namespace, 0, 1, unit_bytes, self._row_bytes)
         self._manager = DiskTierManager(settings, namespace, 1, self._row_bytes)
         self._timeout_s, self._shutdown_s = settings.load_timeout_s, settings.shutdown_timeout_s
         self._chunk_tokens = [

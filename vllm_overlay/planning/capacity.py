@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one tier holds of a model: tokens, snapshots, whole conversations."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_overlay.planner.geometry import Geometry, Group
+from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planning.question import EngineLayout
 from vllm_overlay.tiers.base import TierRoom, TierSpec
 
@@ -44,6 +45,35 @@ class TierCapacity:
     geometry: str
     """The line that the server will log."""
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        room: TierRoom,
+        chunks: Sequence[tuple[int, int]],
+        snapshot_bytes: int,
+        conversation: Conversation,
+        units: tuple[int, int],
+        geometry: str,
+    ) -> "TierCapacity":
+        """``chunks``: bytes in the tier and tokens, of each group with attention. ``units``: of chunk and restore."""
+        token_bytes = sum(num_bytes / tokens for num_bytes, tokens in chunks)
+        conversation_bytes = conversation.num_snapshots * snapshot_bytes
+        conversation_bytes += sum(conversation.num_tokens // tokens * num_bytes for num_bytes, tokens in chunks)
+        return cls(
+            name=name,
+            capacity_bytes=room.capacity_bytes,
+            chunk_tokens=units[0],
+            restore_unit_tokens=units[1],
+            token_bytes=token_bytes,
+            snapshot_bytes=snapshot_bytes,
+            num_tokens=int(room.capacity_bytes / token_bytes) if token_bytes else 0,
+            num_snapshots=room.capacity_bytes // snapshot_bytes if snapshot_bytes else 0,
+            conversation_bytes=conversation_bytes,
+            num_conversations=room.capacity_bytes // conversation_bytes if conversation_bytes else 0,
+            geometry=geometry,
+        )
+
 
 def geometry_of(layout: EngineLayout, match_unit: int, spec: TierSpec[Any]) -> Geometry:
     """How a tier cuts prompts. Raises the GeometryError that a start would."""
@@ -57,36 +87,15 @@ def tier_capacity(
     room = spec.room(geometry, world_size)
     if room is None:
         return None
-    token_bytes = sum(
-        _chunk_bytes(room, geometry, group) / geometry.chunk_size_of(group) for group in geometry.attention
+    return TierCapacity.of(
+        spec.settings.name,
+        room,
+        [
+            (room.object_bytes(geometry.chunk_bytes(group)), geometry.chunk_size_of(group))
+            for group in geometry.attention
+        ],
+        room.object_bytes(geometry.max_snapshot_bytes) if geometry.recurrent else 0,
+        conversation,
+        (geometry.chunk_size, geometry.restore_unit),
+        geometry.describe(),
     )
-    snapshot_bytes = room.object_bytes(geometry.max_snapshot_bytes) if geometry.recurrent else 0
-    conversation_bytes = _conversation_bytes(room, geometry, conversation)
-    return TierCapacity(
-        name=spec.settings.name,
-        capacity_bytes=room.capacity_bytes,
-        chunk_tokens=geometry.chunk_size,
-        restore_unit_tokens=geometry.restore_unit,
-        token_bytes=token_bytes,
-        snapshot_bytes=snapshot_bytes,
-        num_tokens=int(room.capacity_bytes / token_bytes) if token_bytes else 0,
-        num_snapshots=room.capacity_bytes // snapshot_bytes if snapshot_bytes else 0,
-        conversation_bytes=conversation_bytes,
-        num_conversations=room.capacity_bytes // conversation_bytes if conversation_bytes else 0,
-        geometry=geometry.describe(),
-    )
-
-
-def _chunk_bytes(room: TierRoom, geometry: Geometry, group: Group) -> int:
-    return room.object_bytes(geometry.chunk_bytes(group))
-
-
-def _conversation_bytes(room: TierRoom, geometry: Geometry, conversation: Conversation) -> int:
-    """Whole chunks of all attention, and the largest snapshot for each state that is kept."""
-    chunks = sum(
-        conversation.num_tokens // geometry.chunk_size_of(group) * _chunk_bytes(room, geometry, group)
-        for group in geometry.attention
-    )
-    if not geometry.recurrent:
-        return chunks
-    return chunks + conversation.num_snapshots * room.object_bytes(geometry.max_snapshot_bytes)

@@ -58,24 +58,15 @@ class Rows:
             "vLLM's cpu": TierRoom(cpu_bytes, lambda num_bytes: num_bytes),
             "hybrid_disk": room_of(disk.settings, self.num_bytes, 1),
         }
-        return tuple(self._capacity(name, room, conversation, restore_unit) for name, room in rooms.items())
-
-    def _capacity(self, name: str, room: TierRoom, conversation: Conversation, restore_unit: int) -> TierCapacity:
-        row, block = room.object_bytes(self.num_bytes), self.block_size
-        states = row * self.num_recurrent
-        chunks = conversation.num_tokens // block * row * self.num_attention
-        conversation_bytes = chunks + conversation.num_snapshots * states
-        token_bytes = row * self.num_attention / block
-        return TierCapacity(
-            name=name,
-            capacity_bytes=room.capacity_bytes,
-            chunk_tokens=block,
-            restore_unit_tokens=restore_unit,
-            token_bytes=token_bytes,
-            snapshot_bytes=states,
-            num_tokens=int(room.capacity_bytes / token_bytes) if token_bytes else 0,
-            num_snapshots=room.capacity_bytes // states if states else 0,
-            conversation_bytes=conversation_bytes,
-            num_conversations=room.capacity_bytes // conversation_bytes if conversation_bytes else 0,
-            geometry=f"rows of {self.num_bytes} bytes, one for each block of {block} tokens of a KV cache group",
+        return tuple(
+            TierCapacity.of(
+                name,
+                room,
+                [(row := room.object_bytes(self.num_bytes), self.block_size)] * self.num_attention,
+                row * self.num_recurrent,
+                conversation,
+                (self.block_size, restore_unit),
+                f"rows of {self.num_bytes} bytes, one for each block of {self.block_size} tokens of a KV cache group",
+            )
+            for name, room in rooms.items()
         )

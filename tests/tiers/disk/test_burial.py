@@ -23,7 +23,7 @@ from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Limits, Namespace
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import ObjectHeader
-from vllm_overlay.tiers.disk.files.object_file import write_object
+from vllm_overlay.tiers.disk.files.object_file import seal, write_object
 from vllm_overlay.tiers.disk.files.writer import (
     alive_path,
     begin_life,
@@ -76,6 +76,7 @@ def test_a_file_that_is_there_is_never_written_to(tmp_path):
     )
     pool = HostPool(3, 8192)
     buffer = pool.buffer((0, 1, 2), planned.num_bytes)
+    header = header.sealed(seal(buffer))
     write_object(Device(), str(path), header, buffer, direct=False)
     before = path.read_bytes()
     fill(buffer, content(planned, 1))

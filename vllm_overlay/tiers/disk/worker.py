@@ -16,11 +16,11 @@ from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.config import parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
-from vllm_overlay.tiers.disk.files.checksum import integrity_of
+from vllm_overlay.tiers.disk.files.checksum import Seal, integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.files.object_file import BadObject, read_object, write_object
+from vllm_overlay.tiers.disk.files.object_file import BadObject, read_object, seal, write_object
 from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 from vllm_overlay.tiers.disk.files.writer import Life, path_of, share_life
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
@@ -109,7 +109,11 @@ class DiskTierWorker(TierWorker):
         with self._lock:
             if self._is_closing or self._num_writing >= MAX_PENDING_STORES or ticket.planned.num_bytes < 1:
                 return None
-            return self._staging.for_store(ticket.planned.num_bytes)
+            return self._staging.for_store(self.staged_bytes(ticket))
+
+    def staged_bytes(self, ticket: StoreTicket) -> int:
+        """For subclasses: how much staging memory the store takes."""
+        return ticket.planned.num_bytes
 
     def submit_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
         with self._lock:
@@ -132,14 +136,12 @@ class DiskTierWorker(TierWorker):
             self._start_waiting()
             self._written.notify_all()
 
-    def fill(self, ticket: StoreTicket, buffer: HostBuffer) -> bool:
-        """For subclasses, in a write thread: put the object's bytes there now, and say whether they could be had."""
-        return True
+    def sealed(self, ticket: StoreTicket, buffer: HostBuffer) -> tuple[HostBuffer, Seal] | None:
+        """For subclasses, in a write thread: where the object's bytes are, and what proves them, or None."""
+        return buffer, seal(buffer, self._integrity)
 
     def _try_to_write(self, ticket: StoreTicket, buffer: HostBuffer) -> Reason | None:
         """The reason why not, or None."""
-        if not self.fill(ticket, buffer):
-            return Reason.NOT_REPORTED
         if self._is_closed or not self._write_breaker.allows():
             return Reason.CLOSED if self._is_closed else Reason.BREAKER
         reason = None
@@ -152,7 +154,11 @@ class DiskTierWorker(TierWorker):
                 bytes.fromhex(part.fingerprint), planned.object_id, planned.parents, planned.start_tokens,
                 planned.end_tokens, planned.num_bytes, self._rank, self._world_size, part.file, part.is_private,
             )  # fmt: skip
-            write_object(self._device, path, header, buffer, self._direct, self._integrity)
+            if (found := self.sealed(ticket, buffer)) is None:
+                reason = Reason.NOT_REPORTED
+            else:
+                there, proof = found
+                write_object(self._device, path, header.sealed(proof), there, self._direct, self._integrity)
         except SHUTDOWN:
             raise
         except OSError as error:
@@ -267,9 +273,8 @@ class DiskTierWorker(TierWorker):
             self._fetched += load.bad
             load.bad = []
 
-    def take(self, load_id: str, position: int, buffer: HostBuffer) -> bool:
-        """For subclasses, in a read thread: the object is there and verified. Says whether it is wanted still."""
-        return True
+    def take(self, load_id: str, position: int, begin: int, part: memoryview) -> None:
+        """For subclasses, in a read thread: see ``read_object``."""
 
     def _try_to_read(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
         """The reason why not, or None."""
@@ -279,8 +284,6 @@ class DiskTierWorker(TierWorker):
             return BadObject(Reason.BREAKER, is_bad=False)
         failure = self._read(fetch, buffer)
         self._read_breaker.report(failure is not None and failure.reason in _FAULTS)
-        if failure is None and not self.take(fetch.load_id, fetch.position, buffer):
-            return BadObject(Reason.TIMEOUT, is_bad=False)
         return failure
 
     def _read(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
@@ -290,7 +293,10 @@ class DiskTierWorker(TierWorker):
             stored_id = self._namespace.stored_id(ticket.object_id)
             fingerprint = bytes.fromhex(part.fingerprint)
             identity = Identity(fingerprint, stored_id, part.file, self._rank, self._world_size, ticket.num_bytes)
-            read_object(self._device, path, identity, buffer, self._direct, self._integrity, lambda: fetch.is_wanted)
+            read_object(
+                self._device, path, identity, buffer, self._direct, self._integrity, lambda: fetch.is_wanted,
+                partial(self.take, fetch.load_id, fetch.position),
+            )  # fmt: skip
         except BadObject as bad:
             if fetch.is_wanted:
                 _log.warning(bad.reason, "disk tier: an object was not loaded (%s): %s", bad.reason, path)

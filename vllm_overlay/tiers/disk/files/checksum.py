@@ -4,7 +4,7 @@
 import hmac
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -63,14 +63,14 @@ class Integrity(ABC):
         """The checksum of a header's bytes before its checksum."""
 
     @abstractmethod
-    def seal(self, segments: Sequence[memoryview]) -> Seal:
+    def seal(self, segments: Iterable[memoryview]) -> Seal:
         """What proves the payload in these segments. The call leaves them as they belong on the disk: perhaps
         encrypted."""
 
     @abstractmethod
-    def unseal(self, seal: Seal, segments: Sequence[memoryview]) -> bool:
-        """Whether the payload in these segments is the one that was sealed so. An encrypted one is decrypted in place.
-        Nothing of it may be used unless it is."""
+    def unseal(self, seal: Seal, segments: Iterable[memoryview]) -> bool:
+        """Whether the payload in these segments is the one that was sealed so. An encrypted one is decrypted in place,
+        each segment before the next one is asked for. Nothing of it may be used unless it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +83,13 @@ class PlainIntegrity(Integrity):
     def header_checksum(self, header: bytes) -> bytes:
         return xxhash.xxh3_128_digest(header)
 
-    def seal(self, segments: Sequence[memoryview]) -> Seal:
+    def seal(self, segments: Iterable[memoryview]) -> Seal:
         digest = xxhash.xxh3_128()
         for segment in segments:
             digest.update(segment)
         return Seal(digest.digest())
 
-    def unseal(self, seal: Seal, segments: Sequence[memoryview]) -> bool:
+    def unseal(self, seal: Seal, segments: Iterable[memoryview]) -> bool:
         return hmac.compare_digest(seal.checksum, self.seal(segments).checksum)
 
 
@@ -129,7 +129,7 @@ class EncryptedIntegrity(Integrity):
         derived = blake3(salt, key=self.encryption_key).digest(length=_KEY_BYTES + _NONCE_BYTES)
         return Cipher(AES256(derived[:_KEY_BYTES]), GCM(derived[_KEY_BYTES:]))
 
-    def seal(self, segments: Sequence[memoryview]) -> Seal:
+    def seal(self, segments: Iterable[memoryview]) -> Seal:
         salt = os.urandom(self.salt_bytes)
         encryptor = self._cipher(salt).encryptor()
         for segment in segments:
@@ -137,7 +137,7 @@ class EncryptedIntegrity(Integrity):
         encryptor.finalize()
         return Seal(encryptor.tag, salt)
 
-    def unseal(self, seal: Seal, segments: Sequence[memoryview]) -> bool:
+    def unseal(self, seal: Seal, segments: Iterable[memoryview]) -> bool:
         from cryptography.exceptions import InvalidTag
 
         decryptor = self._cipher(seal.salt).decryptor()

@@ -7,14 +7,14 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity, Seal
 from vllm_overlay.tiers.disk.files.device import Device, read_up_to, remove_quietly, write_all
 from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, FormatError, Identity, ObjectHeader, file_bytes
 from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes, HostBuffer
@@ -25,6 +25,8 @@ READ_ATTEMPTS = 3
 A stale handle or a path that fails over works by the second time. A bad sector fails each time and takes seconds, of
 which a load has ``load_timeout_s``.
 """
+PIECE_BYTES = 16 << 20
+"""What is read at once: other threads read while this one verifies it."""
 _T = TypeVar("_T")
 _own = threading.local()
 _OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -73,19 +75,22 @@ def _with_padding(buffer: HostBuffer, segments: list[memoryview]) -> tuple[list[
     return [*segments, padding.data], padding
 
 
+def seal(buffer: HostBuffer, integrity: Integrity = XXH3) -> Seal:
+    """Of an object's bytes. With an encryption key the buffer is encrypted in place, so it serves once."""
+    return integrity.seal(_views(buffer))
+
+
 def write_object(
     device: Device, path: str, header: ObjectHeader, buffer: HostBuffer, direct: bool, integrity: Integrity = XXH3
 ) -> None:
-    """Seal the header, and write the object to ``path``, where nothing was ever written.
+    """Write the object of a sealed header to ``path``, where nothing was ever written.
 
-    Called by a write thread. With an encryption key the buffer is encrypted in place, so it serves once. Raises
-    OSError, and no file is left then, as far as one can be removed.
+    Called by a write thread. Raises OSError, and no file is left then, as far as one can be removed.
     """
-    views = _views(buffer)
-    segments, padding = _with_padding(buffer, views)
+    segments, padding = _with_padding(buffer, _views(buffer))
     padding[:] = 0
     page, _ = _pages()
-    page[:] = header.sealed(integrity.seal(views)).encode(integrity)
+    page[:] = header.encode(integrity)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
     try:
         fd = device.open(path, flags)
@@ -117,15 +122,14 @@ def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lamb
     raise AssertionError
 
 
-def _read(device: Device, path: str, segments: list[memoryview], enough: int, flags: int = 0) -> int:
-    """How many bytes were read: as many as the file has, or at least ``enough``. Three calls, if all is well.
-
-    Raises OSError, and BadObject for what is no regular file. O_NONBLOCK: a pipe in its place must not hold the thread.
-    """
+@contextlib.contextmanager
+def _opened(device: Device, path: str, flags: int = 0) -> Iterator[int]:
+    """To be read. Raises OSError, and BadObject for what is no regular file. O_NONBLOCK: a pipe in its place must not
+    hold the thread."""
     try:
         fd = device.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
         try:
-            return read_up_to(device, fd, segments, enough)
+            yield fd
         finally:
             device.close(fd)
     except FileNotFoundError:
@@ -142,8 +146,9 @@ def read_header(device: Device, path: str, decode: Callable[[bytes], ObjectHeade
     page, _ = _pages()
 
     def read() -> os.stat_result:
-        if _read(device, path, [page], HEADER_BYTES) < HEADER_BYTES:
-            raise BadObject(Reason.SIZE)
+        with _opened(device, path) as fd:
+            if read_up_to(device, fd, [page], HEADER_BYTES) < HEADER_BYTES:
+                raise BadObject(Reason.SIZE)
         return device.lstat(path)
 
     found = _read_patiently(read)
@@ -168,27 +173,50 @@ def read_object(
     direct: bool,
     integrity: Integrity = XXH3,
     is_wanted: Callable[[], bool] = lambda: True,
+    take: Callable[[int, memoryview], None] = lambda begin, part: None,
 ) -> None:
     """Fill ``buffer`` with the object of ``identity``, decrypted, and verify every byte of its file.
 
     Called by a read thread. Raises BadObject, and the buffer's bytes mean nothing then. ``is_wanted`` is asked before a
-    failed read is tried again.
+    failed read is tried again. ``take`` gets each part of the payload, from byte ``begin`` on, while the processor has
+    it at hand: before the object is verified as a whole, and again when it is read again.
     """
     views = _views(buffer)
     segments, padding = _with_padding(buffer, views)
     page, behind = _pages()
-    flags = os.O_DIRECT if direct else 0
     num_bytes = file_bytes(identity.payload_bytes)
+    stride = max(1, PIECE_BYTES // buffer.array.shape[1])
+    pieces = [segments[first : first + stride] for first in range(0, len(segments), stride)]
+    pieces[0].insert(0, page)
+    pieces[-1].append(behind)
 
-    def read() -> None:
-        if _read(device, path, [page, *segments, behind], num_bytes, flags) != num_bytes:
+    def read_piece(fd: int, piece: list[memoryview], offset: int) -> int:
+        """Where the next one begins."""
+        wanted = min(offset + sum(map(len, piece)), num_bytes)
+        found = read_up_to(device, fd, piece, wanted, offset)
+        if found != wanted:
             if device.lstat(path).st_size == num_bytes:  # not read to its end: what is left may be right
                 raise OSError(errno.EIO, "the file ends before its size says")
             raise BadObject(Reason.SIZE)
+        return found
+
+    def payload(fd: int, offset: int) -> Iterator[memoryview]:
+        """Behind the first piece, which has been read."""
+        begin = 0
+        for place, view in enumerate(views):
+            if place and place % stride == 0:
+                offset = read_piece(fd, pieces[place // stride], offset)
+            yield view
+            take(begin, view)
+            begin += len(view)
+
+    def read() -> None:
+        with _opened(device, path, os.O_DIRECT if direct else 0) as fd:
+            offset = read_piece(fd, pieces[0], 0)
+            header = _decode(page, partial(ObjectHeader.decode, integrity=integrity))
+            if header.identity != identity:
+                raise BadObject(Reason.HEADER)
+            if not integrity.unseal(header.seal, payload(fd, offset)) or padding.any():
+                raise BadObject(Reason.CHECKSUM)
 
     _read_patiently(read, is_wanted)
-    header = _decode(page, partial(ObjectHeader.decode, integrity=integrity))
-    if header.identity != identity:
-        raise BadObject(Reason.HEADER)
-    if not integrity.unseal(header.seal, views) or padding.any():
-        raise BadObject(Reason.CHECKSUM)
