@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 KNOWN = "ORACLE_KNOWN"
-"""Variable: a JSON file of lists of tokens, each a prompt and its answer."""
+"""Variable: a JSON file of lists of tokens, each a prompt and its answer. It is read again when it was changed."""
 
 
 class Oracle:
@@ -26,9 +26,7 @@ class Oracle:
         self._num_drafts = vllm_config.speculative_config.num_speculative_tokens
         self._max_len = vllm_config.model_config.max_model_len
         self._vocab_size = vllm_config.model_config.get_vocab_size()
-        if path := os.environ.get(KNOWN):
-            with open(path) as file:
-                self.known = json.load(file)
+        self._changed_at = 0
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """It has none."""
@@ -40,6 +38,10 @@ class Oracle:
         token_ids_cpu: npt.NDArray[np.int32],
         slot_mappings: object = None,
     ) -> list[list[int]]:
+        if (path := os.environ.get(KNOWN)) and (changed_at := os.stat(path).st_mtime_ns) != self._changed_at:
+            self._changed_at = changed_at
+            with open(path) as file:
+                Oracle.known = json.load(file)
         return [
             self._drafts(token_ids_cpu[row, : num_tokens_no_spec[row]].tolist()) if sampled else []
             for row, sampled in enumerate(sampled_token_ids)

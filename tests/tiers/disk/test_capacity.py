@@ -314,10 +314,7 @@ def test_twenty_lives_of_a_moment_that_are_killed_cost_no_object(tmp_path):
     """What the dead held is there before anything is evicted for what a request may store."""
     root, capacity = tmp_path / "root", 128 * on_disk()
     with tier_pair(root, capacity_bytes=capacity) as made:
-        store_many(made, 60, lambda: None)
-    kill(start(SHORT_LIVES, root, capacity, 1))  # takes what one alone may hold
-    with tier_pair(root, capacity_bytes=capacity) as made:
-        made.recovered().settled()  # what that one evicted and left is unlinked
+        store_many(made, 41, lambda: None)  # three objects each: what is left of 128 is what one life may hold
     files = object_files(root)
     kill(start(SHORT_LIVES, root, capacity, 20))
     with tier_pair(root, capacity_bytes=capacity) as again:
