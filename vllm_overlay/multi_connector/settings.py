@@ -27,9 +27,8 @@ class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(
             description="Milliseconds that a request waits for children that are still looking, "
-            "if one of them could beat the ready offers. vLLM's OffloadingConnector with secondary tiers reads "
-            "meanwhile: it is waited for as long as computing what it could spare takes, and at most "
-            "`isolate_after_s`.",
+            "if one of them could beat the ready offers. For vLLM's OffloadingConnector with secondary tiers, which "
+            "reads meanwhile, it waits longer where that pays.",
             ge=0,
         ),
     ] = 50.0
