@@ -61,13 +61,16 @@ class Kills:
         storer = self._context.Process(target=store_for_ever, args=(self._root, life), daemon=True)
         storer.start()
         wanted = self._random.randrange(1, 12)
-        until(lambda: self._found(life, wanted), f"prompt {wanted} of life {life}")
+        until(lambda: len(self._all_found(life)) >= wanted, f"{wanted} prompts of life {life}")
         storer.kill()
         storer.join()
-        found = [(life, number) for number in range(wanted + 100) if self._found(life, number)]
-        assert len(found) > 0
+        found = self._all_found(life)
         self.check(self._reader, found)
         self.seen.update(found)
+
+    def _all_found(self, life: int) -> list[tuple[int, int]]:
+        """On a busy machine its first rows may wait longer for room than they can (``ROOM_S``), and are not stored."""
+        return [(life, number) for number in range(100) if self._found(life, number)]
 
     def _found(self, life: int, number: int) -> bool:
         return all(map(self._reader.has, keys(PROMPT_ROWS, f"{life} {number}")))

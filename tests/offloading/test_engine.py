@@ -126,7 +126,7 @@ def test_one_flipped_bit_in_a_file_of_each_of_35_prompts_gives_35_equal_answers(
 
 @pytest.mark.faults
 @pytest.mark.skipif(bool(why_not()), reason=f"no small file system can be mounted: {why_not()}")
-def test_a_full_disk_costs_stores_and_no_answer(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_full_disk_costs_hits_and_no_answer(tiny_model: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir(mode=0o700)
     arguments = {**FLOAT32.arguments, "kv_transfer_config": offloading(root, min_free_bytes=0)}
@@ -136,7 +136,8 @@ def test_a_full_disk_costs_stores_and_no_answer(tiny_model: Path, tmp_path: Path
         for tokens in prompts:
             cold.append(engine.generate(tokens))
             engine.wait_for_stores()
-        assert engine.metric("vllm:hybrid_offload_dropped_stores", connector="hybrid_disk") > 0
+        lost = ("dropped_stores", "evicted_objects")  # the latter where it makes room fast enough
+        assert sum(engine.metric(f"vllm:hybrid_offload_{name}", connector="hybrid_disk") for name in lost) > 0
         for tokens, answer in zip(prompts, cold, strict=True):
             engine.reset_device_cache()
             assert engine.generate(tokens).same_as(answer)
