@@ -68,14 +68,14 @@ def exit_status(outcomes: Sequence[Outcome]) -> int:
     return 3 if verdicts & {Verdict.REFUSED, Verdict.NOT_RUN} else 0
 
 
-def climb(name: str, model: Path, device: str, timeout_s: float) -> Outcome:
+def climb(name: str, model: Path, device: str, timeout_s: float, log_path: Path | None = None) -> Outcome:
     """One rung, in a process of its own. Kills it, and what it has started, after ``timeout_s``."""
     rung = RUNGS[name]
     if device == "cpu" and rung.why_not_cpu:
         return Outcome(name, Verdict.SKIPPED, 0.0, rung.why_not_cpu)
     command = [sys.executable, __file__, name, "--within", "--device", device, "--model", str(model)]
     started, is_late = time.monotonic(), False
-    with tempfile.TemporaryFile("w+") as log:
+    with log_path.open("w+") if log_path else tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             process.wait(timeout_s)
@@ -155,7 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget", type=float, default=math.inf, metavar="S", help="of all rungs together; default: none"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep what was found there, after each rung")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep what was found there, after each rung, and its log beside it"
+    )
     parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -175,6 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from tools.tiny_model import make_tiny_model
 
             model = make_tiny_model(Path(scratch) / "tiny")
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
         found = _read(arguments.json, device)
         for name in arguments.rungs or [name for name in RUNGS if name not in found]:
             print(f"{name}: {RUNGS[name].title}", flush=True)
@@ -182,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if left_s < LEAST_S:
                 print(f"    not run: {max(left_s, 0):.0f} s are left of --budget", flush=True)
                 continue
-            found[name] = outcome = climb(name, model, device, min(arguments.timeout, left_s))
+            log_path = arguments.json and arguments.json.with_name(f"{arguments.json.stem}-{name}.log")
+            found[name] = outcome = climb(name, model, device, min(arguments.timeout, left_s), log_path)
             print(f"    {outcome.verdict}, {outcome.seconds:.1f} s: {outcome.said}", flush=True)
             _write(arguments.json, device, found)
     wanted = arguments.rungs or list(RUNGS)

