@@ -79,13 +79,12 @@ class Engine:
         from vllm import LLM
 
         arguments.setdefault("async_scheduling", False)  # one cause less; the rung "asynchronous" asks for it
-        self._llm = LLM(
-            str(model),
-            max_model_len=8192,
-            enable_prefix_caching=True,
-            mamba_ssm_cache_dtype="float32",
-            **on(device, arguments),
-        )
+        common = {"max_model_len": 8192, "enable_prefix_caching": True, "mamba_ssm_cache_dtype": "float32"}
+        self._llm = LLM(str(model), **{**common, **on(device, arguments)})
+
+    def close(self) -> None:
+        """The tiers write what they have yet to write."""
+        self._llm.llm_engine.engine_core.shutdown()
 
     @property
     def block_size(self) -> int:
@@ -120,8 +119,8 @@ class Engine:
         while not self._llm.reset_prefix_cache():
             self._llm.llm_engine.step()
 
-    def zero_states(self) -> None:
-        """The snapshots in the CPU tier become zeros."""
+    def zero_states(self) -> str:
+        """The snapshots in the CPU tier become zeros; where there are none, all that it has. Says which."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         from vllm_overlay.planner.objects import SNAPSHOT_TAG
@@ -129,10 +128,9 @@ class Engine:
         entries = self.scheduler.connector.sub_connectors[0]._scheduler._tier.index._entries
         rows = get_kv_transfer_group().sub_connectors[0]._worker._tier._pool.array
         snapshots = [entry for entry in entries.values() if entry.object_id.tag == SNAPSHOT_TAG]
-        for entry in snapshots:
+        for entry in snapshots or entries.values():
             rows[list(entry.units)] = 0
-        if not snapshots:
-            raise AssertionError("the CPU tier has no snapshot")
+        return "zeros for states" if snapshots else "zeros for chunks"
 
     def zero_rows(self) -> None:
         """All that vLLM's own CPU tier has becomes zeros."""
@@ -204,11 +202,35 @@ def restored(model: Path, device: str, *, num_tokens: int = 0, **arguments: Any)
     """By our CUDA copies: cold, evicted, restored twice, and with zeros for states."""
     engine = Engine(model, device, kv_transfer_config=CONNECTOR, **arguments)
     # Two blocks are a multiple of the 64 tokens of the GDN kernels, also where one block is not.
-    hit = hit_twice(engine, prompt(num_tokens or 2 * engine.block_size + 20, seed=1), engine.evict)
+    num_tokens = num_tokens or max(2 * engine.block_size, 1280) + 20
+    hit = hit_twice(engine, prompt(num_tokens, seed=1), engine.evict)
     engine.evict()
-    engine.zero_states()
+    zeroed = engine.zero_states()
     (wrong,), _ = engine.answers([hit.tokens])
-    return f"{hit} (N = {engine.block_size}); {expect_other(hit, wrong, 'zeros for states')}"
+    return f"{hit} (N = {engine.block_size}); {expect_other(hit, wrong, zeroed)}"
+
+
+def of_family(name: str, **arguments: Any) -> Callable[[Path, str], str]:
+    """``restored`` with another model of the tests."""
+
+    def run(_: Path, device: str) -> str:
+        from tests.models import families
+
+        with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as scratch:
+            model = getattr(families, f"make_{name}")(Path(scratch) / name)
+            return restored(model, device, attention_backend="TRITON_ATTN", enforce_eager=True, **arguments)
+
+    return run
+
+
+def speculating(_: Path, device: str) -> str:
+    """With a module of multi-token prediction. Of each hit vLLM drops the last block."""
+    from tools.tiny_model import make_tiny_model
+
+    with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as scratch:
+        model = make_tiny_model(Path(scratch) / "mtp", has_draft_head=True)
+        drafts = {"method": "mtp", "num_speculative_tokens": 2}
+        return restored(model, device, num_tokens=3500, speculative_config=drafts, **CAREFUL)
 
 
 def offloading(root: Path, device: str, cpu_bytes: int = CPU_TIER_BYTES) -> dict[str, Any]:
@@ -344,12 +366,39 @@ def at_once(model: Path, device: str) -> str:
     first, _ = engine.answers(prompts)
     engine.evict()
     again, num_cached = engine.answers(prompts)
+    return compared(first, again, num_cached)
+
+
+def preempted(model: Path, device: str) -> str:
+    """A KV cache for a few of many requests, and a CPU tier that evicts: blocks change hands all the time."""
+    prompts = [prompt(1200, number % 5) + prompt(100 + 40 * number, 10 + number) for number in range(NUM_REQUESTS)]
+    arguments = {"async_scheduling": True, "max_num_seqs": 16, "kv_cache_memory_bytes": 16 << 20, **FLASH}
+    tier = {"tier": "cpu", "capacity_bytes": 16 << 20, "load_weight": 1.0}
+    children = {"connectors": [{**CPU_TIER, "kv_connector_extra_config": tier}]}
+    engine = Engine(model, device, kv_transfer_config={**CONNECTOR, "kv_connector_extra_config": children}, **arguments)
+    preempt, preemptions = engine.scheduler._preempt_request, []
+    engine.scheduler._preempt_request = lambda *request, **how: (
+        preemptions.append(request),
+        preempt(*request, **how),
+    )
+    first, _ = engine.answers(prompts, 200)
+    said = []
+    for _ in range(3):
+        engine.evict()
+        said.append(compared(first, *engine.answers(prompts, 200)))
+    if not preemptions:
+        raise AssertionError("no request was preempted")
+    return f"{len(preemptions)} preemptions; {'; '.join(said)}"
+
+
+def compared(first: list[Answer], again: list[Answer], num_cached: list[int]) -> str:
+    """Batches round, and near-ties fall otherwise."""
     if not any(num_cached):
         raise AssertionError("nothing was restored")
     same = sum(one[0] == other[0] for one, other in zip(first, again, strict=True))
-    if same < 0.8 * NUM_REQUESTS:  # batches round, and near-ties fall otherwise
-        raise AssertionError(f"only {same} of {NUM_REQUESTS} answers have the same tokens")
-    return f"{same} of {NUM_REQUESTS} answers have the same tokens, {sum(map(bool, num_cached))} were restored"
+    if same < 0.8 * len(first):
+        raise AssertionError(f"only {same} of {len(first)} answers have the same tokens")
+    return f"{same} of {len(first)} answers have the same tokens, {sum(map(bool, num_cached))} were restored"
 
 
 def unit_of_64(model: Path, device: str) -> str:
@@ -362,6 +411,16 @@ GRAPHS = {
     "enforce_eager": False,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "nemotron_h": {},
+    "falcon_h1": {},
+    "mamba2": {"block_size": 64},
+    "lfm2": {},
+    "gemma3": {},
+    "qwen3": {"block_size": 64},
+}
+"""Without a mixture of experts, whose kernels the bundle leaves out."""
 
 RUNGS = {
     "offloading": Rung("vLLM's OffloadingConnector over hybrid_disk: restored from the disk, flipped bits", from_disk),
@@ -397,5 +456,12 @@ RUNGS = {
         why_not_cpu="the CPU platform switches asynchronous scheduling off",
     ),
     "unit": Rung("our own copies, --block-size 1088 --prefix-match-unit 64", unit_of_64),
+    "preempted": Rung(
+        f"our own copies, {NUM_REQUESTS} requests at once in a KV cache for few, and a CPU tier that evicts",
+        preempted,
+        why_not_cpu="the CPU platform switches asynchronous scheduling off",
+    ),
+    "mtp": Rung("our own copies, with a module of multi-token prediction", speculating),
+    **{name: Rung(f"our own copies, {name}", of_family(name, **arguments)) for name, arguments in FAMILIES.items()},
 }
 """In the order of a ladder: what people with GPUs are to take comes first."""

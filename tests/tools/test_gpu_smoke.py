@@ -47,7 +47,7 @@ def test_what_a_file_has_is_not_run_again_and_a_spent_budget_leaves_it_there(
 ) -> None:
     climbed: list[str] = []
 
-    def climb_once(name: str, model: Path, device: str, timeout_s: float) -> Outcome:
+    def climb_once(name: str, model: Path, device: str, timeout_s: float, log_path: Path) -> Outcome:
         climbed.append(name)
         if len(climbed) == 2:  # the machine is taken away
             raise KeyboardInterrupt
