@@ -31,6 +31,8 @@ from tools.gpu_rungs import CPU_TIER, Engine, offloading, ours_on_disk, prompt
 from tools.tiny_model import configuration
 
 TIER_BYTES = 8 << 30
+DISK = {"capacity_bytes": 2 * TIER_BYTES, "namespace": "gpu-restore"}
+"""Made-up weights have no file that tells them from others."""
 BATCHES = (8, 32)
 STEPS = 128
 SHAPE = {
@@ -63,14 +65,14 @@ def fs(root: Path, device: str) -> dict[str, Any]:
 
 def hybrid_disk(root: Path, device: str) -> dict[str, Any]:
     config = offloading(root, device, TIER_BYTES)
-    config["kv_connector_extra_config"]["secondary_tiers"][0]["capacity_bytes"] = 2 * TIER_BYTES
+    config["kv_connector_extra_config"]["secondary_tiers"][0] |= DISK
     return config
 
 
 def ours(root: Path, device: str) -> dict[str, Any]:
     config = ours_on_disk(root, device)
     (disk,) = children = config["kv_connector_extra_config"]["connectors"]
-    disk["kv_connector_extra_config"] |= {"capacity_bytes": 2 * TIER_BYTES, "load_weight": 0.9}
+    disk["kv_connector_extra_config"] |= {**DISK, "load_weight": 0.9}
     extra = {**CPU_TIER["kv_connector_extra_config"], "capacity_bytes": TIER_BYTES}  # type: ignore[dict-item]
     children.insert(0, {**CPU_TIER, "kv_connector_extra_config": extra})
     return config

@@ -4,8 +4,8 @@
     python -m bench.gpu_transfer [--quick] [--json FILE]
 
 Starts no engine. The copy engine is compared with one large pinned copy (the reference), with plain torch indexing,
-and with copies of whole pages by the driver, as vLLM's own offloading makes them. This was never run on
-a GPU. Its test takes all of it through a fake device, whose figures mean nothing.
+and with copies of whole pages by the driver, as vLLM's own offloading makes them. Its test
+takes all of it through a fake device, whose figures mean nothing.
 """
 
 import argparse

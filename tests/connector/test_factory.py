@@ -42,7 +42,7 @@ def test_on_a_device_one_rank_says_that_nobody_has_run_it(
         factory._transfer(SETTINGS, on_device, MEMORY, is_first_rank=is_first_rank)
     assert given == [(on_device, MEMORY, 3 << 20)]
     assert [record.getMessage() for record in logged_by(factory, caplog)] == [
-        f"host: {factory.NEVER_RUN}"
+        f"host: {factory.NEW_ON_GPUS}"
     ] * is_first_rank
 
 

@@ -167,4 +167,4 @@ def test_what_a_disk_tier_will_say_of_its_volume_is_said_before() -> None:
 
 def test_another_platform_than_ours_is_warned_of() -> None:
     (item,) = warnings(replaced(QWEN_35B_EXACT, platform="cuda"), **GOOD)
-    assert item.sentence.startswith("this version was never run on 'cuda'")
+    assert item.sentence.startswith("this version is new on 'cuda'")

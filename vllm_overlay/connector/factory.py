@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NEVER_RUN = (
-    "copies on a GPU were never run by the makers of vllm-overlay: before you serve with them run tools/gpu_smoke.py "
-    "and vllm-overlay verify (docs/gpu.md)"
+NEW_ON_GPUS = (
+    "copies on a GPU are new: they were tried on one H100 with tiny models. Before you serve with them run "
+    "tools/gpu_smoke.py and vllm-overlay verify (docs/gpu.md)"
 )
-"""Logged once at start on a GPU, until somebody has run it there. docs/gpu.md and the README say the same."""
+"""Logged once at start on a GPU. docs/gpu.md and the README say the same."""
 
 
 AUTO_SPECULATIVE_TOKENS = 8192
@@ -95,7 +95,7 @@ def _transfer(
 ) -> KVTransfer:
     device = tensors[0].layers[0].device
     if device.type != "cpu" and is_first_rank:
-        logger.warning("%s: %s", settings.name, NEVER_RUN)
+        logger.warning("%s: %s", settings.name, NEW_ON_GPUS)
     try:
         return build_transfer(tensors, host_memory, parse_bytes(settings.device_buffer_bytes, "device_buffer_bytes"))
     except torch.OutOfMemoryError as error:

@@ -68,13 +68,13 @@ def _of_platform(layout: EngineLayout) -> Iterator[Advice]:
     if layout.platform != "cpu":
         yield _warning(
             "vLLM's platform",
-            f"this version was never run on {layout.platform!r}: before you serve with it, run what docs/gpu.md says. "
+            f"this version is new on {layout.platform!r}: before you serve with it, run what docs/gpu.md says. "
             "--platform cuda plans vLLM's own copies over our disk tier",
         )
 
 
 def _of_offloading(layout: EngineLayout) -> Iterator[Advice]:
-    """Against our own copies, which nobody has run on a GPU."""
+    """Against our own copies, which are new on GPUs."""
     yield _note(
         "--platform",
         "vLLM's OffloadingConnector copies, and ours keeps the disk: no junctions, no learned eviction, no LoRA, no "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers for KV tensors in the memory of a CUDA device. Tested on a fake device only: it was never run on a GPU.
+"""Transfers for KV tensors in the memory of a CUDA device. Tested on a fake device, and run on one GPU (docs/gpu.md).
 
 *Stores*: one kernel on the compute stream copies the pages into a buffer on the device, the ring. What the engine
 computes afterwards into the same blocks cannot touch that. Then a side stream copies from the ring to pinned host
