@@ -185,8 +185,11 @@ def started(
         theirs.close()
         pipes.append(own)
     try:
-        for pipe in pipes:
-            pipe.recv()
+        for name, pipe in zip(names, pipes, strict=True):
+            try:
+                pipe.recv()
+            except EOFError as error:
+                raise RuntimeError(f"the engine of {name!r} ended while it started: see above") from error
         yield pipes
         for pipe in pipes:
             pipe.send(("close", ()))

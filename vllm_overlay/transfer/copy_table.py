@@ -93,10 +93,6 @@ class CopyTable:
         fields[_TARGET] += target
         return CopyTable(fields)
 
-    def times(self, count: int) -> "CopyTable":
-        """The whole table so many times, one after the other."""
-        return CopyTable(np.tile(self.fields, count))
-
     def chosen(self, which: npt.NDArray[np.bool_]) -> "CopyTable":
         return CopyTable(self.fields[:, which])
 

@@ -30,12 +30,16 @@ class _Pattern:
     block_steps: Numbers
     num_bytes: int
 
-    def at(self, places: Sequence[tuple[int, int]]) -> CopyTable:
-        """The copies of each of these (block, offset)."""
-        blocks, offsets = np.array(places, dtype=np.int64).T
-        sources = blocks[:, None] * self.block_steps
-        targets = np.repeat(offsets, len(self.table))
-        return self.table.times(len(places)).moved(sources.ravel(), targets)
+
+def _placed(places: Sequence[tuple[_Pattern, int, int]]) -> CopyTable:
+    """The copies of each (pattern, block, offset), all together: many small tables would cost more than the copies."""
+    if not places:
+        return CopyTable.of(())
+    patterns, blocks, offsets = zip(*places, strict=True)
+    counts = [len(pattern.table) for pattern in patterns]
+    steps = np.concatenate([pattern.block_steps for pattern in patterns])
+    table = CopyTable.joined([pattern.table for pattern in patterns])
+    return table.moved(np.repeat(blocks, counts) * steps, np.repeat(offsets, counts))
 
 
 class Descriptors:
@@ -43,6 +47,8 @@ class Descriptors:
 
     def __init__(self, groups: Mapping[int, GroupTensors]) -> None:
         self._groups = groups
+        # A tensor is slow to tell them.
+        self._sizes = {group_id: (group.num_blocks, group.block_size) for group_id, group in groups.items()}
         self._pages: dict[int, _Pattern] = {}
         self._spans: dict[tuple[int, int, int], _Pattern] = {}
 
@@ -53,19 +59,19 @@ class Descriptors:
             IndexError: A placement names blocks or tokens that are not there.
             ValueError: A placement does not take as many bytes as its buffer has.
         """
-        found: dict[_Pattern, list[tuple[int, int]]] = {}
+        places = []
         for placement, start, end in zip(placements, units.starts, units.ends, strict=True):
             for pattern, block_id in self._patterns(placement):
-                found.setdefault(pattern, []).append((block_id, start))
+                places.append((pattern, block_id, start))
                 start += pattern.num_bytes
             if start != end:
                 relation = "longer" if start > end else "shorter"
                 raise ValueError(f"the object's placement is {relation} than its buffer")
-        return CopyTable.joined([pattern.at(places) for pattern, places in found.items()])
+        return _placed(places)
 
     def of_spans(self, spans: Sequence[Span]) -> CopyTable:
         """Where these spans lie, as sources."""
-        return CopyTable.joined([self._span(span).at([(span.block_id, 0)]) for span in spans])
+        return _placed([(self._span(span), span.block_id, 0) for span in spans])
 
     def _patterns(self, placement: Placement) -> Iterator[tuple[_Pattern, int]]:
         for group_id, block_id in placement.pages:
@@ -74,12 +80,13 @@ class Descriptors:
             yield self._span(span), span.block_id
 
     def _page(self, group_id: int, block_id: int) -> _Pattern:
-        group = self._groups[group_id]
-        if not 0 <= block_id < group.num_blocks:
-            raise IndexError(f"page {block_id} of group {group_id} is not in {group.num_blocks} blocks")
+        num_blocks, _ = self._sizes[group_id]
+        if not 0 <= block_id < num_blocks:
+            raise IndexError(f"page {block_id} of group {group_id} is not in {num_blocks} blocks")
         if (pattern := self._pages.get(group_id)) is None:
             # Layer by layer, each page in nominal order.
-            pattern = self._pages[group_id] = _pattern((layer[0], layer) for layer in group.layers)
+            layers = self._groups[group_id].layers
+            pattern = self._pages[group_id] = _pattern((layer[0], layer) for layer in layers)
         return pattern
 
     def _span(self, span: Span) -> _Pattern:
@@ -88,7 +95,7 @@ class Descriptors:
             raise IndexError(f"{span} cuts a page that is moved whole")
         key = (span.group_id, span.offset, span.num_tokens)
         pattern = self._spans.get(key)
-        num_blocks, block_size = group.num_blocks, group.block_size
+        num_blocks, block_size = self._sizes[span.group_id]
         if not (0 <= span.block_id < num_blocks and 0 <= span.offset < span.offset + span.num_tokens <= block_size):
             raise IndexError(f"{span} is not in {num_blocks} blocks of {block_size} tokens")
         if pattern is None:

@@ -30,24 +30,25 @@ class HostUnits:
             IndexError: A buffer's units are not in its pool.
             ValueError: They do not hold its bytes, or the buffers are of pools with different units.
         """
-        sizes = {buffer.array.shape[1] for buffer in buffers}
+        arrays = {id(buffer.array): buffer.array for buffer in buffers}
+        sizes = {array.shape[1] for array in arrays.values()}
         if len(sizes) > 1:
             raise ValueError(f"units of {sorted(sizes)} bytes in one submission")
         unit_bytes = sizes.pop() if sizes else 1
+        pools = {key: (array.ctypes.data, array.strides[0], array.shape[0]) for key, array in arrays.items()}
         addresses: list[int] = []
         starts, ends = [], []
         for buffer in buffers:
-            num_units, step = buffer.array.shape[0], buffer.array.strides[0]
-            if len(buffer.units) * unit_bytes < buffer.num_bytes:
-                raise ValueError(
-                    f"{len(buffer.units)} units of {unit_bytes} bytes do not hold {buffer.num_bytes} bytes"
-                )
-            if buffer.units and not 0 <= min(buffer.units) <= max(buffer.units) < num_units:
-                raise IndexError(f"units {buffer.units} are not in a pool of {num_units} units")
-            first = buffer.array.ctypes.data
-            starts.append(len(addresses) * unit_bytes)
-            ends.append(starts[-1] + buffer.num_bytes)
-            addresses += [first + unit * step for unit in buffer.units]
+            units, num_bytes = buffer.units, buffer.num_bytes
+            first, step, num_units = pools[id(buffer.array)]
+            if len(units) * unit_bytes < num_bytes:
+                raise ValueError(f"{len(units)} units of {unit_bytes} bytes do not hold {num_bytes} bytes")
+            if units and not 0 <= min(units) <= max(units) < num_units:
+                raise IndexError(f"units {units} are not in a pool of {num_units} units")
+            start = len(addresses) * unit_bytes
+            starts.append(start)
+            ends.append(start + num_bytes)
+            addresses += [first + unit * step for unit in units]
         return cls(unit_bytes, np.array(addresses, dtype=np.int64), starts, ends)
 
     def located(self, table: CopyTable) -> CopyTable:
