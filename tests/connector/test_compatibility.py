@@ -41,10 +41,11 @@ def engine(**changes: object) -> Any:
     return config
 
 
-def speculation(method: str = "mtp", num_tokens: int = 3, **draft: int) -> Any:
+def speculation(method: str = "mtp", num_tokens: int = 3, is_parallel: bool = False, **draft: int) -> Any:
     return SimpleNamespace(
         method=method,
         num_speculative_tokens=num_tokens,
+        parallel_drafting=is_parallel,
         draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(**{"n_predict": None, **draft})),
     )
 
@@ -69,7 +70,7 @@ def test_what_is_supported_is_not_refused(spec: TierSpec[Any], device: str) -> N
         ({"speculative_config": speculation("draft_model")}, "to one of ngram, suffix, custom_class, mtp"),
         ({"speculative_config": speculation("mtp", 2, n_predict=2)}, "set num_speculative_tokens in --speculative-co"),
         ({"speculative_config": speculation("mtp", 2, num_nextn_predict_layers=3)}, "num_speculative_tokens in"),
-        ({"speculative_config": speculation("eagle3")}, "'eagle3', which was never run"),
+        ({"speculative_config": speculation("eagle3", is_parallel=True)}, "set parallel_drafting in --speculative-con"),
         ({"speculative_config": speculation(), "parallel_config__pipeline_parallel_size": 2}, "--pipeline-parallel-"),
         ({"speculative_config": speculation(), "parallel_config__decode_context_parallel_size": 2}, "--decode-conte"),
         ({"parallel_config__pipeline_parallel_size": 2}, "set --pipeline-parallel-size 1"),

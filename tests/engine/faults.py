@@ -90,9 +90,9 @@ def zero_chunk(driver: "Driver", position: int, kind: str = "f0") -> int:
     return len(units)
 
 
-def zero_second_layer(driver: "Driver") -> int:
+def zero_second_half(driver: "Driver", kind: str) -> int:
     """The second half of each chunk becomes zeros: of two layers alike, all of the second; returns how many."""
-    found = _entries(driver, "f0")
+    found = _entries(driver, kind)
     for entry in found:
         array, units = _rows(entry)
         content = array[units].reshape(-1)

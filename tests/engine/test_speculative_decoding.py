@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from tests.engine import oracle
+from tests.engine.binding import BINDING
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.interpreted_triton import V2_RUNNER
 from tests.engine.states import FLOAT32
+from tests.models.eagle import make_head
 from tools.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -23,24 +25,45 @@ N = FLOAT32.block_size
 U = 64
 ANSWER = 12
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
+EAGLE3: dict[str, Any] = {"method": "eagle3", "num_speculative_tokens": 2}
 NGRAM: dict[str, Any] = {
     "method": "ngram",
     "num_speculative_tokens": 3,
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 2,
 }
+ASYNCHRONOUS = {**V2_RUNNER, "async_scheduling": True}
+TWO_RANKS: dict[str, Any] = {"environment": BINDING, "tensor_parallel_size": 2}
 CASES = [
     pytest.param(MTP, {}, id="mtp-V1"),
     pytest.param(MTP, V2_RUNNER, id="mtp-V2", marks=suite),
-    pytest.param(MTP, {**V2_RUNNER, "async_scheduling": True}, id="mtp-V2, asynchronous", marks=suite),
+    pytest.param(MTP, ASYNCHRONOUS, id="mtp-V2, asynchronous", marks=suite),
+    pytest.param(MTP, TWO_RANKS, id="mtp-two ranks", marks=suite),
+    pytest.param({**EAGLE3, "model": 1}, {}, id="eagle3 in a group of its own-V1"),
+    pytest.param({**EAGLE3, "model": 1}, ASYNCHRONOUS, id="eagle3 in a group of its own-V2, asynchronous", marks=suite),
+    pytest.param({**EAGLE3, "model": 4}, TWO_RANKS, id="eagle3 in a group of its own-two ranks", marks=suite),
+    pytest.param({**EAGLE3, "model": 2}, {}, id="eagle3-V1", marks=suite),
+    pytest.param({**EAGLE3, "model": 2}, V2_RUNNER, id="eagle3-V2", marks=suite),
+    pytest.param({**EAGLE3, "model": 2}, ASYNCHRONOUS, id="eagle3-V2, asynchronous", marks=suite),
+    pytest.param({**EAGLE3, "method": "eagle", "model": 2}, {}, id="eagle-V1", marks=suite),
+    pytest.param({**EAGLE3, "method": "eagle", "model": 2}, ASYNCHRONOUS, id="eagle-V2, asynchronous", marks=suite),
     pytest.param(NGRAM, {}, id="ngram-V1", marks=suite),  # on V2 its kernels need Triton, and its interpreter fails
 ]
+"""``model``: how many heads of keys a head of EAGLE has. The model's own attention has 2."""
 
 
 @pytest.fixture(scope="module")
 def mtp_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with a module of multi-token prediction."""
     return make_tiny_model(tmp_path_factory.mktemp("mtp") / "model", has_draft_head=True)
+
+
+def with_head(speculation: dict[str, Any], directory: Path, seed: int = 0) -> dict[str, Any]:
+    """As vLLM takes it."""
+    if "model" not in speculation:
+        return speculation
+    head = make_head(directory / f"head-{seed}", speculation["method"], num_kv_heads=speculation["model"], seed=seed)
+    return {**speculation, "model": str(head)}
 
 
 @dataclass(frozen=True)
@@ -75,7 +98,7 @@ def ask(engine: Engine, tokens: list[int], max_tokens: int = ANSWER) -> Asked:
 
 def restorable(num_tokens: int, speculation: dict[str, Any]) -> int:
     """A drafter that keeps keys reads ahead, and costs each hit a match unit."""
-    return max(0, num_tokens // U - 1) * U if speculation["method"] == "mtp" else (num_tokens - 1) // U * U
+    return max(0, num_tokens // U - 1) * U if speculation["method"] != "ngram" else (num_tokens - 1) // U * U
 
 
 @pytest.mark.parametrize(("speculation", "runner"), CASES)
@@ -85,7 +108,7 @@ def test_answers_and_drafts_are_those_that_were_computed(
     """From the device, from the CPU tier, and from disk after a restart. Answers run over a block's end."""
     is_quick = runner == {}
     lengths = (3 * U + 2, N - 5, 2 * N + U, *((U + 2, 2 * U - 1, 2 * U, N, N + 2, 2 * N - 3) if is_quick else ()))
-    arguments = {**FLOAT32.arguments, **runner, "speculative_config": speculation}
+    arguments = {**FLOAT32.arguments, **runner, "speculative_config": with_head(speculation, tmp_path)}
     tiers = multi(cpu_child(), disk_child(tmp_path / "root"))
     prompts = {length: prompt(length, seed=length) for length in lengths}
     cold: dict[int, Asked] = {}
@@ -109,18 +132,29 @@ def test_answers_and_drafts_are_those_that_were_computed(
         for length in lengths:
             check(engine, length)
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") > 0
+    if is_quick and "model" in speculation:
+        arguments["speculative_config"] = with_head(speculation, tmp_path, seed=1)
+        with Engine(mtp_model, **arguments, kv_transfer_config=tiers) as engine:
+            assert engine.generate(prompts[lengths[0]]).num_cached_tokens == 0  # of another head
 
 
-def test_without_the_drafters_part_of_chunks_only_the_drafts_differ(mtp_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("speculation", "kind"),
+    [(MTP, "f0"), pytest.param({**EAGLE3, "model": 1}, "f1", marks=suite)],
+    ids=["mtp", "eagle3 in a group of its own"],
+)
+def test_without_the_drafters_part_of_chunks_only_the_drafts_differ(
+    mtp_model: Path, tmp_path: Path, speculation: dict[str, Any], kind: str
+) -> None:
     """So the comparison of drafts can fail."""
-    arguments = {**FLOAT32.arguments, "speculative_config": MTP, "kv_transfer_config": multi(cpu_child())}
+    arguments = {**FLOAT32.arguments, "speculative_config": with_head(speculation, tmp_path)}
     tokens = prompt(2 * N + 10, seed=1)
-    with Engine(mtp_model, **arguments) as engine:
+    with Engine(mtp_model, **arguments, kv_transfer_config=multi(cpu_child())) as engine:
         cold = ask(engine, tokens)
         engine.evict()
-        engine.call("fault", name="zero_second_layer")
+        engine.call("fault", name="zero_second_half", kind=kind)
         restored = ask(engine, tokens)
-    assert restored.output.num_cached_tokens == restorable(len(tokens), MTP)
+    assert restored.output.num_cached_tokens == restorable(len(tokens), speculation)
     assert restored.output.token_ids == cold.output.token_ids
     assert not restored.same_as(cold)
 

@@ -26,6 +26,7 @@ from tests.models.families import (
     make_qwen3,
     make_qwen3_5_moe,
     make_qwen3_next,
+    make_qwen3_next_mtp,
 )
 from tools.tiny_model import make_tiny_model
 
@@ -60,6 +61,8 @@ NO_MLA = Excuse(
     "needs the prefix cache", "vLLM's CPU platform has no prefix cache for MLA where the processor has no AMX, as here"
 )
 
+MTP = {**FLOAT32.arguments, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+make_qwen3_5_mtp = partial(make_tiny_model, num_layers=8, has_draft_head=True)
 NO_ATTENTION = "without attention nothing tells how far two prompts are alike, so no state is kept there"
 
 ROWS = (
@@ -67,6 +70,8 @@ ROWS = (
     Row("Qwen3.5, bfloat16 states", "GDN, full attention", partial(make_tiny_model, num_layers=8), BFLOAT16.arguments),
     Row("Qwen3.5-MoE", "GDN, full attention, experts", make_qwen3_5_moe),
     Row("Qwen3-Next", "GDN, full attention, experts", make_qwen3_next),
+    Row("Qwen3.5 that drafts with MTP", "GDN, full attention", make_qwen3_5_mtp, MTP),
+    Row("Qwen3-Next that drafts with MTP", "GDN, full attention, experts", make_qwen3_next_mtp, MTP),
     Row("Nemotron-H", "Mamba2, full attention", make_nemotron_h),
     Row("Falcon-H1", "Mamba2 and full attention in each layer", make_falcon_h1),
     Row("Granite 4", "Mamba2, full attention", make_granite4),

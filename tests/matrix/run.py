@@ -49,10 +49,10 @@ class RowRun:
             with self._engine(disk_child(self._root)) as engine:
                 self.cells[Column.DISK] = worst(
                     [
-                        judge.verdict(_LONG, engine.generate(_LONG), restorable(len(_LONG))),
-                        judge.verdict(_SHORT, engine.generate(_SHORT), restorable(len(_SHORT))),
+                        judge.verdict(_LONG, engine.generate(_LONG), self._restorable(len(_LONG))),
+                        judge.verdict(_SHORT, engine.generate(_SHORT), self._restorable(len(_SHORT))),
                         judge.verdict(
-                            _SIBLINGS[2], engine.generate(_SIBLINGS[2]), restorable(len(_SIBLINGS[2])), _SIBLINGS
+                            _SIBLINGS[2], engine.generate(_SIBLINGS[2]), self._restorable(len(_SIBLINGS[2])), _SIBLINGS
                         ),
                     ]
                 )
@@ -62,22 +62,27 @@ class RowRun:
     def _engine(self, *children: dict[str, Any], **more: Any) -> Engine:
         return Engine(self._model, **{**self._row.arguments, **more, "kv_transfer_config": multi(*children)})
 
+    def _restorable(self, num_tokens: int) -> int:
+        return restorable(num_tokens, self._row.arguments)
+
     def _first_life(self, engine: Engine, judge: Judge) -> None:
         for tokens in (_LONG, _SHORT):
             engine.generate(tokens)
-        self.cells[Column.DEVICE] = judge.verdict(_LONG, engine.generate(_LONG), restorable(len(_LONG)))
+        self.cells[Column.DEVICE] = judge.verdict(_LONG, engine.generate(_LONG), self._restorable(len(_LONG)))
         for column, tokens in ((Column.CPU, _LONG), (Column.SUB_BLOCK, _SHORT)):
             self._forget(engine)
-            self.cells[column] = judge.verdict(tokens, engine.generate(tokens), restorable(len(tokens)))
+            self.cells[column] = judge.verdict(tokens, engine.generate(tokens), self._restorable(len(tokens)))
         self._forget(engine)
-        self.cells[Column.EXTENSION] = judge.verdict(_EXTENDED, engine.generate(_EXTENDED), restorable(len(_LONG)))
+        self.cells[Column.EXTENSION] = judge.verdict(
+            _EXTENDED, engine.generate(_EXTENDED), self._restorable(len(_LONG))
+        )
         for sibling in _SIBLINGS[:2]:
             self._forget(engine)
             engine.generate(sibling)
         self._forget(engine)
         third = engine.generate(_SIBLINGS[2])
         self.cells[Column.SHARED_PREFIX] = judge.verdict(
-            _SIBLINGS[2], third, restorable(len(_SHARED) + 1), _SIBLINGS[:2]
+            _SIBLINGS[2], third, self._restorable(len(_SHARED) + 1), _SIBLINGS[:2]
         )
         if self._row.misses_shared_prefix and third.num_cached_tokens == 0:
             self.cells[Column.SHARED_PREFIX] = Cell(Verdict.NO_HIT, self._row.misses_shared_prefix)
@@ -121,8 +126,8 @@ class RowRun:
         with self._engine(disk_child(root), **more) as engine:
             from_disk = engine.generate(_LONG)
         for restored in (from_cpu, from_disk):
-            if restored.num_cached_tokens < restorable(len(_LONG)):
-                return Cell(Verdict.NO_HIT, f"{restored.num_cached_tokens} of {restorable(len(_LONG))} tokens")
+            if restored.num_cached_tokens < self._restorable(len(_LONG)):
+                return Cell(Verdict.NO_HIT, f"{restored.num_cached_tokens} of {self._restorable(len(_LONG))} tokens")
         if from_cpu.same_as(cold) and from_disk.same_as(cold):
             return Cell(Verdict.EXACT)
         if from_cpu.same_as(by_device) and from_disk.same_as(by_device):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from tools.tiny_model import (
     DEFAULT_CONTEXT_TOKENS,
     VOCAB_SIZE,
+    add_draft_head,
     configuration,
     remember_and_look,
     scale,
@@ -117,6 +118,7 @@ _MAMBA2: Settings = {
 # With recurrent states.
 
 make_qwen3_next = _family("Qwen3NextConfig", "Qwen3NextForCausalLM", _gdn, remember_and_look)
+make_qwen3_next_mtp = _family("Qwen3NextConfig", "Qwen3NextForCausalLM", _gdn, remember_and_look, add_draft_head)
 make_qwen3_5_moe = _family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _gdn, remember_and_look)
 make_nemotron_h = _family(
     "NemotronHConfig",

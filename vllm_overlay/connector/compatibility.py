@@ -65,7 +65,7 @@ def unsupported(vllm_config: "VllmConfig") -> Iterator[str]:
         )
 
 
-SPECULATIVE_METHODS = ("ngram", "suffix", "custom_class", "mtp")
+SPECULATIVE_METHODS = ("ngram", "suffix", "custom_class", "mtp", "eagle", "eagle3")
 
 
 def _unsupported_speculation(config: "SpeculativeConfig") -> Iterator[str]:
@@ -74,6 +74,8 @@ def _unsupported_speculation(config: "SpeculativeConfig") -> Iterator[str]:
             f"speculative method {config.method!r}, which was never run: set method in --speculative-config to one of "
             f"{', '.join(SPECULATIVE_METHODS)}"
         )
+    elif config.parallel_drafting:
+        yield "parallel drafting, which was never run: set parallel_drafting in --speculative-config to false"
     elif config.method == "mtp" and _num_modules(config) > 1 and config.num_speculative_tokens > 1:
         yield "several MTP modules, which were never run: set num_speculative_tokens in --speculative-config to 1"
 
