@@ -2,32 +2,38 @@
 """Turns of a workload, taken by an engine with both tiers, and whether its answers are right.
 
 A request that is alone must be answered as by an engine without prefix caching, bit by bit, or as by vLLM without a
-connector whose device cache hits as many tokens of it. Requests that run together must keep to the bar of
-``tests/engine/bar.py``.
+connector whose device cache hits as many tokens of it. Only the latter speculates where the engine does. Requests that
+run together must keep to the bar of ``tests/engine/bar.py``.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.engine import oracle
 from tests.engine.bar import BAR, UNCACHED, distance
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi
 from tests.engine.states import States
 from tests.engine.workload import Kind, Request, Turn
 
 _NUM_BLOCKS = 16
-"""Of the device: bursts are preempted."""
+"""Of the device: bursts are preempted. Each of the states' three groups has a block more for each draft."""
+UNIT = 64
 
 
 class Judge:
     """``turns`` counts them by kind, ``answers`` counts verdicts."""
 
-    def __init__(self, uncached: Engine, plain: Engine) -> None:
-        """``plain`` has a device cache and no connector."""
+    def __init__(self, uncached: Engine, plain: Engine, known: Path | None = None, num_dropped: int = 0) -> None:
+        """``plain`` has a device cache and no connector. ``known`` is what a drafter reads, and so many tokens of each
+        hit are dropped for one."""
         self._uncached = uncached
         self._plain = plain
+        self._known = known
+        self._num_dropped = num_dropped
         self.turns: Counter[str] = Counter()
         self.answers: Counter[str] = Counter()
 
@@ -54,9 +60,11 @@ class Judge:
 
     def _alone(self, engine: Engine, turn: Turn) -> list[str]:
         (request,) = turn.requests
-        (answer,) = engine.generate_many(**_arguments(turn.requests))
         (wanted,) = self._uncached.generate_many(**_arguments([request]))
         request.answer = wanted.token_ids
+        if self._known is not None:
+            self._known.write_text(json.dumps([request.tokens + wanted.token_ids]))
+        (answer,) = engine.generate_many(**_arguments(turn.requests))
         what = f"{turn.kind} of {len(request.tokens)}, {answer.num_cached_tokens} cached"
         if answer.same_as(wanted):
             return self._count("exact, restored or cached" if answer.num_cached_tokens else "exact, computed", what)
@@ -67,7 +75,8 @@ class Judge:
         """What vLLM's device cache makes of the request when it holds so much of it, and nothing else."""
         self._plain.reset_device_cache()
         if num_cached:
-            self._plain.generate(request.tokens[: num_cached + 1], 1)  # its last token is never found
+            found = num_cached + self._num_dropped
+            self._plain.generate(request.tokens[: found + 1], 1)  # its last token is never found
         return self._plain.generate(request.tokens, request.max_tokens)
 
     def _count(self, verdict: str, what: str) -> list[str]:
@@ -76,10 +85,18 @@ class Judge:
 
 
 @contextmanager
-def judge_of(model: Path, states: States) -> Iterator[Judge]:
+def judge_of(
+    model: Path, states: States, known: Path | None = None, speculation: dict[str, Any] | None = None
+) -> Iterator[Judge]:
     """With two engines of its own."""
-    with Engine(model, **_shape(states), **UNCACHED) as uncached, Engine(model, **_shape(states)) as plain:
-        yield Judge(uncached, plain)
+    drafts = drafting(speculation, known)
+    with Engine(model, **_shape(states), **UNCACHED) as uncached, Engine(model, **_shape(states), **drafts) as plain:
+        yield Judge(uncached, plain, known, UNIT if drafts and speculation["method"] == "mtp" else 0)
+
+
+def drafting(speculation: dict[str, Any] | None, known: Path | None) -> dict[str, Any]:
+    """Arguments of an engine that speculates, if it does."""
+    return {"speculative_config": speculation, "environment": {oracle.KNOWN: str(known)}} if speculation else {}
 
 
 def small_engine(model: Path, states: States, root: Path, cpu: str, disk: str, **arguments: Any) -> Engine:
@@ -89,12 +106,14 @@ def small_engine(model: Path, states: States, root: Path, cpu: str, disk: str, *
         disk_child(root, capacity_bytes=disk, min_free_bytes=0, load_weight=0.9),
     )
     arguments = {**_shape(states), **arguments, "kv_transfer_config": multi(*children)}
-    return Engine(model, num_gpu_blocks_override=_NUM_BLOCKS, **arguments)
+    num_drafts = arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
+    return Engine(model, num_gpu_blocks_override=_NUM_BLOCKS + 3 * num_drafts, **arguments)
 
 
 def counters_of(engine: Engine) -> Counter[str]:
     """Of the whole life of a small engine."""
-    counters = Counter({"preemptions": int(engine.metric("vllm:num_preemptions"))})
+    own = {"preemptions": "num_preemptions", "accepted drafts": "spec_decode_num_accepted_tokens"}
+    counters = Counter({name: int(engine.metric(f"vllm:{metric}")) for name, metric in own.items()})
     for tier in ("cpu", "disk"):
         for name in ("restored_tokens", "evicted_objects", "failed_loads"):
             counters[f"{tier}: {name}"] = int(engine.metric(f"vllm:hybrid_offload_{name}", connector=tier))

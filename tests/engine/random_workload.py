@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.engine.judge import Judge, counters_of, judge_of, small_engine
+from tests.engine.judge import Judge, counters_of, drafting, judge_of, small_engine
 from tests.engine.states import FLOAT32, STATES, States
 from tests.engine.workload import Workload
 from tools.tiny_model import make_tiny_model
 
 _PROGRESS = 50
+DRAFTERS = {"mtp": {"method": "mtp"}, "oracle": {"method": "custom_class", "model": "tests.engine.oracle.Oracle"}}
+"""Of ``--speculative-config``. The head of MTP is hardly ever right. The oracle is in none to all of its drafts."""
 
 
 @dataclass(slots=True)
@@ -38,17 +40,27 @@ class RandomWorkload:
     """One run. Use ``run``."""
 
     def __init__(
-        self, model: Path, seed: int, states: States = FLOAT32, connected: Mapping[str, Any] | None = None
+        self,
+        model: Path,
+        seed: int,
+        states: States = FLOAT32,
+        connected: Mapping[str, Any] | None = None,
+        speculation: dict[str, Any] | None = None,
     ) -> None:
-        """``connected`` are more arguments of the engines with a connector."""
+        """``connected`` are more arguments of the engines with a connector. ``speculation`` is vLLM's."""
         self._model = model
+        self._speculation = speculation
         self._states = states
         self._connected = connected or {}
         self._workload = Workload(seed, states.block_size)
 
     def run(self, num_requests: int, num_lives: int) -> Seen:
         """Split over ``num_lives`` engines."""
-        with tempfile.TemporaryDirectory(prefix="workload-") as scratch, judge_of(self._model, self._states) as judge:
+        with (
+            tempfile.TemporaryDirectory(prefix="workload-") as scratch,
+            judge_of(self._model, self._states, known := Path(scratch) / "known.json", self._speculation) as judge,
+        ):
+            self._connected = {**self._connected, **drafting(self._speculation, known)}
             seen = Seen(judge.turns, judge.answers)
             for life in range(1, 1 + num_lives):
                 self._live(Path(scratch) / "root", judge, num_requests * life // num_lives, seen)
@@ -72,13 +84,20 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4, help="of the model; every fourth has attention")
     parser.add_argument("--states", choices=[states.dtype for states in STATES], default=FLOAT32.dtype)
     parser.add_argument("--asynchronous", action="store_true", help="with asynchronous scheduling, forced on the CPU")
+    parser.add_argument("--drafts", type=int, default=0, help="of each step: so many are proposed by --drafter")
+    parser.add_argument(
+        "--drafter", choices=DRAFTERS, default="mtp", help="hardly ever right; or one that knows answers"
+    )
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="model-") as scratch:
-        model = make_tiny_model(Path(scratch) / "tiny", num_layers=arguments.layers)
+        speculation = {**DRAFTERS[arguments.drafter], "num_speculative_tokens": arguments.drafts}
+        has_head = bool(arguments.drafts) and arguments.drafter == "mtp"
+        model = make_tiny_model(Path(scratch) / "tiny", num_layers=arguments.layers, has_draft_head=has_head)
         (states,) = (states for states in STATES if states.dtype == arguments.states)
         connected = {"async_scheduling": arguments.asynchronous}
-        seen = RandomWorkload(model, arguments.seed, states, connected).run(arguments.requests, arguments.lives)
+        workload = RandomWorkload(model, arguments.seed, states, connected, speculation if arguments.drafts else None)
+        seen = workload.run(arguments.requests, arguments.lives)
     print(json.dumps({"turns": seen.turns, "answers": seen.answers, "counters": seen.counters}, indent=2))
     print("\n".join(seen.wrong))
     return 1 if seen.wrong else 0
