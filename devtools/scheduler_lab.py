@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -72,6 +72,8 @@ class LabSettings:
     is_asynchronous: bool = False
     """The scheduler that plans a step before it knows the last one's tokens."""
     retention_interval: int | None = 0
+    num_drafts: int = 0
+    """``num_speculative_tokens`` of a drafter that keeps no keys; 0: no speculation."""
     kv_transfer_config: KVTransferConfig | None = None
 
 
@@ -81,6 +83,12 @@ def _model_config(max_context: int) -> ModelConfig:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     (directory / "config.json").write_text(json.dumps(MODEL))
     return ModelConfig(str(directory), skip_tokenizer_init=True, max_model_len=max_context, dtype="bfloat16")
+
+
+def _speculative_config(num_drafts: int) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="ngram", num_speculative_tokens=num_drafts, prompt_lookup_min=1, prompt_lookup_max=1
+    )
 
 
 def _kv_cache_config(settings: LabSettings) -> KVCacheConfig:
@@ -95,6 +103,7 @@ def _kv_cache_config(settings: LabSettings) -> KVCacheConfig:
                 dtypes=(torch.float32, torch.float32),
                 page_size_padded=specs[0].page_size_bytes,
                 mamba_cache_mode="align",
+                num_speculative_blocks=settings.num_drafts,
             )
         )
     if settings.has_window:
@@ -123,6 +132,7 @@ def make_scheduler(settings: LabSettings) -> Scheduler:
             watermark=0.0,
         ),
         kv_transfer_config=settings.kv_transfer_config,
+        speculative_config=_speculative_config(settings.num_drafts) if settings.num_drafts else None,
     )
     config.parallel_config.decode_context_parallel_size = settings.num_context_ranks
     # The platform of this machine may have changed these.

@@ -99,7 +99,7 @@ OTHERS = (
     ),
     Suite(
         "poison",
-        "24,000 random schedules with failing loads on vLLM's scheduler",
+        "27,000 random schedules with failing loads on vLLM's scheduler",
         ("patches",),
         (("devtools.poison_fuzz", "--seeds", "1000", "--jobs", "2"),),
         has_tests=False,

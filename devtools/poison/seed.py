@@ -10,6 +10,7 @@ from vllm.config import KVTransferConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 
 from devtools.poison.connector import PATH, Habits, PoisonConnector
@@ -19,6 +20,8 @@ from devtools.scheduler_lab import LabSettings, make_request, make_scheduler, ru
 
 BLOCK = 8
 MAX_CONTEXT = 128
+LONGEST_TURN = 10 * BLOCK
+"""Of a request that goes on from an answer, with its own."""
 MOST_IDLE_STEPS = 60
 """Without a token computed, a load done or a request ended, this many steps are a hang."""
 MOST_STEPS = 3000
@@ -36,6 +39,8 @@ class Column:
     """The match unit is smaller than the block."""
     tells_late: bool = False
     """Asynchronous loads end as good ones; what is bad is told with the first step that uses them. Some abort."""
+    drafts: bool = False
+    """Steps verify one to five drafts, of which none, some or all are right. Some requests abort."""
 
     @property
     def name(self) -> str:
@@ -49,7 +54,7 @@ class Column:
         )
 
     def _kinds(self) -> dict[str, bool]:
-        return {"late": self.tells_late, "aborts": self.aborts, "few": self.few_blocks}
+        return {"late": self.tells_late, "drafts": self.drafts, "aborts": self.aborts, "few": self.few_blocks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,10 @@ def make_plan(seed: int, column: Column, changes: Changes) -> Plan:
     requests_tokens = _prompts(dice, unit)
     lengths = [dice.choice((1, 2, 3, dice.randint(1, 2 * BLOCK))) for _ in requests_tokens]
     longest = max(len(tokens) + length for tokens, length in zip(requests_tokens, lengths, strict=True))
-    alone = cdiv(longest, BLOCK) + 5 * num_groups + 3
+    num_drafts = dice.randint(1, 5) if column.drafts else 0
+    if column.drafts:
+        longest = max(longest, LONGEST_TURN)
+    alone = cdiv(longest + num_drafts, BLOCK) + (5 + num_drafts) * num_groups + 3
     recomputes = dice.random() < 0.75
     habits = Habits(
         dice=random.Random(dice.getrandbits(64)),
@@ -127,6 +135,7 @@ def make_plan(seed: int, column: Column, changes: Changes) -> Plan:
         max_context=MAX_CONTEXT,
         is_asynchronous=column.is_async,
         retention_interval=dice.choice((0, None)),
+        num_drafts=num_drafts,
         kv_transfer_config=KVTransferConfig(
             kv_connector="PoisonConnector",
             kv_connector_module_path=PATH,
@@ -205,7 +214,7 @@ class Run:
         waiting = deque(zip(self._plan.arrivals, self._plan.requests, strict=True))
         while waiting or self._steps or self._scheduler.has_requests():
             while waiting and waiting[0][0] <= self.verdict.num_steps:
-                request = waiting.popleft()[1]
+                request = self._next_turn(waiting.popleft()[1])
                 self._note(f"add {request.request_id}, {request.num_tokens} tokens")
                 self._scheduler.add_request(request)
             self._reset()
@@ -216,6 +225,18 @@ class Run:
                 unfinished = {name: str(request.status) for name, request in self._scheduler.requests.items()}
                 raise Wrong(f"hangs: {unfinished}")
         self._check_end()
+
+    def _next_turn(self, request: Request) -> Request:
+        """With drafts some requests go on from an earlier one's answer, whose states accepted drafts have passed."""
+        ended = [name for name in sorted(self._ended) if self._delivered[name]]
+        if not self._plan.settings.num_drafts or not ended or self._dice.random() < 0.3:
+            return request
+        earlier = self._plan.requests[int(self._dice.choice(ended)[1:])]
+        tokens = [*(earlier.prompt_token_ids or ()), *self._delivered[earlier.request_id], NUM_TOKENS]
+        tokens = tokens[: LONGEST_TURN - request.max_tokens]
+        turn = make_request(request.request_id, tokens, request.max_tokens, self._plan.settings)
+        self._plan.requests[int(request.request_id[1:])] = turn
+        return turn
 
     def _step(self) -> None:
         """``step_with_batch_queue``, and with one step in flight ``step``."""
@@ -242,6 +263,14 @@ class Run:
                 + (f" received {report.finished_recving}" if report.finished_recving else "")
             )
             self._deliver(self._scheduler.update_from_output(step, runner_output(result.sampled, report)))
+            if num_drafts := self._plan.settings.num_drafts:
+                drafts = {name: self._drafts(name, num_drafts) for name, tokens in result.sampled.items() if tokens}
+                self._scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
+
+    def _drafts(self, name: str, most: int) -> list[int]:
+        """Some that are right, and then, unless it stops there, some that are not."""
+        right = self.worker.next_tokens(name, self._dice.randint(0, most))
+        return right + [right_token(0) + NUM_TOKENS] * self._dice.choice((0, most - len(right)))
 
     def _abort(self) -> None:
         if self._dice.random() >= self._plan.share_of_aborts or not self._scheduler.requests:
@@ -356,14 +385,15 @@ COLUMNS = tuple(
     Column(
         num_state_groups=groups,
         is_async=is_async,
-        aborts=kind in ("aborts", "late"),
-        few_blocks=kind == "few",
+        aborts=kind in ("aborts", "late", "drafts"),
+        few_blocks=kind in ("few", "drafts"),
         below_block=below,
         tells_late=kind == "late",
+        drafts=kind == "drafts",
     )
     for groups in (0, 1)
     for is_async in (False, True)
-    for kind in ("plain", "aborts", "few", "late")
+    for kind in ("plain", "aborts", "few", "late", *(() if is_async else ("drafts",)))
     for below in ((False, True) if groups else (False,))
 )
 """With one group of attention vLLM's match unit is the block."""

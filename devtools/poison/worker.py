@@ -40,6 +40,8 @@ class WorkerRequest:
     outputs: list[int]
     blocks: tuple[list[int], ...]
     num_computed: int = 0
+    num_accepted: int = 1
+    """What the last step has sampled. The running state lies so many blocks less one behind the step's own block."""
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +107,8 @@ class Worker:
             self._start(loads, result)
         self.memory.copy(copies)
         for name, num_scheduled in step.num_scheduled_tokens.items():
-            result.sampled[name] = self._forward(self._requests[name], name, num_scheduled)
+            drafts = step.scheduled_spec_decode_tokens.get(name, [])
+            result.sampled[name] = self._forward(self._requests[name], name, num_scheduled, drafts)
             if name in self._untold:
                 self._report_failure(*self._untold.pop(name), result.report)
         if not step.has_sync_kv_loads:
@@ -132,6 +135,7 @@ class Worker:
                 request.outputs = list(cached.all_token_ids[name][-num_outputs:])
             new_blocks: Any = cached.new_block_ids[i]
             if resumed:
+                request.num_accepted = 1
                 request.blocks = tuple(list(ids) for ids in new_blocks)
             elif new_blocks is not None:
                 for ids, more in zip(request.blocks, new_blocks, strict=True):
@@ -151,13 +155,24 @@ class Worker:
             after = cdiv(request.num_computed + num_scheduled, self._size) - 1
             self._state_index[name] = after
             if before not in (-1, after):
+                before += request.num_accepted - 1
                 pairs += [(request.blocks[group][before], request.blocks[group][after]) for group in self._state_groups]
+                request.num_accepted = 1
         return pairs
 
-    def _forward(self, request: WorkerRequest, name: str, num_scheduled: int) -> list[int]:
+    def next_tokens(self, name: str, number: int) -> list[int]:
+        """What the model will say, if nothing goes wrong."""
+        request = self._requests[name]
+        tokens = [*request.prompt, *request.outputs]
+        for _ in range(number):
+            tokens.append(right_token(self._prefixes.chain(tokens)[-1]))
+        return tokens[request.num_tokens :]
+
+    def _forward(self, request: WorkerRequest, name: str, num_scheduled: int, drafts: list[int]) -> list[int]:
         """Computes; what is wrong in what it reads is in all that it writes."""
         start, end = request.num_computed, request.num_computed + num_scheduled
-        chain = self._prefixes.chain([*request.prompt, *request.outputs][:end])
+        known = end - len(drafts)
+        chain = self._prefixes.chain([*[*request.prompt, *request.outputs][:known], *drafts])
         assert len(chain) == end + 1, f"{name}: the runner has {len(chain) - 1} tokens and is to compute {end}"
         wrong = self._wrong_reads(request, chain, start, end)
         if wrong:
@@ -166,15 +181,33 @@ class Worker:
             block = request.blocks[0][position // self._size]
             assert block, f"{name}: no block to write token {position} to"
             self.memory.write_slot(block, position % self._size, POISON if wrong else chain[position + 1])
+        index = cdiv(end, self._size) - 1
         for group in self._state_groups:
-            block = request.blocks[group][cdiv(end, self._size) - 1]
-            assert block, f"{name}: no block to write the state after {end} to"
-            self.memory.write_state(block, POISON if wrong else chain[end])
-        if end < request.num_tokens:
+            for more in range(len(drafts) + 1):
+                block = request.blocks[group][index + more]
+                assert block, f"{name}: no block to write the state after {known + more} to"
+                self.memory.write_state(block, POISON if wrong else chain[known + more])
+        request.num_accepted = 1
+        if known < request.num_tokens:
             return []
-        token = POISONED_TOKEN if wrong else right_token(chain[end])
-        request.outputs.append(token)
-        return [token]
+        sampled = [POISONED_TOKEN if wrong else right_token(chain[known])]
+        while len(sampled) <= len(drafts) and drafts[len(sampled) - 1] == sampled[-1]:
+            sampled.append(right_token(chain[known + len(sampled)]))
+        request.outputs += sampled
+        request.num_accepted = len(sampled)
+        self._keep_boundary(request, known, index)
+        return sampled
+
+    def _keep_boundary(self, request: WorkerRequest, known: int, index: int) -> None:
+        """``postprocess_mamba``: the state at a block's end that accepted drafts have passed goes to that block."""
+        boundary = (known + request.num_accepted - 1) // self._size * self._size
+        if boundary < known:
+            return
+        source, target = index + boundary - known, boundary // self._size - 1
+        for group in self._state_groups:
+            self.memory.copy([(request.blocks[group][source], request.blocks[group][target])])
+        if index == target:
+            request.num_accepted = 1
 
     def _wrong_reads(self, request: WorkerRequest, chain: list[int], start: int, end: int) -> str:
         for position in range(start):
@@ -182,7 +215,7 @@ class Worker:
             if self.memory.slot(block, position % self._size) != chain[position + 1]:
                 return f"token {position} of attention in block {block}"
         for group in self._state_groups if start else ():
-            block = request.blocks[group][cdiv(end, self._size) - 1]
+            block = request.blocks[group][cdiv(end, self._size) - 2 + request.num_accepted]
             if self.memory.state(block) != chain[start]:
                 return f"the state after {start} in block {block} of group {group}"
         return "" if POISONED_TOKEN not in request.outputs[: max(end - len(request.prompt), 0)] else "a wrong token"

@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from devtools import poison_fuzz
 from devtools.poison.memory import POISON, Memory, Prefixes
 from devtools.poison.seed import COLUMNS, NO_CHANGES, Changes, run_seed
+from devtools.poison.worker import Worker
 
 BY_NAME = poison_fuzz.BY_NAME
 NUM_SEEDS = 6
@@ -83,6 +84,12 @@ def test_the_oracle_notices_a_forgotten_eviction(name, monkeypatch):
 def test_the_oracle_notices_requests_that_go_on_with_what_a_failed_load_left(monkeypatch):
     monkeypatch.setattr(Scheduler, "_restart", lambda self, req_ids: set())
     assert any("poison" in problem for problem in wrong_seeds("hybrid-sync-plain-block", range(20)).values())
+
+
+@pytest.mark.parametrize("name", ["hybrid-sync-drafts-block", "hybrid-sync-drafts-below"])
+def test_the_oracle_notices_a_state_that_accepted_drafts_have_passed_and_nobody_kept(name, monkeypatch):
+    monkeypatch.setattr(Worker, "_keep_boundary", lambda *arguments: None)
+    assert any("poison" in problem for problem in wrong_seeds(name, range(20)).values())
 
 
 def test_the_oracle_notices_blocks_that_are_never_freed(monkeypatch):
