@@ -13,6 +13,9 @@ from typing import Protocol
 from tests.engine.client import Engine, Output
 
 BAR = 0.05
+BAR_OF_DRAFTS = 0.25
+"""Of an engine that speculates, held against one that does not: vLLM's kernels round otherwise there, with a connector
+or without, and whether or not there are drafts."""
 FORCE_TOKENS = "tests.engine.forcing:ForceTokens"
 UNCACHED = {"enable_prefix_caching": False, "prefix_match_unit": None, "logits_processors": [FORCE_TOKENS]}
 """Arguments of the engine that judges by the bar."""

@@ -14,26 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine import oracle
-from tests.engine.bar import BAR, UNCACHED, distance
+from tests.engine.bar import BAR, BAR_OF_DRAFTS, UNCACHED, distance
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi
 from tests.engine.states import States
 from tests.engine.workload import Kind, Request, Turn
 
 _NUM_BLOCKS = 16
-"""Of the device: bursts are preempted. Each of the states' three groups has a block more for each draft."""
+"""Of the device, and one more for each draft: bursts are preempted."""
 UNIT = 64
 
 
 class Judge:
     """``turns`` counts them by kind, ``answers`` counts verdicts."""
 
-    def __init__(self, uncached: Engine, plain: Engine, known: Path | None = None, num_dropped: int = 0) -> None:
-        """``plain`` has a device cache and no connector. ``known`` is what a drafter reads, and so many tokens of each
-        hit are dropped for one."""
+    def __init__(
+        self, uncached: Engine, plain: Engine, known: Path | None = None, speculation: dict[str, Any] | None = None
+    ) -> None:
+        """``plain`` has a device cache and no connector. ``known`` is what a drafter reads."""
         self._uncached = uncached
         self._plain = plain
         self._known = known
-        self._num_dropped = num_dropped
+        self._bar = BAR_OF_DRAFTS if speculation else BAR
+        self._num_dropped = UNIT if speculation and speculation["method"] == "mtp" else 0
         self.turns: Counter[str] = Counter()
         self.answers: Counter[str] = Counter()
 
@@ -55,7 +57,7 @@ class Judge:
         for request, answer in zip(requests, engine.generate_many(**_arguments(requests)), strict=True):
             far = distance(self._uncached, request.tokens, answer)
             what = f"burst of {len(request.tokens)}: {far:.3f} away"
-            wrong += self._count("within the bar" if far <= BAR else "", what)
+            wrong += self._count("within the bar" if far <= self._bar else "", what)
         return wrong
 
     def _alone(self, engine: Engine, turn: Turn) -> list[str]:
@@ -91,7 +93,7 @@ def judge_of(
     """With two engines of its own."""
     drafts = drafting(speculation, known)
     with Engine(model, **_shape(states), **UNCACHED) as uncached, Engine(model, **_shape(states), **drafts) as plain:
-        yield Judge(uncached, plain, known, UNIT if drafts and speculation["method"] == "mtp" else 0)
+        yield Judge(uncached, plain, known, speculation)
 
 
 def drafting(speculation: dict[str, Any] | None, known: Path | None) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def small_engine(model: Path, states: States, root: Path, cpu: str, disk: str, *
     )
     arguments = {**_shape(states), **arguments, "kv_transfer_config": multi(*children)}
     num_drafts = arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
-    return Engine(model, num_gpu_blocks_override=_NUM_BLOCKS + 3 * num_drafts, **arguments)
+    return Engine(model, num_gpu_blocks_override=_NUM_BLOCKS + num_drafts, **arguments)
 
 
 def counters_of(engine: Engine) -> Counter[str]:
