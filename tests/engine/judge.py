@@ -20,7 +20,7 @@ from tests.engine.states import States
 from tests.engine.workload import Kind, Request, Turn
 
 _NUM_BLOCKS = 16
-"""Of the device, and one more for each draft: bursts are preempted."""
+"""Of the device: bursts are preempted."""
 UNIT = 64
 
 
@@ -108,8 +108,17 @@ def small_engine(model: Path, states: States, root: Path, cpu: str, disk: str, *
         disk_child(root, capacity_bytes=disk, min_free_bytes=0, load_weight=0.9),
     )
     arguments = {**_shape(states), **arguments, "kv_transfer_config": multi(*children)}
-    num_drafts = arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
-    return Engine(model, num_gpu_blocks_override=_NUM_BLOCKS + num_drafts, **arguments)
+    num_blocks = _num_blocks(arguments.get("speculative_config"))
+    return Engine(model, num_gpu_blocks_override=num_blocks, **arguments)
+
+
+def _num_blocks(speculation: dict[str, Any] | None) -> int:
+    """With drafts: for two requests, and too few for both to pass a block's end. A module of MTP makes the groups of
+    states two."""
+    if not speculation:
+        return _NUM_BLOCKS
+    num_groups = 2 if speculation["method"] == "mtp" else 3
+    return 2 * (num_groups * (1 + speculation["num_speculative_tokens"]) + 1) + 5
 
 
 def counters_of(engine: Engine) -> Counter[str]:
