@@ -3,6 +3,8 @@
 tests does them on a CPU (``tests/multi_connector/third_party.py``)."""
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +23,27 @@ pytestmark = pytest.mark.engine
 BLOCK = FLOAT32.block_size
 LENGTH = 4 * BLOCK + 20
 ROW_BYTES = 294912
-ROWS_IN_MEMORY = 20
-"""One such prompt has 11 rows: the next but one pushes it out of vLLM's CPU tier."""
+ROWS = 7
+"""Of one such prompt: four of attention, and the last state of each other group."""
 
 
 def offloading(root: Path, **settings: Any) -> dict[str, Any]:
-    """vLLM's OffloadingConnector with ours as its only secondary tier."""
+    """vLLM's OffloadingConnector with ours as its only secondary tier. Its CPU tier holds two prompts."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "CpuTiering",
             "spec_module_path": "tests.multi_connector.third_party",
-            "cpu_bytes_to_use": ROWS_IN_MEMORY * ROW_BYTES,
+            "cpu_bytes_to_use": 2 * ROWS * ROW_BYTES,
             "secondary_tiers": [{"type": "hybrid_disk", "root": str(root), "capacity_bytes": "1 GiB", **settings}],
         },
     }
 
 
 def forget(engine: Engine, *new_prompts: int) -> None:
-    """What was computed so far is on the disk alone."""
+    """What was computed so far is on the disk alone. vLLM ranks a prompt's rows when it hears of the prompt's end,
+    which may be after the next one has begun: then it keeps a few."""
     for seed in new_prompts:
         engine.generate(prompt(LENGTH, seed))
         engine.wait_for_stores()
@@ -54,7 +57,7 @@ def stored(made: Engine, tokens: list[int]) -> Output:
         engine.wait_for_stores()
         forget(engine, 2, 3)
         assert_restored(engine, tokens, cold)
-        assert engine.metric("vllm:kv_offload_tiering_read_bytes") >= 4 * ROW_BYTES
+        assert engine.metric("vllm:kv_offload_tiering_read_bytes") > 0
         assert engine.metric("vllm:kv_offload_tiering_promotion_job_failures") == 0
     return cold
 
@@ -64,6 +67,13 @@ def assert_restored(engine: Engine, tokens: list[int], cold: Output) -> None:
     restored = engine.generate(tokens)
     assert restored.same_as(cold)
     assert restored.num_cached_tokens >= 4 * BLOCK
+
+
+def assert_restored_after_a_restart(start: Callable[[], Engine]) -> None:
+    tokens = prompt(LENGTH, seed=1)
+    cold = stored(start(), tokens)
+    with start() as engine:
+        assert_restored(engine, tokens, cold)
 
 
 def test_a_prompt_is_restored_also_after_a_restart_and_a_flipped_bit_is_computed(
@@ -79,25 +89,26 @@ def test_a_prompt_is_restored_also_after_a_restart_and_a_flipped_bit_is_computed
         damaged = engine.generate(tokens)
         assert damaged.same_as(cold)
         assert damaged.num_cached_tokens == 0
-        assert engine.metric("vllm:kv_offload_tiering_promotion_job_failures") > 0
-        # vLLM does not offer again what it has promised to load: who computes it next stores the last rows.
-        for seed in (6, 8):
+        assert engine.metric("vllm:hybrid_offload_failed_loads", connector="hybrid_disk", reason="checksum") > 0
+        # A row that vLLM's CPU tier still has is not read, and its flipped bit not found. Each attempt that restores
+        # nothing finds at least one, which is stored anew.
+        for seed in range(6, 6 + 2 * ROWS, 2):
             engine.wait_for_stores()
             forget(engine, seed, seed + 1)
             again = engine.generate(tokens)
             assert again.same_as(cold)
+            if again.num_cached_tokens:
+                break
         assert again.num_cached_tokens >= 4 * BLOCK
 
 
 @pytest.mark.engines
 def test_two_ranks_are_one_row_and_come_back_after_a_restart(tiny_model: Path, tmp_path: Path) -> None:
-    extra = {"tensor_parallel_size": 2, "kv_transfer_config": offloading(tmp_path / "root")}
-    tokens = prompt(LENGTH, seed=1)
-    cold = stored(Engine(tiny_model, BINDING, **FLOAT32.arguments, **extra), tokens)
-    assert list((tmp_path / "root").glob("*/*/*.r0"))
-    assert not list((tmp_path / "root").glob("*/*/*.r1"))
-    with Engine(tiny_model, BINDING, **FLOAT32.arguments, **extra) as engine:
-        assert_restored(engine, tokens, cold)
+    root = tmp_path / "root"
+    two_ranks = {**FLOAT32.arguments, "tensor_parallel_size": 2, "kv_transfer_config": offloading(root)}
+    assert_restored_after_a_restart(partial(Engine, tiny_model, BINDING, **two_ranks))
+    assert list(root.glob("*/*/*.r0"))
+    assert not list(root.glob("*/*/*.r1"))
 
 
 @pytest.mark.faults
@@ -130,7 +141,7 @@ def test_a_full_disk_costs_hits_and_no_answer(tiny_model: Path, tmp_path: Path) 
     root = tmp_path / "root"
     root.mkdir(mode=0o700)
     arguments = {**FLOAT32.arguments, "kv_transfer_config": offloading(root, min_free_bytes=0)}
-    prompts = [prompt(LENGTH, seed) for seed in range(1, 6)]  # 11 rows each, of which the disk holds fewer than 28
+    prompts = [prompt(LENGTH, seed) for seed in range(1, 6)]  # 7 rows each, of which the disk holds fewer than 28
     with Engine(tiny_model, launcher=on_small_disk(root, "8m"), **arguments) as engine:
         cold = []
         for tokens in prompts:
@@ -150,10 +161,7 @@ def test_it_needs_no_patch(tiny_model: Path, tmp_path: Path) -> None:
     linked_originals(tmp_path / "unpatched")
     environment = {"PYTHONPATH": python_path(tmp_path / "unpatched")}
     arguments = {**FLOAT32.arguments, "kv_transfer_config": offloading(tmp_path / "root")}
-    tokens = prompt(LENGTH, seed=1)
-    cold = stored(Engine(tiny_model, environment, launcher=("env",), **arguments), tokens)
-    with Engine(tiny_model, environment, launcher=("env",), **arguments) as engine:
-        assert_restored(engine, tokens, cold)
+    assert_restored_after_a_restart(partial(Engine, tiny_model, environment, launcher=("env",), **arguments))
 
 
 @pytest.mark.engines

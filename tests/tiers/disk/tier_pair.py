@@ -39,6 +39,7 @@ def settings(root: Path, **changes: object) -> DiskTierSettings:
             "tier": "disk",
             "root": str(root),
             "staging_bytes": 40 * UNIT,
+            "capacity_bytes": "1 GiB",  # what any machine has free
             "min_free_bytes": 0,
             "eviction_policy": "lru",
             **changes,
