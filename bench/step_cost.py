@@ -280,8 +280,10 @@ def without_due_reports() -> Iterator[None]:
 
     stopwatch = Stopwatch(time.thread_time)
     stopwatch.replace(ReportTimes, "is_due", lambda _: False)
-    yield
-    stopwatch.stop()
+    try:
+        yield
+    finally:
+        stopwatch.stop()
 
 
 @contextlib.contextmanager

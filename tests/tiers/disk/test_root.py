@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start takes for a root, what a session makes anew, and on which file system."""
+"""What a start takes for a root."""
 
 import errno
 import json
@@ -8,37 +8,21 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice
-from tests.tiers.disk.file_systems import disk, pretend
 from tests.tiers.disk.foreign import KINDS, forget_marker, make_foreign, state_of
+from tests.tiers.disk.roots import WRITER, assert_marked, opened
 from tests.waiting import PATIENCE_S
 from vllm_overlay import versions
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.files import root as root_module
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, encode_marker
-from vllm_overlay.tiers.disk.files.recognition import host_roots, require_root
-from vllm_overlay.tiers.disk.files.root import Root, choose_root, is_in_place, reopen_root, takes_direct_io
-
-WRITER = "0123456789abcdef"
-
-
-def opened(path: Path, host_name: str = "", device: Device | None = None) -> Root:
-    return choose_root(device or Device(), str(path), host_name)
-
-
-def assert_marked(root: Path, journal: str = "wal") -> None:
-    path = root / MARKER
-    assert path.read_bytes() == encode_marker(journal)
-    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
-
-
-# What a start takes for a root.
+from vllm_overlay.tiers.disk.files.recognition import require_root
+from vllm_overlay.tiers.disk.files.root import is_in_place, takes_direct_io
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -302,212 +286,3 @@ def test_a_file_system_without_direct_io_is_told_once(tmp_path, caplog):
     assert [record.getMessage() for record in caplog.records if "no O_DIRECT" in record.getMessage()]
     takes_direct_io(Device(), root)
     assert [path.name for path in (tmp_path / "root").iterdir()] == [MARKER]
-
-
-# A disk that takes nothing now.
-
-
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("call", ["mkdir", "open", "pwritev"])
-def test_a_disk_that_takes_nothing_at_start_is_no_refusal_and_a_root_later(tmp_path, said, call, error):
-    device = FailingDevice(**{call: error})
-    root = opened(tmp_path / "root", device=device)
-    assert said(os.strerror(error))
-    with pytest.raises(OSError, match="can be made there now"):
-        reopen_root(device, root)
-    device.faults.clear()
-    reopen_root(device, root)
-    assert is_in_place(root)
-    assert_marked(tmp_path / "root")
-
-
-def test_a_read_only_disk_at_start_is_no_refusal(tmp_path):
-    with disk(tmp_path / "disk") as made:
-        path = made.path / "root"
-        made.let_write(False)
-        new = opened(path)
-        assert not is_in_place(new)
-        made.let_write(True)
-        reopen_root(Device(), new)
-        made.let_write(False)
-        again = opened(path)
-        assert again == new and is_in_place(again)
-        reopen_root(Device(), again)
-
-
-def test_a_full_disk_at_start_is_no_refusal(tmp_path):
-    with disk(tmp_path / "disk") as made:
-        (made.path / "root").mkdir(mode=0o700)
-        with pytest.raises(OSError, match="No space"), open(made.path / "much", "wb") as much:
-            while True:
-                much.write(bytes(4096))
-                much.flush()
-        root = opened(made.path / "root")
-        (made.path / "much").unlink()
-        reopen_root(Device(), root)
-        assert_marked(made.path / "root")
-
-
-# A root that goes while it is used.
-
-
-def test_a_root_that_was_removed_is_made_again(tmp_path):
-    root = opened(tmp_path / "a" / "root")
-    shutil.rmtree(tmp_path / "a")
-    assert not is_in_place(root)
-    reopen_root(Device(), root)
-    assert is_in_place(root)
-    assert_marked(tmp_path / "a" / "root")
-
-
-def test_a_root_that_lost_its_marker_gets_it_back(tmp_path):
-    root = opened(tmp_path / "root")
-    forget_marker(tmp_path / "root")
-    assert not is_in_place(root)
-    reopen_root(Device(), root)
-    assert_marked(tmp_path / "root")
-
-
-@pytest.mark.parametrize("kind", ["project", "world", "file"])
-def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, kind):
-    root = opened(tmp_path / "root")
-    shutil.rmtree(tmp_path / "root")
-    if kind == "file":
-        (tmp_path / "root").write_text("mine")
-    else:
-        make_foreign(tmp_path / "root", kind)
-    before = state_of(tmp_path / "root")
-    assert not is_in_place(root)
-    with pytest.raises(OSError, match=f"root='{re.escape(str(tmp_path))}.*: (choose|set)"):
-        reopen_root(Device(), root)
-    assert state_of(tmp_path / "root") == before
-
-
-def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path, "nfs4")
-
-
-def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path, "ext4")
-
-
-@pytest.mark.parametrize("seen", [local, network])
-@pytest.mark.parametrize("below", ["", "root", "to/root"])
-def test_a_disk_that_is_taken_away_is_gone_until_it_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: Callable[..., None], below: str
-) -> None:
-    seen(monkeypatch, tmp_path)
-    with disk(tmp_path / "disk") as made:
-        root = opened(made.path / below)
-        (Path(root.path) / WRITER).mkdir()
-        made.take_away()
-        before = state_of(made.path)
-        assert not is_in_place(root)
-        with pytest.raises(OSError, match="another file system"):
-            reopen_root(Device(), root)
-        assert state_of(made.path) == before
-        made.put_back()
-        assert is_in_place(root)
-        reopen_root(Device(), root)
-        if below:  # what somebody removes on the disk itself is made again there
-            shutil.rmtree(made.path / "to" if below == "to/root" else made.path / below)
-            reopen_root(Device(), root)
-            assert is_in_place(root)
-            made.take_away()
-            assert not is_in_place(root)
-
-
-def test_a_root_on_another_disk_counts_when_it_is_marked(tmp_path):
-    (tmp_path / "disk").mkdir()
-    with disk(tmp_path / "one") as one, disk(tmp_path / "other") as other:
-        root = opened(one.path / "root")
-        opened(other.path / "root")
-        one.take_away()
-        one.path.rmdir()
-        one.path.symlink_to(other.path)
-        assert is_in_place(root)
-        reopen_root(Device(), root)
-        (other.path / "root" / MARKER).write_bytes(b"{")
-        assert not is_in_place(root)
-        forget_marker(other.path / "root")
-        assert not is_in_place(root)
-        with pytest.raises(OSError, match="another file system"):
-            reopen_root(Device(), root)
-        one.path.unlink()
-        one.path.mkdir()
-
-
-# A root that several hosts may see.
-
-
-@pytest.fixture
-def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A root that seems to lie on a network's file system."""
-    network(monkeypatch, tmp_path)
-    return tmp_path / "root"
-
-
-def test_a_host_has_its_own_sub_root_and_the_log_says_so(shared, caplog):
-    caplog.set_level("INFO")
-    root = opened(shared, "node-7")
-    assert (root.path, root.journal) == (str(shared / "host-node-7"), "delete")
-    assert_marked(shared, "delete")
-    assert_marked(shared / "host-node-7", "delete")
-    (said,) = [record.getMessage() for record in caplog.records if "several hosts" in record.getMessage()]
-    for words in ("nfs4", str(shared / "host-node-7"), "for this host alone"):
-        assert words in said
-    opened(shared, "node-8")
-    assert host_roots(str(shared)) == [str(shared / "host-node-7"), str(shared / "host-node-8")]
-
-
-def test_a_local_root_has_no_sub_root(tmp_path):
-    assert opened(tmp_path / "root", "node-7").path == str(tmp_path / "root")
-    assert host_roots(str(tmp_path / "root")) == []
-
-
-def test_without_a_name_a_host_is_its_machine_or_else_its_host_name(shared, tmp_path, monkeypatch):
-    monkeypatch.setattr(root_module, "_MACHINE_ID", tmp_path / "machine-id")
-    monkeypatch.setattr("socket.gethostname", lambda: "pod-1")
-    names = []
-    for machine in ("a" * 32 + "\n", "b" * 32 + "\n", "uninitialized\n", "", None):
-        (tmp_path / "machine-id").unlink(missing_ok=True)
-        if machine is not None:
-            (tmp_path / "machine-id").write_text(machine)
-        names.append(opened(shared).path)
-        assert opened(shared).path == names[-1]
-    assert len(set(names)) == 3 and len(set(names[2:])) == 1
-    monkeypatch.setattr("socket.gethostname", lambda: "pod-2")
-    assert opened(shared).path not in names
-    assert not any("a" * 32 in name for name in names)
-
-
-@pytest.mark.parametrize("name", ["..", "a/b", "-", ".", "a b", "n" * 65, "caf\u00e9"])
-def test_a_host_name_that_is_no_name_of_a_directory_is_refused(shared, name):
-    with pytest.raises(ConfigError, match=r'host_name=.*: set it to .* "node-7"'):
-        opened(shared, name)
-
-
-@pytest.mark.parametrize(("first", "then"), [(local, network), (network, local)])
-def test_a_root_that_is_seen_by_another_way_than_it_was_made_is_refused(tmp_path, monkeypatch, first, then):
-    """As by an NFS server, on its own disk."""
-    first(monkeypatch, tmp_path)
-    root = opened(tmp_path / "root", "node-7")
-    then(monkeypatch, tmp_path)
-    before = state_of(tmp_path / "root")
-    ways = "on a local disk.*over a network" if first is local else "over a network.*on a local disk"
-    with pytest.raises(ConfigError, match=f"root=.*{ways}.*set root to"):
-        opened(tmp_path / "root", "node-7")
-    with pytest.raises(OSError, match=ways):
-        reopen_root(Device(), root)
-    with pytest.raises(NotARootError, match=ways):
-        require_root(str(tmp_path / "root"))
-    assert state_of(tmp_path / "root") == before
-
-
-def test_a_sub_root_that_was_removed_is_made_again_with_the_root(shared):
-    root = opened(shared, "node-7")
-    shutil.rmtree(shared)
-    assert not is_in_place(root)
-    reopen_root(Device(), root)
-    assert is_in_place(root)
-    assert_marked(shared, "delete")
