@@ -50,7 +50,7 @@ def cpu_child(**settings: Any) -> dict[str, Any]:
 
 def disk_child(root: Path, **settings: Any) -> dict[str, Any]:
     """A disk-tier HybridOffloadConnector as a MultiConnector's child."""
-    own = {"name": "disk", "tier": "disk", "root": str(root), "capacity_bytes": "4 GiB", "hybrid_chunk_size": 64}
+    own = {"name": "disk", "tier": "disk", "root": str(root), "capacity_bytes": "1 GiB", "hybrid_chunk_size": 64}
     return _child({**own, **settings}, 0.5)
 
 

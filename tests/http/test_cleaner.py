@@ -74,7 +74,7 @@ def test_a_server_says_why_it_restores_nothing_and_begins_anew_after_a_cleaner(
         assert api.complete(first).same_as(cold)
         restored(api, first, cold)
         status, found = probed()
-        assert (status, found["tiers"][0]["capacity"]) == (0, "4.0 GiB")
+        assert (status, found["tiers"][0]["capacity"]) == (0, "1.0 GiB")
     assert log.read_text().count("was removed or replaced") == 1  # within a minute
 
 
