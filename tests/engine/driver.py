@@ -108,8 +108,12 @@ class Driver:
         return self.reset() and bool(self.llm.reset_prefix_cache(reset_connector=True))
 
     def wait_for_stores(self) -> bool:
-        connector = self.engine_core.scheduler.connector
-        self.step_until(lambda: not connector.has_pending_push_work(), "the end of all stores")
+        """A connector hears of a request's end in the step after it, and may store, or rank what it has, only then."""
+        scheduler = self.engine_core.scheduler
+        self.step_until(
+            lambda: not scheduler.finished_req_ids and not scheduler.connector.has_pending_push_work(),
+            "the end of all stores",
+        )
         return True
 
     def step_until(self, is_so: Callable[[], bool], what: str) -> None:
