@@ -35,6 +35,7 @@ DISK = {"capacity_bytes": 2 * TIER_BYTES, "namespace": "gpu-restore"}
 """Made-up weights have no file that tells them from others."""
 BATCHES = (8, 32)
 STEPS = 128
+CLOSE_S = 30
 SHAPE = {
     "hidden_size": 2560,
     "intermediate_size": 9216,
@@ -194,9 +195,10 @@ def started(
         for pipe in pipes:
             pipe.send(("close", ()))
             pipe.recv()
+        for process in processes:
+            process.join(CLOSE_S)
     finally:
         for process in processes:
-            process.join(30)
             process.kill()
 
 

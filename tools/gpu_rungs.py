@@ -398,7 +398,7 @@ def preempted(model: Path, device: str) -> str:
         model,
         device,
         kv_transfer_config={**CONNECTOR, "kv_connector_extra_config": children},
-        async_scheduling=device != "cpu",
+        async_scheduling=True,
         max_num_seqs=16,
         kv_cache_memory_bytes=SMALL_BYTES,
         **FLASH,
@@ -480,6 +480,7 @@ RUNGS = {
     "preempted": Rung(
         f"our own copies, {NUM_REQUESTS} requests at once in a KV cache for few, and a CPU tier that evicts",
         preempted,
+        why_not_cpu="a CPU takes longer than a rung may",
     ),
     "mtp": Rung("our own copies, with a module of multi-token prediction", speculating),
     **{name: Rung(f"our own copies, {name}", of_family(name, **arguments)) for name, arguments in FAMILIES.items()},

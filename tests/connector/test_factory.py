@@ -32,7 +32,7 @@ def test_on_a_cpu_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("is_first_rank", [True, False])
-def test_on_a_device_one_rank_says_that_nobody_has_run_it(
+def test_on_a_device_one_rank_says_how_little_was_run_there(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_first_rank: bool
 ) -> None:
     given = []
