@@ -46,10 +46,10 @@ def held_files(tier: DiskTierManager) -> frozenset[File]:
     return tier._served.holds.held()
 
 
-def served_namespace(tier: DiskTierManager) -> DiskNamespace | None:
-    """The namespace that the bookkeeper has told the catalogue of."""
+def is_serving_last(tier: DiskTierManager) -> bool:
+    """Whether the bookkeeper has arrived in the namespace of the last reset, and told the catalogue of it."""
     session = tier._bookkeeper._session
-    return None if session is None else session.served.namespace
+    return session is not None and session.served is tier._served
 
 
 def catalogue_of(tier: DiskTierManager) -> Catalogue:
@@ -98,11 +98,6 @@ def learned_of(tier: DiskTierManager) -> Learned:
 def wanted_namespace(tier: DiskTierManager) -> DiskNamespace:
     """The namespace since the last reset."""
     return tier._served.namespace
-
-
-def begin_closing(tier: DiskTierManager) -> None:
-    """The bookkeeper does nothing more."""
-    tier._bookkeeper._is_closing = True
 
 
 @contextlib.contextmanager
@@ -176,14 +171,6 @@ def num_fetched(worker: DiskTierWorker) -> int:
 
 def put_device(worker: DiskTierWorker, device: Device) -> None:
     worker._device = device
-
-
-def stop_readers(worker: DiskTierWorker, timeout_s: float) -> None:
-    worker._readers.stop(timeout_s)
-
-
-def mark_closed(worker: DiskTierWorker) -> None:
-    worker._is_closed = True
 
 
 def is_closing(worker: DiskTierWorker) -> bool:

@@ -49,19 +49,6 @@ def test_a_read_only_disk_at_start_is_no_refusal(tmp_path):
         reopen_root(Device(), again)
 
 
-def test_a_full_disk_at_start_is_no_refusal(tmp_path):
-    with disk(tmp_path / "disk") as made:
-        (made.path / "root").mkdir(mode=0o700)
-        with pytest.raises(OSError, match="No space"), open(made.path / "much", "wb") as much:
-            while True:
-                much.write(bytes(4096))
-                much.flush()
-        root = opened(made.path / "root")
-        (made.path / "much").unlink()
-        reopen_root(Device(), root)
-        assert_marked(made.path / "root")
-
-
 # A root that goes while it is used.
 
 
