@@ -35,6 +35,14 @@ def test_a_root_whose_path_is_not_utf_8_is_a_root(tmp_path, caplog):
         assert made.reasons(chain("p", 1)) == ["", ""]
 
 
+def test_a_root_that_is_a_link_to_a_directory_is_a_root(tmp_path):
+    (tmp_path / "disk").mkdir(mode=0o700)
+    (tmp_path / "root").symlink_to(tmp_path / "disk")
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered().store(chain("p", 1))
+        assert made.reasons(chain("p", 1)) == ["", ""]
+
+
 def test_a_policy_of_somebody_is_refused_because_no_other_process_knows_it(tmp_path):
     with pytest.raises(ConfigError, match='set it to "learned" or "lru"'):
         open_tier(tmp_path / "root", eviction_policy="vllm_overlay.tiers.policies.lru:LeastRecentlyUsed")
