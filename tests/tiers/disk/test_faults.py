@@ -93,20 +93,6 @@ def test_a_success_makes_the_next_pause_the_first_again(clock):
         made.report(False)
 
 
-def test_a_panic_in_a_thread_is_a_dropped_store_and_the_thread_lives(tmp_path, monkeypatch):
-    class PanicException(BaseException):
-        """As pyo3 raises it when Rust code panics: no Exception."""
-
-    def panics(*_):
-        raise PanicException
-
-    with tier_pair(tmp_path / "root") as made:
-        with monkeypatch.context() as patched:
-            patched.setattr("vllm_overlay.tiers.disk.worker.write_object", panics)
-            assert [made.outcome(chain(name, 1)[0]) for name in "abc"] == ["error"] * 3
-        assert made.outcome(chain("d", 1)[0]) == ""
-
-
 def test_late_faults_of_earlier_attempts_do_not_lengthen_the_pause(clock):
     made = CircuitBreaker("writes")
     for _ in range(2 * circuit_breaker.FAULTS_TO_OPEN):

@@ -17,8 +17,7 @@ from tests.tiers.disk.prompts import KEYS, NUM_TOKENS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.catalogue import File, Limits
-from vllm_overlay.tiers.disk.messages import Gone
+from vllm_overlay.tiers.disk.catalogue import File, Gone, Limits
 
 
 def lookup(made: TierPair) -> int:

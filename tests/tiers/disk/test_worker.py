@@ -156,12 +156,17 @@ def test_one_load_finds_all_that_is_wrong_with_its_files(tmp_path):
         assert failed == [(planned.object_id, True) for planned in rotten]
 
 
-def test_an_unexpected_error_in_a_thread_is_a_result_and_the_thread_lives(tmp_path):
+class PanicException(BaseException):
+    """As pyo3 raises it when Rust code panics: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, PanicException])
+def test_an_unexpected_error_in_a_thread_is_a_result_and_the_thread_lives(tmp_path, kind):
     breaks = threading.Event()
 
     def defect(call, path):
         if breaks.is_set() and is_object(path) and call in ("preadv", "pwritev"):
-            raise RuntimeError("a defect")
+            raise kind("a defect")
 
     with tier_pair(tmp_path / "root", device=RuledDevice(defect)) as made:
         objects = chain("p", 2)

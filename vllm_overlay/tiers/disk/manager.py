@@ -14,7 +14,7 @@ from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierUsage
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.bookkeeper import Bookkeeper
-from vllm_overlay.tiers.disk.catalogue import File
+from vllm_overlay.tiers.disk.catalogue import File, Gone
 from vllm_overlay.tiers.disk.catalogue.rows import MAX_PARENTS
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
@@ -23,7 +23,7 @@ from vllm_overlay.tiers.disk.files.lease import take_lease
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, check_stored_id
 from vllm_overlay.tiers.disk.files.root import choose_root
 from vllm_overlay.tiers.disk.hidden import UNREADABLE_S, Hidden, VisibleHits
-from vllm_overlay.tiers.disk.messages import Committed, Found, Gone, Reload, ServedNamespace, Store, Update
+from vllm_overlay.tiers.disk.messages import Committed, Found, Reload, ServedNamespace, Store, Update
 from vllm_overlay.tiers.disk.ranking import Ranker, read_learned
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.site import Site

@@ -9,7 +9,7 @@ from enum import Enum
 import msgspec
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.catalogue import File
+from vllm_overlay.tiers.disk.catalogue import File, Gone
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.holds import Holds
 
@@ -23,14 +23,6 @@ class Found:
 
     objects: Sequence[PlannedObject]
     files: Sequence[File]
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """An object that was evicted, by whatever process, and the file that went with it."""
-
-    object_id: ObjectId
-    file: File
 
 
 @dataclass(frozen=True, slots=True)

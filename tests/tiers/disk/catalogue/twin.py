@@ -78,11 +78,10 @@ class Twin:
             del self.writers[writer]
         self.drop_namespaces()
 
-    def bury(self, writer: str, heir: str) -> int:
+    def bury(self, writer: str, heir: str) -> None:
         self.hand_over(writer, heir)
-        dead = self.writers.pop(writer, TwinWriter(None))
+        self.writers.pop(writer, None)
         self.drop_namespaces()
-        return dead.granted
 
     def hand_over(self, writer: str, heir: str | None) -> None:
         for file, (item, collector) in self.garbage.items():
