@@ -178,7 +178,7 @@ from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.catalogue import File
-from vllm_overlay.tiers.disk.tickets import DiskPart
+from vllm_overlay.tiers.disk.messages import DiskPart
 made = TierPair(Path(sys.argv[1]))
 made.tier.close()
 print("ready", flush=True)

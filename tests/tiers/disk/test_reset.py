@@ -15,7 +15,7 @@ from tests.waiting import until
 from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.tickets import DiskPart
+from vllm_overlay.tiers.disk.messages import DiskPart
 
 
 def namespaces(root):

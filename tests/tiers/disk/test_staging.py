@@ -12,7 +12,7 @@ from tests.waiting import until
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk import worker as disk_worker
-from vllm_overlay.tiers.disk.tickets import DiskPart
+from vllm_overlay.tiers.disk.messages import DiskPart
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 
 TICKET = StoreTicket(256, chain("p", 1)[0], DiskPart(NOWHERE, NAMESPACE.fingerprint))

@@ -19,9 +19,9 @@ from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.tier_pair import store_many, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Garbage, Namespace
+from vllm_overlay.tiers.disk.evictor import Unlinker
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.writer import paths_of
-from vllm_overlay.tiers.disk.unlinker import Unlinker
 
 WRITER = "1" * 16
 NUM_OBJECTS = 8

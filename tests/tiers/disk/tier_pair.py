@@ -20,8 +20,8 @@ from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, DiskNamespace
 from vllm_overlay.tiers.disk.files.writer import path_of
 from vllm_overlay.tiers.disk.manager import DiskTierManager
+from vllm_overlay.tiers.disk.messages import DiskPart
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
-from vllm_overlay.tiers.disk.tickets import DiskPart
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.factory import tier_spec
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk import catalogue
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Namespace, Refusal, StoredObject, Superseded
-from vllm_overlay.tiers.disk.evictor import Evictor
+from vllm_overlay.tiers.disk.evictor import Evictor, Unlinker
 from vllm_overlay.tiers.disk.files.root import is_in_place, reopen_root
 from vllm_overlay.tiers.disk.files.writer import Life, begin_life
 from vllm_overlay.tiers.disk.follower import Follower
@@ -17,7 +17,6 @@ from vllm_overlay.tiers.disk.messages import Committed, ServedNamespace, Step, S
 from vllm_overlay.tiers.disk.recovery.recovery import Recovery
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.site import Seat, Site
-from vllm_overlay.tiers.disk.unlinker import Unlinker
 
 _Answer = catalogue.Committed | Refusal
 _log = RateLimitedLog(logging.getLogger(__name__))

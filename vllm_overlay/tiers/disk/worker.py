@@ -23,10 +23,10 @@ from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.object_file import BadObject, read_object, seal, write_object
 from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 from vllm_overlay.tiers.disk.files.writer import Life, path_of, share_life
+from vllm_overlay.tiers.disk.messages import DiskPart
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.staging import Staging
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
-from vllm_overlay.tiers.disk.tickets import DiskPart
 from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes, HostBuffer
 
 MAX_PENDING_STORES = 256

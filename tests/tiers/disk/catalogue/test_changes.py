@@ -8,6 +8,7 @@ import pytest
 
 from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import (
+    MANY,
     MODEL,
     NOW,
     OTHERS,
@@ -24,6 +25,7 @@ from vllm_overlay.tiers.disk.catalogue import (
     File,
     Gone,
     Limits,
+    Refusal,
     Scored,
     StoredObject,
     Superseded,
@@ -118,16 +120,19 @@ def test_a_new_catalogue_learns_from_the_files(tmp_path: Path) -> None:
         one.catalogue.adopt([old.stored(5)])
 
 
-def test_files_of_writers_that_have_ended_are_known_by_name(tmp_path: Path) -> None:
-    ended, one = Engine(tmp_path), Engine(tmp_path)
-    ended.store(*map(ended.stored, range(3)))
-    ended.evicted(1)
-    ended.catalogue.leave(ended.name)
-    assert one.catalogue.numbers_of(ended.name) == {0, 1, 2}
-    asked = [File(ended.name, number) for number in range(600)] + [File(one.name, 0)]
-    assert one.catalogue.named(asked) == set(asked[:3])
-    assert files(one.loaded()) == asked[1:3]
-    assert one.catalogue.numbers_of(writer_name(4)) == set()
+def test_a_living_writer_commits_what_a_rebuild_has_met(tmp_path: Path) -> None:
+    """Its file may count by now, may have lost, or may be to unlink after the one that counted has gone."""
+    one, living = (Engine(tmp_path, is_complete=False) for _ in range(2))
+    counts, lost, gone = living.stored(0), living.stored(1), living.stored(2)
+    first = stored(1, file=8), stored(2, file=9, last_use=NOW - 1)
+    one.catalogue.adopt([counts, *first, lost, gone])
+    one.catalogue.end_rebuild()
+    assert files(one.evict(Limits(1, 1))) == [first[1].file]
+    living.grant(MANY // 64)
+    assert living.commit(counts, lost, gone) == [
+        Committed(counts.file, is_paid=False), Committed(first[0].file, is_paid=False), Refusal.GARBAGE,
+    ]  # fmt: skip
+    assert living.grant(0).surplus_bytes == 0 and check(one.catalogue) == []
 
 
 def test_who_has_no_row_any_more_is_told_to_join_anew(tmp_path: Path) -> None:

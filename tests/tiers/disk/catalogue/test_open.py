@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -261,21 +260,6 @@ def is_refused(engine: Engine) -> bool:
     except Unavailable:
         return True
     return False
-
-
-def test_threads_of_one_process_take_turns(tmp_path: Path) -> None:
-    one = Engine(tmp_path)
-
-    def work(part: int) -> None:
-        for number in range(part * 1000, part * 1000 + 30):
-            one.store(one.stored(number))
-            if number % 3 == 0:
-                assert one.collected(one.evict(Limits(1, 1))) == 0
-
-    with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(work, part) for part in range(4)]:
-            done.result()
-    assert one.catalogue.totals().num_objects == 4 * 20 and check(one.catalogue) == []
 
 
 def in_child(catalogue: Catalogue) -> str:
