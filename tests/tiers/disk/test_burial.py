@@ -167,7 +167,7 @@ def test_what_a_dead_engine_wanted_to_unlink_and_was_granted_is_its_heirs(tmp_pa
         until(lambda: DEAD not in {row.name for row in catalogue_of(made.tier).writers()}, "a burial")
         until(lambda: counted(root) == (2 * on_disk(), room_bytes(made.tier)), "the end of its garbage")
         assert bytes_under(root) == 2 * on_disk()
-        made.store(chain("p", 3)[2:])
+        made.settled().store(chain("p", 3)[2:])
     assert problems(root) == []
 
 
@@ -344,14 +344,14 @@ def test_what_a_living_engine_has_yet_to_commit_is_nobody_elses_to_unlink(tmp_pa
     assert problems(made.root) == []
 
 
-def test_a_listing_that_fails_is_tried_again_and_unlinks_nothing(tmp_path, monkeypatch):
+def test_a_listing_that_fails_is_tried_again_unlinks_nothing_and_keeps_no_other_burial_waiting(tmp_path, monkeypatch):
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 3))
-    lost, listdir, fails = put(root, DEAD, 1), os.listdir, [True]
+    lost, other, listdir, fails = put(root, DEAD, 1), put(root, "e" * 16, 1), os.listdir, [True]
 
     def failing(path):
-        if fails and threading.current_thread().name == "disk-recovery":
+        if fails and threading.current_thread().name == "disk-recovery" and DEAD in str(path):
             fails.append(True)
             raise OSError(5, "an input/output error")
         return listdir(path)
@@ -360,6 +360,7 @@ def test_a_listing_that_fails_is_tried_again_and_unlinks_nothing(tmp_path, monke
     with tier_pair(root) as again:
         again.recovered()
         until(lambda: len(fails) > 2, "a listing that fails twice")
+        until(lambda: has_buried(again.tier) and not other.exists(), "the burial of all others")
         assert len(object_files(root)) == 5
         fails.clear()
         until(lambda: not lost.exists(), "a burial")

@@ -18,9 +18,11 @@ from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.tier_pair import TierPair, close_tier, tier_pair
 from tests.waiting import until
 from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.tiers.disk import worker as disk_worker
 from vllm_overlay.tiers.disk.catalogue import File
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
+from vllm_overlay.tiers.disk.files.writer import share_life
 
 
 @pytest.fixture(params=["checksum", "key"])
@@ -207,6 +209,26 @@ def test_a_rank_writes_nothing_of_a_writer_that_has_ended(tmp_path):
         assert writers_of(made.root) == [ticket.part.file.writer]
         made.tier.abort(ticket.ticket)
         made.store([planned])
+
+
+def test_no_call_of_the_worker_waits_for_a_disk_that_hangs_where_a_writer_is_joined(tmp_path, monkeypatch):
+    hangs, may_go, has_answered = threading.Event(), threading.Event(), threading.Event()
+
+    def share(root, writer):
+        hangs.set()
+        until(may_go.is_set, "the end of the test")
+        return share_life(root, writer)
+
+    monkeypatch.setattr(disk_worker, "share_life", share)
+    with tier_pair(tmp_path / "root") as made:
+        made.submit(made.with_room().tier.reserve(chain("p", 1)[0]))
+        until(hangs.is_set, "a write")
+        threading.Thread(target=lambda: made.workers[0].poll() and has_answered.set(), daemon=True).start()
+        try:
+            until(has_answered.is_set, "an answer")
+        finally:
+            may_go.set()
+        assert made.end_of_store() == ""
 
 
 def test_close_writes_what_is_pending(tmp_path):

@@ -148,9 +148,8 @@ class Evictor:
         victims = [item for item in self._catalogue.choose_victims(limits, now) if item not in self._ahead]
         gone = [item for item in victims if self._unlinker.unlink(item.file, item.world_size)]
         self._ahead += gone
-        logger.warning(
-            "disk tier: %s is full: removed %d objects so that the catalogue can be written", self._seat.root, len(gone)
-        )
+        sentence = "disk tier: %s is full: removed %d objects so that the catalogue can be written"
+        _log.warning("full", sentence, self._seat.root, len(gone))
         return len(gone)
 
 

@@ -90,6 +90,8 @@ class DiskTierWorker(TierWorker):
         self._written = threading.Condition(self._lock)
         self._num_writing = 0
         self._life: Life | None = None
+        self._life_lock = threading.Lock()
+        """Of write threads alone: who has it may wait for the disk."""
         self._stored: list[StoreResult] = []
         self._loads: dict[str, _Load] = {}
         self._waiting: deque[_Fetch] = deque()
@@ -172,7 +174,7 @@ class DiskTierWorker(TierWorker):
 
     def _take_part(self, writer: str) -> None:
         """So that nobody buries the writer while this rank writes. Raises OSError when it is dead already."""
-        with self._lock:
+        with self._life_lock:
             if self._life is None or self._life.writer != writer:
                 if (life := share_life(self._root, writer)) is None:
                     raise FileNotFoundError(errno.ENOENT, "the writer of this store has ended", writer)
@@ -342,9 +344,8 @@ class DiskTierWorker(TierWorker):
             self._start_waiting()
         self._readers.stop(_JOIN_S)
         self._writers.stop(_JOIN_S)
-        with self._lock:
-            if self._life is not None and not self._num_writing:
-                self._life.end()
+        if self._life is not None and not self._num_writing:
+            self._life.end()
         return given_up
 
 
