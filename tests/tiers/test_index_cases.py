@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.tiers.entries import evict_one
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.entry import EntryState
 from vllm_overlay.tiers.index import PrefixIndex
@@ -63,6 +64,15 @@ def test_room_is_made_by_as_few_evictions_as_needed_and_not_by_the_parent_of_the
     assert index.evict(31) == []
     assert index.evict(20) == []
     assert len(index) == 1
+
+
+def test_a_load_counts_as_a_use():
+    index = PrefixIndex(None)
+    index.restore([chunk(0, name="a"), chunk(0, name="b")])
+    load = [chunk(0, name="a").object_id]
+    index.pin(load)
+    index.unpin(load)
+    assert names([evict_one(index), evict_one(index)]) == [b"b0", b"a0"]
 
 
 def test_recovery_waits_for_a_parent_that_is_being_stored_and_leaves_what_is_there_alone():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, File
-from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
+from vllm_overlay.tiers.disk.catalogue.connection import Connection
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
@@ -57,11 +57,6 @@ def catalogue_of(tier: DiskTierManager) -> Catalogue:
     session = until(lambda: tier._bookkeeper._session, "an open catalogue")
     assert session is not None
     return session.catalogue
-
-
-def reading(catalogue: Catalogue) -> contextlib.AbstractContextManager[sqlite3.Connection]:
-    """A transaction that may read every row."""
-    return catalogue.reading(LONG_CALLS)
 
 
 def end_transactions_with(commit: Callable[[sqlite3.Connection], None]) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 from tests.tiers.disk.devices import GatedDevice
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk, writers_of
-from tests.tiers.disk.halves import seat_in
 from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, has_buried, room_bytes
 from tests.tiers.disk.objects import chain, content, fill
 from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.processes import WRITER, kill, start
+from tests.tiers.disk.roots import seat_in
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.common.file_lock import is_held

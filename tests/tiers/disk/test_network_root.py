@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.file_systems import fuse_mount, outage, pretend, unmount
-from tests.tiers.disk.halves import open_tier
 from tests.tiers.disk.inside import delay_bookkeeper
 from tests.tiers.disk.objects import chain
+from tests.tiers.disk.roots import open_tier
 from tests.tiers.disk.tier_pair import tier_pair
 from tests.waiting import until
 from vllm_overlay.common.file_lock import is_held

@@ -11,9 +11,9 @@ from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.file_systems import disk
 from tests.tiers.disk.files import on_disk
 from tests.tiers.disk.foreign import make_foreign, state_of
-from tests.tiers.disk.halves import HALVES, open_tier
 from tests.tiers.disk.inside import delay_bookkeeper
 from tests.tiers.disk.objects import chain
+from tests.tiers.disk.roots import HALVES, open_tier
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.waiting import until
 from vllm_overlay.config import ConfigError

@@ -12,10 +12,10 @@ import pytest
 
 from tests.tiers.disk.devices import FailingDevice, RuledDevice, SmallDevice, is_object
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
-from tests.tiers.disk.halves import seat_in
 from tests.tiers.disk.inside import num_turns, stores_in_flight_bytes
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.oracle import problems
+from tests.tiers.disk.roots import seat_in
 from tests.tiers.disk.tier_pair import NAMESPACE, store_many, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Garbage, Namespace
