@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A root that a test opens: as a start does, as either half of the tier does, and as one that has joined its catalogue."""
+"""A root that a test opens: as a start does, as either half of the tier does, or as one that has joined."""
 
 import os
 import stat

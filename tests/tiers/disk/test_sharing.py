@@ -64,21 +64,6 @@ def test_what_another_process_stores_is_found_without_a_restart(tmp_path):
             kill(other)
 
 
-def test_what_ends_in_the_middle_is_found_up_to_there(two):
-    one, other = two
-    one.store([item for item in objects_of(KEYS, [320]) if item.end_tokens <= 320])
-    until(lambda: lookup(other) == 320)
-
-
-def test_chunks_without_a_snapshot_are_found_so_that_a_junction_is(two):
-    one, other = two
-    objects = objects_of(KEYS, [])
-    one.store(objects)
-    until(lambda: lookup(other) or len(other.tier.index) == len(objects))
-    found = PLANNER.lookup(KEYS, NUM_TOKENS, 0, other.tier.index)
-    assert (found.restore_point, found.junction) == (0, 640)
-
-
 # One object in two files.
 
 

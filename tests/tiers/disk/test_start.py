@@ -57,18 +57,6 @@ def test_a_capacity_below_two_objects_is_refused_with_one_that_works(tmp_path):
 # A disk that takes nothing at start.
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize("call", ["open", "pwritev"])
-def test_a_disk_that_takes_nothing_at_start_is_not_fatal_and_comes_back(tmp_path, call, error):
-    device = FailingDevice(**{call: error})
-    made = TierPair(tmp_path / "root", device=device)
-    assert made.try_store(chain("p", 1)[0]) == "no_room"
-    device.faults.clear()
-    made.store(chain("p", 1))
-    assert made.reasons(chain("p", 1)) == ["", ""]
-    made.close()
-
-
 def test_a_disk_that_takes_nothing_for_long_is_no_flood_in_the_log(tmp_path, caplog):
     """Each turn of the bookkeeper asks for the root again."""
     device = FailingDevice(open=errno.EROFS)

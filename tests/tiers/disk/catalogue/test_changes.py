@@ -12,6 +12,7 @@ from tests.tiers.disk.catalogue.objects import (
     MODEL,
     NOW,
     OTHERS,
+    PRIVATE,
     Engine,
     files,
     numbers,
@@ -118,6 +119,14 @@ def test_a_new_catalogue_learns_from_the_files(tmp_path: Path) -> None:
     assert two.grant(1, 1).num_bytes == 1
     with pytest.raises(ValueError, match="ended"):
         one.catalogue.adopt([old.stored(5)])
+
+
+def test_a_namespace_stays_private_though_an_engine_joins_before_its_objects_are_found(tmp_path: Path) -> None:
+    one = Engine(tmp_path, is_complete=False)
+    one.catalogue.adopt([], [PRIVATE])
+    Engine(tmp_path, is_complete=False).close()
+    one.catalogue.adopt([stored(0, (), PRIVATE)])
+    assert [each.is_private for each in one.catalogue.usage() if each.fingerprint == PRIVATE.fingerprint] == [True]
 
 
 def test_a_living_writer_commits_what_a_rebuild_has_met(tmp_path: Path) -> None:
