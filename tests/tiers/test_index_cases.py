@@ -85,6 +85,12 @@ def test_recovery_waits_for_a_parent_that_is_being_stored_and_leaves_what_is_the
     assert entry is not None and (entry.ticket, entry.state) == (7, EntryState.COMMITTED)
 
 
+def test_recovered_objects_age_in_the_order_given():
+    index = PrefixIndex(None)
+    assert index.restore([chunk(0, name=name) for name in "cab"]) == []
+    assert names([evict_one(index) for _ in range(3)]) == [b"c0", b"a0", b"b0"]
+
+
 NUM_DEEP = 100_000
 
 

@@ -26,7 +26,6 @@ from vllm_overlay.tiers.disk.catalogue import (
     File,
     Gone,
     Limits,
-    Refusal,
     Scored,
     StoredObject,
     Superseded,
@@ -139,7 +138,7 @@ def test_a_living_writer_commits_what_a_rebuild_has_met(tmp_path: Path) -> None:
     assert files(one.evict(Limits(1, 1))) == [first[1].file]
     living.grant(MANY // 64)
     assert living.commit(counts, lost, gone) == [
-        Committed(counts.file, is_paid=False), Committed(first[0].file, is_paid=False), Refusal.GARBAGE,
+        Committed(counts.file, is_paid=False), Committed(first[0].file, is_paid=False), None,
     ]  # fmt: skip
     assert living.grant(0).surplus_bytes == 0 and check(one.catalogue) == []
 
