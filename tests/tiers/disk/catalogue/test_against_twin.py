@@ -373,7 +373,6 @@ class Machine(RuleBasedStateMachine):
             assert Namespace(fingerprint, each.words, each.is_private) == namespace
             assert each.is_served == any(row.served == fingerprint for row in self.twin.writers.values())
             assert self.reader.learned(fingerprint) == self.twin.learned.get(fingerprint)
-            assert each.has_learned == (fingerprint in self.twin.learned)
 
 
 TestAgainstTwin = Machine.TestCase
