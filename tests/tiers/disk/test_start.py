@@ -16,7 +16,9 @@ from tests.tiers.disk.objects import chain
 from tests.tiers.disk.roots import HALVES, open_tier
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.waiting import until
+from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue
 
 
 @HALVES
@@ -52,6 +54,20 @@ def test_a_capacity_below_two_objects_is_refused_with_one_that_works(tmp_path):
     with pytest.raises(ConfigError, match="capacity_bytes") as refusal:
         open_tier(tmp_path / "root", capacity_bytes=on_disk())
     open_tier(tmp_path / "root", capacity_bytes=int(str(refusal.value).split()[-1]))
+
+
+def test_a_start_that_waits_for_the_catalogue_holds_one_life(tmp_path, monkeypatch):
+    join, left = Catalogue.join, [1, 2, 3]
+
+    def busy(catalogue, *arguments):
+        if left:
+            raise Busy(f"for turn {left.pop()} of 3")
+        return join(catalogue, *arguments)
+
+    monkeypatch.setattr(Catalogue, "join", busy)
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered()
+        assert [is_held(str(path)) for path in made.root.glob("*/alive")].count(True) == 1
 
 
 # A disk that takes nothing at start.

@@ -32,13 +32,16 @@ class Session:
         reopen_root(site.device, root)
         self._site, self._room, self.served = site, room, served
         self.catalogue = Catalogue(root.path, root.journal)
+        begun: Life | None = None
         try:
             if life is None or not life.is_in_place():
-                life = begin_life(root.path, site.device)
+                life = begun = begin_life(root.path, site.device)
             self.life, self.writer = life, life.writer
             room.begin(self.writer, self._join(served))
             newest_use = self.catalogue.totals().newest_use
         except BaseException:
+            if begun is not None:
+                begun.end()
             self.catalogue.close()
             raise
         self.to_epoch_s = max(time.time(), float(newest_use)) - time.monotonic()
