@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.inside import find
+from tests.tiers.disk.catalogue.inside import collectors, find
 from tests.tiers.disk.catalogue.objects import (
     MODEL,
     NOW,
@@ -338,8 +338,14 @@ class Machine(RuleBasedStateMachine):
         for namespace in (MODEL, OTHERS, PRIVATE):
             found = find(self.reader, namespace.fingerprint, IDS)
             assert {item.object_id: item for item in found} == self.of_namespace(namespace)
-        expected = {name: row.served for name, row in self.twin.writers.items()}
-        assert {row.name: row.fingerprint for row in self.reader.writers()} == expected
+        expected = {name: (row.served, row.granted) for name, row in self.twin.writers.items()}
+        assert {row.name: (row.fingerprint, row.granted) for row in self.reader.writers()} == expected
+        assert collectors(self.reader) == {file: of for file, (_, of) in self.twin.garbage.items()}
+        self.twin.forget_scores(self.now)
+        there = [entry.item.file for entry in self.twin.objects.values()]
+        for pinned in (set(), {file for file in there if file.number % 3 == 0}):
+            limits = Limits(1 << 40, len(there), frozenset(pinned))
+            assert files(self.reader.choose_victims(limits, self.now)) == self.twin.victims(1 << 40, len(there), pinned)
 
     @rule(data=st.data())
     def names(self, data: Any) -> None:
