@@ -17,8 +17,9 @@ from tests.tiers.disk.catalogue.objects import (
     Engine,
     numbers,
     object_id,
+    stored,
 )
-from vllm_overlay.tiers.disk.catalogue import File, Limits, Scored
+from vllm_overlay.tiers.disk.catalogue import Committed, File, Limits, Scored
 
 
 def chosen(engine: Engine, now: int, count: int = 10) -> list[int]:
@@ -147,3 +148,20 @@ def test_no_more_than_a_batch_goes_at_once(tmp_path: Path) -> None:
     one = Engine(tmp_path)
     with pytest.raises(ValueError, match="256"):
         one.evict(Limits(1, 257))
+
+
+def test_a_replacement_needs_room_of_its_own(tmp_path: Path) -> None:
+    one = Engine(tmp_path)
+    one.store(one.stored(0))
+    assert one.commit(one.stored(0, file=1), replaced=File(one.name, 0)) == [None]
+    assert numbers(one.loaded()) == [0] and check(one.catalogue) == []
+
+
+def test_what_is_not_taken_in_costs_nothing(tmp_path: Path) -> None:
+    one = Engine(tmp_path)
+    one.grant(8192)
+    unknown = stored(0, (), OTHERS, file=4, writer=one.name)
+    assert one.commit(one.stored(1, (0,)), unknown, one.stored(2), one.stored(3)) == [
+        None, None, Committed(File(one.name, 2), is_paid=True), None,
+    ]  # fmt: skip
+    assert one.catalogue.totals().num_bytes == 8192 and check(one.catalogue) == []
