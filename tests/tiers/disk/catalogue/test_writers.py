@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.objects import Engine, files, numbers, writer_name
-from vllm_overlay.tiers.disk.catalogue import File, Limits
+from tests.tiers.disk.catalogue.objects import MODEL, OTHERS, Engine, files, numbers, stored, writer_name
+from vllm_overlay.tiers.disk.catalogue import File, Limits, Namespace
 
 
 def test_what_a_dead_writer_had_to_unlink_is_its_heirs(tmp_path: Path) -> None:
@@ -60,3 +60,16 @@ def test_threads_of_one_process_take_turns(tmp_path: Path) -> None:
         for done in [pool.submit(work, part) for part in range(4)]:
             done.result()
     assert one.catalogue.totals().num_objects == 4 * 20 and check(one.catalogue) == []
+
+
+def known(engine: Engine) -> dict[str, str]:
+    return {each.fingerprint: each.words for each in engine.catalogue.usage()}
+
+
+def test_words_that_a_rebuild_did_not_know_come_with_who_serves(tmp_path: Path) -> None:
+    one = Engine(tmp_path, OTHERS, is_complete=False)
+    one.catalogue.adopt([stored(0)])
+    assert known(one)[MODEL.fingerprint] == ""
+    one.catalogue.join(writer_name(1), MODEL)
+    one.catalogue.join(writer_name(2), Namespace(MODEL.fingerprint))
+    assert known(one)[MODEL.fingerprint] == MODEL.words
