@@ -261,14 +261,8 @@ class NaiveIndex:
         record = self.records[name]
         return record.last_use, -record.planned.end_tokens
 
-    def restore(self, planned: Sequence[PlannedObject]) -> list[PlannedObject]:
-        uses = {}
+    def restore(self, planned: Sequence[PlannedObject]) -> None:
         for item in planned:
             self.clock += 1
-            uses.setdefault(item.object_id, self.clock)
-        left = list({item.object_id: item for item in reversed(planned) if item.object_id not in self.records}.values())
-        while ready := [item for item in left if self.may_reserve(item)]:
-            for item in ready:
-                self.records[item.object_id] = Record(item, 0, uses[item.object_id], written=True)
-            left = [item for item in left if item.object_id not in self.records]
-        return left
+            if self.may_reserve(item):
+                self.records[item.object_id] = Record(item, 0, self.clock, written=True)

@@ -2,7 +2,7 @@
 """How far back evictions are remembered."""
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.evicted_names import EvictedNames
+from vllm_overlay.tiers.index import EvictedNames
 
 
 def name(number: int) -> ObjectId:

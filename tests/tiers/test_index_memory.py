@@ -10,9 +10,9 @@ import pytest
 from tests.tiers.integrity import check_integrity
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.index import PrefixIndex
+from vllm_overlay.tiers.policies.base import NeverEvicts
 from vllm_overlay.tiers.policies.learned import LearnedEviction
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
-from vllm_overlay.tiers.policies.never import NeverEvicts
 
 NUM_OBJECTS = 2_000
 POLICIES = [LeastRecentlyUsed, NeverEvicts, LearnedEviction]

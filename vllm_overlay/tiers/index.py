@@ -16,15 +16,37 @@ releases it. Its name cannot be reserved before that, so a name never stands for
 """
 
 import itertools
-from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, PlannedObject
 from vllm_overlay.tiers.entry import COMMITTED, DROPPED, RESERVED, STORED, Entry, EntryState
-from vllm_overlay.tiers.evicted_names import EvictedNames
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
+
+_HALF = 1 << 16
+
+
+class EvictedNames:
+    """The names that were evicted last: at least ``_HALF`` of them, at most twice as many and one call's.
+
+    That is about 9 MB: it keeps hashes of names. A name is taken for another one in one of 10^13 questions. Not
+    thread-safe.
+    """
+
+    def __init__(self, half: int = _HALF) -> None:
+        self._half = half
+        self._newer: set[int] = set()
+        self._older: set[int] = set()
+
+    def add(self, object_ids: Iterable[ObjectId]) -> None:
+        self._newer.update(map(hash, object_ids))
+        if len(self._newer) >= self._half:
+            self._newer, self._older = set(), self._newer
+
+    def __contains__(self, object_id: ObjectId) -> bool:
+        name = hash(object_id)
+        return name in self._newer or name in self._older
 
 
 class Commit(NamedTuple):
@@ -212,54 +234,21 @@ class PrefixIndex:
         entry.state = STORED
         return self._drop_tree(entry)
 
-    def restore(
-        self, planned: Iterable[PlannedObject], tickets: Iterable[int] = itertools.repeat(0)
-    ) -> list[PlannedObject]:
-        """Puts back what a tier found after a restart, in any order. Returns what cannot be reached, to be removed.
+    def restore(self, planned: Iterable[PlannedObject], tickets: Iterable[int] = itertools.repeat(0)) -> None:
+        """Puts back what a tier found of an earlier life or another process, parents first.
 
-        An object is reachable when its parents are in ``planned`` or in the index. What the index has under its name
-        already is left alone and not returned. Where recency is known, give the longest unused first. The capacity does
-        not limit this: call ``evict(0)`` afterwards.
+        What hangs on something that is neither here nor on its way is passed over, and so is what is here already.
+        Where recency is known, give the longest unused first. The capacity does not limit this: call ``evict(0)``
+        afterwards.
         """
         restored: list[Entry] = []
-        missing: dict[ObjectId, tuple[int, PlannedObject, int]] = {}
         for item, ticket in zip(planned, tickets, strict=False):
             self._clock += 1
-            if item.object_id in self._entries or item.object_id in missing:
-                continue
-            if (entry := self._restore_one(self._clock, item, ticket)) is None:
-                missing[item.object_id] = self._clock, item, ticket
-            else:
+            if item.object_id not in self._entries and (parents := self.parents_of(item)) is not None:
+                entry = self._insert(item, parents, ticket, (), item.num_bytes)
+                entry.state = STORED
                 restored.append(entry)
-        if missing:
-            restored += self._restore_late(missing)
         self._publish(restored)
-        return [item for _, item, _ in missing.values()]
-
-    def _restore_late(self, missing: dict[ObjectId, tuple[int, PlannedObject, int]]) -> list[Entry]:
-        """Those that came before their parents. Takes them out of ``missing``."""
-        waiting: defaultdict[ObjectId, list[ObjectId]] = defaultdict(list)
-        for object_id, (_, item, _) in missing.items():
-            for parent in item.parents:
-                waiting[parent].append(object_id)
-        restored = []
-        ready = deque(missing)
-        while ready:
-            object_id = ready.popleft()
-            if object_id in missing and (entry := self._restore_one(*missing[object_id])) is not None:
-                restored.append(entry)
-                del missing[object_id]
-                ready.extend(waiting[object_id])
-        return restored
-
-    def _restore_one(self, last_use: int, item: PlannedObject, ticket: int) -> Entry | None:
-        parents = self.parents_of(item)
-        if parents is None:
-            return None
-        entry = self._insert(item, parents, ticket, (), item.num_bytes)
-        entry.last_use = last_use
-        entry.state = STORED
-        return entry
 
     # Loads.
 

@@ -24,7 +24,7 @@ from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk import bookkeeper
-from vllm_overlay.tiers.disk.catalogue import Catalogue, Committed, File, Refusal, StoredObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, Committed, File, StoredObject
 from vllm_overlay.tiers.disk.files.device import Device
 
 RANKS = 2
@@ -113,7 +113,7 @@ class Diary:
 
         def commit_and_write(
             catalogue: Catalogue, writer: str, batch: Iterable[tuple[StoredObject, File | None]]
-        ) -> list[Committed | Refusal]:
+        ) -> list[Committed | None]:
             items = list(batch)
             answers = commit(catalogue, writer, items)
             for (item, _), answer in zip(items, answers, strict=True):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import Catalogue, CatalogueError, File
-from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS, Connection
+from vllm_overlay.tiers.disk.catalogue.connection import Connection
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.manager import DiskTierManager
@@ -46,10 +46,10 @@ def held_files(tier: DiskTierManager) -> frozenset[File]:
     return tier._served.holds.held()
 
 
-def served_namespace(tier: DiskTierManager) -> DiskNamespace | None:
-    """The namespace that the bookkeeper has told the catalogue of."""
+def is_serving_last(tier: DiskTierManager) -> bool:
+    """Whether the bookkeeper has arrived in the namespace of the last reset, and told the catalogue of it."""
     session = tier._bookkeeper._session
-    return None if session is None else session.served.namespace
+    return session is not None and session.served is tier._served
 
 
 def catalogue_of(tier: DiskTierManager) -> Catalogue:
@@ -57,11 +57,6 @@ def catalogue_of(tier: DiskTierManager) -> Catalogue:
     session = until(lambda: tier._bookkeeper._session, "an open catalogue")
     assert session is not None
     return session.catalogue
-
-
-def reading(catalogue: Catalogue) -> contextlib.AbstractContextManager[sqlite3.Connection]:
-    """A transaction that may read every row."""
-    return catalogue.reading(LONG_CALLS)
 
 
 def end_transactions_with(commit: Callable[[sqlite3.Connection], None]) -> None:
@@ -98,11 +93,6 @@ def learned_of(tier: DiskTierManager) -> Learned:
 def wanted_namespace(tier: DiskTierManager) -> DiskNamespace:
     """The namespace since the last reset."""
     return tier._served.namespace
-
-
-def begin_closing(tier: DiskTierManager) -> None:
-    """The bookkeeper does nothing more."""
-    tier._bookkeeper._is_closing = True
 
 
 @contextlib.contextmanager
@@ -176,14 +166,6 @@ def num_fetched(worker: DiskTierWorker) -> int:
 
 def put_device(worker: DiskTierWorker, device: Device) -> None:
     worker._device = device
-
-
-def stop_readers(worker: DiskTierWorker, timeout_s: float) -> None:
-    worker._readers.stop(timeout_s)
-
-
-def mark_closed(worker: DiskTierWorker) -> None:
-    worker._is_closed = True
 
 
 def is_closing(worker: DiskTierWorker) -> bool:

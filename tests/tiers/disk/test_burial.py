@@ -11,15 +11,14 @@ import pytest
 
 from tests.tiers.disk.devices import GatedDevice
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk, writers_of
-from tests.tiers.disk.halves import seat_in
 from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, has_buried, room_bytes
-from tests.tiers.disk.objects import OBJECT, chain, content, fill
+from tests.tiers.disk.objects import chain, content, fill
 from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.processes import WRITER, kill, start
+from tests.tiers.disk.roots import seat_in
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.common.file_lock import is_held
-from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Limits, Namespace
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import ObjectHeader
@@ -168,31 +167,25 @@ def test_what_a_dead_engine_wanted_to_unlink_and_was_granted_is_its_heirs(tmp_pa
         until(lambda: DEAD not in {row.name for row in catalogue_of(made.tier).writers()}, "a burial")
         until(lambda: counted(root) == (2 * on_disk(), room_bytes(made.tier)), "the end of its garbage")
         assert bytes_under(root) == 2 * on_disk()
-        made.store(chain("p", 3)[2:])
+        made.settled().store(chain("p", 3)[2:])
     assert problems(root) == []
 
 
 RANK = """
 import sys
 from pathlib import Path
-from tests.tiers.disk.objects import OBJECT, UNIT, chain, content, fill
-from tests.tiers.disk.tier_pair import NAMESPACE, settings
-from tests.waiting import until
+from tests.tiers.disk.objects import chain
+from tests.tiers.disk.tier_pair import NAMESPACE, TierPair
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.catalogue import File
-from vllm_overlay.tiers.disk.tickets import DiskPart
-from vllm_overlay.tiers.disk.worker import DiskTierWorker
-worker = DiskTierWorker(settings(Path(sys.argv[1])), NAMESPACE, 0, 1, UNIT, OBJECT)
+from vllm_overlay.tiers.disk.messages import DiskPart
+made = TierPair(Path(sys.argv[1]))
+made.tier.close()
 print("ready", flush=True)
 for number in range(1_000_000):
     planned = chain(f"rank {number}", 1)[0]
     ticket = StoreTicket(number, planned, DiskPart(File(sys.argv[2], (1 << 30) + number), NAMESPACE.fingerprint))
-    buffer = worker.begin_store(ticket)
-    fill(buffer, content(planned, 0))
-    worker.submit_store(ticket, buffer)
-    results = []
-    until(lambda: results.extend(worker.poll()[0]) or results)
-    assert results[0].reason is None, results
+    assert made.why_not_written(ticket) == ""
 """
 
 
@@ -220,22 +213,11 @@ def test_a_rank_that_outlives_its_killed_engine_leaves_nothing_that_nobody_count
 @pytest.fixture
 def ended(tmp_path):
     """An engine that has ended, and a rank of it that has a ticket still and takes no part in its life yet."""
-    made = TierPair(tmp_path / "root")
-    until(lambda: made.tier.advance() or room_bytes(made.tier) >= OBJECT, "room")
+    made = TierPair(tmp_path / "root").with_room()
     ticket = made.tier.reserve(chain("p", 1)[0])
     made.tier.close()
     yield made, ticket
     made.close()
-
-
-def store(made: TierPair, ticket: StoreTicket) -> str | None:
-    """Why a rank could not write it."""
-    buffer = made.workers[0].begin_store(ticket)
-    fill(buffer, content(ticket.planned, 0))
-    made.workers[0].submit_store(ticket, buffer)
-    results = []
-    until(lambda: results.extend(made.workers[0].poll()[0]) or results)
-    return results[0].reason
 
 
 def test_a_rank_that_wakes_up_after_the_burial_drops_its_store(ended):
@@ -243,7 +225,7 @@ def test_a_rank_that_wakes_up_after_the_burial_drops_its_store(ended):
     with tier_pair(late.root) as made:
         made.recovered()
         until(lambda: not (late.root / ticket.part.file.writer).exists(), "a burial")
-        assert store(late, ticket) == "io_error"
+        assert late.why_not_written(ticket) == "io_error"
         assert object_files(late.root) == []
         assert not (late.root / ticket.part.file.writer).exists()
 
@@ -255,7 +237,7 @@ def test_a_rank_that_wakes_up_during_the_burial_drops_its_store(ended, monkeypat
     def directories_under(root, writer):
         found = list_all(root, writer)
         if writer == ticket.part.file.writer and not reasons:
-            reasons.append(store(late, ticket))
+            reasons.append(late.why_not_written(ticket))
         return found
 
     monkeypatch.setattr(recovery, "directories_under", directories_under)
@@ -271,18 +253,14 @@ def test_the_file_of_a_store_that_outlives_its_engine_is_looked_after(tmp_path):
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
         with tier_pair(made.root, device=device) as ending:
-            until(lambda: ending.tier.advance() or room_bytes(ending.tier) >= OBJECT, "room")
-            ticket = ending.tier.reserve(planned)
-            buffer = ending.workers[0].begin_store(ticket)
-            fill(buffer, content(planned, 0))
-            ending.workers[0].submit_store(ticket, buffer)
+            ticket = ending.submit(ending.with_room().tier.reserve(planned))
             assert device.waiting.acquire(timeout=PATIENCE_S)
             ending.tier.close()
             until(lambda: len(catalogue_of(made.tier).writers()) == 2 and has_buried(made.tier))
             (left,) = [row for row in catalogue_of(made.tier).writers() if row.fingerprint is None]
             assert (left.name, left.granted) == (ticket.part.file.writer, on_disk())
             device.gate.set()
-            until(lambda: ending.workers[0].poll()[0], "the file")
+            ending.end_of_store()
         until(lambda: object_files(made.root) == [], "a burial")
         until(lambda: len(catalogue_of(made.tier).writers()) == 1, "the end of its grant")
 
@@ -366,14 +344,14 @@ def test_what_a_living_engine_has_yet_to_commit_is_nobody_elses_to_unlink(tmp_pa
     assert problems(made.root) == []
 
 
-def test_a_listing_that_fails_is_tried_again_and_unlinks_nothing(tmp_path, monkeypatch):
+def test_a_listing_that_fails_is_tried_again_unlinks_nothing_and_keeps_no_other_burial_waiting(tmp_path, monkeypatch):
     root = tmp_path / "root"
     with tier_pair(root) as made:
         made.store(chain("p", 3))
-    lost, listdir, fails = put(root, DEAD, 1), os.listdir, [True]
+    lost, other, listdir, fails = put(root, DEAD, 1), put(root, "e" * 16, 1), os.listdir, [True]
 
     def failing(path):
-        if fails and threading.current_thread().name == "disk-recovery":
+        if fails and threading.current_thread().name == "disk-recovery" and DEAD in str(path):
             fails.append(True)
             raise OSError(5, "an input/output error")
         return listdir(path)
@@ -382,6 +360,7 @@ def test_a_listing_that_fails_is_tried_again_and_unlinks_nothing(tmp_path, monke
     with tier_pair(root) as again:
         again.recovered()
         until(lambda: len(fails) > 2, "a listing that fails twice")
+        until(lambda: has_buried(again.tier) and not other.exists(), "the burial of all others")
         assert len(object_files(root)) == 5
         fails.clear()
         until(lambda: not lost.exists(), "a burial")

@@ -93,20 +93,6 @@ def test_a_success_makes_the_next_pause_the_first_again(clock):
         made.report(False)
 
 
-def test_a_panic_in_a_thread_is_a_dropped_store_and_the_thread_lives(tmp_path, monkeypatch):
-    class PanicException(BaseException):
-        """As pyo3 raises it when Rust code panics: no Exception."""
-
-    def panics(*_):
-        raise PanicException
-
-    with tier_pair(tmp_path / "root") as made:
-        with monkeypatch.context() as patched:
-            patched.setattr("vllm_overlay.tiers.disk.worker.write_object", panics)
-            assert [made.outcome(chain(name, 1)[0]) for name in "abc"] == ["error"] * 3
-        assert made.outcome(chain("d", 1)[0]) == ""
-
-
 def test_late_faults_of_earlier_attempts_do_not_lengthen_the_pause(clock):
     made = CircuitBreaker("writes")
     for _ in range(2 * circuit_breaker.FAULTS_TO_OPEN):
@@ -191,32 +177,6 @@ def test_the_setting_reaches_the_tier(tmp_path):
 
 
 # Real faults and those of network file systems.
-
-
-@pytest.mark.parametrize("error", [errno.ESTALE, errno.ETIMEDOUT, errno.EDQUOT, errno.EROFS, errno.EACCES])
-@pytest.mark.parametrize("call", ["open", "pwritev", "close"])
-def test_any_error_of_a_write_is_a_dropped_store(tmp_path, error, call):
-    device = FailingDevice()
-    with tier_pair(tmp_path / "root", device=device) as made:
-        made.store(chain("before", 1))
-        device.faults[call] = error
-        assert made.outcome(chain("p", 1)[0]) == ("no_space" if error == errno.EDQUOT else "io_error")
-        device.faults.clear()
-        made.settled()
-        assert len(object_files(made.root)) == 2
-        made.store(chain("p", 1))
-        assert made.reasons(chain("before", 1)) == ["", ""]
-
-
-@pytest.mark.parametrize("error", [errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
-def test_any_error_of_a_read_is_a_miss(tmp_path, error):
-    device = FailingDevice()
-    with tier_pair(tmp_path / "root", device=device) as made:
-        made.store(chain("p", 2))
-        device.faults["preadv"] = error
-        assert made.reasons(chain("p", 2)[:1]) == ["io_error"]
-        device.faults.clear()
-        assert made.reasons(chain("p", 2)[1:]) == ["", ""]
 
 
 def test_without_file_descriptors_it_misses_and_keeps_every_object(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.disk.inside import learned_of, served_namespace
+from tests.tiers.disk.inside import is_serving_last, learned_of
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
 from tests.waiting import until
@@ -149,7 +149,7 @@ def test_a_reset_goes_on_with_what_was_learned_and_leaves_it_to_the_next_start(r
         made.tier.clear()
         assert made.tier.index is not before
         assert learned_of(made.tier) == KNOWN
-        until(lambda: made.tier.advance() or served_namespace(made.tier) != NAMESPACE, "a reset")
+        until(lambda: made.tier.advance() or is_serving_last(made.tier), "a reset")
     assert kept(root) == KNOWN
     with contextlib.closing(Catalogue(str(root))) as catalogue:
         assert [usage.fingerprint for usage in catalogue.usage()] == [NAMESPACE.fingerprint]

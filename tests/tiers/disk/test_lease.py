@@ -2,6 +2,7 @@
 """One machine has a host's sub-root, and another one of the same name is refused until the first is gone."""
 
 import errno
+import fcntl
 import json
 import logging
 import shutil
@@ -103,6 +104,18 @@ def test_engines_of_one_machine_share_the_lease_until_the_last_of_them_ends(mach
     machines.time.living.clear()
     second.release()
     assert machines.seconds("other") <= 2
+
+
+def test_an_engine_that_starts_while_the_last_one_gives_the_lease_back_shares_it_soon(machines):
+    with (machines.path / LEASE).open("w") as giving_back:
+        fcntl.flock(giving_back, fcntl.LOCK_EX)
+        first = machines.taken("one")
+    machines.time.sleep(RENEW_S)
+    first.renew()
+    machines.taken("one").release()
+    machines.time.living.append(first)
+    with pytest.raises(ConfigError, match="host_name"):
+        machines.taken("other")
 
 
 def test_engines_of_one_machine_still_share_it_when_somebody_has_removed_the_file(machines):

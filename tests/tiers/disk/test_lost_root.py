@@ -35,33 +35,6 @@ def test_a_disk_that_takes_nothing_at_start_is_no_refusal_and_a_root_later(tmp_p
     assert_marked(tmp_path / "root")
 
 
-def test_a_read_only_disk_at_start_is_no_refusal(tmp_path):
-    with disk(tmp_path / "disk") as made:
-        path = made.path / "root"
-        made.let_write(False)
-        new = opened(path)
-        assert not is_in_place(new)
-        made.let_write(True)
-        reopen_root(Device(), new)
-        made.let_write(False)
-        again = opened(path)
-        assert again == new and is_in_place(again)
-        reopen_root(Device(), again)
-
-
-def test_a_full_disk_at_start_is_no_refusal(tmp_path):
-    with disk(tmp_path / "disk") as made:
-        (made.path / "root").mkdir(mode=0o700)
-        with pytest.raises(OSError, match="No space"), open(made.path / "much", "wb") as much:
-            while True:
-                much.write(bytes(4096))
-                much.flush()
-        root = opened(made.path / "root")
-        (made.path / "much").unlink()
-        reopen_root(Device(), root)
-        assert_marked(made.path / "root")
-
-
 # A root that goes while it is used.
 
 

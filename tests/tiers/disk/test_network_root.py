@@ -4,20 +4,26 @@
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from tests.tiers.disk.file_systems import fuse_mount, outage, pretend, unmount
-from tests.tiers.disk.halves import open_tier
 from tests.tiers.disk.inside import delay_bookkeeper
 from tests.tiers.disk.objects import chain
+from tests.tiers.disk.roots import open_tier
 from tests.tiers.disk.tier_pair import tier_pair
 from tests.waiting import until
+from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.files import lease as lease_module
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.lease import Lease
-from vllm_overlay.tiers.disk.files.root import choose_root
+from vllm_overlay.tiers.disk.files.mounts import file_system_of
+from vllm_overlay.tiers.disk.files.recognition import LEASE
+from vllm_overlay.tiers.disk.files.root import Root, choose_root, is_in_place, reopen_root, takes_direct_io
 
 WITHIN_S = 60.0
 """So soon after an outage objects are stored again."""
@@ -93,12 +99,9 @@ def test_stores_go_on_after_its_server_died_and_was_mounted_again(tmp_path):
             until(lambda: made.reasons([chain("p", 1)[0], chain("r", 1)[0]]) == ["", ""], "loads of both")
 
 
-def test_a_second_machine_of_the_same_name_is_refused_at_start(tmp_path, monkeypatch):
-    """As a container that was copied with its host_name."""
-    pretend(monkeypatch, tmp_path, "nfs4")
-    monkeypatch.setattr(lease_module, "RENEW_S", 0.1)
-    lease = Lease(Device(), choose_root(Device(), str(tmp_path / "root"), "node-7"), "another machine")
-    lease.take()
+@contextmanager
+def renewed(lease: Lease) -> Iterator[None]:
+    """As the machine does that has it."""
     has_ended = threading.Event()
 
     def renew() -> None:
@@ -108,12 +111,22 @@ def test_a_second_machine_of_the_same_name_is_refused_at_start(tmp_path, monkeyp
     thread = threading.Thread(target=renew)
     thread.start()
     try:
-        with pytest.raises(ConfigError, match="set host_name"):
-            open_tier(tmp_path / "root", host_name="node-7")
-        open_tier(tmp_path / "root", host_name="node-8")
+        yield
     finally:
         has_ended.set()
         thread.join()
+
+
+def test_a_second_machine_of_the_same_name_is_refused_at_start(tmp_path, monkeypatch):
+    """As a container that was copied with its host_name."""
+    pretend(monkeypatch, tmp_path, "nfs4")
+    monkeypatch.setattr(lease_module, "RENEW_S", 0.1)
+    lease = Lease(Device(), choose_root(Device(), str(tmp_path / "root"), "node-7"), "another machine")
+    lease.take()
+    with renewed(lease):
+        with pytest.raises(ConfigError, match="set host_name"):
+            open_tier(tmp_path / "root", host_name="node-7")
+        open_tier(tmp_path / "root", host_name="node-8")
 
 
 def test_a_tier_that_ended_cleanly_leaves_its_name_to_the_next_machine(tmp_path, monkeypatch):
@@ -123,3 +136,64 @@ def test_a_tier_that_ended_cleanly_leaves_its_name_to_the_next_machine(tmp_path,
     began = time.monotonic()
     lease.take()
     assert time.monotonic() - began < lease_module.WAIT_S / 2
+
+
+# Root and lease alone.
+
+
+def mounted(path: Path) -> Root:
+    return choose_root(Device(), str(path / "root"), "node-7")
+
+
+def test_it_is_not_local_and_each_host_has_its_sub_root(tmp_path):
+    with fuse_mount(tmp_path / "source", tmp_path / "mount"):
+        root = mounted(tmp_path / "mount")
+        assert file_system_of(root.path).startswith("fuse")
+        assert (root.path, root.journal) == (str(tmp_path / "mount" / "root" / "host-node-7"), "delete")
+        assert is_in_place(root)
+        takes_direct_io(Device(), root)
+        reopen_root(Device(), root)
+
+
+def test_two_mounts_are_two_machines_even_on_one(tmp_path, monkeypatch):
+    """As two pods on a node, each with its own mount: their locks do not meet."""
+    for name in ("RENEW_S", "SETTLE_S", "_POLL_S"):
+        monkeypatch.setattr(lease_module, name, 0.1)
+    source = tmp_path / "source"
+    with fuse_mount(source, tmp_path / "mount"), fuse_mount(source, tmp_path / "again"):
+        first, second = (Lease(Device(), mounted(tmp_path / name)) for name in ("mount", "again"))
+        first.take()
+        with renewed(first), pytest.raises(ConfigError, match="set host_name"):
+            second.take()
+        first.release()
+        second.take()
+        second.release()
+
+
+def test_a_server_that_died_is_an_outage_until_it_is_mounted_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "RENEW_S", 0.0)
+    with fuse_mount(tmp_path / "source", tmp_path / "mount") as server:
+        root = mounted(tmp_path / "mount")
+        lease = Lease(Device(), root)
+        lease.take()
+        server.kill()
+        server.wait()
+        with pytest.raises(OSError):
+            is_in_place(root)
+        with pytest.raises(OSError):
+            reopen_root(Device(), root)
+        with pytest.raises(OSError):
+            lease.renew()
+    assert not is_in_place(root)
+    with pytest.raises(OSError, match="another file system"):
+        reopen_root(Device(), root)
+    assert list((tmp_path / "mount").iterdir()) == []
+    with fuse_mount(tmp_path / "source", tmp_path / "mount"):
+        assert is_in_place(root)
+        reopen_root(Device(), root)
+        lease.renew()
+        other = Lease(Device(), mounted(tmp_path / "mount"))  # another engine of this machine
+        other.take()
+        lease.renew()
+        other.release()
+        assert is_held(str(Path(root.path, LEASE)))

@@ -2,7 +2,6 @@
 """A file that cannot be read is a miss for a while. It and what builds on it stay: only what is known wrong goes."""
 
 import errno
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -269,13 +268,18 @@ def test_a_start_with_its_catalogue_reads_no_header(tmp_path):
     assert device.num_faults == 0
 
 
-@pytest.mark.parametrize(
-    ("number", "is_unreadable"), [(errno.EIO, True), (errno.ESTALE, True), (errno.EMFILE, False), (errno.ENOMEM, False)]
-)
-def test_what_this_process_lacks_says_nothing_of_the_object(tmp_path: Path, number: int, is_unreadable: bool) -> None:
+LACKS = (errno.EMFILE, errno.ENOMEM)
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+@pytest.mark.parametrize("error", [*LACKS, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EINVAL])
+def test_a_failed_read_is_a_miss_and_what_this_process_lacks_says_nothing_of_the_object(tmp_path, call, error):
+    """EINVAL: no O_DIRECT, where the root was replaced."""
     device = FailingDevice()
     with tier_pair(tmp_path / "root", device=device) as made:
         made.store(chain("p", 1))
-        device.faults["open"] = number
+        device.faults[call] = error
         found = [(one.reason, one.is_bad, one.is_unreadable) for one in made.fetch(chain("p", 1)[:1])]
-        assert found == [("io_error", False, is_unreadable)]
+        assert found == [("io_error", False, error not in LACKS)]
+        device.faults.clear()
+        assert made.reasons(chain("p", 1)) == ["", ""]

@@ -23,8 +23,8 @@ from tests.tiers.disk.files import (
     object_files,
     on_disk,
 )
-from tests.tiers.disk.inside import catalogue_of, has_buried, room_bytes
-from tests.tiers.disk.objects import OBJECT, chain, content, conversations, fill
+from tests.tiers.disk.inside import catalogue_of, has_buried
+from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.prompts import KEYS, objects_of
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, close_tier, tier_pair
@@ -292,17 +292,19 @@ def test_a_disk_on_which_little_can_be_read_loses_nothing_however_long_it_lasts(
         assert all(again.recovered().coverage(chain("p", 5)))
 
 
-def test_a_directory_that_cannot_be_listed_now_is_tried_again(lost, monkeypatch, said):
-    listdir, fails = os.listdir, [True]
+@pytest.mark.parametrize("call", ["listdir", "scandir"])
+def test_a_directory_that_cannot_be_listed_now_is_tried_again_and_nothing_is_granted(lost, monkeypatch, said, call):
+    real, fails = getattr(os, call), [True]
 
     def short(path: str):
         if fails and threading.current_thread().name.startswith("disk-recovery"):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return listdir(path)
+        return real(path)
 
-    monkeypatch.setattr("os.listdir", short)
+    monkeypatch.setattr(os, call, short)
     with tier_pair(lost) as again:
         until(lambda: said("has to wait"), "a word of it")
+        assert again.turned().try_store(chain("q", 1)[0]) == "no_room"
         assert len(object_files(lost)) == 6
         fails.clear()
         assert all(again.recovered().coverage(chain("p", 5)))
@@ -385,18 +387,14 @@ def test_of_two_whole_files_of_the_dead_the_newer_counts(tmp_path, is_first_newe
 def test_what_is_being_written_while_a_rebuild_reads_stays(tmp_path):
     planned, device = chain("p", 1)[0], GatedDevice("pwritev")
     with tier_pair(tmp_path / "root", device=device) as made, tier_pair(tmp_path / "root") as other:
-        until(lambda: made.tier.advance() or room_bytes(made.tier) >= OBJECT, "room")
-        ticket = made.tier.reserve(planned)
-        buffer = made.workers[0].begin_store(ticket)
-        fill(buffer, content(planned, 0))
-        made.workers[0].submit_store(ticket, buffer)
+        ticket = made.submit(made.with_room().tier.reserve(planned))
         assert device.waiting.acquire(timeout=PATIENCE_S)
         old = catalogue_of(other.tier)
         replace_damaged(str(made.root), old.generation, "wal")
         until(lambda: counted(made.root) >= (0, on_disk()), "the next catalogue, which grants again")
         until(lambda: has_buried(other.tier), "a burial")
         device.gate.set()
-        until(lambda: made.workers[0].poll()[0], "the file")
+        made.end_of_store()
         made.tier.commit(ticket.ticket)
         until(lambda: row_file(made.settled(), planned) is not None, "its row")
         until(lambda: other.tier.advance() or other.has(planned), "the object")

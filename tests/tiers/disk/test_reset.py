@@ -7,16 +7,15 @@ import pytest
 
 from tests.tiers.disk.devices import GatedDevice
 from tests.tiers.disk.files import counted, lose_catalogue, object_files, on_disk
-from tests.tiers.disk.inside import catalogue_of, wanted_namespace
-from tests.tiers.disk.objects import OBJECT, bytes_of, chain, content, fill
+from tests.tiers.disk.inside import catalogue_of, is_serving_last, wanted_namespace
+from tests.tiers.disk.objects import OBJECT, bytes_of, chain, content
 from tests.tiers.disk.processes import kill, start
-from tests.tiers.disk.reset import is_serving_another, store_after_reset
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, close_tier, settings, tier_pair
 from tests.waiting import until
 from vllm_overlay.tiers.base import LoadTicket
 from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.disk.tickets import DiskPart
+from vllm_overlay.tiers.disk.messages import DiskPart
 
 
 def namespaces(root):
@@ -47,7 +46,7 @@ def test_what_was_stored_before_is_not_found_and_the_same_name_gets_new_bytes(tm
         assert made.coverage(objects) == [False] * 3
         assert made.tier.acquire(objects) is None
         other = 255 - content(objects[0], 0)
-        store_after_reset(made, objects[0], other)
+        made.store_at_last(objects[0], other)
         assert (load(made, objects[0]) == other).all()
         private = wanted_namespace(made.tier)
         expected = {NAMESPACE.fingerprint: 3, private.fingerprint: 1}
@@ -62,7 +61,7 @@ def test_other_processes_keep_what_they_have_and_do_not_see_what_comes(tmp_path)
         other.recovered()
         other.store(chain("q", 2))
         made.tier.clear()
-        store_after_reset(made, objects[0])
+        made.store_at_last(objects[0])
         until(lambda: other.tier.advance() or all(other.coverage(objects)), "what was stored before")
         assert other.reasons([*objects, *chain("q", 2)]) == [""] * 6
         with tier_pair(tmp_path / "root") as third:
@@ -76,20 +75,16 @@ def test_a_store_under_way_goes_where_it_was_promised_and_is_not_found(tmp_path)
     with tier_pair(tmp_path / "root", device=device) as made:
         made.store(chain("before", 1))
         planned = chain("p", 1)[0]
-        ticket = made.tier.reserve(planned)
-        buffer = made.workers[0].begin_store(ticket)
-        fill(buffer, content(planned, 0))
         device.gate.clear()
-        made.workers[0].submit_store(ticket, buffer)
+        ticket = made.submit(made.tier.reserve(planned))
         made.tier.clear()
         device.gate.set()
-        results = []
-        until(lambda: results.extend(made.workers[0].poll()[0]) or results)
+        made.end_of_store()
         assert len(object_files(made.root)) == 3
         made.tier.commit(ticket.ticket)
         assert not made.has(planned)
         until(lambda: len(object_files(made.root)) == 2, "the end of a store that nobody wants")
-        store_after_reset(made, planned)
+        made.store_at_last(planned)
         assert made.has(planned)
 
 
@@ -113,9 +108,9 @@ def test_a_restart_finds_what_was_stored_before_the_reset_and_nothing_of_after(t
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 2))
         made.tier.clear()
-        until(lambda: is_serving_another(made))
+        until(lambda: is_serving_last(made.tier))
         for planned in chain("p", 2)[:2]:
-            store_after_reset(made, planned)
+            made.store_at_last(planned)
     assert sorted(namespaces(made.root).values()) == [2, 3]
     with tier_pair(tmp_path / "root") as again:
         again.recovered()
@@ -129,13 +124,13 @@ from pathlib import Path
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import TierPair
 from tests.waiting import until
-from tests.tiers.disk.reset import is_serving_another, store_after_reset
+from tests.tiers.disk.inside import is_serving_last
 made = TierPair(Path(sys.argv[1])).recovered()
 print("ready", flush=True)
 made.store(chain("p", 1))
 made.tier.clear()
-until(lambda: is_serving_another(made))
-store_after_reset(made, chain("p", 1)[0])
+until(lambda: is_serving_last(made.tier))
+made.store_at_last(chain("p", 1)[0])
 print("stored", flush=True)
 sys.stdin.read()
 """
@@ -175,8 +170,8 @@ def test_each_reset_is_a_namespace_of_its_own(tmp_path):
         fingerprints = {NAMESPACE.fingerprint}
         for _ in range(3):
             made.tier.clear()
-            until(lambda: is_serving_another(made))
-            store_after_reset(made, chain("p", 1)[0])
+            until(lambda: is_serving_last(made.tier))
+            made.store_at_last(chain("p", 1)[0])
             fingerprints.add(wanted_namespace(made.tier).fingerprint)
         until(lambda: set(namespaces(made.root)) == fingerprints, "four namespaces")
         assert [usage.is_private for usage in catalogue_of(made.tier).usage()].count(True) == 3
@@ -188,7 +183,7 @@ def test_what_was_stored_before_goes_when_room_is_needed(tmp_path):
         kept = [made.path(planned) for planned in chain("p", 8)]
         made.tier.clear()
         for planned in chain("q", 8):
-            store_after_reset(made, planned)
+            made.store_at_last(planned)
         assert sum(path.exists() for path in kept) <= 3
         assert made.coverage(chain("q", 8)) == [True] * 9
 
@@ -213,7 +208,7 @@ def test_what_recovery_finds_of_before_is_not_taken(tmp_path, is_under_way):
 def test_a_clean_end_after_a_reset_gives_the_room_back(tmp_path, said):
     with tier_pair(tmp_path / "root") as made:
         made.tier.clear()
-        until(lambda: is_serving_another(made))
-        store_after_reset(made, chain("p", 1)[0])
+        until(lambda: is_serving_last(made.tier))
+        made.store_at_last(chain("p", 1)[0])
     assert counted(tmp_path / "root") == (on_disk(), 0)
     assert said() == []

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_overlay.tiers.disk.catalogue import File
-from vllm_overlay.tiers.disk.holds import Holds
-from vllm_overlay.tiers.disk.room import Room
+from vllm_overlay.tiers.disk.room import Holds, Room
 
 WRITER = "f" * 16
 SIZES = st.integers(0, 100)

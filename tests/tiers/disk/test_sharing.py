@@ -8,18 +8,16 @@ import pytest
 
 from tests.tiers.disk.devices import GatedDevice
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
-from tests.tiers.disk.inside import catalogue_of, delay_following, tell
+from tests.tiers.disk.inside import catalogue_of, delay_following, is_serving_last, tell
 from tests.tiers.disk.objects import GEOMETRY as TIER_GEOMETRY
 from tests.tiers.disk.objects import bytes_of, chain, content
 from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.prompts import KEYS, NUM_TOKENS, PLANNER, objects_of
-from tests.tiers.disk.reset import is_serving_another
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.catalogue import File, Limits
-from vllm_overlay.tiers.disk.messages import Gone
+from vllm_overlay.tiers.disk.catalogue import File, Gone, Limits
 
 
 def lookup(made: TierPair) -> int:
@@ -64,21 +62,6 @@ def test_what_another_process_stores_is_found_without_a_restart(tmp_path):
             assert made.reasons(plan) == [""] * len(plan)
         finally:
             kill(other)
-
-
-def test_what_ends_in_the_middle_is_found_up_to_there(two):
-    one, other = two
-    one.store([item for item in objects_of(KEYS, [320]) if item.end_tokens <= 320])
-    until(lambda: lookup(other) == 320)
-
-
-def test_chunks_without_a_snapshot_are_found_so_that_a_junction_is(two):
-    one, other = two
-    objects = objects_of(KEYS, [])
-    one.store(objects)
-    until(lambda: lookup(other) or len(other.tier.index) == len(objects))
-    found = PLANNER.lookup(KEYS, NUM_TOKENS, 0, other.tier.index)
-    assert (found.restore_point, found.junction) == (0, 640)
 
 
 # One object in two files.
@@ -146,7 +129,7 @@ def test_of_two_engines_that_store_a_bad_object_anew_the_first_ones_file_stays(t
     bad = one.file(objects[0])
     for made in two:
         made.tier.drop(objects[0].object_id)
-    tickets = [made.write_anew(objects[0]) for made in two]
+    tickets = [made.write(objects[0]) for made in two]
     with delay_following(other.tier):
         one.tier.commit(tickets[0])
         first = one.settled().file(objects[0])
@@ -188,7 +171,7 @@ def test_what_was_evicted_while_it_was_stored_anew_is_there(two):
     one.store([chunk])
     until(lambda: other.tier.advance() or other.has(chunk))
     other.tier.drop(chunk.object_id)
-    ticket = other.write_anew(chunk)
+    ticket = other.write(chunk)
     with delay_following(other.tier):
         catalogue_of(one.tier).evict(one.file(chunk).writer, Limits(1 << 40, 1), 1 << 38)
         other.tier.commit(ticket)
@@ -203,7 +186,7 @@ def test_after_clear_nothing_of_others_is_found(two):
     other.tier.clear()
     one.store(objects_of(KEYS, [640]))
     assert lookup(other) == 0
-    until(lambda: is_serving_another(other), "a reset")
+    until(lambda: is_serving_last(other.tier), "a reset")
     one.settled()
     for _ in range(3):
         other.turned()

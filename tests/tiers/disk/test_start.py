@@ -4,22 +4,21 @@
 import errno
 import logging
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 
 from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.file_systems import disk
 from tests.tiers.disk.files import on_disk
-from tests.tiers.disk.foreign import forget_marker, make_foreign, state_of
-from tests.tiers.disk.halves import HALVES, open_tier
+from tests.tiers.disk.foreign import make_foreign, state_of
 from tests.tiers.disk.inside import delay_bookkeeper
 from tests.tiers.disk.objects import chain
+from tests.tiers.disk.roots import HALVES, open_tier
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.waiting import until
+from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.files.marker import MARKER
+from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue
 
 
 @HALVES
@@ -38,6 +37,14 @@ def test_a_root_whose_path_is_not_utf_8_is_a_root(tmp_path, caplog):
         assert made.reasons(chain("p", 1)) == ["", ""]
 
 
+def test_a_root_that_is_a_link_to_a_directory_is_a_root(tmp_path):
+    (tmp_path / "disk").mkdir(mode=0o700)
+    (tmp_path / "root").symlink_to(tmp_path / "disk")
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered().store(chain("p", 1))
+        assert made.reasons(chain("p", 1)) == ["", ""]
+
+
 def test_a_policy_of_somebody_is_refused_because_no_other_process_knows_it(tmp_path):
     with pytest.raises(ConfigError, match='set it to "learned" or "lru"'):
         open_tier(tmp_path / "root", eviction_policy="vllm_overlay.tiers.policies.lru:LeastRecentlyUsed")
@@ -49,19 +56,21 @@ def test_a_capacity_below_two_objects_is_refused_with_one_that_works(tmp_path):
     open_tier(tmp_path / "root", capacity_bytes=int(str(refusal.value).split()[-1]))
 
 
+def test_a_start_that_waits_for_the_catalogue_holds_one_life(tmp_path, monkeypatch):
+    join, left = Catalogue.join, [1, 2, 3]
+
+    def busy(catalogue, *arguments):
+        if left:
+            raise Busy(f"for turn {left.pop()} of 3")
+        return join(catalogue, *arguments)
+
+    monkeypatch.setattr(Catalogue, "join", busy)
+    with tier_pair(tmp_path / "root") as made:
+        made.recovered()
+        assert [is_held(str(path)) for path in made.root.glob("*/alive")].count(True) == 1
+
+
 # A disk that takes nothing at start.
-
-
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize("call", ["open", "pwritev"])
-def test_a_disk_that_takes_nothing_at_start_is_not_fatal_and_comes_back(tmp_path, call, error):
-    device = FailingDevice(**{call: error})
-    made = TierPair(tmp_path / "root", device=device)
-    assert made.try_store(chain("p", 1)[0]) == "no_room"
-    device.faults.clear()
-    made.store(chain("p", 1))
-    assert made.reasons(chain("p", 1)) == ["", ""]
-    made.close()
 
 
 def test_a_disk_that_takes_nothing_for_long_is_no_flood_in_the_log(tmp_path, caplog):
@@ -91,68 +100,16 @@ def test_a_read_only_disk_at_start_is_not_fatal_and_comes_back(tmp_path):
 # A root that goes while it is used.
 
 
-def replace_with_strangers(made: TierPair) -> dict[str, tuple[object, ...]]:
-    """Before anybody makes another root there. Returns its state."""
-    with delay_bookkeeper(made.tier):
-        made.root.rename(made.root.with_name("was"))
-        make_foreign(made.root, "project")
-        return state_of(made.root)
-
-
-def test_a_strangers_directory_in_the_roots_place_is_left_alone(tmp_path, said):
-    with tier_pair(tmp_path / "root") as made:
-        made.store(chain("p", 1))
-        before = replace_with_strangers(made)
-        until(lambda: said("empty directory"), "the bookkeeper's word of it")
-        assert made.try_store(chain("q", 1)[0]) == "no_room"
-        assert state_of(made.root) == before
-
-
-def test_a_store_under_way_makes_nothing_in_a_strangers_directory(tmp_path):
+def test_a_strangers_directory_in_the_roots_place_is_left_alone_also_by_a_store_under_way(tmp_path, said):
     with tier_pair(tmp_path / "root") as made:
         made.store(chain("p", 1))
         ticket = until(lambda: made.tier.reserve(chain("q", 1)[0]), "room")
-        before = replace_with_strangers(made)
-        worker = made.workers[0]
-        worker.submit_store(ticket, worker.begin_store(ticket))
-        results = []
-        until(lambda: results.extend(worker.poll()[0]) or results, "a store's result")
+        with delay_bookkeeper(made.tier):  # before anybody makes another root there
+            made.root.rename(made.root.with_name("was"))
+            make_foreign(made.root, "project")
+            before = state_of(made.root)
+        assert made.why_not_written(ticket)
         made.tier.abort(ticket.ticket)
-        assert results[0].reason
+        until(lambda: said("empty directory"), "the bookkeeper's word of it")
+        assert made.try_store(chain("q", 1)[0]) == "no_room"
         assert state_of(made.root) == before
-
-
-def test_a_root_that_lost_its_marker_gets_it_back_while_it_serves(tmp_path):
-    with tier_pair(tmp_path / "root") as made:
-        made.store(chain("p", 1))
-        made.settled()
-        forget_marker(made.root)
-        until(lambda: (made.root / MARKER).exists(), "a marker")
-        made.store_at_last(chain("q", 1)[0])
-        made.recovered()
-        until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]))
-
-
-def test_a_root_that_was_removed_is_made_again(tmp_path):
-    with tier_pair(tmp_path / "root") as made:
-        made.store(chain("p", 1))
-        shutil.rmtree(made.root.rename(tmp_path / "gone"), ignore_errors=True)  # at once: others write to it
-        until(lambda: (made.root / MARKER).exists(), "a root")
-        made.store_at_last(chain("q", 1)[0])
-
-
-@pytest.mark.parametrize("below", ["", "root"])
-def test_a_disk_that_is_taken_away_gets_nothing_in_its_place_and_comes_back(tmp_path: Path, below: str) -> None:
-    with disk(tmp_path / "disk") as made_disk, tier_pair(made_disk.path / below) as made:
-        made.recovered().store(chain("p", 1))
-        made.settled()
-        made_disk.take_away()
-        for name in ("q", "r"):
-            made.try_store(chain(name, 1)[0])
-            made.turned()
-        assert made.try_store(chain("s", 1)[0]) == "no_room"
-        assert list(made_disk.path.iterdir()) == []
-        made_disk.put_back()
-        made.store_at_last(chain("t", 1)[0])
-        until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]))
-        assert made.reasons([chain("p", 1)[0], chain("t", 1)[0]]) == ["", ""]

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.disk.devices import FailingDevice, RuledDevice, is_object
+from tests.tiers.disk.devices import FailingDevice, RuledDevice, SmallDevice, is_object
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
-from tests.tiers.disk.halves import seat_in
 from tests.tiers.disk.inside import num_turns, stores_in_flight_bytes
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.oracle import problems
-from tests.tiers.disk.tier_pair import store_many, tier_pair
+from tests.tiers.disk.roots import seat_in
+from tests.tiers.disk.tier_pair import NAMESPACE, store_many, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Garbage, Namespace
+from vllm_overlay.tiers.disk.evictor import Evictor, Unlinker
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.writer import paths_of
-from vllm_overlay.tiers.disk.unlinker import Unlinker
+from vllm_overlay.tiers.disk.messages import ServedNamespace
+from vllm_overlay.tiers.disk.room import Room
 
 WRITER = "1" * 16
 NUM_OBJECTS = 8
@@ -92,6 +94,15 @@ def test_a_defect_in_a_thread_reaches_the_caller(tmp_path, garbage):
     _, unlinker = unlinker_of(tmp_path, on_unlink(defect), garbage)
     with pytest.raises(IndexError, match="a defect"):
         unlinker.run()
+
+
+def test_a_disk_that_stays_full_is_no_flood_in_the_log(tmp_path, garbage, caplog):
+    device = SmallDevice(0)
+    catalogue, unlinker = unlinker_of(tmp_path, device, garbage)
+    evictor = Evictor(seat_in(tmp_path, catalogue, WRITER, device), unlinker, Room())
+    for _ in range(3):
+        assert evictor.unlink_ahead(ServedNamespace(NAMESPACE), 0) == 0
+    assert caplog.text.count("is full") <= 1
 
 
 # In a tier.

@@ -13,33 +13,41 @@ from tests.engine.damage import flip
 from tests.tiers.disk.devices import FailingDevice, GatedDevice, RuledDevice, ShortDevice, is_object
 from tests.tiers.disk.files import object_files, on_disk, writers_of
 from tests.tiers.disk.inside import is_closing, is_writing, room_bytes
-from tests.tiers.disk.objects import OBJECT, UNIT, chain, content, fill
+from tests.tiers.disk.keys import make_key
+from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.tier_pair import TierPair, close_tier, tier_pair
 from tests.waiting import until
 from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.tiers.disk import worker as disk_worker
 from vllm_overlay.tiers.disk.catalogue import File
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
+from vllm_overlay.tiers.disk.files.writer import share_life
 
 
-@pytest.mark.parametrize("num_bytes", [1, 4096, UNIT, UNIT + 1, OBJECT, 3 * UNIT])
+@pytest.fixture(params=["checksum", "key"])
+def integrity(request, tmp_path) -> dict[str, str]:
+    """The settings of a tier without and with a key."""
+    return {"encryption_key_file": make_key(tmp_path / "key")} if request.param == "key" else {}
+
+
+@pytest.mark.parametrize("num_bytes", [1, 15, 16, 4096, UNIT, UNIT + 1, OBJECT, 3 * UNIT])
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
-def test_objects_read_back_as_written(tmp_path, num_bytes, direct_io):
-    with tier_pair(tmp_path / "root", direct_io=direct_io, max_object_bytes=3 * UNIT) as made:
+def test_objects_read_back_as_written(tmp_path, integrity, num_bytes, direct_io):
+    with tier_pair(tmp_path / "root", direct_io=direct_io, max_object_bytes=3 * UNIT, **integrity) as made:
         objects = chain("p", 4, num_bytes)
         made.store(objects)
         assert made.reasons(objects) == [""] * 5
 
 
 @pytest.mark.parametrize("unit_bytes", [1000, 4096, 5000, 2 * OBJECT])
-def test_any_unit_size_gives_the_same_files(tmp_path, unit_bytes):
+def test_units_of_any_size_write_what_those_of_any_other_read(tmp_path, integrity, unit_bytes):
     objects = chain("p", 2)
-    with tier_pair(tmp_path / "a") as one, tier_pair(tmp_path / "b", unit_bytes=unit_bytes) as other:
-        one.store(objects)
-        other.store(objects)
-        assert other.reasons(objects) == [""] * 3
-        for planned in objects:
-            assert one.path(planned).read_bytes()[4096:] == other.path(planned).read_bytes()[4096:]
+    with tier_pair(tmp_path / "root", unit_bytes=unit_bytes, **integrity) as made:
+        made.store(objects)
+        assert made.reasons(objects) == [""] * 3
+    with tier_pair(tmp_path / "root", **integrity) as again:
+        assert again.recovered().reasons(objects) == [""] * 3
 
 
 def test_short_reads_and_writes_are_continued(tmp_path):
@@ -108,21 +116,24 @@ def test_files_and_directories_are_private(tmp_path):
     assert directories == {0o700}
 
 
-@pytest.mark.parametrize("call", ["pwritev", "open"])
-@pytest.mark.parametrize(("error", "reason"), [(errno.ENOSPC, "no_space"), (errno.EIO, "io_error")])
-def test_a_failed_write_drops_the_store_and_leaves_no_file(tmp_path, call, error, reason):
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev", "close"])
+@pytest.mark.parametrize("error", [*FULL, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EROFS, errno.EACCES])
+def test_a_failed_write_drops_the_store_and_leaves_no_file(tmp_path, call, error):
     device = FailingDevice()
     with tier_pair(tmp_path / "root", device=device, staging_bytes=8 * UNIT) as made:
         made.store(chain("before", 1))
         device.faults[call] = error
         objects = chain("p", 10)
         for _ in range(10):
-            assert made.outcome(objects[0]) == reason
+            assert made.outcome(objects[0]) == ("no_space" if error in FULL else "io_error")
         device.faults.clear()
-        assert not made.has(objects[0])
+        assert not made.settled().has(objects[0])
         assert len(object_files(made.root)) == 2
         made.store(objects)
-        assert made.reasons(objects) == [""] * 11
+        assert made.reasons(objects + chain("before", 1)) == [""] * 13
 
 
 def test_one_load_finds_all_that_is_wrong_with_its_files(tmp_path):
@@ -147,28 +158,17 @@ def test_one_load_finds_all_that_is_wrong_with_its_files(tmp_path):
         assert failed == [(planned.object_id, True) for planned in rotten]
 
 
-def test_a_failed_read_is_a_miss_and_the_tier_lives(tmp_path):
-    device = FailingDevice()
-    with tier_pair(tmp_path / "root", device=device) as made:
-        objects = chain("p", 3)
-        made.store(objects)
-        device.faults["preadv"] = errno.EIO
-        results = made.fetch(objects[:1])
-        assert [(result.reason, result.is_bad) for result in results] == [("io_error", False)]
-        for number in (errno.EMFILE, errno.EINVAL):  # EINVAL: no O_DIRECT, where the root was replaced
-            device.faults = {"open": number}
-            results = made.fetch(objects[1:2])
-            assert [(result.reason, result.is_bad) for result in results] == [("io_error", False)]
-        device.faults.clear()
-        assert made.reasons(objects[1:]) == [""] * 3
+class PanicException(BaseException):
+    """As pyo3 raises it when Rust code panics: no Exception."""
 
 
-def test_an_unexpected_error_in_a_thread_is_a_result_and_the_thread_lives(tmp_path):
+@pytest.mark.parametrize("kind", [RuntimeError, PanicException])
+def test_an_unexpected_error_in_a_thread_is_a_result_and_the_thread_lives(tmp_path, kind):
     breaks = threading.Event()
 
     def defect(call, path):
         if breaks.is_set() and is_object(path) and call in ("preadv", "pwritev"):
-            raise RuntimeError("a defect")
+            raise kind("a defect")
 
     with tier_pair(tmp_path / "root", device=RuledDevice(defect)) as made:
         objects = chain("p", 2)
@@ -205,14 +205,30 @@ def test_a_rank_writes_nothing_of_a_writer_that_has_ended(tmp_path):
         ticket = until(lambda: made.tier.reserve(planned), "room")
         ended = StoreTicket(ticket.ticket, planned, replace(ticket.part, file=File("0" * 16, ticket.part.file.number)))
         (made.root / ("0" * 16) / "0").mkdir(parents=True)  # its burial is under way
-        buffer = made.workers[0].begin_store(ended)
-        made.workers[0].submit_store(ended, buffer)
-        results = []
-        until(lambda: results.extend(made.workers[0].poll()[0]) or results, "a result")
-        assert [result.reason for result in results] == ["io_error"]
+        assert made.why_not_written(ended) == "io_error"
         assert writers_of(made.root) == [ticket.part.file.writer]
         made.tier.abort(ticket.ticket)
         made.store([planned])
+
+
+def test_no_call_of_the_worker_waits_for_a_disk_that_hangs_where_a_writer_is_joined(tmp_path, monkeypatch):
+    hangs, may_go, has_answered = threading.Event(), threading.Event(), threading.Event()
+
+    def share(root, writer):
+        hangs.set()
+        until(may_go.is_set, "the end of the test")
+        return share_life(root, writer)
+
+    monkeypatch.setattr(disk_worker, "share_life", share)
+    with tier_pair(tmp_path / "root") as made:
+        made.submit(made.with_room().tier.reserve(chain("p", 1)[0]))
+        until(hangs.is_set, "a write")
+        threading.Thread(target=lambda: made.workers[0].poll() and has_answered.set(), daemon=True).start()
+        try:
+            until(has_answered.is_set, "an answer")
+        finally:
+            may_go.set()
+        assert made.end_of_store() == ""
 
 
 def test_close_writes_what_is_pending(tmp_path):
@@ -221,10 +237,7 @@ def test_close_writes_what_is_pending(tmp_path):
     objects = chain("p", 4)
     until(lambda: room_bytes(made.tier))
     for planned in objects:
-        ticket = made.tier.reserve(planned)
-        buffer = made.workers[0].begin_store(ticket)
-        fill(buffer, content(planned, 0))
-        made.workers[0].submit_store(ticket, buffer)
+        made.submit(made.tier.reserve(planned))
     assert made.workers[0].pending_stores() == 5
     opener = threading.Thread(target=lambda: until(lambda: is_closing(made.workers[0])) and device.gate.set())
     opener.start()
@@ -242,10 +255,7 @@ def test_close_gives_up_in_time(tmp_path):
     objects = chain("p", 2)
     until(lambda: room_bytes(made.tier))
     for planned in objects:
-        ticket = made.tier.reserve(planned)
-        buffer = made.workers[0].begin_store(ticket)
-        fill(buffer, content(planned, 0))
-        made.workers[0].submit_store(ticket, buffer)
+        ticket = made.submit(made.tier.reserve(planned))
     device.waiting.acquire()
     assert made.workers[0].close(0.05) == 3
     device.gate.set()

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.tiers.disk.inside import file_of, has_news, is_running, num_turns, wake
+from tests.tiers.disk.inside import file_of, has_news, is_running, num_turns, room_bytes, wake
 from tests.tiers.disk.objects import GEOMETRY, OBJECT, UNIT, bytes_of, chain, content, fill
 from tests.tiers.integrity import check_integrity
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket
+from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreTicket
 from vllm_overlay.tiers.disk.catalogue import File
 from vllm_overlay.tiers.disk.files.checksum import XXH3
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, DiskNamespace
 from vllm_overlay.tiers.disk.files.writer import path_of
 from vllm_overlay.tiers.disk.manager import DiskTierManager
+from vllm_overlay.tiers.disk.messages import DiskPart
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
-from vllm_overlay.tiers.disk.tickets import DiskPart
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.factory import tier_spec
 
@@ -79,6 +79,11 @@ class TierPair:
         check_integrity(self.tier.index)
         return self
 
+    def with_room(self) -> "TierPair":
+        """A store finds room for any object."""
+        until(lambda: self.tier.advance() or room_bytes(self.tier) >= OBJECT, "room")
+        return self
+
     def settled(self) -> "TierPair":
         """Nothing is under way any more, neither here nor in what the catalogue has been told."""
         done = num_turns(self.tier)
@@ -112,10 +117,9 @@ class TierPair:
         ticket = self.tier.reserve(planned)
         if ticket is None:
             return "no_room"
-        results = self._write(ticket, data)
-        failed = [result.reason for result in results if result.reason]
-        (self.tier.abort if failed else self.tier.commit)(ticket.ticket)
-        return failed[0] if failed else ""
+        why_not = self.why_not_written(ticket, data)
+        (self.tier.abort if why_not else self.tier.commit)(ticket.ticket)
+        return why_not
 
     def write(self, planned: PlannedObject) -> int:
         """Every rank's file, of which the index half is not told; returns the ticket to commit or to abort."""
@@ -126,29 +130,28 @@ class TierPair:
 
         ticket = until(reserve, "room")
         assert ticket is not None
-        assert [result.reason for result in self._write(ticket, None)] == [None] * self.world_size
+        assert self.why_not_written(ticket) == ""
         return ticket.ticket
 
-    def write_anew(self, planned: PlannedObject) -> int:
-        """As ``write``, of an object that is hidden here."""
-        ticket = until(lambda: self.tier.advance() or self.tier.reserve(planned), "room")
-        assert ticket is not None
-        assert [result.reason for result in self._write(ticket, None)] == [None] * self.world_size
-        return ticket.ticket
-
-    def _write(self, ticket: StoreTicket, data: np.ndarray | None) -> list[StoreResult]:
-        results: list[StoreResult] = []
+    def submit(self, ticket: StoreTicket, data: np.ndarray | None = None) -> StoreTicket:
+        """Every rank begins to write."""
         self._files[ticket.planned.object_id] = ticket.part.file
         for rank, worker in enumerate(self.workers):
             buffer = worker.begin_store(ticket)
             assert buffer is not None
             fill(buffer, content(ticket.planned, rank) if data is None else data)
             worker.submit_store(ticket, buffer)
-        for worker in self.workers:
-            mine: list[StoreResult] = []
-            until(lambda worker=worker, mine=mine: mine.extend(worker.poll()[0]) or mine, "a store's result")
-            results += mine
-        return results
+        return ticket
+
+    def why_not_written(self, ticket: StoreTicket, data: np.ndarray | None = None) -> str:
+        """Empty when every rank has written it, else why not."""
+        self.submit(ticket, data)
+        return self.end_of_store()
+
+    def end_of_store(self) -> str:
+        """Waits for the only store that is under way. Empty when every rank has written it, else why not."""
+        results = [until(lambda worker=worker: worker.poll()[0], "a store's result")[0] for worker in self.workers]
+        return next((str(result.reason) for result in results if result.reason), "")
 
     def outcome(self, planned: PlannedObject) -> str:
         """Empty when stored, else why not; waits for room, unless it is in vain."""
@@ -168,13 +171,9 @@ class TierPair:
             assert outcome == "", outcome
         check_integrity(self.tier.index)
 
-    def store_bytes(self, planned: PlannedObject, data: bytes) -> None:
-        """Store an object of these bytes in every rank."""
-        until(lambda: self.try_store(planned, np.frombuffer(data, np.uint8)) == "", "a store of chosen bytes")
-
-    def store_at_last(self, planned: PlannedObject) -> None:
-        """Store it however often that fails before."""
-        until(lambda: self.try_store(planned) == "", "a store that succeeds")
+    def store_at_last(self, planned: PlannedObject, data: np.ndarray | None = None) -> None:
+        """Store it however often that fails before; ``data`` for other bytes than ``content``."""
+        until(lambda: self.try_store(planned, data) == "", "a store that succeeds")
 
     def fetch(self, objects: list[PlannedObject], rank: int = 0) -> list[FetchResult]:
         """Ask a worker for objects, whatever the index says, and end each fetch. Checks the bytes."""

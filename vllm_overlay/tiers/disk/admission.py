@@ -3,7 +3,6 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 
 from vllm_overlay.planner.objects import ObjectId
 
@@ -11,24 +10,19 @@ _MAX_COUNTED = 100_000
 
 
 class WriteRate:
-    """Limits bytes a second, with a burst of one second or of the largest object. Called from the scheduler's thread.
+    """Limits bytes a second, with a burst of one second or of the largest object; 0 is no limit. Called from the
+    scheduler's thread."""
 
-    ``bytes_per_s`` of 0 is no limit. ``now`` is in seconds of a monotonic clock. A replay has a clock of its own.
-    """
-
-    def __init__(
-        self, bytes_per_s: int, largest_bytes: int, now: Callable[[], float] = lambda: time.monotonic()
-    ) -> None:
-        self._now = now
+    def __init__(self, bytes_per_s: int, largest_bytes: int) -> None:
         self._bytes_per_s = bytes_per_s
         self._burst = max(bytes_per_s, largest_bytes)
         self._left = float(self._burst)
-        self._then = now()
+        self._then = time.monotonic()
 
     def allows(self, num_bytes: int) -> bool:
         if not self._bytes_per_s:
             return True
-        now = self._now()
+        now = time.monotonic()
         self._left = min(self._burst, self._left + (now - self._then) * self._bytes_per_s)
         self._then = now
         return num_bytes <= self._left

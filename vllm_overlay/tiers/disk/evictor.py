@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps room ahead of the stores: asks the catalogue for it, and evicts where there is too little."""
+"""Keeps room ahead of the stores: asks the catalogue for it, evicts where there is too little, and unlinks what no row
+names any more. Then its bytes are free."""
 
 import logging
+from collections.abc import Sequence
 
+from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, File, Garbage, Limits, Totals, limit_bytes
+from vllm_overlay.tiers.disk.files.writer import paths_of
 from vllm_overlay.tiers.disk.messages import ServedNamespace
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.site import Seat, Site
-from vllm_overlay.tiers.disk.unlinker import Unlinker
+from vllm_overlay.tiers.disk.thread_pool import in_threads
 from vllm_overlay.tiers.disk.volume import Volume
 
+_THREADS = 4
+"""A file system takes as long for each unlink as the disk does, and does several at a time."""
 _LARGEST_AHEAD = 2
 """A prompt's chunks come before its snapshot, and must not take the room of that."""
 _MOST_STUCK = 4
@@ -17,6 +23,48 @@ _MOST_STUCK = 4
 _FULL_BYTES = 1 << 20
 """With less free space SQLite may not be able to write."""
 logger = logging.getLogger(__name__)
+_log = RateLimitedLog(logger)
+
+
+class Unlinker:
+    """Called in the bookkeeper's thread. Raises CatalogueError. What cannot be unlinked now stays garbage, and keeps
+    its bytes until the next ``run``."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self.num_stuck = 0
+        """Of the garbage that ``run`` has met last."""
+
+    def run(self) -> None:
+        """Unlink all that this writer has to: what it has replaced, what it has inherited, and what it could not
+        unlink before."""
+        self.num_stuck = 0
+        last: File | None = None
+        while garbage := self._seat.catalogue.garbage(self._seat.writer, after=last):
+            last = garbage[-1].file
+            self.finish(garbage)
+
+    def finish(self, garbage: Sequence[Garbage], keep_bytes: int = 0, capacity_bytes: int = 0) -> int:
+        """Unlink these. Returns how many of their bytes are this writer's room now, up to ``keep_bytes``."""
+        gone = [file for file in in_threads(self._unlinked, garbage, _THREADS) if file is not None]
+        self.num_stuck += len(garbage) - len(gone)
+        return self._seat.catalogue.collected(self._seat.writer, gone, keep_bytes, capacity_bytes)
+
+    def _unlinked(self, item: Garbage) -> File | None:
+        return item.file if self.unlink(item.file, item.world_size) else None
+
+    def unlink(self, file: File, world_size: int) -> bool:
+        """Whether no rank has this file any more. Called in whatever thread."""
+        is_gone = True
+        for path in paths_of(self._seat.root, file, world_size):
+            try:
+                self._seat.site.device.unlink(path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                is_gone = False
+                _log.warning("unlink", "disk tier: a file cannot be removed now: %s", error)
+        return is_gone
 
 
 class Evictor:
@@ -100,9 +148,8 @@ class Evictor:
         victims = [item for item in self._catalogue.choose_victims(limits, now) if item not in self._ahead]
         gone = [item for item in victims if self._unlinker.unlink(item.file, item.world_size)]
         self._ahead += gone
-        logger.warning(
-            "disk tier: %s is full: removed %d objects so that the catalogue can be written", self._seat.root, len(gone)
-        )
+        sentence = "disk tier: %s is full: removed %d objects so that the catalogue can be written"
+        _log.warning("full", sentence, self._seat.root, len(gone))
         return len(gone)
 
 

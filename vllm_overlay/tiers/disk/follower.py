@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import msgspec
 
 from vllm_overlay.planner.objects import PlannedObject
-from vllm_overlay.tiers.disk.catalogue import Catalogue, FellBehind, StoredObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, FellBehind, Gone, StoredObject
 from vllm_overlay.tiers.disk.files.format import file_bytes
 from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER
-from vllm_overlay.tiers.disk.messages import Found, Gone, Reload, ServedNamespace
+from vllm_overlay.tiers.disk.messages import Found, Reload, ServedNamespace
 
 _OBJECTS_AN_UPDATE = 64
 _MAX_WAITING = 4096

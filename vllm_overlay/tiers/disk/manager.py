@@ -14,7 +14,7 @@ from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierUsage
 from vllm_overlay.tiers.disk.admission import UseCounter, WriteRate
 from vllm_overlay.tiers.disk.bookkeeper import Bookkeeper
-from vllm_overlay.tiers.disk.catalogue import File
+from vllm_overlay.tiers.disk.catalogue import File, Gone
 from vllm_overlay.tiers.disk.catalogue.rows import MAX_PARENTS
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
@@ -23,15 +23,23 @@ from vllm_overlay.tiers.disk.files.lease import take_lease
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, check_stored_id
 from vllm_overlay.tiers.disk.files.root import choose_root
 from vllm_overlay.tiers.disk.hidden import UNREADABLE_S, Hidden, VisibleHits
-from vllm_overlay.tiers.disk.messages import Committed, Found, Gone, Reload, ServedNamespace, Store, Update
+from vllm_overlay.tiers.disk.messages import (
+    Committed,
+    DiskPart,
+    FileTickets,
+    Found,
+    Reload,
+    ServedNamespace,
+    Store,
+    Update,
+)
 from vllm_overlay.tiers.disk.ranking import Ranker, read_learned
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.site import Site
-from vllm_overlay.tiers.disk.tickets import DiskPart, FileTickets
 from vllm_overlay.tiers.disk.volume import Quota
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.index import PrefixIndex
-from vllm_overlay.tiers.policies.never import NeverEvicts
+from vllm_overlay.tiers.policies.base import NeverEvicts
 from vllm_overlay.tiers.policies.reuse import Learned
 
 STEP_S = 0.001

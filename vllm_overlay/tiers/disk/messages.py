@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bookkeeper's and the scheduler's threads tell each other, each in the order in which it happened."""
+"""What the bookkeeper's and the scheduler's threads tell each other, each in the order in which it happened; and what
+tickets say of files."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,9 +10,9 @@ from enum import Enum
 import msgspec
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.catalogue import File
+from vllm_overlay.tiers.disk.catalogue import File, Gone
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.holds import Holds
+from vllm_overlay.tiers.disk.room import Holds
 
 # To the scheduler.
 
@@ -23,14 +24,6 @@ class Found:
 
     objects: Sequence[PlannedObject]
     files: Sequence[File]
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """An object that was evicted, by whatever process, and the file that went with it."""
-
-    object_id: ObjectId
-    file: File
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +88,45 @@ class Store(msgspec.Struct, eq=False, gc=False):
 
 Step = Store | ServedNamespace
 """A store that has ended, or what is served from here on."""
+
+# In tickets.
+
+_BITS = 40
+"""Of a file's number. The rest of a ticket stands for its writer."""
+
+
+class DiskPart(msgspec.Struct, frozen=True, gc=False):
+    """What the manager tells its workers beside the object: the file of a store or a load, and its namespace."""
+
+    file: File
+    fingerprint: str
+    is_private: bool = False
+
+
+class FileTickets:
+    """A ticket for each file, the same one each time: above zero for what this engine has stored, and for nothing else.
+
+    Called from the scheduler's thread.
+    """
+
+    def __init__(self) -> None:
+        self._own: set[str] = set()
+        self._writers: list[str] = []
+        self._places: dict[str, int] = {}
+
+    def of_store(self, file: File) -> int:
+        """The ticket of a file that this engine, whose writer nobody else is, begins to store."""
+        self._own.add(file.writer)
+        return self.ticket(file)
+
+    def ticket(self, file: File) -> int:
+        place = self._places.get(file.writer)
+        if place is None:
+            place = self._places[file.writer] = len(self._writers)
+            self._writers.append(file.writer)
+        ticket = place << _BITS | file.number
+        return ticket if file.writer in self._own else -ticket
+
+    def file(self, ticket: int) -> File:
+        ticket = abs(ticket)
+        return File(self._writers[ticket >> _BITS], ticket & ((1 << _BITS) - 1))

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk import catalogue
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Namespace, Refusal, StoredObject, Superseded
-from vllm_overlay.tiers.disk.evictor import Evictor
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Namespace, StoredObject, Superseded
+from vllm_overlay.tiers.disk.evictor import Evictor, Unlinker
 from vllm_overlay.tiers.disk.files.root import is_in_place, reopen_root
 from vllm_overlay.tiers.disk.files.writer import Life, begin_life
 from vllm_overlay.tiers.disk.follower import Follower
@@ -17,9 +17,7 @@ from vllm_overlay.tiers.disk.messages import Committed, ServedNamespace, Step, S
 from vllm_overlay.tiers.disk.recovery.recovery import Recovery
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.site import Seat, Site
-from vllm_overlay.tiers.disk.unlinker import Unlinker
 
-_Answer = catalogue.Committed | Refusal
 _log = RateLimitedLog(logging.getLogger(__name__))
 
 
@@ -34,13 +32,16 @@ class Session:
         reopen_root(site.device, root)
         self._site, self._room, self.served = site, room, served
         self.catalogue = Catalogue(root.path, root.journal)
+        begun: Life | None = None
         try:
             if life is None or not life.is_in_place():
-                life = begin_life(root.path, site.device)
+                life = begun = begin_life(root.path, site.device)
             self.life, self.writer = life, life.writer
             room.begin(self.writer, self._join(served))
             newest_use = self.catalogue.totals().newest_use
         except BaseException:
+            if begun is not None:
+                begun.end()
             self.catalogue.close()
             raise
         self.to_epoch_s = max(time.time(), float(newest_use)) - time.monotonic()
@@ -132,21 +133,20 @@ class Session:
         left: list[Step] = []
         for store, answer in zip(stores, self._answers(stores), strict=True):
             steps.popleft()
-            counts = answer.file if isinstance(answer, catalogue.Committed) else None
+            counts = None if answer is None else answer.file
             store.served.updates.append(Committed(store.planned.object_id, store.file, counts))
             if counts != store.file:
                 store.is_wanted = False
                 left.append(store)
                 continue
-            is_paid = isinstance(answer, catalogue.Committed) and answer.is_paid
-            (self._room.commit if is_paid else self._room.release)(store.num_bytes)
+            (self._room.commit if answer is not None and answer.is_paid else self._room.release)(store.num_bytes)
             store.served.holds.release(store.parents)
         steps.extendleft(reversed(left))
 
-    def _answers(self, stores: Sequence[Store]) -> list[_Answer]:
+    def _answers(self, stores: Sequence[Store]) -> list[catalogue.Committed | None]:
         """What the catalogue says of each. A writer that has ended meanwhile takes its stores along."""
         own = [store for store in stores if store.file.writer == self.writer]
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, catalogue.Committed | None] = {}
         try:
             rows = [(self._row(store), store.replaces) for store in own]
             answers = dict(zip(map(id, own), self.catalogue.commit(self.writer, rows), strict=True))
@@ -154,7 +154,7 @@ class Session:
             if len(stores) > 1:
                 return [answer for store in stores for answer in self._answers([store])]
             _log.warning("row", "disk tier: an object cannot be kept: %s", error)
-        return [answers.get(id(store), Refusal.NO_GRANT) for store in stores]
+        return [answers.get(id(store)) for store in stores]
 
     def _row(self, store: Store) -> StoredObject:
         namespace, size = store.served.namespace, self._site.world_size

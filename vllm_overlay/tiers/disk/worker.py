@@ -23,10 +23,10 @@ from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.object_file import BadObject, read_object, seal, write_object
 from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 from vllm_overlay.tiers.disk.files.writer import Life, path_of, share_life
+from vllm_overlay.tiers.disk.messages import DiskPart
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.staging import Staging
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
-from vllm_overlay.tiers.disk.tickets import DiskPart
 from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes, HostBuffer
 
 MAX_PENDING_STORES = 256
@@ -90,6 +90,8 @@ class DiskTierWorker(TierWorker):
         self._written = threading.Condition(self._lock)
         self._num_writing = 0
         self._life: Life | None = None
+        self._life_lock = threading.Lock()
+        """Of write threads alone: who has it may wait for the disk."""
         self._stored: list[StoreResult] = []
         self._loads: dict[str, _Load] = {}
         self._waiting: deque[_Fetch] = deque()
@@ -172,7 +174,7 @@ class DiskTierWorker(TierWorker):
 
     def _take_part(self, writer: str) -> None:
         """So that nobody buries the writer while this rank writes. Raises OSError when it is dead already."""
-        with self._lock:
+        with self._life_lock:
             if self._life is None or self._life.writer != writer:
                 if (life := share_life(self._root, writer)) is None:
                     raise FileNotFoundError(errno.ENOENT, "the writer of this store has ended", writer)
@@ -342,9 +344,8 @@ class DiskTierWorker(TierWorker):
             self._start_waiting()
         self._readers.stop(_JOIN_S)
         self._writers.stop(_JOIN_S)
-        with self._lock:
-            if self._life is not None and not self._num_writing:
-                self._life.end()
+        if self._life is not None and not self._num_writing:
+            self._life.end()
         return given_up
 
 

@@ -140,7 +140,7 @@ def examine(root: Path, logs: list[Path], tally: Tally) -> None:
     assert not said["collected"] & there
     for dead in one.catalogue.writers():
         if dead.name != one.name:
-            assert one.catalogue.bury(dead.name, one.name) == dead.granted
+            one.catalogue.bury(dead.name, one.name)
             tally.granted_bytes += dead.granted
     unlinked = one.catalogue.garbage(one.name)
     tally.interrupted_unlinks += len(unlinked)

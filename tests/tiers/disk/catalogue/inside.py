@@ -6,8 +6,9 @@ import sqlite3
 from collections.abc import Collection
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import Catalogue, StoredObject
+from vllm_overlay.tiers.disk.catalogue import Catalogue, File, StoredObject
 from vllm_overlay.tiers.disk.catalogue.connection import LONG_CALLS
+from vllm_overlay.tiers.disk.catalogue.rows import name_of
 
 
 def reading(catalogue: Catalogue) -> contextlib.AbstractContextManager[sqlite3.Connection]:
@@ -23,3 +24,10 @@ def writing(catalogue: Catalogue) -> contextlib.AbstractContextManager[sqlite3.C
 def find(catalogue: Catalogue, fingerprint: str, object_ids: Collection[ObjectId]) -> list[StoredObject]:
     """Those of these objects that are there."""
     return [item for part in catalogue.load(fingerprint)[1] for item in part if item.object_id in object_ids]
+
+
+def collectors(catalogue: Catalogue) -> dict[File, str | None]:
+    """Who unlinks each file that is garbage."""
+    with reading(catalogue) as db:
+        found = db.execute("SELECT writer, number, collector FROM garbage").fetchall()
+    return {File(name_of(writer), number): None if of is None else name_of(of) for writer, number, of in found}

@@ -18,7 +18,6 @@ from vllm_overlay.tiers.disk.catalogue import (
     Grant,
     Limits,
     Namespace,
-    Refusal,
     StoredObject,
 )
 
@@ -100,7 +99,7 @@ class Engine:
     def grant(self, num_bytes: int, at_least: int = 8192, capacity_bytes: int = MANY) -> Grant:
         return self.catalogue.grant(self.name, num_bytes, at_least, capacity_bytes)
 
-    def commit(self, *items: StoredObject, replaced: File | None = None) -> list[Committed | Refusal]:
+    def commit(self, *items: StoredObject, replaced: File | None = None) -> list[Committed | None]:
         return self.catalogue.commit(self.name, ((item, replaced) for item in items))
 
     def store(self, *items: StoredObject, capacity_bytes: int = MANY) -> None:

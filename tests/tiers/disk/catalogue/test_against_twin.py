@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.inside import find
+from tests.tiers.disk.catalogue.inside import collectors, find
 from tests.tiers.disk.catalogue.objects import (
     MODEL,
     NOW,
@@ -143,9 +143,8 @@ class Machine(RuleBasedStateMachine):
         rows = {row.name: row.granted for row in heir.catalogue.writers()}
         assert rows == {name: row.granted for name, row in self.twin.writers.items()}
         for dead in sorted({*rows, writer_name(1)} - set(self.open)):
-            assert heir.catalogue.bury(dead, heir.name) == self.twin.bury(dead, heir.name)
-        with pytest.raises(ValueError, match="itself"):
-            heir.catalogue.bury(heir.name, heir.name)
+            heir.catalogue.bury(dead, heir.name)
+            self.twin.bury(dead, heir.name)
 
     @rule(data=st.data(), words=st.binary(max_size=3))
     def learn(self, data: Any, words: bytes) -> None:
@@ -297,7 +296,6 @@ class Machine(RuleBasedStateMachine):
         for item in losers[1::2]:
             self.twin.garbage.setdefault(item.file, (item, None))
         assert engine.catalogue.numbers_of(engine.name) is None
-        assert engine.catalogue.bury(writer_name(0), engine.name) == 0
         engine.catalogue.end_rebuild()
         self.twin.is_complete = True
 
@@ -340,8 +338,14 @@ class Machine(RuleBasedStateMachine):
         for namespace in (MODEL, OTHERS, PRIVATE):
             found = find(self.reader, namespace.fingerprint, IDS)
             assert {item.object_id: item for item in found} == self.of_namespace(namespace)
-        expected = {name: row.served for name, row in self.twin.writers.items()}
-        assert {row.name: row.fingerprint for row in self.reader.writers()} == expected
+        expected = {name: (row.served, row.granted) for name, row in self.twin.writers.items()}
+        assert {row.name: (row.fingerprint, row.granted) for row in self.reader.writers()} == expected
+        assert collectors(self.reader) == {file: of for file, (_, of) in self.twin.garbage.items()}
+        self.twin.forget_scores(self.now)
+        there = [entry.item.file for entry in self.twin.objects.values()]
+        for pinned in (set(), {file for file in there if file.number % 3 == 0}):
+            limits = Limits(1 << 40, len(there), frozenset(pinned))
+            assert files(self.reader.choose_victims(limits, self.now)) == self.twin.victims(1 << 40, len(there), pinned)
 
     @rule(data=st.data())
     def names(self, data: Any) -> None:
@@ -375,7 +379,6 @@ class Machine(RuleBasedStateMachine):
             assert Namespace(fingerprint, each.words, each.is_private) == namespace
             assert each.is_served == any(row.served == fingerprint for row in self.twin.writers.values())
             assert self.reader.learned(fingerprint) == self.twin.learned.get(fingerprint)
-            assert each.has_learned == (fingerprint in self.twin.learned)
 
 
 TestAgainstTwin = Machine.TestCase

@@ -24,10 +24,8 @@ from vllm_overlay.tiers.disk.catalogue import (
     Committed,
     FellBehind,
     File,
-    Garbage,
     Gone,
     Limits,
-    Refusal,
     Scored,
     StoredObject,
     Superseded,
@@ -49,15 +47,6 @@ def test_what_others_stored_and_evicted_arrives_in_order(tmp_path: Path) -> None
     found = one.catalogue.changes_since(seq, MINE)
     assert found.changes == [*came[:2], Gone(object_id(2), File(two.name, 2))]
     assert one.catalogue.changes_since(found.seq, MINE).changes == []
-
-
-def test_an_object_that_went_and_came_again_is_there_in_the_end(tmp_path: Path) -> None:
-    one = Engine(tmp_path)
-    one.store(one.stored(0))
-    one.collected(one.evict(Limits(1, 1)))
-    again = one.stored(0, file=5)
-    one.store(again)
-    assert one.catalogue.changes_since(0, MINE).changes == [Gone(object_id(0), File(one.name, 0)), again]
 
 
 def test_an_object_whose_file_was_replaced_comes_again_with_its_parents(tmp_path: Path) -> None:
@@ -115,17 +104,12 @@ def test_a_load_in_many_slices_while_others_write_is_whole(tmp_path: Path, monke
 # Rebuilds.
 
 
-def rebuilding(root: Path, generation: int = 0) -> Engine:
-    if generation:
-        replace_damaged(str(root), generation)
-    return Engine(root, is_complete=False)
-
-
 def test_a_new_catalogue_learns_from_the_files(tmp_path: Path) -> None:
     old = Engine(tmp_path)
     items = old.stored(0), old.stored(1, (0,))
     old.store(*items)
-    one, two = rebuilding(tmp_path, old.catalogue.generation), Engine(tmp_path, is_complete=False)
+    replace_damaged(str(tmp_path), old.catalogue.generation)
+    one, two = (Engine(tmp_path, is_complete=False) for _ in range(2))
     assert one.grant(1, 1).num_bytes == 0
     assert one.catalogue.totals().is_complete == 0
     one.catalogue.adopt(items)
@@ -136,34 +120,17 @@ def test_a_new_catalogue_learns_from_the_files(tmp_path: Path) -> None:
         one.catalogue.adopt([old.stored(5)])
 
 
-def test_whole_files_that_a_rebuild_does_not_take_are_counted_until_somebody_unlinks_them(tmp_path: Path) -> None:
-    one = rebuilding(tmp_path)
-    dead = writer_name(1)
-    kept = stored(0, writer=dead, file=10)
-    one.catalogue.adopt([kept, stored(0, writer=dead, file=3), stored(2, (1,), writer=dead)])
-    one.catalogue.discard([Garbage(File(dead, 77), 2, 5000), Garbage(kept.file, 1, 8192)])
-    one.catalogue.end_rebuild()
-    totals = one.catalogue.totals()
-    assert (totals.object_bytes, totals.removing_bytes) == (8192, 2 * 8192 + 5000)
-    assert one.loaded() == [kept] and check(one.catalogue) == []
-    assert sorted(numbers(one.catalogue.garbage(one.name))) == [2, 3, 77]
-
-
-def test_a_rebuild_that_did_not_end_begins_again_and_changes_nothing(tmp_path: Path) -> None:
-    one, two = rebuilding(tmp_path), Engine(tmp_path, is_complete=False)
-    found = [stored(0), stored(1, (0,)), stored(1, (0,), file=7)]
-    for each in (one, two):
-        each.catalogue.adopt(found, [PRIVATE])
-        assert each.catalogue.totals().num_bytes == 3 * 8192
-    two.catalogue.end_rebuild()
-    two.catalogue.end_rebuild()
-    assert two.loaded() == found[:2] and check(two.catalogue) == []
-    assert PRIVATE.fingerprint in {each.fingerprint for each in two.catalogue.usage() if each.is_private}
+def test_a_namespace_stays_private_though_an_engine_joins_before_its_objects_are_found(tmp_path: Path) -> None:
+    one = Engine(tmp_path, is_complete=False)
+    one.catalogue.adopt([], [PRIVATE])
+    Engine(tmp_path, is_complete=False).close()
+    one.catalogue.adopt([stored(0, (), PRIVATE)])
+    assert [each.is_private for each in one.catalogue.usage() if each.fingerprint == PRIVATE.fingerprint] == [True]
 
 
 def test_a_living_writer_commits_what_a_rebuild_has_met(tmp_path: Path) -> None:
     """Its file may count by now, may have lost, or may be to unlink after the one that counted has gone."""
-    one, living = rebuilding(tmp_path), Engine(tmp_path, is_complete=False)
+    one, living = (Engine(tmp_path, is_complete=False) for _ in range(2))
     counts, lost, gone = living.stored(0), living.stored(1), living.stored(2)
     first = stored(1, file=8), stored(2, file=9, last_use=NOW - 1)
     one.catalogue.adopt([counts, *first, lost, gone])
@@ -171,7 +138,7 @@ def test_a_living_writer_commits_what_a_rebuild_has_met(tmp_path: Path) -> None:
     assert files(one.evict(Limits(1, 1))) == [first[1].file]
     living.grant(MANY // 64)
     assert living.commit(counts, lost, gone) == [
-        Committed(counts.file, is_paid=False), Committed(first[0].file, is_paid=False), Refusal.GARBAGE,
+        Committed(counts.file, is_paid=False), Committed(first[0].file, is_paid=False), None,
     ]  # fmt: skip
     assert living.grant(0).surplus_bytes == 0 and check(one.catalogue) == []
 

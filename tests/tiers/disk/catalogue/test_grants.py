@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.objects import MANY, MIB, NOW, Engine
+from tests.tiers.disk.catalogue.objects import MANY, NOW, Engine
 from vllm_overlay.tiers.disk.catalogue import Committed, Limits
 
 OBJECT = 8192
@@ -77,14 +77,6 @@ def test_bytes_over_a_capacity_that_was_lowered_are_freed_for_nobody(tmp_path: P
     gone = one.evict(Limits(3 * OBJECT, 64))
     assert one.collected(gone, 3 * OBJECT, 8 * OBJECT) == OBJECT
     assert one.catalogue.totals().num_bytes == 8 * OBJECT
-
-
-def test_an_object_larger_than_an_engines_part_can_be_stored(tmp_path: Path) -> None:
-    others = [Engine(tmp_path) for _ in range(8)]
-    one = Engine(tmp_path)
-    assert one.grant(MIB // 2, MIB // 2, MIB).num_bytes == MIB // 2
-    assert one.grant(MIB // 2, MIB // 2, MIB).num_bytes == 0, "one at a time"
-    assert len(others) == one.catalogue.totals().num_writers - 1
 
 
 def test_the_newest_use_never_goes_back(tmp_path: Path) -> None:

@@ -130,13 +130,8 @@ def test_another_users_file_is_damaged(tmp_path: Path, monkeypatch: pytest.Monke
         Catalogue(str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["link", "file"])
-def test_a_root_that_is_no_directory_is_refused(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "real").mkdir()
-    if kind == "link":
-        (tmp_path / "root").symlink_to(tmp_path / "real")
-    else:
-        (tmp_path / "root").touch()
+def test_a_root_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "root").touch()
     with pytest.raises(ConfigError, match="root"):
         Catalogue(str(tmp_path / "root"))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import Committed, File, Namespace, Refusal, StoredObject
+from vllm_overlay.tiers.disk.catalogue import Committed, File, Namespace, StoredObject
 
 Name = tuple[str, ObjectId]
 
@@ -78,11 +78,10 @@ class Twin:
             del self.writers[writer]
         self.drop_namespaces()
 
-    def bury(self, writer: str, heir: str) -> int:
+    def bury(self, writer: str, heir: str) -> None:
         self.hand_over(writer, heir)
-        dead = self.writers.pop(writer, TwinWriter(None))
+        self.writers.pop(writer, None)
         self.drop_namespaces()
-        return dead.granted
 
     def hand_over(self, writer: str, heir: str | None) -> None:
         for file, (item, collector) in self.garbage.items():
@@ -121,18 +120,16 @@ class Twin:
     def children(self, name: Name) -> list[Name]:
         return [other for other, entry in self.objects.items() if name in entry.parents]
 
-    def commit(self, writer: str, item: StoredObject, replaced: File | None) -> Committed | Refusal:
+    def commit(self, writer: str, item: StoredObject, replaced: File | None) -> Committed | None:
         if item.fingerprint not in self.namespaces:
-            return Refusal.NAMESPACE
+            return None
         before = self.objects.get(name_of(item))
         if before is not None and (before.item.file == item.file or before.item.file != replaced):
             return Committed(before.item.file, is_paid=False)
         if before is None and any(parent not in self.objects for parent in TwinObject(item, 0).parents):
-            return Refusal.PARENT
-        if self.writers[writer].granted < item.num_bytes:
-            return Refusal.NO_GRANT
-        if item.file in self.garbage:
-            return Refusal.GARBAGE
+            return None
+        if self.writers[writer].granted < item.num_bytes or item.file in self.garbage:
+            return None
         self.writers[writer].granted -= item.num_bytes
         if before is not None:
             self.garbage[before.item.file] = before.item, writer

@@ -27,7 +27,7 @@ _Sequence = Annotated[int, Meta(ge=0, le=rows.MAX_ID)]
 
 
 class Gone(msgspec.Struct, frozen=True, gc=False):
-    """An object that went, with the file that it had."""
+    """An object that went, by whatever process, and the file that went with it."""
 
     object_id: ObjectId
     file: File
@@ -59,12 +59,19 @@ class Feed(Connection):
         return self._slices(None)
 
     def _slices(self, fingerprint: str | None) -> Iterator[list[StoredObject]]:
-        loader = _Loader(fingerprint)
-        while not loader.is_done:
+        """Each is read in a transaction of its own.
+
+        An object's number is higher than its parents', and no number comes twice. So the order holds though others
+        write between two slices.
+        """
+        names: dict[int, ObjectId] = {}
+        while True:
             with self.reading() as db:
-                found = loader.read(db)
+                found = _read_slice(db, fingerprint, names)
             if found:
                 yield found
+            if len(found) < _SLICE_ROWS:
+                return
 
     def changes_since(self, seq: int, fingerprint: str) -> Changes:
         """What changed after ``seq``, at most a thousand, the caller's own changes in their places among others'.
@@ -89,62 +96,41 @@ class Feed(Connection):
             return Changes(found, end, end < last)
 
 
-class _Loader:
-    """Reads all objects of one namespace, or of all, parents before children, a slice in a transaction.
-
-    An object's number is higher than its parents', and no number comes twice. So the order holds though others write
-    between two slices.
-    """
-
-    def __init__(self, fingerprint: str | None) -> None:
-        self._fingerprint = fingerprint
-        self._last = 0
-        self._names: dict[int, ObjectId] = {}
-        self.is_done = False
-
-    def read(self, db: sqlite3.Connection) -> list[StoredObject]:
-        """The next objects; none at the end."""
-        found = read_objects(self._select(db))
-        self.is_done = len(found) < _SLICE_ROWS
-        if not found:
+def _read_slice(db: sqlite3.Connection, fingerprint: str | None, names: dict[int, ObjectId]) -> list[StoredObject]:
+    """The next objects of one namespace, or of all, after those in ``names``, which get theirs. None at the end."""
+    where, arguments = "", [last := next(reversed(names), 0), _SLICE_ROWS]
+    if fingerprint is not None:
+        if (namespace := find_namespace(db, fingerprint)) is None:
             return []
-        fingerprints = {number: row.fingerprint for number, row in read_namespaces(db).items()}
-        first, self._last = self._last, found[-1].id
-        self._names.update((row.id, row.object_id) for row in found)
-        parents = self._read_parents(db, first)
-        try:
-            return [
-                row.stored(fingerprints[row.namespace], self._names[row.id], parents.get(row.id, ())) for row in found
-            ]
-        except KeyError as error:
-            raise Damaged(f"there is no namespace {error}") from None
+        where = "AND namespace = ?3"
+        arguments.append(namespace)
+    statement = f"SELECT {COLUMNS} FROM object NOT INDEXED WHERE id > ?1 {where} ORDER BY id LIMIT ?2"
+    if not (found := read_objects(db.execute(statement, arguments))):
+        return []
+    fingerprints = {number: row.fingerprint for number, row in read_namespaces(db).items()}
+    names.update((row.id, row.object_id) for row in found)
+    parents = _read_parents(db, last, found[-1].id, names)
+    try:
+        return [row.stored(fingerprints[row.namespace], names[row.id], parents.get(row.id, ())) for row in found]
+    except KeyError as error:
+        raise Damaged(f"there is no namespace {error}") from None
 
-    def _select(self, db: sqlite3.Connection) -> list[Any]:
-        where, namespace = "", None
-        if self._fingerprint is not None:
-            where, namespace = "AND namespace = ?3", find_namespace(db, self._fingerprint)
-            if namespace is None:
-                return []
-        return db.execute(
-            f"SELECT {COLUMNS} FROM object NOT INDEXED WHERE id > ?1 {where} ORDER BY id LIMIT ?2",
-            (self._last, _SLICE_ROWS) if namespace is None else (self._last, _SLICE_ROWS, namespace),
-        ).fetchall()
 
-    def _read_parents(self, db: sqlite3.Connection, first: int) -> dict[int, tuple[ObjectId, ...]]:
-        edges = db.execute(
-            "SELECT child, parent FROM parent WHERE child > ? AND child <= ? ORDER BY child, position",
-            (first, self._last),
-        )
-        names = self._names
-        parents: dict[int, tuple[ObjectId, ...]] = {}
-        for child, parent in read_all(tuple[Id, Id], edges):
-            if child in names:  # else it is of another namespace
-                if parent >= child or parent not in names:
-                    raise Damaged(f"object {child} has {parent} as a parent")
-                parents[child] = (*parents.get(child, ()), names[parent])
-                if len(parents[child]) > rows.MAX_PARENTS:
-                    raise Damaged(f"object {child} has too many parents")
-        return parents
+def _read_parents(
+    db: sqlite3.Connection, after: int, last: int, names: dict[int, ObjectId]
+) -> dict[int, tuple[ObjectId, ...]]:
+    edges = db.execute(
+        "SELECT child, parent FROM parent WHERE child > ? AND child <= ? ORDER BY child, position", (after, last)
+    )
+    parents: dict[int, tuple[ObjectId, ...]] = {}
+    for child, parent in read_all(tuple[Id, Id], edges):
+        if child in names:  # else it is of another namespace
+            if parent >= child or parent not in names:
+                raise Damaged(f"object {child} has {parent} as a parent")
+            parents[child] = (*parents.get(child, ()), names[parent])
+            if len(parents[child]) > rows.MAX_PARENTS:
+                raise Damaged(f"object {child} has too many parents")
+    return parents
 
 
 class _Part:

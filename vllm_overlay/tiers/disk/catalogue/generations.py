@@ -47,8 +47,8 @@ def _generations(root: str) -> list[int]:
 
 
 def check_root(root: str) -> None:
-    """Raise ConfigError unless it is a directory of this user; OSError. It is made by who marks it."""
-    found = os.lstat(root)
+    """Raise ConfigError unless it is, or leads to, a directory of this user; OSError. It is made by who marks it."""
+    found = os.stat(root)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise ConfigError(f"{root!r} must be a directory of this user: remove it, or set root to another one")
 

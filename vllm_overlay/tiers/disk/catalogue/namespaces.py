@@ -36,7 +36,6 @@ class NamespaceUsage:
     fingerprint: str
     words: str
     is_private: bool
-    has_learned: bool
     is_served: bool
     num_objects: int = 0
     num_bytes: int = 0
@@ -72,10 +71,10 @@ class Namespaces(Connection):
         """One a namespace, the largest first, for tools. Reads every row."""
         with self.reading(LONG_CALLS) as db:
             serving, namespaces = served(db), read_namespaces(db)
-            beside = db.execute("SELECT id, words, learned IS NOT NULL FROM namespace")
+            all_words = read_all(tuple[Id, str], db.execute("SELECT id, words FROM namespace"))
             usages = {
-                each: NamespaceUsage(row.fingerprint, words, bool(row.is_private), bool(has_learned), each in serving)
-                for each, words, has_learned in read_all(tuple[Id, str, Flag], beside)
+                each: NamespaceUsage(row.fingerprint, words, bool(row.is_private), each in serving)
+                for each, words in all_words
                 if (row := namespaces.get(each)) is not None
             }
             kinds = db.execute(

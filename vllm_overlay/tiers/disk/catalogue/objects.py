@@ -4,7 +4,6 @@
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from enum import Enum
 
 import msgspec
 
@@ -26,19 +25,6 @@ _INSERT = (
 _REPLACE = f"UPDATE object SET ({_FIELDS}) = (?, ?, ?, ?, ?, ?, ?, ?) WHERE id = ?"
 
 
-class Refusal(Enum):
-    """Why an object was not taken in. Its bytes stay granted."""
-
-    NAMESPACE = "namespace"
-    """Nobody has begun to serve it."""
-    PARENT = "parent"
-    """A parent is not there."""
-    NO_GRANT = "no_grant"
-    """The writer was not granted as many bytes."""
-    GARBAGE = "garbage"
-    """The file is to be unlinked: a rebuild has preferred another one, which has gone since."""
-
-
 class Committed(msgspec.Struct, frozen=True, gc=False):
     """The file that counts, and whether the writer's grant has paid for it: only then it is the one that came now."""
 
@@ -49,14 +35,16 @@ class Committed(msgspec.Struct, frozen=True, gc=False):
 class Objects(Connection):
     """See ``Catalogue``."""
 
-    def commit(self, writer: str, batch: Iterable[tuple[StoredObject, File | None]]) -> list[Committed | Refusal]:
+    def commit(self, writer: str, batch: Iterable[tuple[StoredObject, File | None]]) -> list[Committed | None]:
         """Take in objects, parents first, whose files are in place; their bytes come from this writer's grant.
 
         The second of a pair is the file that this one replaces: it becomes this writer's garbage. First commit wins: if
-        a row of another file is there, the answer names that. An answer each, in order.
+        a row of another file is there, the answer names that. An answer each, in order. None: it was not taken in, and
+        its bytes stay granted. Nobody serves its namespace, a parent is not there, the writer was not granted as many
+        bytes, or the file is to be unlinked, because a rebuild has preferred another one, which has gone since.
         """
         number = number_of(writer)
-        answers: list[Committed | Refusal] = []
+        answers: list[Committed | None] = []
         for part in batches(batch):
             items = [item for item, _ in part]
             check_objects(items)
@@ -122,24 +110,19 @@ class _Arrivals:
         self._ids: dict[tuple[int, ObjectId], int] = {}
         self._namespaces: dict[str, int | None] = {}
 
-    def add(self, item: StoredObject, replaced: File | None) -> Committed | Refusal:
-        """Take one object in, say who was first, or say why not."""
+    def add(self, item: StoredObject, replaced: File | None) -> Committed | None:
+        """Take one object in, or say who was first."""
         if (namespace := self._find_namespace(item.fingerprint)) is None:
-            return Refusal.NAMESPACE
+            return None
         parents = [self._find_id(namespace, each) for each in item.planned.parents]
-        has_room, is_unwanted = item.num_bytes <= self.room_bytes, item.file in self._unwanted
-        is_welcome = has_room and not is_unwanted and None not in parents
-        if is_welcome and self._insert(namespace, item, parents):
+        may_come = item.num_bytes <= self.room_bytes and item.file not in self._unwanted
+        if may_come and None not in parents and self._insert(namespace, item, parents):
             return self._paid(item)
         found = self._find_file(namespace, item.object_id)
         if found is not None and (found[1] == item.file or found[1] != replaced):
             return Committed(found[1], is_paid=False)
-        if found is None and None in parents:
-            return Refusal.PARENT
-        if not has_room:
-            return Refusal.NO_GRANT
-        if is_unwanted:
-            return Refusal.GARBAGE
+        if not may_come or (found is None and None in parents):
+            return None
         if found is None:
             raise Damaged(f"{item.object_id} is there and is not found")
         self._db.execute(_REPLACE, (*_fields(item), found[0]))

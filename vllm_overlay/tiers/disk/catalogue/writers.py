@@ -98,23 +98,17 @@ class Writers(Connection):
             db.execute("DELETE FROM writer WHERE id = ? AND granted = 0", (number,))
             drop_unused(db)
 
-    def bury(self, writer: str, heir: str) -> int:
-        """End a writer that is dead and whose directory has no file that nothing names; returns what it was granted.
+    def bury(self, writer: str, heir: str) -> None:
+        """End a writer that is dead and whose directory has no file that nothing names, as ``numbers_of`` has said.
 
-        What it had to unlink is the heir's. Until a rebuild is complete nothing is done.
+        What it was granted is free. What it had to unlink is the heir's.
         """
         dead, heir_number = number_of(writer), number_of(heir)
-        if writer == heir:
-            raise ValueError(f"writer {writer} cannot bury itself")
         with self.writing() as db:
-            if not is_complete(db):
-                return 0
             read_grant(db, heir_number)
-            row = db.execute("SELECT granted FROM writer WHERE id = ?", (dead,)).fetchone()
             db.execute("UPDATE garbage SET collector = ? WHERE collector = ?", (heir_number, dead))
             db.execute("DELETE FROM writer WHERE id = ?", (dead,))
             drop_unused(db)
-            return 0 if row is None else int(read_value(NumBytes, row))
 
     def writers(self) -> list[WriterRow]:
         """Who serves a namespace or was granted bytes. What has ended and left nothing but files has no row."""

@@ -3,6 +3,7 @@
 
 import hmac
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,12 +12,17 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import xxhash
 from blake3 import blake3
 
-from vllm_overlay.tiers.disk.files.key_file import read_key
+from vllm_overlay.config import ConfigError
 
 if TYPE_CHECKING:  # imported where it is used: who does not encrypt does not need it
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.modes import GCM
 
+_MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 32, 1 << 16
+"""Of the file that ``encryption_key_file`` names."""
+_OF_A_USER, _OF_ROOT = 0o077, 0o037
+"""Bits that a key's mode must not have. Who can read what root owns by its group is for root to say, and a container
+without root reads its secrets so."""
 KEY_ID_BYTES = 8
 _KEY_BYTES, _NONCE_BYTES = 32, 12
 _CONTEXT = "vllm-overlay disk tier: "
@@ -148,6 +154,36 @@ class EncryptedIntegrity(Integrity):
         except InvalidTag:
             return False
         return True
+
+
+def read_key(path: str) -> bytes:
+    """All bytes of the file that ``encryption_key_file`` names. A link is followed: secrets are mounted that way.
+
+    It is refused when others may know or change it. Called by ``integrity_of``, at start. Raises ConfigError, which
+    names the setting.
+    """
+    said = f"encryption_key_file={path!r}"
+    command = f"`(umask 077; head -c {_MIN_SECRET_BYTES} /dev/urandom > FILE)`"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as file:
+            state = os.fstat(fd)
+            secret = file.read(_MAX_SECRET_BYTES + 1) if stat.S_ISREG(state.st_mode) else b""
+    except OSError as error:
+        raise ConfigError(f"{said} cannot be read ({error.strerror}): create it with {command}") from error
+    if not stat.S_ISREG(state.st_mode):
+        raise ConfigError(f"{said} is no regular file: set it to one that holds the key")
+    if state.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"{said} belongs to user {state.st_uid}, who can read the key: make this user its owner")
+    if state.st_mode & (_OF_A_USER if state.st_uid else _OF_ROOT):
+        raise ConfigError(
+            f"{said} has mode {stat.S_IMODE(state.st_mode):04o}, so others may read or change the key: set its mode "
+            "to 0600, or to 0440 where root owns it (defaultMode of a secret in Kubernetes)"
+        )
+    if not _MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
+        held = len(secret) if len(secret) <= _MAX_SECRET_BYTES else "too many"
+        raise ConfigError(f"{said} holds {held} bytes: create it with {_MIN_SECRET_BYTES} random ones, {command}")
+    return secret
 
 
 XXH3 = PlainIntegrity(name="xxh3")

@@ -155,8 +155,10 @@ class Lease:
         """Shows the other engines of this machine that one more has the lease."""
         if self._fd < 0:
             self._fd = self._device.open(self._path, os.O_RDWR)
-            with contextlib.suppress(BlockingIOError):
+            try:
                 fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:  # another one is just giving it back: the next renewal shows it
+                self._close()
 
     def _refusal(self) -> str:
         directory, host = os.path.dirname(self._path), _decode(self._others).host[:64]

@@ -94,9 +94,12 @@ class Recovery:
         for writer in sorted((there | known) - self._buried - {self._seat.writer}):
             if self._is_closing:
                 return False
-            with dead(self._root, writer, self._seat.site.device) as is_dead:
-                if is_dead and not self._bury(writer):
-                    return False
+            try:
+                with dead(self._root, writer, self._seat.site.device) as is_dead:
+                    if is_dead and not self._bury(writer):
+                        return False
+            except OSError as error:  # nobody else's burial, and no eviction, waits for a directory that cannot be read
+                _log.warning("burial", "disk tier: a dead writer cannot be looked after now: %s", error)
         return True
 
     def _bury(self, writer: str) -> bool:
