@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What a MultiConnector makes of its settings at start: children, refusals, the policy of failed loads, and the log."""
+
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from tests.engine.client import cpu_child, disk_child
-from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, child, multi
+from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, cache_config, child, multi, vllm_config
 from vllm_overlay.config import ConfigError
-from vllm_overlay.multi_connector import children
-from vllm_overlay.multi_connector.children import child_specs
+from vllm_overlay.multi_connector import MultiConnector, children
+from vllm_overlay.multi_connector.children import child_specs, load_failure_policy
 from vllm_overlay.multi_connector.settings import multi_settings
 from vllm_overlay.multi_connector.weights import LoadWeight
 
 
 def specs(*children, **settings):
     return child_specs({"connectors": list(children), **settings}, kv_role="kv_both", engine_id="engine")
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What is logged at info: who the children are, then the policy of failed loads."""
+    found = []
+    monkeypatch.setattr(children.logger, "info", lambda message, *args: found.append(message % args))
+    return found
 
 
 def refusal(*children, **settings):
@@ -263,3 +274,70 @@ def test_a_child_whose_module_panics_while_it_is_imported_is_refused_by_child(mo
         "kv_connector='FakeChild' in kv_connector_module_path='tests.multi_connector.fakes' of connector 'cpu' cannot "
         "be imported: from native code"
     )
+
+
+def test_the_first_line_names_children_classes_weights_and_what_is_not_by_default(lines, tmp_path):
+    switches = tmp_path / "switches.json"
+    multi(
+        child("cpu"),
+        child("disk", "NamedChild", weight=0.8, store=False, min_tokens=512),
+        child("far", weight=2, load=False, promote=False),
+        child("plain", weight=1.0),
+        control_file=str(switches),
+    )
+    assert lines[0] == (
+        "MultiConnector: cpu (FakeChild, weight auto, 0.8 until measured), "
+        "disk (NamedChild, weight 0.8, store off, min_tokens 512), "
+        f"far (FakeChild, weight 2, load off, promote off), plain (FakeChild, weight 1); control file {switches}"
+    )
+
+
+# Whose word counts when a load fails.
+
+
+@pytest.mark.parametrize(
+    ("own", "at_top", "failing", "value", "word"),
+    [
+        (None, "fail", [], "recompute", "that is the default"),
+        (None, "recompute", [], "recompute", "kv_load_failure_policy of --kv-transfer-config"),
+        (None, "fail", ["a", "c"], "fail", "connector a, c"),
+        (None, "recompute", ["a"], "recompute", "kv_load_failure_policy of --kv"),
+        ("fail", "recompute", [], "fail", "load_failure_policy of the MultiConnector"),
+        ("recompute", "fail", ["a"], "recompute", "load_failure_policy of the MultiConnector"),
+    ],
+)
+def test_whose_word_counts(own, at_top, failing, value, word):
+    policy = load_failure_policy(own, at_top, failing)
+    assert policy.value == value
+    assert policy.reason.startswith(word)
+
+
+def failing(name):
+    return {**child(name), "kv_load_failure_policy": "fail"}
+
+
+@pytest.mark.parametrize(
+    ("children", "settings", "value"),
+    [
+        ([child("a"), child("b")], {}, "recompute"),
+        ([child("a"), failing("b")], {}, "fail"),
+        ([child("a"), failing("b")], {"load_failure_policy": "recompute"}, "recompute"),
+        ([child("a"), child("b")], {"load_failure_policy": "fail"}, "fail"),
+        ([child("a", load_failure_policy="fail")], {}, "recompute"),  # that setting is only known to be one of ours
+    ],
+)
+def test_the_policy_is_the_engines_and_every_childs_and_is_logged_once(children, settings, value, lines):
+    config = vllm_config(*children, **settings)
+    MultiConnector(config, KVConnectorRole.WORKER, cache_config())  # in one process, with one configuration
+    assert lines == [] and config.kv_transfer_config.kv_load_failure_policy == "fail"
+    built = MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    assert config.kv_transfer_config.kv_load_failure_policy == value
+    assert {one._kv_transfer_config.kv_load_failure_policy for one in built.sub_connectors} == {value}
+    _, line = lines
+    assert line.startswith(f"kv_load_failure_policy is {value!r} for all connectors of the MultiConnector")
+
+
+def test_what_a_child_makes_of_its_own_copy_of_the_configuration_counts_for_nothing():
+    config = vllm_config(failing("a"), child("b", wants_recompute=True))
+    MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
