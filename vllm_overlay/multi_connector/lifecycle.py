@@ -74,9 +74,8 @@ class Lifecycle:
         return was_serving
 
     def stopped(self) -> None:
-        """All ranks have stopped their instances."""
-        if self.phase is Phase.STOPPING:
-            self.phase = Phase.OPEN
+        """All ranks say to the present order that they have stopped their instances."""
+        self.phase = Phase.OPEN
 
     def may_try(self, now: float) -> bool:
         """Whether the pause is over."""
