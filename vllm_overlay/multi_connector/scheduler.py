@@ -163,14 +163,12 @@ class SchedulerSide:
             return
         # If the child has just raised it is isolated, its part of the metadata is never sent, and the workers refuse
         # this load, so the request is told that it failed.
-        loaded = self._loaded_blocks(request_id, blocks)
         is_synchronous = not self.lookups.is_asynchronous(request_id, loader)
-        self._next.loads[request_id] = Load(loader.index, loaded, is_synchronous)
+        load = Load(loader.index, self._loaded_blocks(request_id, blocks), is_synchronous)
+        self._next.loads[request_id] = load
+        self._outstanding.load_started(request_id, load, num_external_tokens, self._clock())
         if is_synchronous:
-            self._outstanding.synchronous_load_started(request_id, loader.index, loaded)
             loader.tally.count("loaded_tokens", num_external_tokens)
-        else:
-            self._outstanding.load_started(request_id, loader.index, num_external_tokens, self._clock())
 
     def _loaded_blocks(self, request_id: str, blocks: "KVCacheBlocks") -> tuple[int, ...]:
         """The request's blocks of all groups that hold what follows its local hit: no other request reads them.
