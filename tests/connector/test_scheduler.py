@@ -305,6 +305,17 @@ def test_what_another_connector_has_received_changes_nothing(failed: set[str]) -
     assert not made.scheduler.has_pending_work()
 
 
+def test_an_answer_of_before_does_not_end_a_load_that_has_begun_since() -> None:
+    made = Harness()
+    made.store("p")
+    made.loads("p", "again")
+    made.scheduler.update(NOTHING, OffloadWorkerMetadata(idle_loads=Counter({"again": 2})))  # asked before this one
+    made.scheduler.clear()
+    assert made.scheduler.has_pending_work() and made.tier.usage().used_bytes
+    made.scheduler.update(KVConnectorOutput(finished_recving={"again"}), None)
+    assert not made.scheduler.has_pending_work() and not made.tier.usage().used_bytes
+
+
 # What goes first when there is no room.
 
 
