@@ -18,9 +18,9 @@ offers = st.lists(st.tuples(tokens, weights), max_size=6)
 """(tokens, load_weight) of each child."""
 
 
-def verdict_of(found, ceiling, may_wait):
+def verdict_of(found, ceiling=CEILING):
     weights = [weight for _, weight in found]
-    return decide([number for number, _ in found], lambda child, number: number * weights[child], ceiling, may_wait)
+    return decide([number for number, _ in found], lambda child, number: number * weights[child], ceiling)
 
 
 def ready_winner(found):
@@ -44,15 +44,8 @@ def outcomes(found):
 
 
 @given(offers)
-def test_without_time_the_best_ready_offer_wins(found):
-    verdict = verdict_of(found, CEILING, may_wait=False)
-    assert not verdict.wait
-    assert verdict.chosen == ready_winner(found)
-
-
-@given(offers)
-def test_with_time_it_waits_exactly_when_the_winner_is_open(found):
-    verdict = verdict_of(found, CEILING, may_wait=True)
+def test_the_best_offer_wins_and_it_waits_exactly_while_the_winner_is_open(found):
+    verdict = verdict_of(found)
     winners = {ready_winner(outcome) for outcome in outcomes(found)}
     assert verdict.wait == (len(winners) > 1)
     if not verdict.wait:
@@ -77,13 +70,13 @@ def test_with_time_it_waits_exactly_when_the_winner_is_open(found):
     ],
 )
 def test_decisions_a_user_would_expect(found, chosen):
-    assert verdict_of(found, 10_000, may_wait=True).chosen == chosen
+    assert verdict_of(found, 10_000).chosen == chosen
 
 
 @pytest.mark.parametrize(("pending_first", "waits"), [(True, True), (False, False)])
 def test_a_tie_is_waited_for_only_where_order_would_decide_for_the_pending_one(pending_first, waits):
     found = [(None, 1.0), (CEILING, 1.0)]
-    assert verdict_of(found if pending_first else found[::-1], CEILING, may_wait=True).wait == waits
+    assert verdict_of(found if pending_first else found[::-1]).wait == waits
 
 
 def test_possible_answers_are_tokens():
@@ -133,8 +126,8 @@ def measured(*lines):
 
 def admit(choice, *offers):
     """One request; returns its loader."""
-    loader = choice.decide(offers, ASKED, may_wait=False).chosen
-    choice.decided([offer or 0 for offer in offers], ASKED, loader)
+    loader = choice.decide(offers, ASKED).chosen
+    choice.decided(offers, ASKED, loader)
     return loader
 
 
@@ -171,8 +164,8 @@ def test_a_few_tokens_do_not_pay_for_a_slow_start():
 
 def test_nobody_is_waited_for_who_would_be_too_slow_even_with_all_tokens():
     choice = measured((0.0, 0.0001), (0.0, 0.002))
-    assert choice.decide([10, None], ASKED, may_wait=True).chosen == 0
-    assert choice.decide([10, None][::-1], ASKED, may_wait=True).wait
+    assert choice.decide([10, None], ASKED).chosen == 0
+    assert choice.decide([10, None][::-1], ASKED).wait
 
 
 def served(choice, number, seconds, tokens=2000):
@@ -219,9 +212,9 @@ def test_a_child_that_another_outbids_is_tried_too():
 
 def test_a_lookup_that_is_repeated_before_admission_spends_no_credit():
     choice = measured((0.0, 0.002))
-    while not (verdict := choice.decide([2000], ASKED, may_wait=False)).is_trial:
+    while not (verdict := choice.decide([2000], ASKED)).is_trial:
         choice.decided([2000], ASKED, None)
-    assert choice.decide([2000], ASKED, may_wait=False) == verdict
+    assert choice.decide([2000], ASKED) == verdict
 
 
 def test_numbers_are_never_tried():
@@ -257,8 +250,8 @@ def test_an_offer_that_spares_less_than_a_step_is_not_taken(compute_s, step_s):
     choice = Choice([AUTO, LoadWeight(0.5)])
     for _ in range(3):
         choice.step_ended(2000, 2000 * compute_s)
-    assert admit(choice, 128, None) == 0
+    assert admit(choice, 128, 0) == 0
     choice.about_to_decide(100, (), step_s)
-    assert admit(choice, 128, None) is None
-    assert admit(choice, 2000, None) == 0
+    assert admit(choice, 128, 0) is None
+    assert admit(choice, 2000, 0) == 0
     assert admit(choice, 128, 128) == 1  # a number is the operator's

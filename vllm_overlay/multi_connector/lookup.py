@@ -88,7 +88,7 @@ class Lookups:
             0 if reply.tokens is None and waited_s >= self._patience_s(child, ceiling) else reply.tokens
             for child, reply in zip(self._children, replies, strict=True)
         ]
-        verdict = self._choice.decide(offers, ceiling, may_wait=True)
+        verdict = self._choice.decide(offers, ceiling)
         if verdict.wait:
             return None, False
         chosen = replies[verdict.chosen] if verdict.chosen is not None else Reply()

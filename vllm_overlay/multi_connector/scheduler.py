@@ -60,7 +60,6 @@ class SchedulerSide:
         child_settings: Mapping[str, ChildSettings],
         has_recurrent_groups: bool,
         load_weights: Sequence[LoadWeight],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``has_recurrent_groups``: a hit of a whole prompt cannot be used, as a state cannot be rewound by a token.
 
@@ -68,7 +67,7 @@ class SchedulerSide:
         """
         self._children = children
         self._isolate_after_s = settings.isolate_after_s
-        self._clock = clock
+        self._clock: Callable[[], float] = time.monotonic
         self._control = ControlFile(settings.control_file, child_settings)
         self._filters = [RequestFilter() for _ in children]
         self.choice = Choice(load_weights)
