@@ -30,10 +30,7 @@ from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.hooks import HOOKS, NOT_CALLED
 from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiMetadata
 
-INHERITED = {
-    "role": "our own, the same as every child's",
-    "has_connector_metadata": "says whether ours is bound, and ours holds the children's",
-}
+INHERITED = {"role", "has_connector_metadata"}
 CLASS_LEVEL = {name for name, member in public_hooks().items() if isinstance(member, classmethod)}
 STARTUP = {
     "bind_gpu_block_pool",
@@ -47,7 +44,7 @@ STARTUP = {
     "set_xfer_handshake_metadata",
     "set_xfer_handshake_metadata_pp_aware",
 }
-RUNTIME = sorted(set(public_hooks()) - set(INHERITED) - CLASS_LEVEL - STARTUP)
+RUNTIME = sorted(set(public_hooks()) - INHERITED - CLASS_LEVEL - STARTUP)
 METADATA = MultiMetadata((None, None))
 HANDSHAKE = MultiHandshakeMetadata(("a", "b"))
 

@@ -5,7 +5,6 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from tests.engine.client import cpu_child, disk_child
 from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, cache_config, child, multi, vllm_config
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector import MultiConnector, children
@@ -45,11 +44,8 @@ def test_weights_are_measured_by_default_and_read_per_child():
 
 
 def test_a_tier_says_what_its_weight_is_until_it_is_measured(tmp_path):
-    tiers = [
-        {**tier, "kv_connector_module_path": "vllm_overlay.connector.connector"}
-        for tier in (cpu_child(load_weight="auto"), disk_child(tmp_path, load_weight="auto"))
-    ]
-    assert [spec.load_weight.number for spec in specs(*tiers)] == [0.95, 0.8]
+    found = specs(tier(tier="cpu"), tier(tier="disk", root=str(tmp_path)))
+    assert [spec.load_weight.number for spec in found] == [0.95, 0.8]
 
 
 @pytest.mark.parametrize(
@@ -341,3 +337,62 @@ def test_what_a_child_makes_of_its_own_copy_of_the_configuration_counts_for_noth
     config = vllm_config(failing("a"), child("b", wants_recompute=True))
     MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config())
     assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+# What a child is called when nobody says it, and settings of our own tiers.
+
+STORE = "tests.tiers.store_tier:StoreTierSpec"
+
+
+def tier(**settings):
+    """A child of ours, found without the plug-in."""
+    module = "vllm_overlay.connector.connector"
+    own = {"kv_connector": "HybridOffloadConnector", "kv_connector_module_path": module}
+    return {**own, "kv_connector_extra_config": settings}
+
+
+def test_a_child_is_called_by_its_name_else_its_tier_else_its_class(tmp_path):
+    found = specs(
+        tier(tier="cpu"),
+        tier(tier="disk", root=str(tmp_path / "one")),
+        tier(tier="disk", root=str(tmp_path / "two")),
+        tier(tier=STORE, shelf="top"),
+        tier(tier="cpu", name="small"),
+        child(),
+        child(tier="cpu"),
+    )
+    names = ["cpu", "disk", "disk#2", STORE, "small", "FakeChild", "FakeChild#2"]
+    assert [spec.name for spec in found] == names
+    shown = [spec.kv_transfer_config.kv_connector_extra_config.get("name") for spec in found]
+    assert shown == [*names[:5], None, None]
+
+
+def test_a_default_name_gives_way_to_a_given_one():
+    assert [spec.name for spec in specs(tier(tier="cpu"), tier(tier="cpu", name="cpu"))] == ["cpu#2", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "connector 'HybridOffloadConnector': tier is not set: set kv_connector_extra_config.tier to \"cpu\" or"),
+        ({"tier": "dsk"}, "connector 'dsk': tier='dsk' is not known: set it to \"cpu\" or \"disk\", or to"),
+        ({"tier": "disk"}, "connector 'disk': root of the disk tier is not set: set it to a string that is not empty"),
+        ({"tier": "cpu", "name": "a", "capacity": 1}, "connector 'a': unknown setting 'capacity' of the cpu tier"),
+    ],
+)
+def test_a_setting_of_a_tier_is_refused_before_anything_is_built(settings, sentence):
+    with pytest.raises(ConfigError) as caught:
+        specs(tier(**settings))
+    assert str(caught.value).startswith(sentence)
+
+
+def test_two_children_on_one_root_are_refused_whatever_it_is_called(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "link").symlink_to(root)
+    with pytest.raises(ConfigError) as caught:
+        specs(tier(tier="disk", root=str(root)), tier(tier="disk", root=str(tmp_path / "link" / "..." / "..")))
+    assert str(caught.value) == (
+        f"connectors 'disk' and 'disk#2' of the MultiConnector have one root, '{root}': give each its own, such as "
+        f'"{root}-2"'
+    )
