@@ -106,15 +106,6 @@ def test_an_adapter_loaded_ahead_of_its_requests_is_known_after_that_step(made: 
     assert anew.scheduler.lookup(again, 0) == 128
 
 
-def test_a_request_whose_first_pass_brings_the_adapter_is_stored_from_then_on(made: Harness) -> None:
-    request = made.looked_up("p", adapter_id=1)
-    made.idle_step()
-    made.scheduler.lookup(request, 0)
-    assert made.step(request, 70, ONE) == 0
-    assert made.step(request, 70) == 2
-    assert made.scheduler.lookup(made.request("p", adapter_id=1), 0) == 128
-
-
 def test_a_request_is_stored_no_more_when_its_adapter_changes(made: Harness) -> None:
     known(made, ONE)
     request = made.looked_up("p", adapter_id=1)
@@ -176,18 +167,21 @@ def test_after_a_reset_a_request_whose_adapter_comes_to_be_known_is_not_stored(m
 
 def test_ranks_must_agree(made: Harness) -> None:
     adapters = LoraNames(world_size=2)
-    one, other = (OffloadWorkerMetadata(adapters=Counter([weights])) for weights in (ONE, OTHER))
+    changed_since = AdapterWeights(1, ONE.digest, generation=3)
+    one, other, later = (
+        OffloadWorkerMetadata(adapters=Counter([weights]), step=1) for weights in (ONE, OTHER, changed_since)
+    )
 
     def loaded() -> AdapterWeights | None:
         return adapters.names(made.request("p", adapter_id=1), 0).weights
 
     adapters.learn(1, one.aggregate(one).adapters)
     assert loaded() == ONE
-    adapters.learn(1, one.aggregate(other).adapters)
-    assert loaded() is None
-    adapters.learn(1, one.aggregate(one).adapters)
-    adapters.learn(1, one.aggregate(OffloadWorkerMetadata()).adapters)
-    assert loaded() is None
+    for another in (other, later, OffloadWorkerMetadata()):
+        adapters.learn(1, one.aggregate(one).adapters)
+        both = one.aggregate(another)
+        adapters.learn(both.step, both.adapters)
+        assert (both.step, loaded()) == (1, None)
     unread = OffloadWorkerMetadata(adapters=Counter([AdapterWeights(1, b"")]))
     adapters.learn(1, unread.aggregate(unread).adapters)
     assert loaded() is None
@@ -479,13 +473,3 @@ def test_a_step_of_an_unknown_number_names_nothing() -> None:
     made.scheduler.update(NOTHING, OffloadWorkerMetadata(adapters=Counter([ONE, ONE])))
     assert made.plan(request, 70) == ()
     assert OffloadMetadata().step == OffloadWorkerMetadata().step == 0
-
-
-def test_ranks_must_agree_on_how_often_the_weights_have_changed() -> None:
-    made = Harness()
-    again = AdapterWeights(1, ONE.digest, generation=3)
-    one, other = (OffloadWorkerMetadata(adapters=Counter([weights]), step=1) for weights in (ONE, again))
-    made.idle_step()
-    made.scheduler.update(NOTHING, one.aggregate(other))
-    assert one.aggregate(other).step == 1
-    assert made.scheduler.lookup(made.request("p", adapter_id=1), 0) is None
