@@ -400,6 +400,19 @@ def test_a_shutdown_waits_for_the_stream_and_what_may_still_write_keeps_its_memo
     assert (memory() is None) == has_ended
 
 
+@pytest.mark.parametrize("method", ["close", "poll"])
+def test_a_transfer_that_raises_at_the_end_leaves_the_tier_its_end_and_keeps_its_memory(
+    made: Made, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    unfinished: list[OffloadWorker] = []
+    monkeypatch.setattr(worker, "_unfinished", unfinished)
+    monkeypatch.setattr(made.stream, method, raising)
+    monkeypatch.setattr(made.tier, "close", lambda timeout_s: 3)
+    made.store(1)
+    assert made.worker.close(1.0) == 1 + 3
+    assert unfinished == [made.worker]
+
+
 # Anything in any order.
 
 

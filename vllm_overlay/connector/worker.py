@@ -364,8 +364,12 @@ class OffloadWorker:
     def close(self, timeout_s: float) -> int:
         """Finish pending copies and stores in that time. Returns how many stores were given up."""
         deadline = time.monotonic() + timeout_s
+        if not self._fenced(self._end_copies, timeout_s):
+            _unfinished.append(self)  # nobody knows what may still write
+        given_up = sum(map(len, self._store_copies.values()))
+        return given_up + self._tier.close(max(0.0, deadline - time.monotonic()))
+
+    def _end_copies(self, timeout_s: float) -> None:
         if not self._transfer.close(timeout_s):
             _unfinished.append(self)
         self._take_copies()
-        given_up = sum(map(len, self._store_copies.values()))
-        return given_up + self._tier.close(max(0.0, deadline - time.monotonic()))
