@@ -210,6 +210,11 @@ def test_a_child_that_another_outbids_is_tried_too():
     assert loaders.count(1) < 300
 
 
+def test_a_child_that_is_hardly_slower_is_not_tried_before_it_has_lost_often():
+    choice = measured((0.0, 0.0001), (0.0, 0.00011))
+    assert [admit(choice, 2000, 2000) for _ in range(17)] == [0] * 16 + [1]
+
+
 def test_a_lookup_that_is_repeated_before_admission_spends_no_credit():
     choice = measured((0.0, 0.002))
     while not (verdict := choice.decide([2000], ASKED)).is_trial:

@@ -67,8 +67,8 @@ class WorkerSide:
 
     # ---- A step's way.
 
-    def handle_preemptions(self, metadata: MultiMetadata | QuietStep) -> None:
-        if isinstance(metadata, QuietStep):
+    def handle_preemptions(self, kv_connector_metadata: MultiMetadata | QuietStep) -> None:
+        if isinstance(metadata := kv_connector_metadata, QuietStep):
             return
         self._obey(metadata)
         for child, part in self._parts(metadata):
