@@ -82,12 +82,6 @@ def test_a_child_has_its_own_copy_of_its_settings():
     assert spec.kv_transfer_config.kv_connector_extra_config["name"] == "a"
 
 
-@pytest.mark.parametrize("settings", [{}, {"connectors": []}, {"connectors": None}])
-def test_no_children_is_refused(settings):
-    with pytest.raises(ConfigError, match=r"has no children: set kv_connector_extra_config\.connectors to a list"):
-        child_specs(settings, kv_role="kv_both", engine_id=None)
-
-
 CPU = child("cpu")
 NAMED = {"kv_connector_extra_config": {"name": "cpu"}}
 
@@ -138,6 +132,14 @@ def test_a_child_that_cannot_be_configured_is_refused_by_child(entry, words):
         *(([child(name)], {}, 'must be a word such as "cpu"') for name in ("", 5, ["cpu"])),
         ([child("*")], {}, "is taken by the statistics"),
         ([{**child(), "kv_connector_extra_config": ["name"]}], {}, "must be a mapping"),
+        *(
+            ([], {"connectors": nobody}, "has no children: set kv_connector_extra_config.connectors to a list")
+            for nobody in ([], None)
+        ),
+        *(
+            ([], {"connectors": others}, 'must be a list of mappings, such as [{"kv_connector": "Offloading')
+            for others in ({"kv_connector": "FakeChild"}, ["FakeChild"], "FakeChild")
+        ),
         (
             [CPU],
             {"lookup_timeout": 1},
@@ -175,12 +177,6 @@ def test_what_cannot_work_is_refused(entries, settings, words):
 
 def test_a_control_file_and_its_directory_may_come_later(tmp_path):
     assert multi(child("a"), control_file=str(tmp_path / "no" / "such" / "switches.json"))
-
-
-@pytest.mark.parametrize("connectors", [{"kv_connector": "FakeChild"}, ["FakeChild"], "FakeChild"])
-def test_children_that_are_no_list_of_mappings_are_refused(connectors):
-    with pytest.raises(ConfigError, match=r'must be a list of mappings, such as \[\{"kv_connector": "Offloading'):
-        multi_settings({"connectors": connectors})
 
 
 def test_equal_pauses_are_taken():
