@@ -150,10 +150,6 @@ class Lookups:
         lookup = self.by_request.get(request_id)
         return None if lookup is None or lookup.chosen is None else self._children[lookup.chosen]
 
-    def is_asynchronous(self, request_id: str, child: Child) -> bool:
-        """Whether ``child``, which was chosen, loads asynchronously."""
-        return self.by_request[request_id].replies[child.index].asynchronous
-
     def count(self, request_id: str, num_external_tokens: int, now: float) -> None:
         """Once a decision, at admission, as vLLM counts: a lookup repeated for want of blocks is not counted."""
         waited_since = self._waiting_since.pop(request_id, None)
