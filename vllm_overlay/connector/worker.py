@@ -268,10 +268,10 @@ class OffloadWorker:
         except BaseException:
             for job, buffer in accepted:
                 if job.ticket.ticket not in self._handed_over:
-                    self._tier.cancel_store(job.ticket, buffer)
+                    self._fenced(self._tier.cancel_store, job.ticket, buffer)
             raise
         for job, buffer in accepted[count:]:
-            self._tier.cancel_store(job.ticket, buffer)
+            self._fenced(self._tier.cancel_store, job.ticket, buffer)
             self._end_stores([job.ticket.ticket], Reason.TRANSFER_FULL)
         self.advance()
 
