@@ -52,27 +52,6 @@ def test_the_best_offer_wins_and_it_waits_exactly_while_the_winner_is_open(found
         assert winners == {verdict.chosen}
 
 
-@pytest.mark.parametrize(
-    ("found", "chosen"),
-    [
-        ([], None),
-        ([(0, 1.0), (0, 1.0)], None),
-        ([(16, 1.0), (5000, 1.0)], 1),
-        ([(1000, 10.0), (5000, 1.0)], 0),
-        ([(64, 1.0), (64, 1.0)], 0),
-        ([(64, 1.0), (32, 2.0)], 0),
-        ([(5000, 0.0), (16, 1.0)], 1),
-        ([(5000, 1e308), (16, 1.0)], 0),
-        ([(16, 1.0)], 0),
-        ([(0, 1.0)] * 8, None),
-        ([(100 + i, 1.0) for i in range(8)], 7),
-        ([(100, 1.0)] * 8, 0),
-    ],
-)
-def test_decisions_a_user_would_expect(found, chosen):
-    assert verdict_of(found, 10_000).chosen == chosen
-
-
 @pytest.mark.parametrize(("pending_first", "waits"), [(True, True), (False, False)])
 def test_a_tie_is_waited_for_only_where_order_would_decide_for_the_pending_one(pending_first, waits):
     found = [(None, 1.0), (CEILING, 1.0)]

@@ -13,15 +13,6 @@ def remembered(open_):
     return sum(len(table) for table in vars(open_).values() if isinstance(table, dict | set))
 
 
-def test_a_second_load_of_a_request_does_not_inherit_the_first_ones_failure():
-    open_ = Completions()
-    open_.expect_load("r", Load(1))
-    open_.received(1, (), {"r"})
-    open_.expect_load("r", Load(0))
-    open_.received(0, {"r"}, ())
-    assert open_.take().failed_recving == set()
-
-
 def test_bad_blocks_of_an_aborted_request_are_known_till_its_load_has_ended():
     open_ = Completions()
     open_.requests_changed({"r"}, ())

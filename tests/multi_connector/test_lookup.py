@@ -68,11 +68,6 @@ def test_without_a_choice_the_interfaces_defaults_hold():
     assert connector.get_external_cache_hit_sources(request(), 0) == {}
 
 
-def test_a_child_still_looking_does_not_hide_an_offer_it_cannot_beat():
-    connector = answering(900, None, weights=[1.0, 0.5])
-    assert connector.get_num_new_matched_tokens(request(), 0) == (900, True)
-
-
 def test_a_child_still_looking_that_could_win_is_waited_for_until_the_deadline():
     connector = answering(16, None, lookup_timeout_ms=50)
     for passed_s in (0.0, 0.04):

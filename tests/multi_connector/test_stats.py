@@ -93,14 +93,6 @@ def test_stats_survive_the_way_to_the_front_end():
         assert received.data[name].data == {"loads": loads}
 
 
-def test_counters_are_increments():
-    connector = connector_with_stats(0)
-    quiet(connector)
-    connector._children[0].tally.count("chosen")
-    assert counted(connector.get_kv_connector_stats(), "a") == Tally({"chosen": 1})
-    assert connector.get_kv_connector_stats() is None
-
-
 def test_workers_and_schedulers_stats_add_up():
     total = quiet(connector_with_stats(1)).get_kv_connector_stats()
     other = quiet(connector_with_stats(10, 5))
