@@ -49,7 +49,7 @@ def test_the_chosen_child_says_what_it_loads_and_from_where():
     }
     connector.get_num_new_matched_tokens(request(), 0)
     assert connector.get_loaded_kv_cache_group_ids(request()) == (1, 2)
-    assert connector.get_external_cache_hit_sources(request(), 64) == sources
+    assert connector.get_external_cache_hit_sources(request(), 64) is sources
 
 
 @pytest.mark.parametrize("chosen, completes", [((64, 16), True), ((16, 64), False), ((16, 0), True), ((0, 16), False)])
