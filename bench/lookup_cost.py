@@ -74,7 +74,7 @@ def main() -> None:
         sides = [scheduler_side(num_children, weight, watchdog) for weight in (LoadWeight(1.0), LoadWeight(0.8, True))]
         times = [
             microseconds(partial(ask, bare, request)),
-            microseconds(partial(decide, offers, lambda _, tokens: float(tokens), 9_999, may_wait=True)),
+            microseconds(partial(decide, offers, lambda _, tokens: float(tokens), 9_999)),
             *(microseconds(partial(side.get_num_new_matched_tokens, request, 0)) for side in sides),
         ]
         rows.append([num_children, *(f"{one:.1f}" for one in times)])

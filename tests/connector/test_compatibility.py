@@ -57,10 +57,20 @@ def test_these_ways_to_speculate_are_not_refused(spec: TierSpec[Any], method: st
     check_supported(engine(speculative_config=speculation(method, 1, n_predict=2)), NO_GROUPS, spec)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"device_config__device_type": "cuda"},
+        {"lora_config": object()},
+        {"kv_transfer_config__is_kv_consumer": False},
+        {"max_concurrent_batches": 2},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("spec", [CPU, DISK])
-def test_what_is_supported_is_not_refused(spec: TierSpec[Any], device: str) -> None:
-    check_supported(engine(device_config__device_type=device), NO_GROUPS, spec)
+def test_what_is_supported_is_not_refused(spec: TierSpec[Any], changes: dict[str, object]) -> None:
+    check_supported(engine(**changes), NO_GROUPS, spec)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +97,10 @@ def test_what_is_supported_is_not_refused(spec: TierSpec[Any], device: str) -> N
             "remove --enable-sleep-mode",
         ),
         ({"device_config__device_type": "xpu"}, "does not support 'xpu'"),
+        (
+            {"max_concurrent_batches": 2, "kv_transfer_config__is_kv_consumer": False},
+            'set kv_role to "kv_both" or --no-async-scheduling',
+        ),
     ],
 )
 @pytest.mark.parametrize("spec", [CPU, DISK])
@@ -104,16 +118,6 @@ def test_rocm_is_refused_though_vllm_calls_its_devices_cuda(monkeypatch: pytest.
         check_supported(engine(device_config__device_type="cuda"), NO_GROUPS, CPU)
 
 
-def test_with_asynchronous_scheduling_a_connector_must_be_one_that_loads() -> None:
-    with pytest.raises(ConfigError, match='set kv_role to "kv_both" or --no-async-scheduling'):
-        check_supported(engine(max_concurrent_batches=2, kv_transfer_config__is_kv_consumer=False), NO_GROUPS, CPU)
-
-
-@pytest.mark.parametrize(("batches", "loads"), [(1, False), (2, True)])
-def test_a_connector_that_loads_may_meet_asynchronous_scheduling(batches: int, loads: bool) -> None:
-    check_supported(engine(max_concurrent_batches=batches, kv_transfer_config__is_kv_consumer=loads), NO_GROUPS, CPU)
-
-
 def test_vllm_itself_refuses_sleep_mode_on_a_cpu() -> None:
     assert not current_platform.is_sleep_mode_available()
 
@@ -126,11 +130,6 @@ def test_keys_seeded_at_random_are_refused_on_disk_and_fine_in_memory(monkeypatc
         check_supported(seeded, NO_GROUPS, DISK)
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     check_supported(seeded, NO_GROUPS, DISK)
-
-
-def test_adapters_are_fine_with_both_tiers() -> None:
-    check_supported(engine(lora_config=object()), NO_GROUPS, CPU)
-    check_supported(engine(lora_config=object()), NO_GROUPS, DISK)
 
 
 def test_a_tier_whose_hits_vllm_cannot_name_is_refused() -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the numbers depend on is in the fingerprint; what they do not depend on is not."""
 
-import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,22 +150,6 @@ def test_each_key_of_checksums_has_its_own_namespace(model: Path, tmp_path: Path
         made.append(namespace(model, tmp_path / "root", key_file=str(key_file)))
     assert len({item.attention for item in made}) == len({item.snapshot for item in made}) == 3
     assert content.decode() not in str(made[-1].description)
-
-
-def test_a_forged_digest_of_weights_changes_no_fingerprint(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forged by somebody who can write the cache."""
-    now, root = time.time_ns, tmp_path / "root"
-    monkeypatch.setattr(time, "time_ns", lambda: now() + 3600 * 10**9)  # the weights are an hour old
-    root.mkdir(mode=0o700)
-    first = namespace(model, root)
-    cache = root / "weights.json"
-    forged = re.sub('"digest":"[0-9a-f]{64}"', f'"digest":"{"ab" * 32}"', cache.read_text())
-    assert forged != cache.read_text()
-    cache.write_text(forged)
-    cache.chmod(0o666)
-    assert namespace(model, root) == first
 
 
 def test_weights_without_safetensors_need_a_namespace(tmp_path: Path) -> None:

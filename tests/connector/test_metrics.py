@@ -27,7 +27,7 @@ COUNTERS, HISTOGRAMS, GAUGES = (
 
 
 def made() -> OffloadStats:
-    return OffloadStats.of("cpu", Tally())
+    return OffloadStats("cpu", Tally())
 
 
 def exported(*payloads: dict[str, Any], **settings: Any) -> CollectorRegistry:

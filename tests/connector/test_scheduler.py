@@ -9,12 +9,15 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from tests.connector.harness import NOTHING, Harness
+from tests.connector.harness import GEOMETRY, NOTHING, Harness
+from tests.naive_twin import block_hashes
 from tests.tiers.entries import evict_one
 from tests.tiers.integrity import check_integrity
 from tests.tiers.store_tier import Address, StoreManager
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
+from vllm_overlay.connector.requests import StoreCursor
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.cpu import CpuTierManager
 from vllm_overlay.tiers.disk.admission import UseCounter
@@ -49,13 +52,6 @@ def test_what_was_begun_before_a_reset_is_not_stored_until_it_is_computed_anew(m
     assert made.scheduler.lookup(request, 0) == 0
     assert made.step(request, 140) == 2
     assert made.scheduler.lookup(made.request("p"), 0) == 128
-
-
-def test_a_request_that_comes_after_a_reset_is_stored(made: Harness) -> None:
-    made.scheduler.lookup(made.request("old"), 0)
-    made.scheduler.clear()
-    request = made.looked_up("p")
-    assert made.step(request, 140) == 2
 
 
 def test_while_a_rank_rests_nothing_is_offered_and_afterwards_again(made: Harness, now: list[float]) -> None:
@@ -303,6 +299,31 @@ def test_what_another_connector_has_received_changes_nothing(failed: set[str]) -
     assert made.tally.counters.get("failed_loads:error", 0) == 0
     made.scheduler.update(KVConnectorOutput(finished_recving={"p"}), None)
     assert not made.scheduler.has_pending_work()
+
+
+def test_an_answer_of_before_does_not_end_a_load_that_has_begun_since() -> None:
+    made = Harness()
+    made.store("p")
+    made.loads("p", "again")
+    made.scheduler.update(NOTHING, OffloadWorkerMetadata(idle_loads=Counter({"again": 2})))  # asked before this one
+    made.scheduler.clear()
+    assert made.scheduler.has_pending_work() and made.tier.usage().used_bytes
+    made.scheduler.update(KVConnectorOutput(finished_recving={"again"}), None)
+    assert not made.scheduler.has_pending_work() and not made.tier.usage().used_bytes
+
+
+def test_a_retry_that_comes_after_unwanted_chunks_ends_when_it_is_stored() -> None:
+    chunks = [
+        HybridOffloadPlanner(GEOMETRY).chunk(block_hashes(b"p" * 400), GEOMETRY.full[0], index) for index in range(3)
+    ]
+    cursor = StoreCursor()
+    cursor.submitted(chunks[2])
+    cursor.failed(chunks[2], step=1)
+    cursor.go_back(chunks[1])  # evicted meanwhile, and now not wanted by the tier
+    cursor.submitted(chunks[2])
+    assert not cursor.may_store(step=9)
+    cursor.stored(chunks[2])
+    assert cursor.may_store(step=9)
 
 
 # What goes first when there is no room.

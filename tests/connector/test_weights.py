@@ -12,8 +12,7 @@ import pytest
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.connector import weights
-from vllm_overlay.connector.model_files import safetensors_files
-from vllm_overlay.connector.weights import weights_digest
+from vllm_overlay.connector.weights import safetensors_files, weights_digest
 
 OLD, NEW = b"old weights " * 1000, b"new weights " * 1000
 

@@ -178,6 +178,20 @@ def test_an_error_after_the_first_submission_leaves_its_stores_alone(
     assert made.reports() == {1: False, 2: False, 3: True, 4: True}
 
 
+def test_a_buffer_that_the_tier_does_not_take_back_costs_no_other(make: MakeWorker) -> None:
+    made = make(ring_buffers=1)
+    cancel = made.tier.cancel_store
+
+    def refuses_one(ticket: StoreTicket, buffer: HostBuffer) -> None:
+        raising() if ticket.ticket == 2 else cancel(ticket, buffer)
+
+    made.tier.cancel_store = refuses_one  # type: ignore[method-assign]
+    made.store(1, 2, 3, 4)
+    assert made.tier.cancelled_stores == [3, 4]
+    made.end()
+    assert made.reports() == {1: False, 2: True, 3: True, 4: True}
+
+
 def test_without_staging_room_a_store_is_dropped_and_the_others_go_on(make: MakeWorker) -> None:
     made = make(num_units=2)
     made.store(1, 2, 3)
@@ -398,6 +412,19 @@ def test_a_shutdown_waits_for_the_stream_and_what_may_still_write_keeps_its_memo
     del made.worker, made.tier
     gc.collect()
     assert (memory() is None) == has_ended
+
+
+@pytest.mark.parametrize("method", ["close", "poll"])
+def test_a_transfer_that_raises_at_the_end_leaves_the_tier_its_end_and_keeps_its_memory(
+    made: Made, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    unfinished: list[OffloadWorker] = []
+    monkeypatch.setattr(worker, "_unfinished", unfinished)
+    monkeypatch.setattr(made.stream, method, raising)
+    monkeypatch.setattr(made.tier, "close", lambda timeout_s: 3)
+    made.store(1)
+    assert made.worker.close(1.0) == 1 + 3
+    assert unfinished == [made.worker]
 
 
 # Anything in any order.

@@ -120,27 +120,23 @@ class FakeStats(KVConnectorStats):
 class FakePromMetrics(KVConnectorPromMetrics):
     """Written as vLLM's own connectors write theirs: no label ``connector``."""
 
+    name, own_label = "vllm:fake_loads", "kind"
+
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        metric = self._counter_cls(name="vllm:fake_loads", documentation="d", labelnames=[*labelnames, "kind"])
-        self.loads = {i: metric.labels(*values, "k") for i, values in per_engine_labelvalues.items()}
+        self.value = vllm_config.kv_transfer_config.kv_connector_extra_config["name"]
+        labels = [*labelnames, self.own_label]
+        self.loads = self._counter_cls(name=self.name, documentation="d", labelnames=labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        self.loads[engine_idx].inc(transfer_stats_data["loads"])
+        labels = *self.per_engine_labelvalues[engine_idx], self.value
+        self.loads.labels(*labels).inc(transfer_stats_data["loads"])
 
 
-class NamedPromMetrics(KVConnectorPromMetrics):
+class NamedPromMetrics(FakePromMetrics):
     """Written as ours: with a label ``connector`` of its own."""
 
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self.name = vllm_config.kv_transfer_config.kv_connector_extra_config["name"]
-        self.metric = self._counter_cls(
-            name="vllm:named_loads", documentation="d", labelnames=[*labelnames, "connector"]
-        )
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        self.metric.labels(*self.per_engine_labelvalues[engine_idx], self.name).inc(transfer_stats_data["loads"])
+    name, own_label = "vllm:named_loads", "connector"
 
 
 def public_hooks() -> dict[str, Any]:

@@ -12,15 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from tests.multi_connector.fakes import Boom, Panic
+from tests.multi_connector.fakes import Boom, Panic, public_hooks
 from vllm_overlay.connector.connector import HybridOffloadConnector
 
 KINDS = ("raises", "raises once", "panics", "returns garbage", "hangs")
@@ -154,9 +152,7 @@ def _faulty_property(name: str, inherited: property) -> property:
 
 def hooks() -> list[str]:
     """Every instance-level name of vLLM's interface, and the constructor."""
-    names = {name for cls in (KVConnectorBase_V1, SupportsHMA) for name in dir(cls) if not name.startswith("_")}
-    members = {name: inspect.getattr_static(HybridOffloadConnector, name) for name in names}
-    return ["__init__", *sorted(name for name, member in members.items() if not isinstance(member, classmethod))]
+    return ["__init__", *(name for name, member in public_hooks().items() if not isinstance(member, classmethod))]
 
 
 def _faulty(base: type[Any]) -> type[Any]:

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm import SamplingParams
@@ -75,12 +75,24 @@ STEADY = 1
 """Its place among the children; the faulty one is the first."""
 
 
+def act_until(act: Callable[[], object], is_done: Callable[[], object], what: str) -> None:
+    """Acts as long as that is not so."""
+
+    def look() -> bool:
+        if is_done():
+            return True
+        act()
+        return False
+
+    until(look, what, longest_pause_s=0.0)
+
+
 class Matrix:
     """One engine, a reference output, and the cells."""
 
     def __init__(self, model: str, seed: int, child: str) -> None:
-        faulty = CHILDREN[child]
-        steady = cpu_child(name="steady", capacity_bytes="128 MiB")
+        children = CHILDREN[child], cpu_child(name="steady", capacity_bytes="128 MiB")
+        pauses = {"retry_first_s": 0.02, "retry_longest_s": 0.1}
         self.driver = Driver(
             {
                 "model": model,
@@ -90,14 +102,7 @@ class Matrix:
                 "enable_prefix_caching": True,
                 "enforce_eager": True,
                 "disable_log_stats": False,
-                "kv_transfer_config": multi(
-                    faulty,
-                    steady,
-                    retry_first_s=0.02,
-                    retry_longest_s=0.1,
-                    hang_after_s=HANG_AFTER_S,
-                    isolate_after_s=8.0,
-                ),
+                "kv_transfer_config": multi(*children, **pauses, hang_after_s=HANG_AFTER_S, isolate_after_s=8.0),
             }
         )
         HookClock.measure(self.driver.engine_core.scheduler.connector, get_kv_transfer_group())
@@ -136,21 +141,10 @@ class Matrix:
         """Steps until no child has stores under way; a fault may make its child say for ever that it has some."""
         connector = self.driver.engine_core.scheduler.connector
         whose = connector if Faults.fault is None else connector.sub_connectors[STEADY]
-        until(
-            lambda: self._step_unless(not whose.has_pending_push_work()), "the end of all stores", longest_pause_s=0.0
-        )
-
-    def _step_unless(self, is_done: bool) -> bool:
-        if not is_done:
-            self.driver._step()
-        return is_done
+        act_until(self.driver._step, lambda: not whose.has_pending_push_work(), "the end of all stores")
 
     def _reset_device(self) -> None:
-        until(
-            lambda: self._step_unless(self.driver.llm.reset_prefix_cache()),
-            "a device cache that nobody holds",
-            longest_pause_s=0.0,
-        )
+        act_until(self.driver._step, self.driver.llm.reset_prefix_cache, "a device cache that nobody holds")
 
     def run(self, hook: str, kind: str, role: str) -> dict[str, Any]:
         """One cell; what of it did not hold is under "wrong"."""
@@ -169,7 +163,8 @@ class Matrix:
             wrong.append("a cold request under the fault differs")
         self._settle()
         if hook in AT_RETURN:
-            self._wait_for_return(fault)
+            # Or until that serves, because the hook is not called on this side.
+            self._run_until(lambda: fault.fired or self._is_serving, "the fault in a new instance")
         for _ in range(2):
             self._reset_device()
             output = self._run(salt)
@@ -189,18 +184,8 @@ class Matrix:
             "seconds": round(time.monotonic() - started, 2),
         }
 
-    def _wait_for_return(self, fault: Fault) -> None:
-        """Until the fault has met the new instance, or that serves because the hook is not called on this side."""
-        until(
-            lambda: self._run_unless(bool(fault.fired) or self._is_serving),
-            "the fault in a new instance",
-            longest_pause_s=0.0,
-        )
-
-    def _run_unless(self, is_done: bool) -> bool:
-        if not is_done:
-            self._run(self._new_salt())
-        return is_done
+    def _run_until(self, is_done: Callable[[], object], what: str) -> None:
+        act_until(lambda: self._run(self._new_salt()), is_done, what)
 
     @property
     def _is_serving(self) -> bool:
@@ -212,7 +197,7 @@ class Matrix:
     def _heal(self) -> Iterator[str]:
         self._run(self._new_salt())
         self._reset_device()  # blocks of a load that the fault has promised are held until the child is isolated for it
-        until(lambda: self._run_unless(self._is_serving), "the return of the faulty child", longest_pause_s=0.0)
+        self._run_until(lambda: self._is_serving, "the return of the faulty child")
         salt = self._new_salt()
         if not self._equal(self._run(salt)):
             yield "a cold request after the fault differs"
@@ -245,9 +230,8 @@ def main() -> int:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument(
-        "--cells", type=int, default=0, help="so many of those that can fire, drawn by the seed; 0: all"
-    )
+    cells_help = "so many of those that can fire, drawn by the seed; 0: all"
+    parser.add_argument("--cells", type=int, default=0, help=cells_help)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--hook", help="only this hook's")
     parser.add_argument("--child", choices=CHILDREN, default="ours", help="which connector is faulty")

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""One rank's books, where no child of the other tests brings them: most of their rules have their test in a step."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,61 +13,15 @@ def remembered(open_):
     return sum(len(table) for table in vars(open_).values() if isinstance(table, dict | set))
 
 
-def test_a_failure_told_early_by_the_child_that_loads_is_reported_with_the_end_of_the_load():
-    open_ = Completions()
-    open_.expect_load("r", Load(1))
-    open_.expect_load("s", Load(1))
-    open_.received(0, (), {"s"})
-    open_.received(1, (), {"r"})
-    assert open_.take() == Completions().take()
-    open_.received(1, {"r", "s"}, ())
-    done = open_.take()
-    assert (done.finished_recving, done.failed_recving) == ({"r", "s"}, {"r"})
-
-
-def test_a_second_load_of_a_request_does_not_inherit_the_first_ones_failure():
-    open_ = Completions()
-    open_.expect_load("r", Load(1))
-    open_.received(1, (), {"r"})
-    open_.expect_load("r", Load(0))
-    open_.received(0, {"r"}, ())
-    assert open_.take().failed_recving == set()
-
-
-def test_a_synchronous_load_that_its_child_calls_failed_is_told_by_its_blocks():
-    open_ = Completions()
-    open_.expect_load("r", Load(1, (4, 5), is_synchronous=True))
-    open_.received(0, (), {"r"})
-    assert open_.take_invalid_blocks() == set()
-    open_.expect_load("r", Load(1, (4, 5), is_synchronous=True))
-    open_.received(1, (), {"r"})
-    done = open_.take()
-    assert (open_.take_invalid_blocks(), done.finished_recving, done.failed_recving) == ({4, 5}, set(), set())
-
-
-def test_a_synchronous_load_ends_with_its_step():
-    open_ = Completions()
-    open_.expect_load("r", Load(0, (4, 5), is_synchronous=True))
-    open_.take()
-    open_.abandon(0)
-    assert open_.take_invalid_blocks() == set()
-
-
 def test_bad_blocks_of_an_aborted_request_are_known_till_its_load_has_ended():
-    open_ = living("r")
+    open_ = Completions()
+    open_.requests_changed({"r"}, ())
     open_.expect_load("r", Load(0, (8, 9)))
     open_.requests_changed((), {"r"})
     open_.load_errors(0, {8})
     assert open_.take_invalid_blocks() == {8}
     open_.received(0, {"r"}, ())
     assert remembered(open_) == 0
-
-
-def living(*requests):
-    """One rank's books on which these requests have arrived."""
-    open_ = Completions()
-    open_.requests_changed(requests, ())
-    return open_
 
 
 reports = st.tuples(st.sampled_from(["sent", "received"]), st.integers(0, 2), st.sampled_from("pqr"))

@@ -92,6 +92,28 @@ def test_bad_content_is_one_warning_and_keeps_the_last_good(tmp_path, warnings):
     assert "the last good switches hold" in line
 
 
+def test_a_file_that_could_not_be_read_is_read_once_its_mode_allows_it(tmp_path, warnings, monkeypatch):
+    """Faked, because nobody keeps root from reading."""
+    path = tmp_path / "switches.json"
+    read = type(path).read_bytes
+
+    def read_if_allowed(self):
+        if not self.stat().st_mode & 0o400:
+            raise PermissionError(13, "Permission denied")
+        return read(self)
+
+    monkeypatch.setattr(type(path), "read_bytes", read_if_allowed)
+    write(path, {"cpu": {"load": False}})
+    path.chmod(0)
+    switches = ControlFile(str(path), CONFIGURED)
+    for now in (0.0, 1.0):
+        switches.look(now)
+    assert switches.settings == CONFIGURED and len(warnings) == 1
+    path.chmod(0o600)
+    switches.look(2.0)
+    assert not switches.settings["cpu"].load
+
+
 @pytest.mark.parametrize("error", [MemoryError, Boom, *ENDINGS])
 def test_whatever_reading_raises_is_a_warning_unless_the_process_ends(error, tmp_path, warnings, monkeypatch):
     path = tmp_path / "switches.json"

@@ -1,28 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own connectors as children: what they expect of a MultiConnector, with their own methods (vllms_own.py)."""
+"""vLLM's own connectors as children: what they expect of a MultiConnector, on a machine without their libraries.
+
+The constructors of NIXL's and HiSparse's open connections, so they are not run. An object gets just the state that the
+tested methods read. The methods are vLLM's own.
+"""
 
 import dataclasses
+import queue
+from collections import defaultdict
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.connector import (
+    HiSparseConnector,
+    HiSparseConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.v1.request import RequestStatus
 
 from tests.multi_connector import tables
 from tests.multi_connector.fakes import Boom, FakeMetadata, blocks, child, multi, scheduler_output
 from tests.multi_connector.lockstep import Lockstep, admit
-from tests.multi_connector.vllms_own import MODULE, to_be_decoded_elsewhere
 
 
-def own(name, cls):
+def not_here(self, *args, **kwargs):
+    """For a hook that needs a network or a GPU."""
+
+
+class NixlProducer(NixlBaseConnector):
+    """The side that prefills. Its scheduler's half is not run: the test says what it answers and sends."""
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self.kv_transfer_config = vllm_config.kv_transfer_config
+        self.connector_scheduler = MagicMock()
+        self.connector_scheduler.get_num_new_matched_tokens.return_value = (0, False)
+        self.connector_scheduler.build_connector_meta.side_effect = lambda output: KVConnectorMetadata()
+        self.connector_worker = None if role == KVConnectorRole.SCHEDULER else nixl_worker()
+
+    register_kv_caches = set_host_xfer_buffer_ops = get_kv_connector_stats = not_here
+    start_load_kv = wait_for_save = not_here
+
+
+def nixl_worker():
+    made = object.__new__(NixlPullConnectorWorker)
+    flags = ("pcp_dcp_sharded", "use_host_buffer", "enable_permute_local_kv", "enable_heterogeneous_attn_post_process")
+    vars(made).update(
+        dict.fromkeys((*flags, "_has_mamba", "_is_hma_required"), False),
+        transfer_topo=object(),
+        tp_rank=0,
+        pcp_rank=0,
+        _physical_blocks_per_logical_kv_block=1,
+        nixl_wrapper=SimpleNamespace(get_new_notifs=dict),
+        xfer_stats=MagicMock(),
+        consumer_notification_counts_by_req=defaultdict(int),
+        expected_consumer_notifications_by_req={},
+        _recving_transfers={},
+        _recving_metadata={},
+        _recv_failures=set(),
+        _replicated_pcp_done_sending=set(),
+        _failed_recv_reqs=queue.Queue(),
+        _invalid_block_ids=queue.Queue(),
+        _reqs_to_process=set(),
+        _reqs_to_send={},
+        _cleanup_remote_engines=lambda: None,
+        shutdown=lambda: None,
+    )
+    return made
+
+
+class HiSparse(HiSparseConnector):
+    """The scheduler's half; in a worker it does nothing."""
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self.connector_worker = None
+        self.connector_scheduler = HiSparseConnectorScheduler(async_speculative=False)
+        # A real one needs a cache manager with a host pool. This one has nothing to do.
+        nothing = {
+            "build_offload_command": None,
+            "take_host_block_copies": (),
+            "all_context_pages_resident": True,
+            "take_residency_updates": {},
+            "build_row_mirrors": (),
+            "has_pending_work": False,
+            "has_pending_reclamation": False,
+        }
+        answers = {f"{method}.return_value": answer for method, answer in nothing.items()}
+        self.connector_scheduler.bind_coordinator(MagicMock(host_group_id=0, **answers))
+
+    bind_kv_cache_manager = register_kv_caches = start_load_kv = finish_forward = not_here
+    build_connector_worker_meta = get_kv_connector_stats = not_here
+
+
+def own(name, cls, **extra):
     """One of vLLM's own connectors as a child."""
-    return {**child(name, cls), "kv_connector_module_path": MODULE}
+    return {**child(name, cls, **extra), "kv_connector_module_path": __name__}
 
 
 NIXL, HISPARSE = own("nixl", "NixlProducer"), own("hisparse", "HiSparse")
 
 
-def started(engine, request_id="r"):
-    """A request that waits for nothing and has been scheduled; returns it."""
-    r = to_be_decoded_elsewhere(request_id)
+def started(engine):
+    """A request that waits for nothing and has been scheduled. Once finished, another engine is to decode it."""
+    r = SimpleNamespace(
+        request_id="r",
+        num_tokens=1000,
+        num_prompt_tokens=1000,
+        num_computed_tokens=1000,
+        shared_prefix_boundary=0,
+        status=RequestStatus.FINISHED_LENGTH_CAPPED,
+        kv_transfer_params={"do_remote_decode": True, "transfer_id": "its transfer"},
+    )
     engine.scheduler.on_new_request(r)
     assert engine.scheduler.get_num_new_matched_tokens(r, 0)[0] == 0
     engine.scheduler.update_state_after_alloc(r, blocks(4, 5), 0)
@@ -43,9 +140,6 @@ def acknowledge(engine, r):
 
 def is_over(engine):
     return engine.tables_are_empty() and not any(map(tables.living, engine.workers))
-
-
-# ---- Reports that come before the request is finished (NIXL).
 
 
 @pytest.mark.parametrize("is_held", [True, False])
@@ -99,9 +193,6 @@ def test_a_notice_that_overtakes_nixls_own_metadata_is_not_lost():
     assert engine.told("ignored_reports") == 0
 
 
-# ---- What a child does to the reports.
-
-
 def raises_after_a_change(output):
     output.finished_sending = None
     raise Boom
@@ -147,9 +238,6 @@ def test_with_a_report_from_one_rank_alone_the_others_owe_nothing_once_it_has_co
     assert engine.tables_are_empty()
 
 
-# ---- Receives (HiSparse, and everyone).
-
-
 @pytest.mark.parametrize("failed", [False, True])
 def test_hisparse_sees_what_its_sibling_has_received(failed):
     engine = Lockstep(child("b"), HISPARSE)
@@ -157,17 +245,13 @@ def test_hisparse_sees_what_its_sibling_has_received(failed):
     engine.step()
     engine.report(0, recving={"r"}, failed={"r"} if failed else ())
     engine.step()
-    imported = engine.scheduler.sub_connectors[1].coordinator.finish_host_import
+    imported = engine.scheduler.sub_connectors[1].connector_scheduler.coordinator.finish_host_import
     imported.assert_called_once_with("r", failed=failed)
-
-
-# ---- What a child sets in the scheduler's output.
 
 
 @pytest.mark.parametrize("store", [True, False])
 def test_hisparses_flag_reaches_the_workers_also_when_a_request_is_hidden_from_it(store):
-    hisparse = {**HISPARSE, "kv_connector_extra_config": {"name": "hisparse", "store": store}}
-    connector = multi(child("b"), hisparse)
+    connector = multi(child("b"), own("hisparse", "HiSparse", store=store))
     admit(connector, "hidden")
     output = scheduler_output()
     connector.build_connector_meta(output)

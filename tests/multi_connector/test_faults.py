@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded parts of the fault matrix and of the churn; ``make test SUITE=faults`` runs the whole of both."""
+"""Seeded parts of the fault matrix and of the churn, whose whole is ``make test SUITE=faults``, and two ranks."""
 
 import json
 import os
@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.engine.binding import BINDING
+from tests.engine.client import Engine, cpu_child, multi, prompt
+from tests.multi_connector import matrix
 from tests.multi_connector.fakes import public_hooks
+from tests.multi_connector.faulty import AT_RETURN, KINDS, FaultyHybridOffloadConnector, FaultyOffloadingConnector
 from tests.python_path import REPOSITORY, python_path
 from tests.warm import WarmProcess
 
@@ -58,9 +62,6 @@ def test_random_aborts_preemptions_and_faults_leave_nothing(tiny_model: Path, tm
 
 
 def test_the_matrix_has_every_hook_of_the_interface() -> None:
-    from tests.multi_connector import matrix
-    from tests.multi_connector.faulty import AT_RETURN, KINDS, FaultyHybridOffloadConnector, FaultyOffloadingConnector
-
     instance_level = {name for name, member in public_hooks().items() if not isinstance(member, classmethod)}
     assert {hook for hook, _, _ in matrix.cells()} == instance_level | {"__init__"}
     assert len(matrix.cells()) == (len(instance_level) + 1) * len(KINDS) * 2
@@ -87,3 +88,47 @@ def test_what_was_computed_from_a_third_partys_failed_load_is_neither_answered_n
     total, cells = run("synchronous", tiny_model, tmp_path / "log", "--beside-tier")
     assert [cell for cell in cells if cell["wrong"]] == []
     assert total == {"cells": 3, "fired": 0, "left": {"scheduler": 0, "blocks": 0}}
+
+
+@pytest.mark.faults
+@pytest.mark.engine
+def test_a_child_that_fails_on_one_rank_leaves_all_and_comes_back_on_all(tiny_model: Path, tmp_path: Path) -> None:
+    fault = tmp_path / "fault.json"
+    environment = {**BINDING, "FAULT_FILE": str(fault)}
+    config = multi(matrix.CHILDREN["ours"], cpu_child(name="steady"), retry_first_s=0.05)
+    with Engine(tiny_model, environment, tensor_parallel_size=2, kv_transfer_config=config) as engine:
+
+        def counted(what: str) -> float:
+            return engine.metric(f"vllm:kv_connector_{what}", connector="faulty")
+
+        tokens = prompt(matrix.LENGTH, seed=1)
+        cold = engine.generate(tokens, salts=["first"])
+        engine.wait_for_stores()
+        engine.reset_device_cache()
+        assert engine.generate(tokens, salts=["first"]).num_cached_tokens >= matrix.RESTORABLE
+        assert counted("chosen") == 1
+
+        beside = tmp_path / "beside"
+        beside.write_text(json.dumps({"hook": "start_load_kv", "kind": "raises", "role": "worker", "rank": 1}))
+        os.replace(beside, fault)
+        for _ in range(2):
+            engine.reset_device_cache()
+            under_fault = engine.generate(tokens, salts=["first"])
+            assert under_fault.same_as(cold)
+            assert under_fault.num_cached_tokens >= matrix.RESTORABLE
+        assert counted("isolations") >= 1
+
+        fault.unlink()
+        for number in range(60):
+            assert engine.generate(tokens, salts=[f"meanwhile {number}"]).same_as(cold)
+            if engine.metric("vllm:kv_connector_state", connector="faulty") == 0:
+                break
+        assert counted("returns") == counted("isolations") >= 1  # incidents, not processes
+        chosen = counted("chosen")
+        assert engine.generate(tokens, salts=["last"]).same_as(cold)
+        engine.wait_for_stores()
+        engine.reset_device_cache()
+        restored = engine.generate(tokens, salts=["last"])
+        assert restored.same_as(cold)
+        assert restored.num_cached_tokens >= matrix.RESTORABLE
+        assert counted("chosen") == chosen + 1

@@ -101,6 +101,15 @@ def test_a_preempted_request_is_not_blamed_for_another_childs_bad_blocks():
     assert engine.told("failed_loads", "a") == 0
 
 
+def test_a_synchronous_load_that_fails_is_counted_for_its_own_child():
+    engine = Lockstep()
+    engine.admit("r", 0, asynchronous=False)
+    engine.scheduler.update_state_after_alloc(engine.offer("s", 1, asynchronous=False), blocks(6, 7), 64)
+    engine.workers[0].sub_connectors[0].raising = {"start_load_kv"}
+    engine.step()
+    assert [engine.told("failed_loads", name) for name in "ab"] == [1, 0]
+
+
 def test_a_good_synchronous_load_needs_no_report():
     engine = Lockstep()
     engine.admit("r", 0, asynchronous=False)

@@ -9,8 +9,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tests.multi_connector.fakes import FAULTS, Boom, blocks, child, multi, request, scheduler_output
 from tests.multi_connector.lockstep import admit, allocated, answering, answers_it, by_label, reported, tally_of
 
-# ---- Lookup and selection.
-
 
 def test_the_best_weighted_offer_is_chosen_and_all_are_asked_in_one_call():
     connector = answering(100, 90, 16, weights=[1.0, 2.0, 1.0])
@@ -51,7 +49,7 @@ def test_the_chosen_child_says_what_it_loads_and_from_where():
     }
     connector.get_num_new_matched_tokens(request(), 0)
     assert connector.get_loaded_kv_cache_group_ids(request()) == (1, 2)
-    assert connector.get_external_cache_hit_sources(request(), 64) == sources
+    assert connector.get_external_cache_hit_sources(request(), 64) is sources
 
 
 @pytest.mark.parametrize("chosen, completes", [((64, 16), True), ((16, 64), False), ((16, 0), True), ((0, 16), False)])
@@ -68,11 +66,6 @@ def test_without_a_choice_the_interfaces_defaults_hold():
     assert connector.get_loaded_kv_cache_group_ids(request()) == (7,)
     assert connector.get_external_cache_hit_sources(request(), 8) == {CacheHitSource.EXTERNAL_UNSPECIFIED: 8}
     assert connector.get_external_cache_hit_sources(request(), 0) == {}
-
-
-def test_a_child_still_looking_does_not_hide_an_offer_it_cannot_beat():
-    connector = answering(900, None, weights=[1.0, 0.5])
-    assert connector.get_num_new_matched_tokens(request(), 0) == (900, True)
 
 
 def test_a_child_still_looking_that_could_win_is_waited_for_until_the_deadline():
@@ -140,13 +133,6 @@ def test_a_request_that_found_no_blocks_does_not_wait_again_before_it_was_admitt
     assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)  # after a preemption, say
 
 
-def test_an_answer_after_waiting_counts():
-    connector = answering(16, None)
-    connector.get_num_new_matched_tokens(request(), 0)
-    answers_it(connector.sub_connectors[1], (64, False))
-    assert connector.get_num_new_matched_tokens(request(), 0) == (64, False)
-
-
 @pytest.mark.parametrize("answer", [-1, 1001, 10**30, 16.0, math.nan, "16", True, [1], object()])
 def test_an_impossible_answer_is_taken_as_nothing_and_counted(answer):
     connector = answering(answer, 16)
@@ -196,6 +182,7 @@ def test_a_child_that_failed_a_request_too_often_is_not_chosen_for_it_again():
         connector.update_state_after_alloc(r, blocks(1), expected)
         reported(connector, failed="r")
     assert connector.get_num_new_matched_tokens(request("another"), 0)[0] == 100
+    assert ignored(connector) == ({"attempts": 4}, {"attempts": 400})
 
 
 def test_a_decision_is_made_anew_at_every_lookup():
@@ -206,7 +193,7 @@ def test_a_decision_is_made_anew_at_every_lookup():
     assert [allocated(fake) for fake in connector.sub_connectors] == [[0], [16]]
 
 
-# ---- Junctions.
+# Junctions.
 
 
 def junction_setter(tokens, junction):
@@ -256,7 +243,7 @@ def test_a_raising_childs_junction_does_not_count():
     assert r.shared_prefix_boundary == 64
 
 
-# ---- Counting.
+# Counting.
 
 
 def test_a_lookup_is_counted_once_at_admission_however_often_it_is_made():
@@ -294,3 +281,64 @@ def test_load_seconds_run_from_allocation_to_the_completion_of_a_good_load(faile
     else:
         seconds = found.histograms["load_seconds"]
         assert (seconds.count, seconds.sum, found.total("loaded_tokens")) == (1, 0.5, 16)
+
+
+# A tier can be measured before it is used: what it would have brought is counted, by the switch that says no.
+
+
+def two(answer, **settings):
+    """A child with these settings and this answer, and one that has nothing."""
+    return answering(answer, 0, children=(child("a", **settings), child("b")))
+
+
+def ignored(connector, name="a"):
+    found = tally_of(connector, name)
+    return by_label(found, "ignored_offers"), by_label(found, "ignored_offer_tokens")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"load": False}, "load_off"),
+        ({"min_tokens": 65}, "min_tokens"),
+        ({"load": False, "min_tokens": 65}, "load_off"),
+    ],
+)
+def test_what_a_switch_leaves_out_is_counted_in_requests_and_tokens(settings, reason):
+    connector = two(64, **settings)
+    assert admit(connector, "first") == admit(connector, "second") == 0
+    assert ignored(connector) == ({reason: 2}, {reason: 128})
+    assert ignored(connector, "b") == ({}, {})
+    found = tally_of(connector)
+    assert [found.total(one) for one in ("queries", "offered_tokens", "outbid", "too_slow")] == [2, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "settings", "loaded"),
+    [(64, {"min_tokens": 64}, 64), (0, {"load": False}, 0), (None, {"load": False}, 0)],
+)
+def test_an_offer_that_is_taken_or_none_is_not_ignored(answer, settings, loaded):
+    connector = two(answer, **settings)
+    assert admit(connector) == loaded
+    assert ignored(connector) == ({}, {})
+
+
+def test_it_is_counted_once_at_admission_however_often_the_lookup_is_made():
+    connector = two(64, load=False)
+    for _ in range(5):
+        connector.get_num_new_matched_tokens(request(), 0)
+    assert ignored(connector) == ({}, {})
+    for _ in range(2):
+        connector.update_state_after_alloc(request(), blocks(1), 0)
+    assert ignored(connector) == ({"load_off": 1}, {"load_off": 64})
+
+
+def test_a_child_that_gets_no_blocks_of_a_request_any_more_is_ignored():
+    connector = two(64, store=False, load_weight=0.5)
+    answers_it(connector.sub_connectors[1], 64)
+    assert admit(connector) == 64  # from the other
+    reported(connector, failed="r")
+    answers_it(connector.sub_connectors[1], 0)
+    assert admit(connector) == 0
+    assert allocated(connector.sub_connectors[0]) == []
+    assert ignored(connector) == ({"withheld": 1}, {"withheld": 64})

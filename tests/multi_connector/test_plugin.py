@@ -18,10 +18,6 @@ def test_registering_twice_is_registering_once():
     plugin.register()
     assert KVConnectorFactory._registry == first
     assert set(plugin.CONNECTORS) <= set(first)
-
-
-def test_our_multi_connector_is_known_by_a_name_of_its_own():
-    plugin.register()
     assert KVConnectorFactory.get_connector_class_by_name("WeightedMultiConnector") is MultiConnector
 
 

@@ -111,14 +111,3 @@ def test_a_switch_that_is_flipped_concerns_requests_admitted_afterwards():
         connector.request_finished_all_groups(request(name), ([],))
     connector.build_connector_meta(scheduler_output())
     assert not tables.of_scheduler(connector)
-
-
-def test_a_child_may_still_take_blocks_off_the_list_to_be_zeroed():
-    connector = multi(child("a", store=False))
-    admitted(connector, "r", 0)
-    connector.sub_connectors[0].answers["build_connector_meta"] = lambda view: setattr(
-        view, "new_block_ids_to_zero", [2]
-    )
-    output = output_of("r")
-    connector.build_connector_meta(output)
-    assert output.new_block_ids_to_zero == [2]

@@ -48,6 +48,22 @@ def test_a_child_comes_back_as_a_new_instance_everywhere(ranks):
     assert engine.step().finished_recving == {"r"}
 
 
+@pytest.mark.parametrize(("served_s", "pause_s"), [(59.0, 2.0), (60.0, 1.0)])
+def test_each_failure_doubles_the_pause_unless_the_child_has_served_for_the_longest(served_s, pause_s):
+    engine = Lockstep(retry_first_s=1, retry_longest_s=60)
+    engine.fail()
+    assert engine.recover()
+    engine.clock.now += served_s
+    engine.fail()
+    engine.step()
+    phases = []
+    for wait_s in (pause_s - 0.1, 0.2):
+        engine.clock.now += wait_s
+        engine.plan()
+        phases.append(engine.state())
+    assert phases == [Phase.OPEN, Phase.HALF_OPEN]
+
+
 def test_its_new_workers_handshake_reaches_its_new_scheduler_side():
     engine = Lockstep()
     engine.fail()
@@ -77,9 +93,10 @@ def test_it_gets_no_hook_between_its_failure_and_its_return():
 def test_an_instance_that_cannot_be_built_leaves_the_child_out_and_is_tried_again(where, hook, error):
     engine = Lockstep(ranks=2)
     engine.fail()
-    broken = [True]
+    broken, tries = [True], []
 
     def make(fake):
+        tries.append(fake)
         if hook == "__init__" and broken[0]:
             raise error("__init__")
         fake.raising, fake.error = {hook} if broken[0] else set(), error
@@ -87,6 +104,7 @@ def test_an_instance_that_cannot_be_built_leaves_the_child_out_and_is_tried_agai
     rebuilt(engine.scheduler if where == "scheduler" else engine.workers[1], make)
     called = hook == "__init__" or (hook == "register_kv_caches") == (where == "worker")
     assert engine.recover(steps=3) == (not called)
+    assert len(tries) == 1  # a pause comes before the next
     engine.admit("r", 1)
     engine.report(1, rank=0, recving={"r"})
     engine.report(1, rank=1, recving={"r"})

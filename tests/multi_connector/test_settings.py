@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What a MultiConnector makes of its settings at start: children, refusals, the policy of failed loads, and the log."""
+
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from tests.engine.client import cpu_child, disk_child
-from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, child, multi
+from tests.multi_connector.fakes import FAULTS, FakeChild, Panic, cache_config, child, multi, vllm_config
 from vllm_overlay.config import ConfigError
-from vllm_overlay.multi_connector import children
-from vllm_overlay.multi_connector.children import child_specs
+from vllm_overlay.multi_connector import MultiConnector, children
+from vllm_overlay.multi_connector.children import child_specs, load_failure_policy
 from vllm_overlay.multi_connector.settings import multi_settings
 from vllm_overlay.multi_connector.weights import LoadWeight
 
 
 def specs(*children, **settings):
     return child_specs({"connectors": list(children), **settings}, kv_role="kv_both", engine_id="engine")
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What is logged at info: who the children are, then the policy of failed loads."""
+    found = []
+    monkeypatch.setattr(children.logger, "info", lambda message, *args: found.append(message % args))
+    return found
 
 
 def refusal(*children, **settings):
@@ -34,11 +44,8 @@ def test_weights_are_measured_by_default_and_read_per_child():
 
 
 def test_a_tier_says_what_its_weight_is_until_it_is_measured(tmp_path):
-    tiers = [
-        {**tier, "kv_connector_module_path": "vllm_overlay.connector.connector"}
-        for tier in (cpu_child(load_weight="auto"), disk_child(tmp_path, load_weight="auto"))
-    ]
-    assert [spec.load_weight.number for spec in specs(*tiers)] == [0.95, 0.8]
+    found = specs(tier(tier="cpu"), tier(tier="disk", root=str(tmp_path)))
+    assert [spec.load_weight.number for spec in found] == [0.95, 0.8]
 
 
 @pytest.mark.parametrize(
@@ -73,12 +80,6 @@ def test_a_child_has_its_own_copy_of_its_settings():
     spec.kv_transfer_config.kv_connector_extra_config["nested"]["key"] = 2
     assert entry["kv_connector_extra_config"]["nested"] == {"key": 1}
     assert spec.kv_transfer_config.kv_connector_extra_config["name"] == "a"
-
-
-@pytest.mark.parametrize("settings", [{}, {"connectors": []}, {"connectors": None}])
-def test_no_children_is_refused(settings):
-    with pytest.raises(ConfigError, match=r"has no children: set kv_connector_extra_config\.connectors to a list"):
-        child_specs(settings, kv_role="kv_both", engine_id=None)
 
 
 CPU = child("cpu")
@@ -131,6 +132,14 @@ def test_a_child_that_cannot_be_configured_is_refused_by_child(entry, words):
         *(([child(name)], {}, 'must be a word such as "cpu"') for name in ("", 5, ["cpu"])),
         ([child("*")], {}, "is taken by the statistics"),
         ([{**child(), "kv_connector_extra_config": ["name"]}], {}, "must be a mapping"),
+        *(
+            ([], {"connectors": nobody}, "has no children: set kv_connector_extra_config.connectors to a list")
+            for nobody in ([], None)
+        ),
+        *(
+            ([], {"connectors": others}, 'must be a list of mappings, such as [{"kv_connector": "Offloading')
+            for others in ({"kv_connector": "FakeChild"}, ["FakeChild"], "FakeChild")
+        ),
         (
             [CPU],
             {"lookup_timeout": 1},
@@ -168,12 +177,6 @@ def test_what_cannot_work_is_refused(entries, settings, words):
 
 def test_a_control_file_and_its_directory_may_come_later(tmp_path):
     assert multi(child("a"), control_file=str(tmp_path / "no" / "such" / "switches.json"))
-
-
-@pytest.mark.parametrize("connectors", [{"kv_connector": "FakeChild"}, ["FakeChild"], "FakeChild"])
-def test_children_that_are_no_list_of_mappings_are_refused(connectors):
-    with pytest.raises(ConfigError, match=r'must be a list of mappings, such as \[\{"kv_connector": "Offloading'):
-        multi_settings({"connectors": connectors})
 
 
 def test_equal_pauses_are_taken():
@@ -262,4 +265,130 @@ def test_a_child_whose_module_panics_while_it_is_imported_is_refused_by_child(mo
     assert refusal(child("cpu")) == (
         "kv_connector='FakeChild' in kv_connector_module_path='tests.multi_connector.fakes' of connector 'cpu' cannot "
         "be imported: from native code"
+    )
+
+
+def test_the_first_line_names_children_classes_weights_and_what_is_not_by_default(lines, tmp_path):
+    switches = tmp_path / "switches.json"
+    multi(
+        child("cpu"),
+        child("disk", "NamedChild", weight=0.8, store=False, min_tokens=512),
+        child("far", weight=2, load=False, promote=False),
+        child("plain", weight=1.0),
+        control_file=str(switches),
+    )
+    assert lines[0] == (
+        "MultiConnector: cpu (FakeChild, weight auto, 0.8 until measured), "
+        "disk (NamedChild, weight 0.8, store off, min_tokens 512), "
+        f"far (FakeChild, weight 2, load off, promote off), plain (FakeChild, weight 1); control file {switches}"
+    )
+
+
+# Whose word counts when a load fails.
+
+
+@pytest.mark.parametrize(
+    ("own", "at_top", "failing", "value", "word"),
+    [
+        (None, "fail", [], "recompute", "that is the default"),
+        (None, "recompute", [], "recompute", "kv_load_failure_policy of --kv-transfer-config"),
+        (None, "fail", ["a", "c"], "fail", "connector a, c"),
+        (None, "recompute", ["a"], "recompute", "kv_load_failure_policy of --kv"),
+        ("fail", "recompute", [], "fail", "load_failure_policy of the MultiConnector"),
+        ("recompute", "fail", ["a"], "recompute", "load_failure_policy of the MultiConnector"),
+    ],
+)
+def test_whose_word_counts(own, at_top, failing, value, word):
+    policy = load_failure_policy(own, at_top, failing)
+    assert policy.value == value
+    assert policy.reason.startswith(word)
+
+
+def failing(name):
+    return {**child(name), "kv_load_failure_policy": "fail"}
+
+
+@pytest.mark.parametrize(
+    ("children", "settings", "value"),
+    [
+        ([child("a"), child("b")], {}, "recompute"),
+        ([child("a"), failing("b")], {}, "fail"),
+        ([child("a"), failing("b")], {"load_failure_policy": "recompute"}, "recompute"),
+        ([child("a"), child("b")], {"load_failure_policy": "fail"}, "fail"),
+        ([child("a", load_failure_policy="fail")], {}, "recompute"),  # that setting is only known to be one of ours
+    ],
+)
+def test_the_policy_is_the_engines_and_every_childs_and_is_logged_once(children, settings, value, lines):
+    config = vllm_config(*children, **settings)
+    MultiConnector(config, KVConnectorRole.WORKER, cache_config())  # in one process, with one configuration
+    assert lines == [] and config.kv_transfer_config.kv_load_failure_policy == "fail"
+    built = MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    assert config.kv_transfer_config.kv_load_failure_policy == value
+    assert {one._kv_transfer_config.kv_load_failure_policy for one in built.sub_connectors} == {value}
+    _, line = lines
+    assert line.startswith(f"kv_load_failure_policy is {value!r} for all connectors of the MultiConnector")
+
+
+def test_what_a_child_makes_of_its_own_copy_of_the_configuration_counts_for_nothing():
+    config = vllm_config(failing("a"), child("b", wants_recompute=True))
+    MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+# What a child is called when nobody says it, and settings of our own tiers.
+
+STORE = "tests.tiers.store_tier:StoreTierSpec"
+
+
+def tier(**settings):
+    """A child of ours, found without the plug-in."""
+    module = "vllm_overlay.connector.connector"
+    own = {"kv_connector": "HybridOffloadConnector", "kv_connector_module_path": module}
+    return {**own, "kv_connector_extra_config": settings}
+
+
+def test_a_child_is_called_by_its_name_else_its_tier_else_its_class(tmp_path):
+    found = specs(
+        tier(tier="cpu"),
+        tier(tier="disk", root=str(tmp_path / "one")),
+        tier(tier="disk", root=str(tmp_path / "two")),
+        tier(tier=STORE, shelf="top"),
+        tier(tier="cpu", name="small"),
+        child(),
+        child(tier="cpu"),
+    )
+    names = ["cpu", "disk", "disk#2", STORE, "small", "FakeChild", "FakeChild#2"]
+    assert [spec.name for spec in found] == names
+    shown = [spec.kv_transfer_config.kv_connector_extra_config.get("name") for spec in found]
+    assert shown == [*names[:5], None, None]
+
+
+def test_a_default_name_gives_way_to_a_given_one():
+    assert [spec.name for spec in specs(tier(tier="cpu"), tier(tier="cpu", name="cpu"))] == ["cpu#2", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "connector 'HybridOffloadConnector': tier is not set: set kv_connector_extra_config.tier to \"cpu\" or"),
+        ({"tier": "dsk"}, "connector 'dsk': tier='dsk' is not known: set it to \"cpu\" or \"disk\", or to"),
+        ({"tier": "disk"}, "connector 'disk': root of the disk tier is not set: set it to a string that is not empty"),
+        ({"tier": "cpu", "name": "a", "capacity": 1}, "connector 'a': unknown setting 'capacity' of the cpu tier"),
+    ],
+)
+def test_a_setting_of_a_tier_is_refused_before_anything_is_built(settings, sentence):
+    with pytest.raises(ConfigError) as caught:
+        specs(tier(**settings))
+    assert str(caught.value).startswith(sentence)
+
+
+def test_two_children_on_one_root_are_refused_whatever_it_is_called(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "link").symlink_to(root)
+    with pytest.raises(ConfigError) as caught:
+        specs(tier(tier="disk", root=str(root)), tier(tier="disk", root=str(tmp_path / "link" / "..." / "..")))
+    assert str(caught.value) == (
+        f"connectors 'disk' and 'disk#2' of the MultiConnector have one root, '{root}': give each its own, such as "
+        f'"{root}-2"'
     )

@@ -8,7 +8,6 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.outputs import KVConnectorOutput
 
-from tests.multi_connector import tables
 from tests.multi_connector.fakes import (
     ENDINGS,
     FAULTS,
@@ -24,9 +23,9 @@ from tests.multi_connector.fakes import (
     scheduler_output,
     worker,
 )
-from tests.multi_connector.lockstep import Lockstep, answering
+from tests.multi_connector.lockstep import Lockstep
 from vllm_overlay.multi_connector.hooks import LAYER_HOOKS
-from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiKVEvents, MultiWorkerMetadata
+from vllm_overlay.multi_connector.metadata import MultiKVEvents, MultiWorkerMetadata
 from vllm_overlay.named_child import QuietResults, QuietStep
 
 
@@ -58,16 +57,6 @@ def test_another_childs_or_a_repeated_report_of_a_load_is_ignored_and_counted():
     assert [engine.told("ignored_reports", name) for name in "ab"] == [1, 2]
 
 
-def test_with_two_ranks_a_load_is_done_when_both_ranks_childs_say_so():
-    engine = Lockstep(ranks=2)
-    engine.admit("r", 0)
-    engine.report(0, rank=0, recving={"r"}, failed={"r"})
-    assert engine.step().finished_recving is None
-    engine.report(0, rank=1, recving={"r"})
-    output = engine.step()
-    assert (output.finished_recving, output.failed_recving) == ({"r"}, {"r"})
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_are_free_when_every_child_that_holds_them_has_reported_on_every_rank(ranks):
     engine = Lockstep(ranks=ranks)
@@ -90,32 +79,6 @@ def test_a_child_that_took_the_partial_tail_and_the_request_owes_one_report():
     assert engine.step().finished_sending is None
     engine.report(0, sending={"r"})
     assert engine.step().finished_sending == {"r"}
-
-
-@pytest.mark.parametrize("load_first", [True, False])
-def test_of_an_aborted_request_the_load_and_the_saves_are_reported_once_each(load_first):
-    engine = Lockstep()
-    engine.admit("r", 0)
-    engine.step()
-    engine.finish("r", 1)
-    reports = [{"child_index": 0, "recving": {"r"}}, {"child_index": 1, "sending": {"r"}}]
-    reported = []
-    for report in reports if load_first else reversed(reports):
-        engine.report(**report)
-        output = engine.step()
-        reported.append((output.finished_recving, output.finished_sending))
-    load, save = ({"r"}, None), (None, {"r"})
-    assert reported == ([load, save] if load_first else [save, load])
-    assert engine.tables_are_empty()
-
-
-def test_an_aborted_lookup_leaves_nothing():
-    connector = answering(16, None)
-    connector.get_num_new_matched_tokens(request(), 0)
-    connector._scheduler._clock.now += 1
-    connector.get_num_new_matched_tokens(request(), 0)
-    connector.request_finished_all_groups(request(), ([],))
-    assert not tables.of_scheduler(connector)
 
 
 def test_parameters_of_all_children_are_returned_and_the_first_of_equal_keys_wins():
@@ -235,14 +198,6 @@ def test_each_child_gets_back_its_own_handshake_metadata_of_every_rank():
     ]
     assert b.called("set_xfer_handshake_metadata_pp_aware") == [[{}]]
     assert c.called("set_xfer_handshake_metadata") == [[{0: FakeHandshake("2@0"), 1: FakeHandshake("2@1")}]]
-
-
-def test_handshake_metadata_keyed_by_rank_is_split_too():
-    connector = multi()
-    connector.set_xfer_handshake_metadata({3: MultiHandshakeMetadata((None, FakeHandshake("b")))})
-    a, b = connector.sub_connectors
-    assert a.called("set_xfer_handshake_metadata") == [[{}]]
-    assert b.called("set_xfer_handshake_metadata") == [[{3: FakeHandshake("b")}]]
 
 
 def test_no_handshake_metadata_anywhere_is_none():

@@ -70,3 +70,40 @@ def test_local_attention_is_left_out_by_the_child_that_can_and_loaded_by_the_one
         assert engine.metric("vllm:kv_connector_chosen", connector=loader) == 1
         if loader == "cpu":
             assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu") == FLOAT32.num_bytes
+
+
+def unnamed(**settings: Any) -> dict[str, Any]:
+    """A tier of ours."""
+    return {"kv_connector": "HybridOffloadConnector", "kv_connector_extra_config": settings}
+
+
+def test_both_families_of_metrics_and_the_control_file_agree_on_names_that_nobody_gave(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    store = "tests.tiers.store_tier:StoreTierSpec"
+    ours = {
+        "cpu": unnamed(tier="cpu", capacity_bytes="256 MiB"),
+        "disk": unnamed(tier="disk", root=str(tmp_path / "one"), capacity_bytes="1 GiB"),
+        "disk#2": unnamed(tier="disk", root=str(tmp_path / "two"), capacity_bytes="1 GiB"),
+        store: unnamed(tier=store, shelf="top"),
+        "small": unnamed(tier="cpu", capacity_bytes="64 MiB", name="small"),
+    }
+    third = offloading_child(tmp_path / "fs")
+    del third["kv_connector_extra_config"]["name"]
+    switches = tmp_path / "switches.json"
+    switches.write_text('{"disk#2": {"store": false}, "OffloadingConnector": {"load": false}}')
+    config = multi(*ours.values(), third, control_file=str(switches))
+    config["kv_connector"] = "WeightedMultiConnector"
+    del config["kv_connector_module_path"]
+    with Engine(tiny_model, **FLOAT32.arguments, kv_transfer_config=config) as engine:
+        engine.generate(prompt(1300, seed=1))
+        engine.wait_for_stores()
+        for name in ours:
+            assert engine.metric("vllm:hybrid_offload_lookups", connector=name) == 1
+        assert engine.metric("vllm:hybrid_offload_lookups") == len(ours)
+        for name in (*ours, "OffloadingConnector"):
+            assert engine.metric("vllm:kv_connector_queries", connector=name) == 1
+        assert engine.metric("vllm:kv_connector_queries") == len(ours) + 1
+        assert engine.metric("vllm:hybrid_offload_stored_objects", connector="disk") > 0
+        assert engine.metric("vllm:hybrid_offload_stored_objects", connector="disk#2") == 0
+        assert "the children's switches are now" in engine.log

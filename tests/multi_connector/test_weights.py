@@ -32,13 +32,9 @@ def test_before_anything_is_measured_a_load_saves_what_its_weight_promises():
     assert after().seconds(1000, COMPUTE_S) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("slow", [1, 2])
-def test_the_first_two_slow_loads_are_not_believed(slow):
-    assert after(*[(1000, 30.0)] * slow).seconds(1000, COMPUTE_S) == pytest.approx(0.5)
-
-
-def test_three_equal_loads_are():
-    assert after(*[(1000, 30.0)] * 3).seconds(1000, COMPUTE_S) == pytest.approx(30.0)
+@pytest.mark.parametrize(("slow", "seconds"), [(1, 0.5), (2, 0.5), (3, 30.0)])
+def test_three_slow_loads_are_believed_and_not_the_first_two(slow, seconds):
+    assert after(*[(1000, 30.0)] * slow).seconds(1000, COMPUTE_S) == pytest.approx(seconds)
 
 
 @given(st.floats(0, 10), st.floats(1e-6, 0.1), st.integers(100, 100_000))
@@ -120,35 +116,27 @@ def test_loads_may_end_before_anybody_knows_what_computing_takes():
 
 # What computing takes.
 
+FAST, LARGE, SMALL = (1000, 1.0), [(8192, 8.192)] * 3, [(50, 0.5)] * 100
 
-def rate_after(*steps):
+
+@pytest.mark.parametrize(
+    ("steps", "seconds_per_token"),
+    [
+        ([FAST] * 2, None),
+        ([FAST] * 3, 0.001),
+        ([(1000, 60.0), FAST, FAST], 0.001),
+        ([*LARGE, *SMALL], 0.001),
+        ([*SMALL, *LARGE * 3], 0.001),
+        ([*[FAST] * 50, *[(1000, 2.0)] * 9], 0.002),
+        ([(1000, 0.0), FAST, FAST], None),
+    ],
+    ids=["two", "three", "one slow", "small last", "small first", "the last sixteen decide", "no time"],
+)
+def test_computing_takes_what_the_last_large_steps_took(steps, seconds_per_token):
     rate = PrefillRate()
     for step in steps:
         rate.step_ended(*step)
-    return rate.seconds_per_token
-
-
-def test_nothing_is_known_before_three_steps():
-    assert rate_after((1000, 1.0), (1000, 1.0)) is None
-    assert rate_after((1000, 1.0), (1000, 1.0), (1000, 1.0)) == pytest.approx(0.001)
-
-
-def test_one_slow_step_in_three_does_not_count():
-    assert rate_after((1000, 60.0), (1000, 1.0), (1000, 1.0)) == pytest.approx(0.001)
-
-
-def test_small_steps_do_not_count_however_many():
-    large, small = [(8192, 8.192)] * 3, [(50, 0.5)] * 100
-    assert rate_after(*large, *small) == pytest.approx(0.001)
-    assert rate_after(*small, *large, *large, *large) == pytest.approx(0.001)
-
-
-def test_the_last_sixteen_steps_decide():
-    assert rate_after(*[(1000, 1.0)] * 50, *[(1000, 2.0)] * 9) == pytest.approx(0.002)
-
-
-def test_a_step_that_took_no_time_says_nothing():
-    assert rate_after((1000, 0.0), (1000, 1.0), (1000, 1.0)) is None
+    assert rate.seconds_per_token == (None if seconds_per_token is None else pytest.approx(seconds_per_token))
 
 
 def test_one_more_step_takes_what_the_last_decode_steps_took():

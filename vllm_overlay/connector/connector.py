@@ -320,11 +320,11 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
             self._scheduler.record_gauges()
         if self._tally.is_empty():
             return None
-        return OffloadStats.of(self.settings.name, self._tally.take())
+        return OffloadStats(self.settings.name, self._tally.take())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return LoggedOffloadStats.of("", Tally()) if data is None else LoggedOffloadStats.from_dict(data)
+        return LoggedOffloadStats("", Tally()) if data is None else LoggedOffloadStats.from_dict(data)
 
     @classmethod
     def build_prom_metrics(

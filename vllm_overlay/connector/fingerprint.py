@@ -17,9 +17,8 @@ from blake3 import blake3
 from vllm_overlay import versions
 from vllm_overlay.config import ConfigError
 from vllm_overlay.connector.lookahead import lookahead_units
-from vllm_overlay.connector.model_files import safetensors_files
 from vllm_overlay.connector.numerics import cache_dtype, numeric_facts
-from vllm_overlay.connector.weights import weights_digest
+from vllm_overlay.connector.weights import safetensors_files, weights_digest
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import Fingerprints
 

@@ -58,19 +58,13 @@ def _guarded(name: str, function: Callable[..., Any], answer: Answer) -> Callabl
             raise
         except BaseException as error:
             self.hook_failed(name, error)
-        _recover(self, name, args, kwargs)
+        if (recover := getattr(self, f"_recover_{name}", None)) is not None:
+            try:
+                recover(*args, **kwargs)
+            except SHUTDOWN:
+                raise
+            except BaseException as error:
+                self.hook_failed(name, error)
         return answer()
 
     return guarded
-
-
-def _recover(connector: Guarded, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    recover = getattr(connector, f"_recover_{name}", None)
-    if recover is None:
-        return
-    try:
-        recover(*args, **kwargs)
-    except SHUTDOWN:
-        raise
-    except BaseException as error:
-        connector.hook_failed(name, error)

@@ -58,16 +58,14 @@ def planner_groups(kv_cache_config: "KVCacheConfig", tensors: dict[int, GroupTen
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = _spec(group.kv_cache_spec)
         own = tensors[group_id]
-        kind = _kind(group)
-        sliceable = own.page_map is not None
         groups.append(
             Group(
                 group_id=group_id,
-                kind=kind,
+                kind=_kind(group),
                 block_size=spec.block_size,
-                token_bytes=own.token_bytes if sliceable else 0,
+                token_bytes=own.token_bytes if own.page_map is not None else 0,
                 page_bytes=own.page_bytes,
-                sliceable=sliceable,
+                sliceable=own.page_map is not None,
                 window=_window(spec),
                 is_chunked=isinstance(spec, ChunkedLocalAttentionSpec),
             )

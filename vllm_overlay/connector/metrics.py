@@ -15,26 +15,20 @@ if TYPE_CHECKING:
 
 
 class OffloadStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
-    """``data`` = {"name": configured name, "tally": Tally}. On the wire the tally is a dictionary."""
+    """What was counted since the last report."""
 
-    data: dict[str, Any]
-
-    @classmethod
-    def of(cls, name: str, tally: Tally) -> Self:
-        return cls(data={"name": name, "tally": tally})
+    def __init__(self, name: str, tally: Tally) -> None:
+        """``name`` is the connector's."""
+        super().__init__()
+        self.name, self.tally = name, tally
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """From what ``to_dict`` wrote in another process."""
-        return cls.of(data["name"], Tally.from_dict(data["tally"]))
-
-    @property
-    def tally(self) -> Tally:
-        tally: Tally = self.data["tally"]
-        return tally
+        return cls(data["name"], Tally.from_dict(data["tally"]))
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.data, "tally": self.tally.to_dict()}
+        return {"name": self.name, "tally": self.tally.to_dict()}
 
     def reset(self) -> None:
         self.tally.take()
@@ -88,4 +82,4 @@ class OffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-i
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         stats = OffloadStats.from_dict(transfer_stats_data)
-        self._exporter.observe(engine_idx, stats.data["name"], stats.tally)
+        self._exporter.observe(engine_idx, stats.name, stats.tally)

@@ -8,7 +8,9 @@ changes no digest of an engine that leaves the setting alone.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_overlay.connector.model_files import file_digest, processor_digests
+from blake3 import blake3
+
+from vllm_overlay.connector.weights import model_directory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -41,6 +43,15 @@ MEDIA_VARIABLES: dict[str, object] = {"VLLM_MEDIA_CONNECTOR": "http", "VLLM_VIDE
 QUANTIZED_ATTENTION = ("disable_flashinfer_q_quantization", "indexer_kv_dtype", "use_prefill_query_quantization")
 KERNELS_OF_QUANTIZED_MODELS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
 """Settings that decide, for quantised weights, whether a layer's input is quantised too."""
+
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tekken.json",
+    "video_preprocessor_config.json",
+)
+"""Files that say how images, videos and sounds become a model's input, for example how many pixels an image may
+have."""
 
 NO_FACTS_OF_MEDIA = {
     "allow_missing_mm_embeddings",
@@ -183,14 +194,20 @@ def _multimodal(model: "ModelConfig") -> dict[str, Any]:
     config = model.multimodal_config
     if config is None:
         return {}
+    directory = model_directory(model.model, model.revision)
+    found = [directory / name for name in _PROCESSOR_FILES] if directory else []
     names, scales = sorted(vars(config).keys() - NO_FACTS_OF_MEDIA), config.mm_encoder_fp8_scale_path
     facts = {
         "settings": _differing(config, [name for name in names if not name.startswith("_")]),
-        "scales": file_digest(Path(scales)) if scales else "",
-        "processor": processor_digests(model.model, model.revision),
+        "scales": _file_digest(Path(scales)) if scales else "",
+        "processor": {path.name: _file_digest(path) for path in found if path.is_file()},
         "environment": _variables(MEDIA_VARIABLES),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _file_digest(path: Path) -> str:
+    return blake3(path.read_bytes()).hexdigest()
 
 
 def _differing(config: Any, names: list[str] | tuple[str, ...]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One digest of all bytes of a model's weight files. A file is read again only if it may have changed."""
+"""A model's weight files, and one digest of all their bytes. A file is read again only if it may have changed."""
 
 import contextlib
 import logging
@@ -26,6 +26,26 @@ File systems keep time in ticks of up to 2 s. Stores through a memory map show o
 by default. The rest is for a file server whose clock is behind.
 """
 _BUFFER_BYTES = 4 << 20
+
+
+def safetensors_files(model: str, revision: str | None) -> list[Path]:
+    """The model's weights. Empty when they are not on this machine, or are not safetensors."""
+    directory = model_directory(model, revision)
+    return sorted(directory.glob("*.safetensors")) if directory else []
+
+
+def model_directory(model: str, revision: str | None) -> Path | None:
+    """Where the model's files lie on this machine; None when they do not."""
+    directory = Path(model)
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError, OSError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

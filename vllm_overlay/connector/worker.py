@@ -268,10 +268,10 @@ class OffloadWorker:
         except BaseException:
             for job, buffer in accepted:
                 if job.ticket.ticket not in self._handed_over:
-                    self._tier.cancel_store(job.ticket, buffer)
+                    self._fenced(self._tier.cancel_store, job.ticket, buffer)
             raise
         for job, buffer in accepted[count:]:
-            self._tier.cancel_store(job.ticket, buffer)
+            self._fenced(self._tier.cancel_store, job.ticket, buffer)
             self._end_stores([job.ticket.ticket], Reason.TRANSFER_FULL)
         self.advance()
 
@@ -364,8 +364,12 @@ class OffloadWorker:
     def close(self, timeout_s: float) -> int:
         """Finish pending copies and stores in that time. Returns how many stores were given up."""
         deadline = time.monotonic() + timeout_s
+        if not self._fenced(self._end_copies, timeout_s):
+            _unfinished.append(self)  # nobody knows what may still write
+        given_up = sum(map(len, self._store_copies.values()))
+        return given_up + self._tier.close(max(0.0, deadline - time.monotonic()))
+
+    def _end_copies(self, timeout_s: float) -> None:
         if not self._transfer.close(timeout_s):
             _unfinished.append(self)
         self._take_copies()
-        given_up = sum(map(len, self._store_copies.values()))
-        return given_up + self._tier.close(max(0.0, deadline - time.monotonic()))

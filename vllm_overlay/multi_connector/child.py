@@ -12,9 +12,8 @@ import contextlib
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from threading import get_ident
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -84,31 +83,19 @@ class Child:
         """
         if self.isolated or self.standing_by or hook in self.empty_hooks:
             return default
-        return self._fenced(hook, default, None, parse, args, options)
+        return self.ask(hook, default, *args, parse=parse, **options)
 
     def ask(
         self, hook: str, default: Result, *args: Any, parse: Callable[[Any], Result] | None = None, **options: Any
     ) -> Result:
-        """As ``call``, also of a child out of service."""
-        return self._fenced(hook, default, None, parse, args, options)
-
-    def _fenced(
-        self,
-        hook: str,
-        default: Result,
-        action: Callable[[], Any] | None,
-        parse: Callable[[Any], Result] | None = None,
-        args: tuple[Any, ...] = (),
-        options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Result:
-        """Without an ``action`` the hook's, which may be a property."""
+        """As ``call``, also of a child out of service. A hook may be a property; ``__init__`` makes a new instance."""
         watchdog = self._watchdog
         if watchdog.needs_thread:
             watchdog.start()
         started = watchdog.clock()
         watchdog.call = self.name, hook, started, get_ident()
         try:
-            found = getattr(self.connector, hook) if action is None else action
+            found: Any = self._rebuild if hook == "__init__" else getattr(self.connector, hook)
             answer = found(*args, **options) if callable(found) else found
             return parse(answer) if parse is not None else answer
         except SHUTDOWN:
@@ -164,7 +151,7 @@ class Child:
         Until all is done the child counts as isolated, so that a new instance may take its time.
         """
         self.generation, self.isolated = generation, True
-        if self._fenced("__init__", _FAILED, self._rebuild) is _FAILED:
+        if self.ask("__init__", _FAILED) is _FAILED:
             return False
         for hook, args in self._start_hooks.items():
             if self.ask(hook, _FAILED, *args) is _FAILED:

@@ -72,9 +72,9 @@ class Choice:
         compute_s = self._prefill.seconds_per_token
         return math.inf if compute_s is None else self.worth(child, tokens) * compute_s
 
-    def decide(self, offers: Sequence[int | None], ceiling: int, may_wait: bool) -> Verdict:
+    def decide(self, offers: Sequence[int | None], ceiling: int) -> Verdict:
         """As the function below, or a child that is tried instead."""
-        verdict = decide(offers, self.worth, ceiling, may_wait)
+        verdict = decide(offers, self.worth, ceiling)
         if verdict.wait or self._prefill.seconds_per_token is None:
             return verdict
         best = verdict.chosen
@@ -133,14 +133,14 @@ def best_offer(offers: Sequence[int | None], worth: Worth) -> int | None:
     return None if best is None or scores[best] <= 0 else best
 
 
-def decide(offers: Sequence[int | None], worth: Worth, ceiling: int, may_wait: bool) -> Verdict:
+def decide(offers: Sequence[int | None], worth: Worth, ceiling: int) -> Verdict:
     """The best offer. ``offers``: each child's tokens, None while it is still looking.
 
-    ``ceiling`` is the largest number of tokens anyone may offer. While ``may_wait``, a child that is still looking
-    postpones the decision only if its best possible answer would win.
+    ``ceiling`` is the largest number of tokens anyone may offer. A child that is still looking postpones the decision
+    only if its best possible answer would win.
     """
     best = best_offer(offers, worth)
-    if may_wait and ceiling:
+    if ceiling:
         to_beat = 0.0 if best is None else worth(best, offers[best] or 0)
         for child, tokens in enumerate(offers):
             reach = 0.0 if tokens is not None else worth(child, ceiling)

@@ -39,7 +39,6 @@ class Completions:
     def expect_load(self, request_id: str, load: Load) -> None:
         """A load was handed to its child with this step's metadata. After ``requests_changed``."""
         self._loads[request_id] = self._latest_loads[request_id] = load
-        self._failed_early.discard(request_id)
 
     def refuse_load(self, request_id: str, load: Load) -> None:
         """A load that its child never saw, so nothing writes: it fails at once."""
@@ -138,7 +137,7 @@ class Completions:
         del self._loads[request_id]
         self._done.finished_recving.add(request_id)
         if request_id in self._failed_early:
-            self._failed_early.discard(request_id)
+            self._failed_early.discard(request_id)  # a later load of it is another
             self._done.failed_recving.add(request_id)
 
     def take(self) -> KVConnectorTransferResults:

@@ -77,7 +77,7 @@ class ControlFile:
         self._looked_at = now
         try:
             stat = os.stat(self._path)
-            seen = stat.st_mtime_ns, stat.st_size, stat.st_ino
+            seen = stat.st_ctime_ns, stat.st_size, stat.st_ino  # also a mode that now allows to read it
             if seen == self._seen:
                 return
             self._seen = seen

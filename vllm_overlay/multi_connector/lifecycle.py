@@ -11,6 +11,7 @@ orders it has seen, so an answer to an older order is not taken for one to the p
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -43,54 +44,23 @@ _DUTIES = {
 }
 
 
+@dataclass(slots=True)
 class Lifecycle:
-    """One child's. Pure: ``Supervisor`` builds the scheduler's own instance."""
+    """One child's, as ``Supervisor`` has it."""
 
-    def __init__(self, backoff: Backoff) -> None:
-        self.backoff = backoff
-        self.phase = Phase.SERVING
-        self.generation = 0
-        self.sent = True
-        """Whether the ranks have been sent the present order."""
+    backoff: Backoff
+    phase: Phase = Phase.SERVING
+    generation: int = 0
+    sent: bool = True
+    """Whether the ranks have been sent the present order."""
 
     @property
     def order(self) -> Order:
         return Order(self.generation, _DUTIES[self.phase])
 
-    @property
-    def needs_steps(self) -> bool:
-        """Whether an idle engine should go on stepping for it: to send an order, or to hear an answer that will come.
-
-        Not while it is open or while a rank cannot stop it: either may last, and an idle engine would spin.
-        """
-        return not self.sent or self.phase is Phase.HALF_OPEN
-
-    def isolate(self, now: float) -> bool:
-        """It has failed in some process. True when it was in service until now."""
-        was_serving = self.phase is Phase.SERVING
-        if was_serving or self.phase is Phase.HALF_OPEN:
-            self.backoff.failed(now)
-            self.phase, self.sent = Phase.STOPPING, False
-        return was_serving
-
-    def stopped(self) -> None:
-        """All ranks have stopped their instances."""
-        if self.phase is Phase.STOPPING:
-            self.phase = Phase.OPEN
-
-    def may_try(self, now: float) -> bool:
-        """Whether the pause is over."""
-        return self.phase is Phase.OPEN and self.backoff.may_try(now)
-
-    def half_open(self) -> None:
-        """The scheduler has built its own instance."""
-        self.generation += 1
-        self.phase, self.sent = Phase.HALF_OPEN, False
-
-    def serve(self, now: float) -> None:
-        """All processes have an instance."""
-        self.backoff.succeeded(now)
-        self.phase, self.sent = Phase.SERVING, False
+    def enter(self, phase: Phase) -> None:
+        """A phase with another order."""
+        self.phase, self.sent = phase, False
 
 
 class Supervisor:
@@ -118,16 +88,21 @@ class Supervisor:
         It is counted here, once, and not where it happens: a failed attempt to come back is no new isolation.
         """
         for child, lifecycle in zip(self._children, self.lifecycles, strict=True):
-            if child.isolated and lifecycle.isolate(now):
-                child.tally.count("isolations")
+            if child.isolated and lifecycle.phase in (Phase.SERVING, Phase.HALF_OPEN):
+                child.tally.count("isolations", lifecycle.phase is Phase.SERVING)
+                lifecycle.backoff.failed(now)
+                lifecycle.enter(Phase.STOPPING)
 
     def phase(self, child: int) -> Phase:
         return self.lifecycles[child].phase
 
     @property
     def needs_steps(self) -> bool:
-        """Whether an idle engine should go on stepping."""
-        return any(lifecycle.needs_steps for lifecycle in self.lifecycles)
+        """Whether an idle engine should go on stepping: to send an order, or to hear an answer that will come.
+
+        Not while a child is open or while a rank cannot stop it: either may last, and an idle engine would spin.
+        """
+        return any(not lifecycle.sent or lifecycle.phase is Phase.HALF_OPEN for lifecycle in self.lifecycles)
 
     def send_orders(self) -> tuple[Order, ...]:
         """The orders that go out with this step's metadata."""
@@ -145,9 +120,10 @@ class Supervisor:
             if child.index in reports.broken:
                 child.isolate("a worker process took it out of service")
             elif order.duty is Duty.STOP and child.index not in reports.unstopped:
-                lifecycle.stopped()
+                lifecycle.phase = Phase.OPEN
             elif order.duty is Duty.STAND_BY and self._admit(child, reports.handshakes.get(child.index, {})):
-                lifecycle.serve(now)
+                lifecycle.backoff.succeeded(now)
+                lifecycle.enter(Phase.SERVING)
                 child.tally.count("returns")
                 logger.info("Connector %r is back in service, as instance %d.", child.name, lifecycle.generation)
                 returned.append(child)
@@ -168,11 +144,12 @@ class Supervisor:
         step, because the workers would expect those blocks of the new instance.
         """
         for child, lifecycle in zip(self._children, self.lifecycles, strict=True):
-            if not lifecycle.may_try(now) or child.index in held_for:
+            if lifecycle.phase is not Phase.OPEN or not lifecycle.backoff.may_try(now) or child.index in held_for:
                 continue
             child.stop()
             if child.renew(lifecycle.generation + 1):
-                lifecycle.half_open()
+                lifecycle.generation += 1
+                lifecycle.enter(Phase.HALF_OPEN)
             else:
                 lifecycle.backoff.failed(now)  # the ranks need not hear of this attempt
 

@@ -88,7 +88,7 @@ class Lookups:
             0 if reply.tokens is None and waited_s >= self._patience_s(child, ceiling) else reply.tokens
             for child, reply in zip(self._children, replies, strict=True)
         ]
-        verdict = self._choice.decide(offers, ceiling, may_wait=True)
+        verdict = self._choice.decide(offers, ceiling)
         if verdict.wait:
             return None, False
         chosen = replies[verdict.chosen] if verdict.chosen is not None else Reply()
@@ -149,10 +149,6 @@ class Lookups:
         """The child that the latest lookup decided for."""
         lookup = self.by_request.get(request_id)
         return None if lookup is None or lookup.chosen is None else self._children[lookup.chosen]
-
-    def is_asynchronous(self, request_id: str, child: Child) -> bool:
-        """Whether ``child``, which was chosen, loads asynchronously."""
-        return self.by_request[request_id].replies[child.index].asynchronous
 
     def count(self, request_id: str, num_external_tokens: int, now: float) -> None:
         """Once a decision, at admission, as vLLM counts: a lookup repeated for want of blocks is not counted."""

@@ -5,9 +5,11 @@ It knows what was handed out, so it stops a report that vLLM would assert on. An
 saves that are both open. vLLM's scheduler waits for the report of each (patch 0003), so each passes.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from vllm_overlay.multi_connector.metadata import Load
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
@@ -27,27 +29,24 @@ class OutstandingReports:
 
     def __init__(self) -> None:
         self._loads: dict[str, OpenLoad] = {}
-        self._synchronous: dict[str, tuple[int, frozenset[int]]] = {}
+        self._synchronous: dict[str, Load] = {}
         self._held: dict[str, frozenset[int]] = {}
 
     @property
     def has_loads(self) -> bool:
         return bool(self._loads)
 
-    def load_started(self, request_id: str, child: int, tokens: int, now: float) -> None:
-        self._loads[request_id] = OpenLoad(child, tokens, now)
+    def load_started(self, request_id: str, load: Load, tokens: int, now: float) -> None:
+        """It was handed out. A synchronous one is known until it fails or the request gives its blocks back."""
+        if load.is_synchronous:
+            self._synchronous[request_id] = load
+        else:
+            self._loads[request_id] = OpenLoad(load.child, tokens, now)
 
-    def synchronous_load_started(self, request_id: str, child: int, blocks: Collection[int]) -> None:
-        """``blocks``: those that this load alone writes. Known until it fails or the request gives them back."""
-        self._synchronous[request_id] = child, frozenset(blocks)
-
-    def synchronous_loads_failed(self, bad_blocks: Collection[int]) -> list[tuple[str, int]]:
+    def synchronous_loads_failed(self, bad_blocks: Set[int]) -> list[tuple[str, int]]:
         """(request, child) of the loads that were to write one of these blocks, each once."""
-        failed = [
-            (request_id, child)
-            for request_id, (child, blocks) in self._synchronous.items()
-            if not blocks.isdisjoint(bad_blocks)
-        ]
+        loads = self._synchronous.items()
+        failed = [(request_id, load.child) for request_id, load in loads if not bad_blocks.isdisjoint(load.blocks)]
         for request_id, _ in failed:
             del self._synchronous[request_id]
         return failed

@@ -60,7 +60,6 @@ class SchedulerSide:
         child_settings: Mapping[str, ChildSettings],
         has_recurrent_groups: bool,
         load_weights: Sequence[LoadWeight],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``has_recurrent_groups``: a hit of a whole prompt cannot be used, as a state cannot be rewound by a token.
 
@@ -68,7 +67,7 @@ class SchedulerSide:
         """
         self._children = children
         self._isolate_after_s = settings.isolate_after_s
-        self._clock = clock
+        self._clock: Callable[[], float] = time.monotonic
         self._control = ControlFile(settings.control_file, child_settings)
         self._filters = [RequestFilter() for _ in children]
         self.choice = Choice(load_weights)
@@ -128,10 +127,8 @@ class SchedulerSide:
         now = self._clock()
         self._control.look(now)
         self._arrive(request.request_id)
-        num_waiting, step_s = (
-            len(self._living) - len(self._admitted | {request.request_id}),
-            self._step_times.one_more_s,
-        )
+        num_waiting = len(self._living) - len(self._admitted) - (request.request_id not in self._admitted)
+        step_s = self._step_times.one_more_s
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
             num_waiting, step_s = PAID_ELSEWHERE, 0.0
         self.choice.about_to_decide(num_waiting, self._outstanding.loads_under_way(now), step_s)
@@ -163,16 +160,15 @@ class SchedulerSide:
             return
         # If the child has just raised it is isolated, its part of the metadata is never sent, and the workers refuse
         # this load, so the request is told that it failed.
-        loaded = self._loaded_blocks(request_id, blocks)
-        is_synchronous = not self.lookups.is_asynchronous(request_id, loader)
-        self._next.loads[request_id] = Load(loader.index, loaded, is_synchronous)
+        lookup = self.lookups.by_request[request_id]
+        is_synchronous = not lookup.replies[loader.index].asynchronous
+        load = Load(loader.index, self._loaded_blocks(lookup.local_tokens, blocks), is_synchronous)
+        self._next.loads[request_id] = load
+        self._outstanding.load_started(request_id, load, num_external_tokens, self._clock())
         if is_synchronous:
-            self._outstanding.synchronous_load_started(request_id, loader.index, loaded)
             loader.tally.count("loaded_tokens", num_external_tokens)
-        else:
-            self._outstanding.load_started(request_id, loader.index, num_external_tokens, self._clock())
 
-    def _loaded_blocks(self, request_id: str, blocks: "KVCacheBlocks") -> tuple[int, ...]:
+    def _loaded_blocks(self, num_local: int, blocks: "KVCacheBlocks") -> tuple[int, ...]:
         """The request's blocks of all groups that hold what follows its local hit: no other request reads them.
 
         Without vLLM's cache manager, which knows how many tokens a block has, all of its blocks.
@@ -180,7 +176,6 @@ class SchedulerSide:
         block_ids = blocks.get_block_ids()
         first = [0] * len(block_ids)
         if self._kv_cache_manager is not None:
-            num_local = self.lookups.by_request[request_id].local_tokens
             managers = self._kv_cache_manager.coordinator.single_type_managers
             first = [num_local // manager.block_size for manager in managers]
         loaded = {block for ids, start in zip(block_ids, first, strict=True) for block in ids[start:]}

@@ -28,27 +28,20 @@ _PHASES = {phase.value: phase.name.lower().replace("_", " ") for phase in Phase 
 
 
 class OwnStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
-    """The MultiConnector's own part: ``data`` is {"tallies": {child name: Tally}, "classes": {child name: class}}.
+    """The MultiConnector's own part, by children's names.
 
     The class of a child, as "module:qualname", is there when the child has stats, so that another process can rebuild
-    them without a registered name. On the wire tallies are dictionaries.
+    them without a registered name.
     """
+
+    def __init__(self, tallies: dict[str, Tally], classes: dict[str, str]) -> None:
+        super().__init__()
+        self.tallies, self.classes = tallies, classes
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """From what ``to_dict`` wrote in another process."""
-        tallies = {name: Tally.from_dict(tally) for name, tally in data["tallies"].items()}
-        return cls(data={"tallies": tallies, "classes": data["classes"]})
-
-    @property
-    def tallies(self) -> dict[str, Tally]:
-        tallies: dict[str, Tally] = self.data["tallies"]
-        return tallies
-
-    @property
-    def classes(self) -> dict[str, str]:
-        classes: dict[str, str] = self.data["classes"]
-        return classes
+        return cls({name: Tally.from_dict(tally) for name, tally in data["tallies"].items()}, data["classes"])
 
     def to_dict(self) -> dict[str, Any]:
         tallies = {name: tally.to_dict() for name, tally in self.tallies.items() if not tally.is_empty()}
@@ -93,7 +86,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
     @classmethod
     def of(cls, name: str, tally: Tally, stats: KVConnectorStats | None, connector: object) -> "MultiStats":
         """One child's part, as its process sees it."""
-        own = OwnStats(data={"tallies": {name: tally}, "classes": {}})
+        own = OwnStats({name: tally}, {})
         if stats is None:
             return cls(data={OWN: own})
         connector_cls = type(connector)

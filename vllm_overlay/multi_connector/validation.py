@@ -79,7 +79,9 @@ def block_ids(answer: Any) -> set[int]:
 
 def hit_sources(answer: Any) -> dict[CacheHitSource, int]:
     if isinstance(answer, dict):
-        return dict(zip(all_of(CacheHitSource, answer), integers(answer.values()), strict=True))
+        all_of(CacheHitSource, answer)
+        integers(answer.values())
+        return answer
     raise TypeError(f"{answer!r} are not tokens by source")
 
 

@@ -41,14 +41,9 @@ _EVENTS = validation.optional(KVConnectorKVEvents)
 class WorkerSide:
     """Every method is called from the thread that runs the model; those with the name of a hook, by that hook."""
 
-    def __init__(
-        self,
-        children: Sequence[Child],
-        settings: MultiSettings,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, children: Sequence[Child], settings: MultiSettings) -> None:
         self._children = children
-        self._clock = clock
+        self._clock: Callable[[], float] = time.monotonic
         self._completions = Completions()
         self._orders = tuple(Order(child.generation, Duty.SERVE) for child in children)
         self._new_backoff = partial(Backoff, settings.retry_first_s, settings.retry_longest_s)
@@ -72,8 +67,8 @@ class WorkerSide:
 
     # ---- A step's way.
 
-    def handle_preemptions(self, metadata: MultiMetadata | QuietStep) -> None:
-        if isinstance(metadata, QuietStep):
+    def handle_preemptions(self, kv_connector_metadata: MultiMetadata | QuietStep) -> None:
+        if isinstance(metadata := kv_connector_metadata, QuietStep):
             return
         self._obey(metadata)
         for child, part in self._parts(metadata):
