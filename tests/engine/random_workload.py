@@ -56,7 +56,8 @@ class RandomWorkload:
         self._speculation = speculation
         self._states = states
         self._connected = connected or {}
-        self._workload = Workload(seed, states.block_size)
+        # Triton's interpreter cannot run the V2 runner's kernel for structured output.
+        self._workload = Workload(seed, states.block_size, is_free=bool(runner))
 
     def run(self, num_requests: int, num_lives: int) -> Seen:
         """Split over ``num_lives`` engines."""

@@ -75,10 +75,13 @@ class Turn:
 
 
 class Workload:
-    """Turns by a seed. ``block_size`` is N in tokens: requests of a burst come to about two blocks each."""
+    """Turns by a seed. ``block_size`` is N in tokens: requests of a burst come to about two blocks each.
+    ``is_free``: without structured output.
+    """
 
-    def __init__(self, seed: int, block_size: int) -> None:
+    def __init__(self, seed: int, block_size: int, is_free: bool = False) -> None:
         self._random = random.Random(seed)
+        self._constraints = [None] if is_free else _CONSTRAINTS
         self._block_size = block_size
         self._earlier: list[Request] = []
         self._num_texts = 0
@@ -92,7 +95,7 @@ class Workload:
         request = self._request(kind)
         if kind is Kind.ABORT:
             return Turn(kind, [request], self._random.randrange(1, 8))
-        request.constraint = self._random.choice(_CONSTRAINTS)
+        request.constraint = self._random.choice(self._constraints)
         self._earlier = [*self._earlier, request][-_KEPT:]
         return Turn(kind, [request])
 
