@@ -48,7 +48,7 @@ class Driver:
         adapter: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> list[dict[str, Any]]:
-        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, **sampling)
+        parameters = features.parameters(max_tokens=max_tokens, **sampling)
         answers = []
         inputs = _inputs(prompts, salts)
         lora_request = LoRARequest(**adapter) if adapter is not None else None

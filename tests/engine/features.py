@@ -30,13 +30,10 @@ def answers(
 
     ``images`` are seeds of pictures, one for each place of an image in the prompt.
     """
-    if "structured_outputs" in sampling:
-        sampling["structured_outputs"] = StructuredOutputsParams(**sampling["structured_outputs"])
-    parameters = SamplingParams(**{"temperature": 0, "logprobs": 0, "ignore_eos": True, **sampling})
     item = {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
     if images:
         item["multi_modal_data"] = {"image": [_picture(seed) for seed in images]}
-    (output,) = driver.llm.generate([item], parameters, use_tqdm=False)
+    (output,) = driver.llm.generate([item], parameters(**sampling), use_tqdm=False)
     asked = output.prompt_logprobs
     return {
         "num_cached_tokens": output.num_cached_tokens,
@@ -52,6 +49,14 @@ def answers(
             for each in output.outputs
         ],
     }
+
+
+def parameters(structured_outputs: dict[str, Any] | None = None, **sampling: Any) -> SamplingParams:
+    """Greedy, unless ``sampling`` says otherwise."""
+    constraint = StructuredOutputsParams(**structured_outputs) if structured_outputs else None
+    return SamplingParams(
+        **{"temperature": 0, "logprobs": 0, "ignore_eos": True, **sampling}, structured_outputs=constraint
+    )
 
 
 def _picture(seed: int) -> Image.Image:

@@ -8,9 +8,10 @@ run together must keep to the bar of ``tests/engine/bar.py``.
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.engine import oracle
@@ -70,8 +71,9 @@ class Judge:
         what = f"{turn.kind} of {len(request.tokens)}, {answer.num_cached_tokens} cached"
         if answer.same_as(wanted):
             return self._count("exact, restored or cached" if answer.num_cached_tokens else "exact, computed", what)
-        is_vllms = answer.same_as(self._without_connector(request, answer.num_cached_tokens))
-        return self._count("as vLLM's device cache" if is_vllms else "", f"{what}: {_difference(answer, wanted)}")
+        vllms = self._without_connector(request, answer.num_cached_tokens)
+        what += f", {request.constraint}: {_difference(answer, wanted)}; vLLM's: {_difference(answer, vllms)}"
+        return self._count("as vLLM's device cache" if answer.same_as(vllms) else "", what)
 
     def _without_connector(self, request: Request, num_cached: int) -> Output:
         """What vLLM's device cache makes of the request when it holds so much of it, and nothing else."""
@@ -79,7 +81,8 @@ class Judge:
         if num_cached:
             found = num_cached + self._num_dropped
             self._plain.generate(request.tokens[: found + 1], 1)  # its last token is never found
-        return self._plain.generate(request.tokens, request.max_tokens)
+        (answer,) = self._plain.generate_many(**_arguments([request]))
+        return answer
 
     def _count(self, verdict: str, what: str) -> list[str]:
         self.answers[verdict or "wrong"] += 1
@@ -88,17 +91,24 @@ class Judge:
 
 @contextmanager
 def judge_of(
-    model: Path, states: States, known: Path | None = None, speculation: dict[str, Any] | None = None
+    model: Path,
+    states: States,
+    known: Path | None = None,
+    speculation: dict[str, Any] | None = None,
+    runner: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Judge]:
-    """With two engines of its own."""
-    drafts = drafting(speculation, known)
+    """With two engines of its own. ``runner``: arguments of the one that has a device cache."""
+    drafts = drafting(speculation, known, runner)
     with Engine(model, **_shape(states), **UNCACHED) as uncached, Engine(model, **_shape(states), **drafts) as plain:
         yield Judge(uncached, plain, known, speculation)
 
 
-def drafting(speculation: dict[str, Any] | None, known: Path | None) -> dict[str, Any]:
-    """Arguments of an engine that speculates, if it does."""
-    return {"speculative_config": speculation, "environment": {oracle.KNOWN: str(known)}} if speculation else {}
+def drafting(speculation: dict[str, Any] | None, known: Path | None, runner: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an engine that speculates, if it does; ``runner``: those of its model runner."""
+    if not speculation:
+        return dict(runner)
+    environment = {**runner.get("environment", {}), oracle.KNOWN: str(known)}
+    return {**runner, "speculative_config": speculation, "environment": environment}
 
 
 def small_engine(model: Path, states: States, root: Path, cpu: str, disk: str, **arguments: Any) -> Engine:
@@ -140,6 +150,7 @@ def _arguments(requests: list[Request]) -> dict[str, Any]:
         "prompts": [request.tokens for request in requests],
         "max_tokens": requests[0].max_tokens,
         "salts": [request.salt for request in requests],
+        **({"structured_outputs": constraint} if (constraint := requests[0].constraint) else {}),
     }
 
 

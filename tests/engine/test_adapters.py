@@ -8,31 +8,42 @@ import pytest
 
 from tests.adapters import RANK, make_adapter
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
-from tests.engine.restore import assert_restored
+from tests.engine.restore import U, assert_restored
+from tools.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
 
 LENGTH = 300
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 
 
 def adapter(directory: Path, number: int) -> dict[str, Any]:
     return {"lora_name": directory.name, "lora_int_id": number, "lora_path": str(directory)}
 
 
-@pytest.mark.parametrize("is_asynchronous", [False, pytest.param(True, marks=pytest.mark.engines)])
+@pytest.mark.parametrize(
+    ("more", "num_dropped"),
+    [
+        ({}, 0),
+        pytest.param({"async_scheduling": True}, 0, marks=pytest.mark.engines),
+        pytest.param({"speculative_config": MTP}, U, marks=pytest.mark.engines),
+    ],
+    ids=["synchronous", "asynchronous", "mtp"],
+)
 def test_adapters_are_restored_by_both_tiers_and_never_mix(
-    tiny_model: Path, tmp_path: Path, is_asynchronous: bool
+    tmp_path: Path, more: dict[str, Any], num_dropped: int
 ) -> None:
+    model = make_tiny_model(tmp_path / "model", has_draft_head=True)
+    length, is_asynchronous = LENGTH - num_dropped, "async_scheduling" in more
     one = adapter(make_adapter(tmp_path / "one", seed=1), 1)
     two = adapter(make_adapter(tmp_path / "two", seed=2), 2)
     three = adapter(make_adapter(tmp_path / "three", seed=3), 3)
     tokens = prompt(LENGTH, seed=1)
-    options: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": RANK}
-    options["async_scheduling"] = is_asynchronous
+    options = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 2, "max_lora_rank": RANK, **more}
     disk = disk_child(tmp_path / "root")
     cold: dict[str, Output] = {}
 
-    with Engine(tiny_model, kv_transfer_config=multi(cpu_child(), disk), **options) as engine:
+    with Engine(model, kv_transfer_config=multi(cpu_child(), disk), **options) as engine:
 
         def computed(name: str, of: dict[str, Any] | None) -> Output:
             """Nothing of it is found, and it differs from all that was computed before."""
@@ -43,7 +54,7 @@ def test_adapters_are_restored_by_both_tiers_and_never_mix(
 
         def restored(expected: Output, of: dict[str, Any] | None) -> None:
             engine.reset_device_cache()
-            assert_restored(expected, engine.generate(tokens, adapter=of), LENGTH)
+            assert_restored(expected, engine.generate(tokens, adapter=of), length)
 
         if is_asynchronous:  # or each one's first request is not stored (docs/models.md)
             for of in (one, two):
@@ -86,17 +97,17 @@ def test_adapters_are_restored_by_both_tiers_and_never_mix(
 
     make_adapter(tmp_path / "one", seed=1)
     make_adapter(tmp_path / "two", seed=2, nudge=0.5)
-    with Engine(tiny_model, kv_transfer_config=disk, **options) as engine:  # the disk tier alone
+    with Engine(model, kv_transfer_config=disk, **options) as engine:  # the disk tier alone
         for of in (one, two):
             engine.call("load_adapter", adapter=of)
-        assert_restored(cold["one"], engine.generate(tokens, adapter=one), LENGTH)
-        assert_restored(cold["base"], engine.generate(tokens), LENGTH)
+        assert_restored(cold["one"], engine.generate(tokens, adapter=one), length)
+        assert_restored(cold["base"], engine.generate(tokens), length)
         nudged = engine.generate(tokens, adapter=two)
         assert nudged.num_cached_tokens == 0
         assert not nudged.same_as(cold["two"])
         engine.wait_for_stores()  # the blocks are free before the files are written
         engine.reset_device_cache()
-        assert_restored(nudged, engine.generate(tokens, adapter=two), LENGTH)
+        assert_restored(nudged, engine.generate(tokens, adapter=two), length)
 
         make_adapter(tmp_path / "one", seed=6)
         engine.reset_device_cache()

@@ -17,20 +17,24 @@ IMAGE_TOKENS = 64
 """That a picture becomes, where the prompt has one."""
 BEFORE = 100
 A, B = 1, 2
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 
 Start = Callable[..., Engine]
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+@pytest.fixture(
+    scope="module", params=[None, pytest.param(NGRAM, marks=pytest.mark.engines)], ids=["no drafts", "ngram"]
+)
+def start(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Start:
     """Makes an engine with a vision tower."""
     model = make_qwen3_5_vl(tmp_path_factory.mktemp("models") / "vl")
     limits = {"image": 2, "video": 0}
-    return lambda **arguments: Engine(model, **FLOAT32.arguments, limit_mm_per_prompt=limits, **arguments)
+    shape = {**FLOAT32.arguments, "limit_mm_per_prompt": limits, "speculative_config": request.param}
+    return lambda **arguments: Engine(model, **shape, **arguments)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def config(start: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return multi(cpu_child(), disk_child(tmp_path_factory.mktemp("disk") / "root"))
 
 

@@ -2,10 +2,11 @@
 """A short random workload over both tiers and a restart; ``tests/engine/random_workload.py`` runs long ones."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.engine.random_workload import DRAFTERS, RandomWorkload, Seen
+from tests.engine.random_workload import DRAFTERS, RandomWorkload, Seen, fewer_together
 from tests.engine.workload import Kind
 from tools.tiny_model import make_tiny_model
 
@@ -19,10 +20,14 @@ def test_random_requests_over_two_lives_are_answered_as_without_a_cache(
     check(RandomWorkload(tiny_model, seed=1, connected={"async_scheduling": is_asynchronous}))
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_with_drafts_as_by_vllm_without_a_connector(tmp_path: Path, drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "more"),
+    [("mtp", {}), ("oracle", {}), ("oracle", {"num_speculative_tokens_per_batch_size": fewer_together(3)})],
+    ids=["mtp", "oracle", "oracle, fewer together"],
+)
+def test_with_drafts_as_by_vllm_without_a_connector(tmp_path: Path, drafter: str, more: dict[str, Any]) -> None:
     model = make_tiny_model(tmp_path / "model", has_draft_head=True)
-    speculation = {**DRAFTERS[drafter], "num_speculative_tokens": 3}
+    speculation = {**DRAFTERS[drafter], "num_speculative_tokens": 3, **more}
     seen = check(RandomWorkload(model, seed=1, speculation=speculation))
     assert bool(seen.counters["accepted drafts"]) is (drafter == "oracle")
 

@@ -4,6 +4,7 @@
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, pr
 from tests.engine.interpreted_triton import V2_RUNNER
 from tests.engine.states import FLOAT32
 from tests.models.eagle import make_head
+from tests.models.families import make_llama
 from tools.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -33,6 +35,7 @@ NGRAM: dict[str, Any] = {
     "prompt_lookup_max": 2,
 }
 ASYNCHRONOUS = {**V2_RUNNER, "async_scheduling": True}
+WITHOUT_STATES = {"block_size": U}
 TWO_RANKS: dict[str, Any] = {"environment": BINDING, "tensor_parallel_size": 2}
 CASES = [
     pytest.param(MTP, {}, id="mtp-V1"),
@@ -105,10 +108,21 @@ def restorable(num_tokens: int, speculation: dict[str, Any]) -> int:
 def test_answers_and_drafts_are_those_that_were_computed(
     mtp_model: Path, tmp_path: Path, speculation: dict[str, Any], runner: dict[str, Any]
 ) -> None:
+    check_all_restores(mtp_model, tmp_path, speculation, {**FLOAT32.arguments, **runner}, is_quick=runner == {})
+
+
+@suite
+@pytest.mark.parametrize("speculation", [NGRAM, {**EAGLE3, "model": 2}], ids=["ngram", "eagle3"])
+def test_of_a_model_without_states_too(tmp_path: Path, speculation: dict[str, Any]) -> None:
+    check_all_restores(make_llama(tmp_path / "llama"), tmp_path, speculation, WITHOUT_STATES, is_quick=True)
+
+
+def check_all_restores(
+    model: Path, tmp_path: Path, speculation: dict[str, Any], engine_arguments: dict[str, Any], is_quick: bool
+) -> None:
     """From the device, from the CPU tier, and from disk after a restart. Answers run over a block's end."""
-    is_quick = runner == {}
     lengths = (3 * U + 2, N - 5, 2 * N + U, *((U + 2, 2 * U - 1, 2 * U, N, N + 2, 2 * N - 3) if is_quick else ()))
-    arguments = {**FLOAT32.arguments, **runner, "speculative_config": with_head(speculation, tmp_path)}
+    arguments = {**engine_arguments, "speculative_config": with_head(speculation, tmp_path)}
     tiers = multi(cpu_child(), disk_child(tmp_path / "root"))
     prompts = {length: prompt(length, seed=length) for length in lengths}
     cold: dict[int, Asked] = {}
@@ -118,7 +132,7 @@ def test_answers_and_drafts_are_those_that_were_computed(
         assert restored.output.num_cached_tokens == restorable(length, speculation)
         assert restored.same_as(cold[length]), (length, cold[length], restored)
 
-    with Engine(mtp_model, **arguments, kv_transfer_config=tiers) as engine:
+    with Engine(model, **arguments, kv_transfer_config=tiers) as engine:
         for length, tokens in prompts.items():
             cold[length] = ask(engine, tokens)
             assert cold[length].output.num_cached_tokens == 0
@@ -128,13 +142,13 @@ def test_answers_and_drafts_are_those_that_were_computed(
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="cpu") > 0
         assert engine.metric("vllm:hybrid_offload_hook_errors") == 0
         engine.wait_for_stores()
-    with Engine(mtp_model, **arguments, kv_transfer_config=tiers) as engine:
+    with Engine(model, **arguments, kv_transfer_config=tiers) as engine:
         for length in lengths:
             check(engine, length)
         assert engine.metric("vllm:hybrid_offload_loaded_bytes", connector="disk") > 0
     if is_quick and "model" in speculation:
         arguments["speculative_config"] = with_head(speculation, tmp_path, seed=1)
-        with Engine(mtp_model, **arguments, kv_transfer_config=tiers) as engine:
+        with Engine(model, **arguments, kv_transfer_config=tiers) as engine:
             assert engine.generate(prompts[lengths[0]]).num_cached_tokens == 0  # of another head
 
 
@@ -191,17 +205,26 @@ TURN = prompt(N - 30, seed=5)
 @pytest.fixture(scope="module")
 def knowing(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine that keeps the state at each block's end, in answers too."""
-    known = tmp_path_factory.mktemp("oracle") / "known.json"
-    known.write_text("[]")
+    arguments = {**FLOAT32.arguments, "prefix_cache_retention_interval": N}
+    tiers = multi(cpu_child(store_decoded_tokens=True))
+    with knowing_engine(tiny_model, tmp_path_factory.mktemp("oracle"), **arguments, kv_transfer_config=tiers) as engine:
+        yield engine
+
+
+@contextmanager
+def knowing_engine(model: Path, directory: Path, **arguments: Any) -> Iterator[Engine]:
+    """What it knows lies in the directory."""
+    known = directory / "known.json"
+    is_new = not known.exists()
     speculation = {
         "method": "custom_class",
         "model": "tests.engine.oracle.Oracle",
         "num_speculative_tokens": NUM_DRAFTS,
     }
-    arguments = {**FLOAT32.arguments, "speculative_config": speculation, "prefix_cache_retention_interval": N}
-    tier = multi(cpu_child(store_decoded_tokens=True))
-    with Engine(tiny_model, {oracle.KNOWN: str(known)}, **arguments, kv_transfer_config=tier) as engine:
-        for tokens in (TURN, *PROMPTS):
+    if is_new:
+        known.write_text("[]")
+    with Engine(model, {oracle.KNOWN: str(known)}, speculative_config=speculation, **arguments) as engine:
+        for tokens in (TURN, *PROMPTS) if is_new else ():
             learn(engine, tokens, known)
         yield engine
 
@@ -259,3 +282,22 @@ def test_the_state_of_a_rejected_draft_would_be_seen(knowing: Engine) -> None:
     restored = knowing.generate(tokens)
     assert restored.num_cached_tokens == N
     assert not restored.same_as(by_device)
+
+
+@suite
+def test_without_states_chunks_of_an_answer_are_of_accepted_tokens(tmp_path: Path) -> None:
+    model = make_llama(tmp_path / "llama")
+    with knowing_engine(model, tmp_path, **WITHOUT_STATES, kv_transfer_config=multi(cpu_child())):
+        pass  # it has learned, and resets its tiers for that
+    tiers = multi(cpu_child(store_decoded_tokens=True), disk_child(tmp_path / "root", store_decoded_tokens=True))
+    with knowing_engine(model, tmp_path, **WITHOUT_STATES, kv_transfer_config=tiers) as engine:
+        tokens = next_turn(engine)
+        by_device = engine.generate(tokens)
+        engine.evict()
+        restored = engine.generate(tokens)
+        engine.wait_for_stores()
+    with knowing_engine(model, tmp_path, **WITHOUT_STATES, kv_transfer_config=tiers) as engine:
+        by_disk = engine.generate(tokens)
+    for answer in (by_device, restored, by_disk):
+        assert answer.num_cached_tokens == N > len(TURN)
+        assert answer.same_as(by_device)

@@ -4,12 +4,19 @@
 import random
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from tests.engine.client import prompt
 
 _KEPT = 40
 """So many prompts are remembered; later ones build on them."""
 _SHORTEST, _LONGEST = 50, 480
+_CONSTRAINTS: list[dict[str, Any] | None] = [
+    *[None] * 7,
+    {"regex": "[a-f]{40}"},
+    {"json": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}},
+]
+"""No answer is as long as these are: behind the end of a structure logprobs are no numbers."""
 
 
 class Kind(StrEnum):
@@ -48,12 +55,14 @@ _WEIGHTS = {
 
 @dataclass(slots=True)
 class Request:
-    """One prompt. ``answer`` is what an uncached engine says to it, once that was asked."""
+    """One prompt. ``answer`` is what an uncached engine says to it, once that was asked. ``constraint`` is its
+    structured output's, if it has one."""
 
     tokens: list[int]
     max_tokens: int
     salt: str = ""
     answer: list[int] = field(default_factory=list)
+    constraint: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +75,13 @@ class Turn:
 
 
 class Workload:
-    """Turns by a seed. ``block_size`` is N in tokens: requests of a burst come to about two blocks each."""
+    """Turns by a seed. ``block_size`` is N in tokens: requests of a burst come to about two blocks each.
+    ``is_free``: without structured output.
+    """
 
-    def __init__(self, seed: int, block_size: int) -> None:
+    def __init__(self, seed: int, block_size: int, is_free: bool = False) -> None:
         self._random = random.Random(seed)
+        self._constraints = [None] if is_free else _CONSTRAINTS
         self._block_size = block_size
         self._earlier: list[Request] = []
         self._num_texts = 0
@@ -83,6 +95,7 @@ class Workload:
         request = self._request(kind)
         if kind is Kind.ABORT:
             return Turn(kind, [request], self._random.randrange(1, 8))
+        request.constraint = self._random.choice(self._constraints)
         self._earlier = [*self._earlier, request][-_KEPT:]
         return Turn(kind, [request])
 

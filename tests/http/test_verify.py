@@ -11,12 +11,14 @@ from tests.engine.client import cpu_child, disk_child, multi
 from tests.engine.states import FLOAT32
 from tests.http.plugin import plugin
 from tests.http.warm_server import WarmServer
+from tools.tiny_model import make_tiny_model
 from vllm_overlay import cli
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("rank_in_the_core")]
 
 LONGEST = "1200"
 """Tokens: up to a block and a few tokens."""
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 ZEROED_SNAPSHOTS = """
 from vllm_overlay.planner.objects import SNAPSHOT_TAG
 from vllm_overlay.tiers.cpu import CpuTierWorker
@@ -49,21 +51,31 @@ def sources(results: list[dict[str, Any]]) -> set[str]:
     return {name for result in results for name in result["loaded_bytes"]}
 
 
+@pytest.mark.parametrize(
+    ("speculation", "restored"),
+    [
+        (None, [64, 128, 1088, 1152]),
+        pytest.param({"method": "mtp", "num_speculative_tokens": 2}, [64, 128, 1088], marks=pytest.mark.engines),
+        pytest.param(NGRAM, [64, 128, 1088, 1152], marks=pytest.mark.engines),
+    ],
+    ids=["no drafts", "mtp", "ngram"],
+)
 def test_what_both_tiers_restore_is_equal_also_after_a_restart(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], speculation: dict[str, Any] | None, restored: list[int]
 ) -> None:
     config = multi(cpu_child(load_weight=1.0), disk_child(tmp_path / "root", load_weight=1.0))
     file = str(tmp_path / "answers.json")
+    model = make_tiny_model(tmp_path / "model", has_draft_head=True)
+    flags = [*FLOAT32.flags, *(["--speculative-config", json.dumps(speculation)] if speculation else [])]
 
     def server(name: str) -> WarmServer:
-        return WarmServer(tiny_model, config, log_path=tmp_path / name, arguments=FLOAT32.flags)
+        return WarmServer(model, config, log_path=tmp_path / name, arguments=flags)
 
     # The last prompt extends the one before it; what it added is on the disk when the server is restarted.
-    restored = [64, 128, 1088, 1152]
     first = server("first")
     with first:
         results = verify(capsys, first.url, "--longest", LONGEST, "--save", file)
-        assert [result["restored_tokens"] for result in results] == [*restored, 1152]
+        assert [result["restored_tokens"] for result in results] == [*restored, restored[-1]]
         assert sources(results) == {"cpu"}
         assert cli.main(["verify", first.url, "--against", file]) == 2
         assert "has not been restarted since the file was written: restart it first" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def make_head(directory: Path, method: str = "eagle3", *, num_kv_heads: int = 2,
         head = type("Eagle3LlamaForCausalLM" if is_third else "EagleLlamaForCausalLM", (LlamaModel,), {})(config)
         layer = head.layers[0]
         if is_third:  # It sees three layers of the model, and its own attention also a token's embedding.
-            config.eagle_aux_hidden_state_layer_ids = [1, 2, 3]
+            config.eagle_aux_hidden_state_layer_ids = [0, 1, 2]
             layer.hidden_norm = torch.nn.RMSNorm(hidden)
             for name in ("q_proj", "k_proj", "v_proj"):
                 old = getattr(layer.self_attn, name)
