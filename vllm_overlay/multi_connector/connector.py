@@ -46,10 +46,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector import validation
@@ -58,7 +61,10 @@ from vllm_overlay.multi_connector.children import ChildSpec, announce, child_spe
 from vllm_overlay.multi_connector.control_file import warn_of_missing_directory
 from vllm_overlay.multi_connector.hooks import LAYER_HOOKS, Watchdog
 from vllm_overlay.multi_connector.metadata import (
+    MultiHandshakeMetadata,
+    MultiKVEvents,
     MultiMetadata,
+    MultiWorkerMetadata,
 )
 from vllm_overlay.multi_connector.prom_metrics import MultiPromMetrics
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
@@ -74,19 +80,12 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 _STATS = validation.optional(KVConnectorStats)
-
-
-def _asks(half: str, hook: str) -> Callable[..., Any]:
-    """A hook that one half does, with vLLM's arguments: ``scheduler.py`` or ``worker.py``."""
-
-    def ask(self: "MultiConnector", *args: Any, **options: Any) -> Any:
-        return getattr(getattr(self, half), hook)(*args, **options)
-
-    return ask
 
 
 def _call_all(hook: str) -> Callable[..., None]:
@@ -102,8 +101,7 @@ def _call_all(hook: str) -> Callable[..., None]:
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unused-ignore]
     """The child with the best offer loads, and every child stores. See the module's table and ``settings.py``.
 
-    What takes thought is in ``scheduler.py`` and ``worker.py``; here each hook finds its way there. Arguments of the
-    hooks that find it by ``_asks`` are in vLLM's interface, and there.
+    What takes thought is in ``scheduler.py`` and ``worker.py``; here each hook finds its way there.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
@@ -243,8 +241,11 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         for child in self._children:
             child.start(hook, argument, again=True)
 
-    get_handshake_metadata = _asks("_worker", "get_handshake_metadata")
-    handle_preemptions = _asks("_worker", "handle_preemptions")
+    def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
+        return self._worker.get_handshake_metadata()
+
+    def handle_preemptions(self, kv_connector_metadata: MultiMetadata | QuietStep) -> None:
+        self._worker.handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: MultiMetadata | QuietStep) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -263,18 +264,27 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     finish_forward = _call_all("finish_forward")
     reset_capture_state = _call_all("reset_capture_state")
     wait_for_save = _call_all("wait_for_save")
-    get_transfer_results = _asks("_worker", "get_transfer_results")
-    get_block_ids_with_load_errors = _asks("_worker", "get_block_ids_with_load_errors")
-    get_kv_connector_kv_cache_events = _asks("_worker", "get_kv_connector_kv_cache_events")
-    build_connector_worker_meta = _asks("_worker", "build_connector_worker_meta")
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.get_transfer_results(finished_req_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.get_block_ids_with_load_errors()
+
+    def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
+        return self._worker.get_kv_connector_kv_cache_events()
+
+    def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
+        return self._worker.build_connector_worker_meta()
+
     # ---- Scheduler side: vLLM calls these on the scheduler's thread.
 
-    bind_kv_cache_manager = _asks("_scheduler", "bind_kv_cache_manager")
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        self._scheduler.bind_kv_cache_manager(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         for child in self._children:
@@ -300,28 +310,49 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     ) -> None:
         self._scheduler.set_handshake("set_xfer_handshake_metadata_pp_aware", metadata)
 
-    on_new_request = _asks("_scheduler", "on_new_request")
-    get_num_new_matched_tokens = _asks("_scheduler", "get_num_new_matched_tokens")
-    get_external_cache_hit_sources = _asks("_scheduler", "get_external_cache_hit_sources")
-    update_state_after_alloc = _asks("_scheduler", "update_state_after_alloc")
-    build_connector_meta = _asks("_scheduler", "build_connector_meta")
-    update_connector_output = _asks("_scheduler", "update_connector_output")
-    request_finished_all_groups = _asks("_scheduler", "request_finished")
-    register_finished_partial_tail = _asks("_scheduler", "register_finished_partial_tail")
-    has_pending_push_work = _asks("_scheduler", "has_pending_push_work")
+    def on_new_request(self, request: "Request") -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         return self._scheduler.get_loaded_kv_cache_group_ids(
             request, by_default=tuple(self._kv_cache_config.prefix_cacheable_group_ids)
         )
 
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+        return self._scheduler.get_external_cache_hit_sources(request, num_external_tokens)
+
     def completes_local_attention(self, request: "Request") -> bool:
         child = self._scheduler.lookups.chosen(request.request_id)
         return child is not None and child.call("completes_local_attention", False, request, parse=validation.truth)
 
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> MultiMetadata | QuietStep:
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.update_connector_output(connector_output)
+
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Not called by vLLM 0.32 on a connector with hybrid support; the same as for all groups with one."""
         return self._scheduler.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, block_ids)
+
+    def register_finished_partial_tail(
+        self,
+        request: "Request",
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        return self._scheduler.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         events: list[KVCacheEvent] = []
@@ -331,6 +362,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
 
     def has_pending_block_frees(self) -> bool:
         return any(child.call("has_pending_block_frees", False, parse=validation.truth) for child in self._children)
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_pending_push_work()
 
     def reset_cache(self) -> bool:
         """A child out of service comes back empty anyway."""
