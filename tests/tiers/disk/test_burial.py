@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A writer is one life of one engine. What a dead one has left is looked after, once none of it can write any more."""
 
+import errno
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.disk.devices import GatedDevice
+from tests.tiers.disk.devices import FailingDevice, GatedDevice
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk, writers_of
 from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, has_buried, room_bytes
 from tests.tiers.disk.objects import chain, content, fill
@@ -67,7 +68,7 @@ def test_each_life_has_a_name_of_its_own(tmp_path):
         life.end()
 
 
-def test_a_file_that_is_there_is_never_written_to(tmp_path):
+def test_a_file_that_is_there_is_never_written_to_and_one_that_fails_is_removed(tmp_path):
     planned, path = chain("p", 1)[0], tmp_path / "0" / "7.r0"
     file = File(DEAD, 7)
     header = ObjectHeader(
@@ -82,6 +83,9 @@ def test_a_file_that_is_there_is_never_written_to(tmp_path):
     with pytest.raises(FileExistsError):
         write_object(Device(), str(path), header, buffer, direct=False)
     assert path.read_bytes() == before
+    with pytest.raises(OSError, match="Input/output"):
+        write_object(FailingDevice(pwritev=errno.EIO), str(path.with_name("8.r0")), header, buffer, direct=False)
+    assert list(path.parent.iterdir()) == [path]
 
 
 FORKED = """
