@@ -29,8 +29,6 @@ from vllm_overlay.multi_connector import MultiConnector
 from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.hooks import HOOKS, NOT_CALLED
 from vllm_overlay.multi_connector.metadata import MultiHandshakeMetadata, MultiMetadata
-from vllm_overlay.multi_connector.scheduler import SchedulerSide
-from vllm_overlay.multi_connector.worker import WorkerSide
 
 INHERITED = {"role", "has_connector_metadata"}
 CLASS_LEVEL = {name for name, member in public_hooks().items() if isinstance(member, classmethod)}
@@ -106,14 +104,6 @@ def use(connector, hook):
 @pytest.mark.parametrize("hook", sorted(public_hooks()))
 def test_every_hook_of_the_interface_is_overridden_or_excused(hook):
     assert hook in MultiConnector.__dict__ or hook in INHERITED
-
-
-def test_a_hook_that_one_half_does_takes_vllms_arguments_by_their_names():
-    halves = {**vars(SchedulerSide), **vars(WorkerSide), "request_finished_all_groups": SchedulerSide.request_finished}
-    asked = [name for name, member in vars(MultiConnector).items() if getattr(member, "__name__", "") == "ask"]
-    assert len(asked) > 10
-    for name in asked:
-        assert [*inspect.signature(halves[name]).parameters] == [*inspect.signature(public_hooks()[name]).parameters]
 
 
 def test_the_metric_label_has_every_hook_that_a_child_meets_while_it_serves_or_comes_back():
