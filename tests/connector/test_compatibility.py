@@ -66,7 +66,7 @@ def test_these_ways_to_speculate_are_not_refused(spec: TierSpec[Any], method: st
         {"kv_transfer_config__is_kv_consumer": False},
         {"max_concurrent_batches": 2},
     ],
-    ids=str,
+    ids=lambda changes: ", ".join(changes) or "none",
 )
 @pytest.mark.parametrize("spec", [CPU, DISK])
 def test_what_is_supported_is_not_refused(spec: TierSpec[Any], changes: dict[str, object]) -> None:
