@@ -122,7 +122,9 @@ class Churn:
         def serves_and_rests() -> bool:
             self.driver._step()
             phases = {lifecycle.phase.name for lifecycle in connector._scheduler.supervisor.lifecycles}
-            return phases == {"SERVING"} and not connector.has_pending_push_work()
+            if "OPEN" in phases and not scheduler.has_requests():
+                self._start("wakes")  # an idle engine makes no steps, in which a child would be tried again
+            return phases == {"SERVING"} and not scheduler.has_requests()
 
         until(serves_and_rests, "the return of all children, and the end of all stores", longest_pause_s=0.0)
         self.driver.reset()
