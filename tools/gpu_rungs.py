@@ -85,6 +85,10 @@ class Engine:
         arguments.setdefault("async_scheduling", False)  # one cause less; the rung "asynchronous" asks for it
         common = {"max_model_len": 8192, "enable_prefix_caching": True, "mamba_ssm_cache_dtype": "float32"}
         self._llm = LLM(str(model), **{**common, **on(device, arguments)})
+        self.adapter: Any = None
+        """The ``LoRARequest`` of each request."""
+        self.image: Any = None
+        """The picture of each prompt."""
 
     def close(self) -> None:
         """The tiers write what they have yet to write."""
@@ -104,7 +108,9 @@ class Engine:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, logprobs=0, ignore_eos=True)
-        outputs = self._llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], sampling, use_tqdm=False)
+        more = {"multi_modal_data": {"image": [self.image]}} if self.image else {}
+        items = [{"prompt_token_ids": tokens, **more} for tokens in prompts]
+        outputs = self._llm.generate(items, sampling, use_tqdm=False, lora_request=self.adapter)
         answers = []
         for output in outputs:
             tokens = list(output.outputs[0].token_ids)
@@ -246,6 +252,58 @@ def speculating(_: Path, device: str) -> str:
         model = make_tiny_model(Path(scratch) / "mtp", has_draft_head=True)
         drafts = {"method": "mtp", "num_speculative_tokens": 2}
         return restored(model, device, num_tokens=3500, speculative_config=drafts, **CAREFUL)
+
+
+def told_apart(engine: Engine, hit: Hit, what: str) -> str:
+    """Another adapter or image, with the same tokens: nothing of them is restored from before where they differ."""
+    engine.evict()
+    (other,), (num_cached,) = engine.answers([hit.tokens])
+    if num_cached:
+        raise AssertionError(f"{what}: {num_cached} tokens were restored")
+    return f"{hit}; {expect_other(hit, other, what)}"
+
+
+def with_adapter(model: Path, device: str) -> str:
+    from vllm.lora.request import LoRARequest
+
+    from tests.adapters import RANK, make_adapter
+
+    with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as scratch:
+        adapter = LoRARequest("adapter", 1, str(make_adapter(Path(scratch), seed=1)))
+        engine = Engine(
+            model, device, kv_transfer_config=CONNECTOR, enable_lora=True, max_lora_rank=RANK, max_loras=1, **CAREFUL
+        )
+        engine.adapter = adapter
+        engine.answers([prompt(20, seed=2)])  # only a loaded adapter is known
+        hit = hit_twice(engine, prompt(2 * engine.block_size + 20, seed=1), engine.evict)
+        engine.adapter = None
+        return told_apart(engine, hit, "no adapter")
+
+
+def with_image(_: Path, device: str) -> str:
+    from tests.engine.features import picture
+    from tests.models.qwen3_5_vl import IMAGE_TOKEN, VISION_END, VISION_START, make_qwen3_5_vl
+
+    with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as scratch:
+        model = make_qwen3_5_vl(Path(scratch) / "vl")
+        limits = {"image": 1, "video": 0}
+        engine = Engine(model, device, kv_transfer_config=CONNECTOR, limit_mm_per_prompt=limits, **CAREFUL)
+        engine.image = picture(1)
+        tokens = [VISION_START, IMAGE_TOKEN, VISION_END, *prompt(2 * engine.block_size, seed=1)]
+        hit = hit_twice(engine, tokens, engine.evict)
+        engine.image = picture(2)
+        return told_apart(engine, hit, "another image") + "; one token of them is the image, for 64"
+
+
+def compiled(model: Path, device: str) -> str:
+    """As vLLM starts by default: compiled, with its graphs."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "0"
+    return restored(model, device, **{**FLASH, "enforce_eager": False})
+
+
+def by_v2(model: Path, device: str) -> str:
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    return restored(model, device, **FLASH)
 
 
 def offloading(root: Path, device: str, cpu_bytes: int = CPU_TIER_BYTES) -> dict[str, Any]:
@@ -482,6 +540,18 @@ RUNGS = {
         preempted,
         why_not_cpu="a CPU takes longer than a rung may",
     ),
+    "compiled": Rung(
+        "our own copies, compiled and with graphs, as vLLM does by default",
+        compiled,
+        why_not_cpu="make test SUITE=compiled does that on a CPU",
+    ),
+    "v2": Rung(
+        "our own copies, the V2 model runner",
+        by_v2,
+        why_not_cpu="it needs Triton's interpreter there: tests/engine/interpreted_triton.py",
+    ),
+    "adapter": Rung("our own copies, with a LoRA adapter and without it", with_adapter),
+    "image": Rung("our own copies, with an image and another one", with_image),
     "mtp": Rung("our own copies, with a module of multi-token prediction", speculating),
     **{name: Rung(f"our own copies, {name}", of_family(name, **arguments)) for name, arguments in FAMILIES.items()},
 }

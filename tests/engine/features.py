@@ -32,7 +32,7 @@ def answers(
     """
     item = {"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})}
     if images:
-        item["multi_modal_data"] = {"image": [_picture(seed) for seed in images]}
+        item["multi_modal_data"] = {"image": [picture(seed) for seed in images]}
     (output,) = driver.llm.generate([item], parameters(**sampling), use_tqdm=False)
     asked = output.prompt_logprobs
     return {
@@ -59,7 +59,7 @@ def parameters(structured_outputs: dict[str, Any] | None = None, **sampling: Any
     )
 
 
-def _picture(seed: int) -> Image.Image:
+def picture(seed: int) -> Image.Image:
     """Random squares of one token each."""
     squares = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     return Image.fromarray(squares).resize((8 * TOKEN_PIXELS, 8 * TOKEN_PIXELS), Image.Resampling.NEAREST)

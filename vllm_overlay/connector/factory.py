@@ -69,7 +69,8 @@ def build_worker(
     facts = page_facts(vllm_config, kv_cache_config, tensors)
     cells = cell_facts(vllm_config, kv_cache_config, tensors)
     fingerprints = partial(compute_fingerprints, vllm_config, kv_cache_config, geometry, facts, cells)
-    tier, part = spec.build_worker(WorkerContext(geometry, rank, parallel.world_size, fingerprints))
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    tier, part = spec.build_worker(WorkerContext(geometry, rank, parallel.world_size, step_tokens, fingerprints))
     worker = OffloadWorker(
         _transfer(settings, tensors, tier.host_memory(), is_first_rank=rank == 0),
         tier,

@@ -316,6 +316,8 @@ class WorkerContext:
     geometry: Geometry
     rank: int
     world_size: int
+    step_tokens: int
+    """That one step computes at most, of all requests together."""
     fingerprints: Fingerprinter
 
 

@@ -2,17 +2,20 @@
 """Host memory on its way to and from files: large loads come in pieces, and cancelled ones give it back."""
 
 import pytest
+from msgspec.structs import replace
 
 from tests.tiers.disk.devices import GatedDevice
 from tests.tiers.disk.inside import free_staging_units, num_fetched
 from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.tier_pair import NAMESPACE, NOWHERE, settings, tier_pair
 from tests.waiting import until
-from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.base import StoreTicket
+from vllm_overlay.config import KIB, MIB, ConfigError
+from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
+from vllm_overlay.tiers.base import Fingerprints, StoreTicket, WorkerContext
 from vllm_overlay.tiers.disk import worker as disk_worker
 from vllm_overlay.tiers.disk.messages import DiskPart
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
+from vllm_overlay.tiers.factory import tier_spec
 
 TICKET = StoreTicket(256, chain("p", 1)[0], DiskPart(NOWHERE, NAMESPACE.fingerprint))
 
@@ -53,6 +56,19 @@ def test_stores_leave_staging_for_loads(tmp_path):
         buffers = [made.workers[0].begin_store(ticket) for ticket in tickets]
         assert [buffer is not None for buffer in buffers] == [True, False, False, False, False, False]
         assert made.reasons(objects[:1]) == [""]
+
+
+def test_what_two_full_steps_store_fits_by_default(tmp_path):
+    attention = Group(0, GroupKind.FULL, 1024, token_bytes=16 * KIB, page_bytes=16 * MIB, sliceable=False)
+    state = Group(1, GroupKind.RECURRENT, 1024, token_bytes=0, page_bytes=25 * MIB, sliceable=False)
+    geometry = Geometry.build([attention, state], 1024, "auto")
+    made = tier_spec({"tier": "disk", "root": str(tmp_path / "root")})
+    context = WorkerContext(geometry, 0, 1, 16_384, lambda *_: Fingerprints("a" * 64, "b" * 64, {}))
+    worker, _ = made.build_worker(context)
+    sizes = 2 * ([16 * MIB] * 16 + [25 * MIB])
+    planned = [replace(TICKET.planned, num_bytes=num_bytes) for num_bytes in sizes]
+    assert None not in [worker.begin_store(replace(TICKET, planned=item)) for item in planned]
+    worker.close(1.0)
 
 
 def test_no_store_is_taken_when_too_many_are_pending(tmp_path, monkeypatch):

@@ -43,8 +43,12 @@ class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
         int, Meta(description="An object is written when it could be stored for the n-th time. 1: at once.", ge=1)
     ] = 1
     staging_bytes: Annotated[
-        int | str, Meta(description="Host memory of each rank between the KV cache and the disk.")
-    ] = "256 MiB"
+        int | str,
+        Meta(
+            description="Host memory of each rank between the KV cache and the disk. 0: for what four full steps "
+            "store, from 256 MiB to 4 GiB."
+        ),
+    ] = 0
     read_threads: Annotated[int, Meta(description="Threads of each rank that read.", ge=1, le=64)] = 4
     write_threads: Annotated[int, Meta(description="Threads of each rank that write.", ge=1, le=64)] = 2
     direct_io: Annotated[

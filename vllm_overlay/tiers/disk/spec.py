@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from vllm_overlay import versions
 from vllm_overlay.config import MIB, parse_bytes
 from vllm_overlay.planner.geometry import Geometry
@@ -16,6 +18,7 @@ from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT, Di
 from vllm_overlay.tiers.disk.files.root import open_root
 from vllm_overlay.tiers.disk.manager import DiskTierManager, bytes_on_disk, quota_of
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
+from vllm_overlay.tiers.disk.staging import staging_size
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.memory import PAGE_BYTES, unit_size
 from vllm_overlay.tiers.policies.factory import learns
@@ -48,6 +51,8 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
         fingerprints = context.fingerprints(settings.namespace, Path(settings.root), facts)
         namespace = DiskNamespace(fingerprints.attention, fingerprints.snapshot, fingerprints.description)
         unit_bytes = -(-unit_size(geometry.smallest_object_bytes) // PAGE_BYTES) * PAGE_BYTES
+        step_bytes = int(context.step_tokens * geometry.token_bytes) + geometry.max_snapshot_bytes
+        settings = msgspec.structs.replace(settings, staging_bytes=staging_size(settings.staging_bytes, step_bytes))
         worker = DiskTierWorker(
             settings, namespace, context.rank, context.world_size, unit_bytes, geometry.largest_object_bytes
         )

@@ -1,8 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host memory between the KV cache and the disk. Stores and loads share it, and neither locks the other out."""
 
-from vllm_overlay.config import ConfigError
+from vllm_overlay.config import GIB, MIB, ConfigError, parse_bytes
 from vllm_overlay.tiers.memory import Bytes, HostBuffer, HostPool, UnitAllocator, units_needed
+
+LEAST_BYTES, MOST_BYTES = 256 * MIB, 4 * GIB
+STEPS = 4
+"""Whose stores fit, less the quarter that is never given to them: a fast engine's long prompt, or most of it."""
+
+
+def staging_size(setting: int | str, step_bytes: int = 0) -> int:
+    """Bytes, from ``staging_bytes`` and what a full step stores in one rank: chunks, and a prompt's state.
+
+    With less, a prompt's later chunks are dropped on a fast GPU, and its state, without which none is of use.
+    """
+    return parse_bytes(setting, "staging_bytes") or min(max(LEAST_BYTES, STEPS * step_bytes), MOST_BYTES)
 
 
 class Staging:

@@ -14,7 +14,6 @@ from vllm_overlay.common.circuit_breaker import CircuitBreaker
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
-from vllm_overlay.config import parse_bytes
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
 from vllm_overlay.tiers.disk.files.checksum import Seal, integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
@@ -25,7 +24,7 @@ from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 from vllm_overlay.tiers.disk.files.writer import Life, path_of, share_life
 from vllm_overlay.tiers.disk.messages import DiskPart
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
-from vllm_overlay.tiers.disk.staging import Staging
+from vllm_overlay.tiers.disk.staging import Staging, staging_size
 from vllm_overlay.tiers.disk.thread_pool import ThreadPool
 from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes, HostBuffer
 
@@ -83,7 +82,7 @@ class DiskTierWorker(TierWorker):
         root = choose_root(self._device, settings.root, settings.host_name)
         self._root = root.path
         self._namespace, self._rank, self._world_size = namespace, rank, world_size
-        self._staging = Staging(parse_bytes(settings.staging_bytes, "staging_bytes"), unit_bytes, max_object_bytes)
+        self._staging = Staging(staging_size(settings.staging_bytes), unit_bytes, max_object_bytes)
         wants_direct = settings.direct_io == "auto" and unit_bytes % PAGE_BYTES == 0
         self._direct = wants_direct and takes_direct_io(self._device, root)
         self._lock = threading.Lock()
