@@ -164,8 +164,9 @@ class Side:
         self.pipe.send((name, values))
         return self.pipe.recv()
 
-    def first_token(self, seed: int, found: list[float], what: str) -> None:
+    def first_token(self, seed: int, found: list[float], what: str, report: Callable[[str], None]) -> None:
         seconds, num_cached = self.ask("first_token", seed)
+        report(f"{self.name}, {what}: {seconds * 1e3:.1f} ms, {num_cached} tokens restored")
         found.append(seconds)
         self.restored[what] = num_cached
         self.num_bytes = max(self.num_bytes, self.ask("restored_bytes", num_cached))
@@ -224,8 +225,8 @@ def measure(
                 for side in _turned(sides, seed):
                     for batch, found in side.steps.items():
                         found.append(side.ask("step", batch))
-                    side.first_token(seed, side.cold, "cold")
-                    side.first_token(seed, side.memory, "memory")
+                    side.first_token(seed, side.cold, "cold", report)
+                    side.first_token(seed, side.memory, "memory", report)
         forget_pages(Path(scratch))
         report("starting them anew")
         with started(names, model, device, Path(scratch), num_tokens) as pipes:
@@ -234,7 +235,7 @@ def measure(
                 side.ask("first_token", rounds + 1)  # what a kernel takes to compile does not count
             for seed in range(rounds + 1):
                 for side in _turned(sides, seed):
-                    side.first_token(seed, side.disk, "disk")
+                    side.first_token(seed, side.disk, "disk", report)
     return sides
 
 
