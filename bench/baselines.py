@@ -151,10 +151,11 @@ class Arc(_TwoQueues):
                 self._take(item)
                 self._put(item, True)
 
-    def removed(self, item: Entry) -> None:
-        queue = self._take(item)
-        limit = self._capacity_bytes - queue.num_bytes if queue is self._first else self._capacity_bytes
-        queue.remember(item, max(limit, 0))
+    def removed(self, items: Sequence[Entry]) -> None:
+        for item in items:
+            queue = self._take(item)
+            limit = self._capacity_bytes - queue.num_bytes if queue is self._first else self._capacity_bytes
+            queue.remember(item, max(limit, 0))
 
     def pop(self) -> Entry | None:
         order = [self._first, self._second]
@@ -188,10 +189,11 @@ class S3Fifo(_TwoQueues):
         for item in items:
             self._uses[item] = min(self._uses[item] + 1, self.MOST_USES)
 
-    def removed(self, item: Entry) -> None:
-        del self._uses[item], self._order[item]
-        if self._take(item) is self._first:
-            self._first.remember(item, self._capacity_bytes)
+    def removed(self, items: Sequence[Entry]) -> None:
+        for item in items:
+            del self._uses[item], self._order[item]
+            if self._take(item) is self._first:
+                self._first.remember(item, self._capacity_bytes)
 
     def add(self, item: Entry, last_use: int, end_tokens: int) -> None:
         self._queue(item).policy.add(item, self._order[item], end_tokens)

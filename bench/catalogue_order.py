@@ -47,16 +47,17 @@ class CatalogueOrder(EvictionPolicy[Entry]):
         if self._ranker is not None:
             self._ranker.policy.used(items)
 
-    def removed(self, item: Entry) -> None:
-        place = self._places.pop(item)
-        del self._last_uses[item]
-        if item in self._scored:
-            self._scored.remove(item)
-            for parent in item.parents:
-                if list(parent.children) == [item] and parent not in self._scored:
-                    self._score(parent, place)
+    def removed(self, items: Sequence[Entry]) -> None:
+        for item in items:
+            place = self._places.pop(item)
+            del self._last_uses[item]
+            if item in self._scored:
+                self._scored.remove(item)
+                for parent in item.parents:
+                    if list(parent.children) == [item] and parent not in self._scored:
+                        self._score(parent, place)
         if self._ranker is not None:
-            self._ranker.policy.removed(item)
+            self._ranker.policy.removed(items)
 
     def add(self, item: Entry, last_use: int, end_tokens: int) -> None:
         self._push(item)

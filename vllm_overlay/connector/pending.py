@@ -51,6 +51,9 @@ class PendingReports:
         self._loads: dict[str, PendingLoad] = {}
         self._has_overdue = False
 
+    def __bool__(self) -> bool:
+        return bool(self._stores or self._loads)
+
     @property
     def num_stores(self) -> int:
         return len(self._stores)
@@ -142,7 +145,7 @@ class PendingReports:
 
     def take_overdue(self) -> tuple[list[PendingStore], list[PendingLoad]]:
         """Stores and loads that have become overdue since the last call."""
-        if not self._stores and not self._loads:
+        if not self:
             return [], []
         now = time.monotonic()
         late = itertools.takewhile(lambda store: store.deadline < now, self._stores.values())

@@ -28,7 +28,7 @@ from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import TierManager
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -79,7 +79,8 @@ class OffloadScheduler:
         """Empty, but for what an exception kept from being taken in."""
         self._tracked: dict[str, TrackedRequest] = {}
         self._storing: dict[str, TrackedRequest] = {}
-        """Those that may have something left to store: most steps compute hundreds that have not."""
+        """Those that may have something left to store, or whose first output token was not seen yet: most steps compute
+        hundreds that are neither."""
         self._new_loads: list[LoadJob] = []
         self._unplanned_loads: list[str] = []
         self._attempts = itertools.count(1)
@@ -177,6 +178,14 @@ class OffloadScheduler:
         self._unplanned_loads.append(request_id)
 
     # Stores.
+
+    def has_nothing_to_do(self, block_state: "KVConnectorBlockState | None") -> bool:
+        """Whether this step is one of most: it only decodes, and the workers owe nothing."""
+        offers = block_state is not None and block_state.boundary_state_offloads
+        if offers or self._storing or self._pending or self._unplanned_loads or self._ended_stores:
+            return False
+        self._tier.advance()
+        return True
 
     def begin_step(self, scheduled: Collection[str]) -> OffloadMetadata:
         """This step's loads, the requests that were promised one in vain, and what is to be checked of earlier loads

@@ -55,7 +55,8 @@ class StorePlanner:
     ) -> list[StoreJob]:
         """The stores of the scheduler's step of this number. When it raises, tickets may be out: see ``pending``.
 
-        ``storing``: those of ``requests`` that may have chunks to store. Who has none left is taken out.
+        ``storing``: those of ``requests`` that may have chunks to store. Who has none left is taken out after its first
+        output token.
         """
         self._step = step
         jobs: list[StoreJob] = []
@@ -68,7 +69,7 @@ class StorePlanner:
                 jobs += self._chunks(tracked, tracked.names.keys, num_tokens, block_state)
             if self._speculative_snapshot_tokens and num_computed < tracked.num_prompt_tokens:
                 jobs += self._speculative_snapshot(tracked, tracked.names.keys, num_tokens, block_state)
-            elif tracked.next_chunk_tokens == math.inf:
+            elif tracked.next_chunk_tokens == math.inf and tracked.request.num_output_tokens:
                 del storing[request_id]
         for request_id, offers in block_state.boundary_state_offloads.items():
             offered = requests.get(request_id)

@@ -74,21 +74,23 @@ class Child:
         return own_shutdown and not self.keeps_memory
 
     def call(
-        self, hook: str, default: Result, *args: Any, parse: Callable[[Any], Result] | None = None, **options: Any
+        self,
+        hook: str,
+        default: Result,
+        *args: Any,
+        parse: Callable[[Any], Result] | None = None,
+        always: bool = False,
+        **options: Any,
     ) -> Result:
-        """The child's answer to ``hook(*args, **options)``, or ``default`` when it is out of service or raises.
+        """The child's answer to ``hook(*args, **options)``, or ``default`` when it raises or, unless
+        ``always``, is out of service.
 
         ``parse`` checks and converts the answer inside the fence: what it raises counts as the hook's exception. Hooks
-        that are empty in the child's class are not called: ``default`` must be what an empty one answers.
+        that are empty in the child's class are not called: ``default`` must be what an empty one answers. A hook may be
+        a property; ``__init__`` makes a new instance.
         """
-        if self.isolated or self.standing_by or hook in self.empty_hooks:
+        if hook in self.empty_hooks or (not always and (self.isolated or self.standing_by)):
             return default
-        return self.ask(hook, default, *args, parse=parse, **options)
-
-    def ask(
-        self, hook: str, default: Result, *args: Any, parse: Callable[[Any], Result] | None = None, **options: Any
-    ) -> Result:
-        """As ``call``, also of a child out of service. A hook may be a property; ``__init__`` makes a new instance."""
         watchdog = self._watchdog
         if watchdog.needs_thread:
             watchdog.start()
@@ -142,7 +144,7 @@ class Child:
     def stop(self) -> bool:
         """Shuts the present instance down. True if that worked, now or before; else it may be tried again."""
         if not self.stopped:
-            self.stopped = self.ask("shutdown", _FAILED) is not _FAILED
+            self.stopped = self.call("shutdown", _FAILED, always=True) is not _FAILED
         return self.stopped
 
     def renew(self, generation: int) -> bool:
@@ -151,10 +153,10 @@ class Child:
         Until all is done the child counts as isolated, so that a new instance may take its time.
         """
         self.generation, self.isolated = generation, True
-        if self.ask("__init__", _FAILED) is _FAILED:
+        if self.call("__init__", _FAILED, always=True) is _FAILED:
             return False
         for hook, args in self._start_hooks.items():
-            if self.ask(hook, _FAILED, *args) is _FAILED:
+            if self.call(hook, _FAILED, *args, always=True) is _FAILED:
                 return False
         self.isolated, self.standing_by = False, True
         return True

@@ -251,7 +251,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         super().bind_connector_metadata(connector_metadata)
         self._worker.bind_connector_metadata(connector_metadata)
         # vLLM asks this before it calls hooks of a layer. ``bool()`` is False, and takes no time for each layer.
-        has_layer_hooks = not all(child.empty_hooks >= LAYER_HOOKS for child in self._worker.working)
+        has_layer_hooks = any(not child.empty_hooks >= LAYER_HOOKS for child in self._worker.working)
         self.has_connector_metadata = super().has_connector_metadata if has_layer_hooks else bool
 
     def clear_connector_metadata(self) -> None:

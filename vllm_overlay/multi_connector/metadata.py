@@ -73,8 +73,9 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     @property
     def is_quiet(self) -> bool:
         """Whether a rank that knows the orders has nothing to do."""
-        has_news = self.arrived or self.departed or self.loads or self.saves or self.releases or self.unknown_requests
-        return not has_news and all(isinstance(part, QuietStep) for part in self.children)
+        if self.arrived or self.departed or self.loads or self.saves or self.releases or self.unknown_requests:
+            return False
+        return all(isinstance(part, QuietStep) for part in self.children)
 
 
 @dataclass(slots=True)

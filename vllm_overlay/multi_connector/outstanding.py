@@ -28,20 +28,17 @@ class OutstandingReports:
     """Loads handed out, and finished requests that some children hold blocks of. Children are named by their index."""
 
     def __init__(self) -> None:
-        self._loads: dict[str, OpenLoad] = {}
+        self.loads: dict[str, OpenLoad] = {}
+        """Asynchronous ones, by request."""
         self._synchronous: dict[str, Load] = {}
         self._held: dict[str, frozenset[int]] = {}
-
-    @property
-    def has_loads(self) -> bool:
-        return bool(self._loads)
 
     def load_started(self, request_id: str, load: Load, tokens: int, now: float) -> None:
         """It was handed out. A synchronous one is known until it fails or the request gives its blocks back."""
         if load.is_synchronous:
             self._synchronous[request_id] = load
         else:
-            self._loads[request_id] = OpenLoad(load.child, tokens, now)
+            self.loads[request_id] = OpenLoad(load.child, tokens, now)
 
     def synchronous_loads_failed(self, bad_blocks: Set[int]) -> list[tuple[str, int]]:
         """(request, child) of the loads that were to write one of these blocks, each once."""
@@ -60,20 +57,20 @@ class OutstandingReports:
 
     def owed_by(self, child: int) -> int:
         """How many requests have blocks that ``child`` may still touch."""
-        loads = {request_id for request_id, load in self._loads.items() if load.child == child}
+        loads = {request_id for request_id, load in self.loads.items() if load.child == child}
         return len(loads | {request_id for request_id, children in self._held.items() if child in children})
 
     def overdue(self, started_before: float) -> set[int]:
         """Children with a load that was handed out before then."""
-        return {load.child for load in self._loads.values() if load.started < started_before}
+        return {load.child for load in self.loads.values() if load.started < started_before}
 
     def loads_under_way(self, now: float) -> list[tuple[int, int, float]]:
         """(child, tokens, seconds so far) of each asynchronous load."""
-        return [(load.child, load.tokens, now - load.started) for load in self._loads.values()]
+        return [(load.child, load.tokens, now - load.started) for load in self.loads.values()]
 
     def loads_ended(self, received: Iterable[str]) -> dict[str, OpenLoad]:
         """Takes in the requests whose load the workers have reported, and returns the loads that were handed out."""
-        return {request_id: self._loads.pop(request_id) for request_id in received if request_id in self._loads}
+        return {request_id: self.loads.pop(request_id) for request_id in received if request_id in self.loads}
 
     def saves_ended(self, sent: Iterable[str]) -> set[str]:
         """Takes in the requests whose blocks all holders are done with, and returns those that were held."""

@@ -10,7 +10,7 @@ Either lasts until the request is finished: a child cannot take up a request in 
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -69,29 +69,24 @@ class RequestFilter:
         if request_id in self._unknown:
             self._finished_unknown.add(request_id)
 
-    def view(self, output: "SchedulerOutput") -> "SchedulerOutput":
-        """``output`` without what the child must not see. ``output`` itself if it may see all."""
-        if not (self._unknown or self._without_work):
-            return output
-        return _without(output, self._unknown | self._without_work, self._unknown)
+    def plan(self, output: "SchedulerOutput", build: "Callable[[SchedulerOutput], Value]") -> Value:
+        """What ``build`` makes of the step without what the child must not see.
 
-    @staticmethod
-    def take_back(output: "SchedulerOutput", view: "SchedulerOutput") -> None:
-        """Writes into ``output`` what the child has set in its ``view`` of it.
-
-        vLLM's connectors set ``new_block_ids_to_zero`` and ``has_sync_kv_loads``.
+        What it has set in its view is set in ``output``: vLLM's connectors set ``new_block_ids_to_zero`` and
+        ``has_sync_kv_loads``.
         """
+        if not (self._unknown or self._without_work or self._after_this_step):
+            return build(output)
+        view = _without(output, self._unknown | self._without_work, self._unknown)
+        built = build(view)
         for field in dataclasses.fields(output):
             if field.name not in FILTERED:
                 setattr(output, field.name, getattr(view, field.name))
-
-    def step_is_planned(self) -> None:
-        """The child has built its metadata for this step."""
-        if self._after_this_step or self._finished_unknown:
-            self._without_work |= self._after_this_step
-            self._after_this_step.clear()
-            self._unknown -= self._finished_unknown
-            self._finished_unknown.clear()
+        self._without_work |= self._after_this_step
+        self._after_this_step.clear()
+        self._unknown -= self._finished_unknown
+        self._finished_unknown.clear()
+        return built
 
 
 def _without(output: "SchedulerOutput", hidden: set[str], unknown: set[str]) -> "SchedulerOutput":

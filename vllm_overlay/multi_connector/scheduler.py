@@ -70,6 +70,7 @@ class SchedulerSide:
         self._clock: Callable[[], float] = time.monotonic
         self._control = ControlFile(settings.control_file, child_settings)
         self._filters = [RequestFilter() for _ in children]
+        self._builders = [partial(child.call, "build_connector_meta", None, parse=_METADATA) for child in children]
         self.choice = Choice(load_weights)
         self.lookups = Lookups(
             children,
@@ -258,10 +259,11 @@ class SchedulerSide:
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> MultiMetadata | QuietStep:
         now = self._clock()
-        self._control.look(now)
-        self._end_overdue_loads(now)
+        if self._isolate_after_s > 0 and self._outstanding.loads:
+            self._end_overdue_loads(now)
         metadata = self._next
-        metadata.children = self._parts = tuple([self._part(child, scheduler_output) for child in self._children])
+        planned = zip(self._filters, self._builders, strict=True)
+        metadata.children = self._parts = tuple([one.plan(scheduler_output, build) for one, build in planned])
         if scheduler_output.preempted_req_ids:
             metadata.preempted = set(scheduler_output.preempted_req_ids)
             for request_id in metadata.preempted - metadata.loads.keys():
@@ -280,23 +282,13 @@ class SchedulerSide:
         return metadata
 
     def _end_overdue_loads(self, now: float) -> None:
-        if self._isolate_after_s > 0 and self._outstanding.has_loads:
-            for index in self._outstanding.overdue(now - self._isolate_after_s):
-                self._children[index].isolate("a load has been under way for longer than isolate_after_s")
+        for index in self._outstanding.overdue(now - self._isolate_after_s):
+            self._children[index].isolate("a load has been under way for longer than isolate_after_s")
 
     @property
     def _held_for(self) -> set[int]:
         """Children for which blocks are held since the last step; the workers do not know of it yet."""
         return {index for children in self._next.saves.values() for index in children}
-
-    def _part(self, child: Child, output: "SchedulerOutput") -> KVConnectorMetadata | None:
-        request_filter = self._filters[child.index]
-        view = request_filter.view(output) if child.in_service else output
-        part = child.call("build_connector_meta", None, view, parse=_METADATA)
-        if view is not output:
-            request_filter.take_back(output, view)
-        request_filter.step_is_planned()
-        return part
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Shows each child its part, and keeps from vLLM the reports it would assert on."""

@@ -57,7 +57,7 @@ class WorkerSide:
         self._all_serve = True
         """Whether the scheduler's orders are the usual ones."""
         self.is_silent = False
-        """Whether this step has nothing to report: all children are quiet, and all is as usual."""
+        """Whether there is nothing to report: all children are quiet, all is as usual, and no work has come since."""
 
     # ---- Start.
 
@@ -112,6 +112,7 @@ class WorkerSide:
 
     def _obey(self, metadata: MultiMetadata) -> None:
         """Carries out the scheduler's orders, once however many hooks bring this step's metadata."""
+        self.is_silent = False
         self._orders = metadata.orders
         self._all_serve = {order.duty for order in metadata.orders} <= {Duty.SERVE}
         for index, request_ids in metadata.unknown_requests.items():
@@ -131,12 +132,16 @@ class WorkerSide:
         self._stop_attempts[child.index] = self._new_backoff()
         if not child.renew(generation):
             return
-        own = child.ask("get_handshake_metadata", None, parse=validation.optional(KVConnectorHandshakeMetadata))
+        own = child.call(
+            "get_handshake_metadata", None, parse=validation.optional(KVConnectorHandshakeMetadata), always=True
+        )
         if own is not None:
             self._handshakes[child.index] = {_rank(): own}
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """This rank's reports. Also where an isolated child is stopped and what it owed is released."""
+        if self.is_silent:
+            return KVConnectorTransferResults()
         for child in self._children:
             if child not in self.quiet and child.in_service:
                 self._collect(child, self._without_unknown(child, finished_req_ids))
@@ -158,7 +163,9 @@ class WorkerSide:
         return request_ids - self._unknown_requests[child.index]
 
     def _collect(self, child: Child, finished_req_ids: set[str]) -> None:
-        results = child.ask("get_transfer_results", None, finished_req_ids, parse=validation.transfer_results)
+        results = child.call(
+            "get_transfer_results", None, finished_req_ids, parse=validation.transfer_results, always=True
+        )
         if results is None:
             return
         if isinstance(results, QuietResults):
@@ -171,7 +178,7 @@ class WorkerSide:
             return True
 
         # Asked now rather than when vLLM asks us: a load must not be reported good before its errors are known.
-        knows_errors = child.ask("get_block_ids_with_load_errors", False, parse=take_errors)
+        knows_errors = child.call("get_block_ids_with_load_errors", False, parse=take_errors, always=True)
         received, failed = results.finished_recving, results.failed_recving
         if not knows_errors:
             failed = failed | received

@@ -129,11 +129,8 @@ class CpuTierManager(TierManager):
         except BaseException:
             self._units.free(units)
             raise
-        given = {
-            item.object_id: StoreTicket(ticket, item, part)
-            for item, ticket, part in zip(new, tickets, rows, strict=True)
-        }
-        return [given.get(item.object_id) for item in planned]
+        given = dict(zip(map(id, new), map(StoreTicket, tickets, new, rows), strict=True))
+        return [given.get(id(item)) for item in planned]
 
     def _take_units(self, count: int, keep: Sequence[ObjectId]) -> tuple[int, ...] | None:
         """So many units, for which others may go, but none of ``keep``; None when there are fewer."""

@@ -48,7 +48,8 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     jump: "Entry | None" = None
     """A chunk above on the same chain, with no chunk in between that has snapshots. None: no chunk above has any."""
     unit: "Struct | None" = None
-    """What the eviction policy keeps of it, if it keeps anything."""
+    """What the eviction policy keeps of it, if it keeps anything. Objects of one unit that hang one on the other go one
+    after the other."""
 
     def __repr__(self) -> str:
         return f"Entry({self.object_id}, {self.state.name}, {self.num_bytes} bytes, ticket {self.ticket})"

@@ -306,19 +306,35 @@ class PrefixIndex:
         """
         if self.fits(num_bytes) or self.capacity_bytes is None or num_bytes > self.capacity_bytes:
             return []
-        released = []
+        released: list[Entry] = []
         kept = self._hold_visible(keep)
         room = self.capacity_bytes - num_bytes
         while self._used_bytes > room and (leaf := self._policy.pop()) is not None:
-            leaf.state = DROPPED
-            self._detach(leaf, was_visible=True)
-            del self._entries[leaf.object_id]
-            self._used_bytes -= leaf.num_bytes
-            released.append(leaf)
+            released += self._evict_unit(leaf, self._used_bytes - room)
         self._evicted.add([entry.object_id for entry in released])
         for entry in kept:
             self._let_go(entry)
         return released
+
+    def _evict_unit(self, last: Entry, num_bytes: int) -> list[Entry]:
+        """Evicts a leaf, and what it alone hangs on while that is of its unit and fewer than ``num_bytes`` went."""
+        gone, freed = [last], last.num_bytes
+        while freed < num_bytes and last.unit is not None and len(last.parents) == 1:
+            (parent,) = last.parents
+            if parent.unit is not last.unit or parent.pins or len(parent.children) > 1:
+                break
+            last.parents, last.jump = (), None
+            parent.children.clear()
+            gone.append(parent)
+            freed += parent.num_bytes
+            last = parent
+        self._tell_removed(gone)
+        for entry in gone:
+            entry.state = DROPPED
+            del self._entries[entry.object_id]
+        self._used_bytes -= freed
+        self._detach(last, was_visible=True)
+        return gone
 
     def _hold_visible(self, object_ids: Sequence[ObjectId]) -> list[Entry]:
         entries = [entry for object_id in object_ids if (entry := self.get(object_id)) is not None]
@@ -398,15 +414,19 @@ class PrefixIndex:
         released = []
         for entry, before in reversed(doomed):
             self._policy.discard(entry)
+            if before is COMMITTED:
+                self._tell_removed([entry])
             self._detach(entry, before is COMMITTED)
             if before is not RESERVED and not entry.pins:
                 released.append(self._release(entry))
         return released
 
+    def _tell_removed(self, entries: Sequence[Entry]) -> None:
+        if self._tells_removed:
+            self._policy.removed(entries)
+
     def _detach(self, entry: Entry, was_visible: bool) -> None:
         """Takes a dropped entry off its parents. What was on top of it is off already, and it is offered no more."""
-        if was_visible and self._tells_removed:
-            self._policy.removed(entry)
         counted = was_visible and entry.object_id.tag == SNAPSHOT_TAG
         for parent in entry.parents:
             parent.children.pop(entry, None)

@@ -165,11 +165,12 @@ class NaiveLearned(EvictionPolicy[Entry]):
             record.role = Role.JUNCTION
         self.watch(record, now)
 
-    def removed(self, item: Entry) -> None:
-        self.unfinished.pop(item, None)
-        record = self.records.pop(item, None)
-        if record is not None and record.role is not Role.SPECULATIVE:
-            self.ghosts[item.parents[0].object_id.key] = record
+    def removed(self, items: Sequence[Entry]) -> None:
+        for item in items:
+            self.unfinished.pop(item, None)
+            record = self.records.pop(item, None)
+            if record is not None and record.role is not Role.SPECULATIVE:
+                self.ghosts[item.parents[0].object_id.key] = record
 
     # What may go.
 

@@ -44,8 +44,9 @@ class EvictionPolicy(ABC, Generic[T]):
     def used(self, items: Sequence[T]) -> None:
         """One request goes on from these visible objects now: loaded from here, or marked (``PrefixIndex.touch``)."""
 
-    def removed(self, item: T) -> None:
-        """``item`` was visible, and is gone. Called after it is discarded, and after what hung on it was removed."""
+    def removed(self, items: Sequence[T]) -> None:
+        """These were visible, and are gone: one object, or what ``Entry.unit`` says of one unit, each after what hung
+        on it. Called after they are discarded."""
 
     @abstractmethod
     def add(self, item: T, last_use: int, end_tokens: int) -> None:

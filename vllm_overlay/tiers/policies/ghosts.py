@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restore points that are gone and still watched. Without them eviction would hide the reuses that it prevents."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from vllm_overlay.tiers.policies.reuse import Role
@@ -39,9 +41,9 @@ class Ghosts:
         if len(self._ghosts) > NUM_GHOSTS:
             del self._ghosts[next(iter(self._ghosts))]
 
-    def pass_by(self, run: Run, key: bytes) -> None:
-        """The run has grown by the chunk of this key."""
-        if (ghost := self._ghosts.get(key)) is not None:
+    def pass_by(self, run: Run, keys: Sequence[bytes]) -> None:
+        """The run has grown by the chunks of these keys."""
+        for ghost in filter(None, map(self._ghosts.get, keys)):
             self._passed[run] = ghost
 
     def met_by(self, run: Run) -> Ghost | None:

@@ -34,11 +34,8 @@ class GuardedPolicy(EvictionPolicy[T]):
     def used(self, items: Sequence[T]) -> None:
         self._tell("used", items)
 
-    def removed(self, item: T) -> None:
-        try:
-            self._policy.removed(item)
-        except Exception as error:
-            self._fall_back(error)
+    def removed(self, items: Sequence[T]) -> None:
+        self._tell("removed", items)
 
     def add(self, item: T, last_use: int, end_tokens: int) -> None:
         self._offered[item] = last_use, end_tokens
@@ -52,7 +49,6 @@ class GuardedPolicy(EvictionPolicy[T]):
         self._tell("discard", item)
 
     def _tell(self, event: str, *args: object) -> None:
-        """``removed`` and ``add``, which come with each object that goes, do without."""
         try:
             getattr(self._policy, event)(*args)
         except Exception as error:

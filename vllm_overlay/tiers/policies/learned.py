@@ -6,6 +6,7 @@ docs/eviction.md says why, and with what result.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,12 +76,16 @@ class LearnedEviction(EvictionPolicy[Entry]):
     # What happens to objects.
 
     def stored(self, items: Sequence[Entry]) -> None:
-        for item in items:
+        start = 0
+        for end, (item, following) in enumerate(itertools.zip_longest(items, items[1:]), 1):
             tag = item.object_id.tag
+            if following is not None and following.object_id.tag == tag and following.parents == (item,):
+                continue
             if tag == SNAPSHOT_TAG:
                 self._snapshot_stored(item)
             elif tag[0] == "f":
-                self._chunk_stored(item)
+                self._chunks_stored(items[start:end])
+            start = end
 
     def used(self, items: Sequence[Entry]) -> None:
         self._describe_grown()
@@ -98,14 +103,17 @@ class LearnedEviction(EvictionPolicy[Entry]):
         if self._victim in point.runs:
             self._victim = None
 
-    def removed(self, item: Entry) -> None:
-        unit, item.unit = item.unit, None
+    def removed(self, items: Sequence[Entry]) -> None:
+        item = items[-1]
+        unit = item.unit
         if isinstance(unit, Run):
-            self._chunk_removed(item, unit)
+            self._chunks_removed(items, unit)
         elif isinstance(unit, Point):
             self._remove_point(unit)
         elif item.object_id.kind is ObjectKind.SLIDING_WINDOW:
             self._window_removed(item)
+        for item in items:
+            item.unit = None
 
     # What may go.
 
@@ -260,24 +268,25 @@ class LearnedEviction(EvictionPolicy[Entry]):
 
     # How restore points come and go.
 
-    def _chunk_stored(self, chunk: Entry) -> None:
-        """It belongs to the run that ends above it, unless that one ends there for good."""
-        run = self._run_ending_at(chunk.parents[0]) if chunk.parents else None
+    def _chunks_stored(self, chunks: Sequence[Entry]) -> None:
+        """One on top of the other. They belong to the run that ends above them, unless that one ends there for good."""
+        first, tail = chunks[0], chunks[-1]
+        run = self._run_ending_at(first.parents[0]) if first.parents else None
         if run is None or run.children or run.is_closed:
-            run = self._begin(chunk, run)
-        else:
+            run = self._begin(first, run)
+        elif run.is_dead:
+            self._revive(run)
+            self._open(run)
+        for chunk in chunks:
             chunk.unit = run
-            run.tail = chunk
-            run.num_bytes += chunk.num_bytes
-            if run.is_dead:
-                self._revive(run)
-                self._open(run)
+        run.tail = tail
+        run.num_bytes += sum([chunk.num_bytes for chunk in chunks])
         for point in run.points:
-            point.boundary = chunk.end_tokens
+            point.boundary = tail.end_tokens
             point.version = -1
         if self._victim is run:
             self._victim = None
-        self._ghosts.pass_by(run, chunk.object_id.key)
+        self._ghosts.pass_by(run, [chunk.object_id.key for chunk in chunks])
 
     def _begin(self, chunk: Entry, parent: Run | None) -> Run:
         if parent is not None:
@@ -432,12 +441,14 @@ class LearnedEviction(EvictionPolicy[Entry]):
             for point in [one for one in run.points if one.entry is None]:
                 self._remove_point(point)
 
-    def _chunk_removed(self, chunk: Entry, run: Run) -> None:
-        """It is the last of its run: what is on top of a chunk is removed before it."""
-        run.num_bytes -= chunk.num_bytes
+    def _chunks_removed(self, chunks: Sequence[Entry], run: Run) -> None:
+        """They are the last of their run: what is on top of a chunk is removed before it."""
+        run.num_bytes -= sum([chunk.num_bytes for chunk in chunks])
         for point in run.points:
-            if point.boundary == chunk.end_tokens:
-                self._ghosts.remember(point, chunk.object_id.key)
+            for chunk in chunks:
+                if point.boundary == chunk.end_tokens:
+                    self._ghosts.remember(point, chunk.object_id.key)
+        chunk = chunks[-1]
         if chunk.parents and chunk.parents[0].unit is run:
             run.tail = chunk.parents[0]
         else:

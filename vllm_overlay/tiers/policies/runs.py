@@ -125,9 +125,8 @@ def point_above(run: Run, passes: Sequence[Role] = ()) -> Point | None:
 
 
 def begin(chunk: Entry, parent: Run | None) -> Run:
-    """A new run below ``parent``, which must end where it begins."""
-    run = Run(0 if parent is None else parent.tail.end_tokens, parent, chunk, chunk.num_bytes)
-    chunk.unit = run
+    """A new run below ``parent``, which must end where it begins. ``chunk`` is to be its first."""
+    run = Run(0 if parent is None else parent.tail.end_tokens, parent, chunk)
     if parent is not None:
         parent.children[run] = None
     return run

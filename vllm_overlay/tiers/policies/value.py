@@ -52,9 +52,10 @@ class Values:
 
     def bytes_of(self, point: Point) -> int:
         """What goes with it: all that nothing on top of it and no other point needs."""
-        num_bytes = self._shape.window_bytes if point.entry is None else point.entry.num_bytes
+        shape = self._shape
+        num_bytes = shape.window_bytes if point.entry is None else point.entry.num_bytes
         for run in point.runs:
-            if (self._shape.is_dense or not run.children) and len(run.points) == 1:
+            if len(run.points) == 1 and (not run.children or shape.is_dense):
                 num_bytes += run.num_bytes
         return num_bytes or 1
 
