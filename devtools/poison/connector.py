@@ -5,11 +5,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request
 
@@ -120,14 +116,7 @@ class PoisonConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def _is_the_workers(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        raise NotImplementedError
-
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def wait_for_save(self) -> None:
-        raise NotImplementedError
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _is_the_workers
