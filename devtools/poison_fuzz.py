@@ -8,9 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from devtools.poison.seed import COLUMNS, Column, run_seed
 
@@ -37,7 +34,6 @@ def run_chunk(job: tuple[str, range]) -> tuple[dict[int, str], Counter[str]]:
 def run_columns(
     columns: Sequence[Column], seeds: range, jobs: int
 ) -> Iterator[tuple[str, dict[int, str], Counter[str]]]:
-    """All seeds of all columns, column by column."""
     parts = [range(first, min(first + CHUNK, seeds.stop)) for first in range(seeds.start, seeds.stop, CHUNK)]
     with get_context("fork").Pool(jobs) as pool:
         results = pool.imap(run_chunk, [(column.name, part) for column in columns for part in parts])
@@ -51,16 +47,7 @@ def run_columns(
             yield column.name, problems, sums
 
 
-def row(name: str, wrong: dict[int, str], sums: Counter[str], num_seeds: int) -> str:
-    """Of the table."""
-    first = min(wrong, default=None)
-    example = "" if first is None else f"--column {name} --seed {first}: {wrong[first][:110]}"
-    counts = f"{sums['steps']} | {sums['failed']} | {sums['errors']}"
-    return f"| {name} | {len(wrong)} of {num_seeds} | {counts} | {example} |"
-
-
 def run(arguments: argparse.Namespace, columns: Sequence[Column]) -> int:
-    """What the arguments ask for: one seed, step by step, or a table."""
     if arguments.seed is not None:
         verdict = run_seed(arguments.seed, columns[0], verbose=arguments.verbose)
         print(*verdict.trace, f"WRONG: {verdict.problem}" if verdict.problem else "all is well", sep="\n")
@@ -70,7 +57,9 @@ def run(arguments: argparse.Namespace, columns: Sequence[Column]) -> int:
     num_wrong = 0
     print(HEAD, flush=True)
     for name, wrong, sums in run_columns(columns, seeds, max(arguments.jobs, 1)):
-        print(row(name, wrong, sums, arguments.seeds), flush=True)
+        counts = f"{len(wrong)} of {arguments.seeds} | {sums['steps']} | {sums['failed']} | {sums['errors']}"
+        example = f"--column {name} --seed {min(wrong)}: {wrong[min(wrong)][:110]}" if wrong else ""
+        print(f"| {name} | {counts} | {example} |", flush=True)
         num_wrong += len(wrong)
     print(f"\n{num_wrong} wrong of {arguments.seeds * len(columns)} seeds, {time.monotonic() - begin:.0f} s")
     return 1 if num_wrong else 0

@@ -2,7 +2,7 @@
 """A KV connector that has everything, offers hits of random lengths, and whose loads fail at random."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
@@ -27,9 +27,8 @@ class Habits:
     """Lookups that are answered with None."""
     reports_blocks: bool = False
     keeps_delivery: bool = False
-    """``requires_kv_delivery``."""
     completes_attention: bool = False
-    """``completes_local_attention`` (patch 0012): asynchronous loads leave out attention that is cached locally."""
+    """Asynchronous loads leave out attention that is cached locally (patch 0012)."""
 
 
 @dataclass(slots=True)
@@ -49,7 +48,7 @@ class Load:
 
 @dataclass(slots=True)
 class Loads(KVConnectorMetadata):
-    loads: list[Load] = field(default_factory=list)
+    loads: list[Load]
 
 
 class PoisonConnector(KVConnectorBase_V1, SupportsHMA):

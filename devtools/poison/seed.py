@@ -26,22 +26,19 @@ LONGEST_TURN = 10 * BLOCK
 MOST_IDLE_STEPS = 60
 """Without a token computed, a load done or a request ended, this many steps are a hang."""
 MOST_STEPS = 3000
+_CONTAINERS = (dict, set, list, deque)
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What the seeds of one column of the table have in common."""
-
-    num_state_groups: int = 0
-    is_async: bool = False
-    aborts: bool = False
-    few_blocks: bool = False
-    below_block: bool = False
+    num_state_groups: int
+    is_async: bool
+    kind: str
+    """"late": asynchronous loads end as good ones; what is bad is told with the first step that uses them. "drafts":
+    steps verify one to five drafts, of which none, some or all are right. With both and "aborts" some requests abort.
+    With "few" and "drafts" there are few blocks."""
+    below_block: bool
     """The match unit is smaller than the block."""
-    tells_late: bool = False
-    """Asynchronous loads end as good ones; what is bad is told with the first step that uses them. Some abort."""
-    drafts: bool = False
-    """Steps verify one to five drafts, of which none, some or all are right. Some requests abort."""
 
     @property
     def name(self) -> str:
@@ -49,19 +46,14 @@ class Column:
             (
                 "hybrid" if self.num_state_groups else "attention",
                 "async" if self.is_async else "sync",
-                next((kind for kind, is_it in self._kinds().items() if is_it), "plain"),
+                self.kind,
                 "below" if self.below_block else "block",
             )
         )
 
-    def _kinds(self) -> dict[str, bool]:
-        return {"late": self.tells_late, "drafts": self.drafts, "aborts": self.aborts, "few": self.few_blocks}
-
 
 @dataclass(slots=True)
 class Plan:
-    """The dice's choices for one seed."""
-
     settings: LabSettings
     habits: Habits
     requests: list[Request]
@@ -70,7 +62,6 @@ class Plan:
     share_of_aborts: float
     share_of_resets: float
     recomputes: bool
-    is_async: bool
 
 
 @dataclass(slots=True)
@@ -90,15 +81,15 @@ class Wrong(Exception):
 
 
 def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
-    """All of one seed's choices; the same for each vLLM."""
     dice = random.Random(f"{seed} {column.name}")
     unit = dice.choice((1, 2, 4)) if column.below_block else BLOCK
     num_groups = dice.choice((1, 2)) if column.num_state_groups else 0
     requests_tokens = _prompts(dice, unit)
     lengths = [dice.choice((1, 2, 3, dice.randint(1, 2 * BLOCK))) for _ in requests_tokens]
     longest = max(len(tokens) + length for tokens, length in zip(requests_tokens, lengths, strict=True))
-    num_drafts = dice.randint(1, 5) if column.drafts else 0
-    if column.drafts:
+    has_few_blocks = column.kind in ("few", "drafts")
+    num_drafts = dice.randint(1, 5) if column.kind == "drafts" else 0
+    if num_drafts:
         longest = max(longest, LONGEST_TURN)
     alone = cdiv(longest + num_drafts, BLOCK) + (5 + num_drafts) * num_groups + 3
     recomputes = dice.random() < 0.75
@@ -107,7 +98,7 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
         unit=unit,
         share_of_hits=dice.choice((0.5, 0.8, 1.0)),
         share_of_failures=dice.choice((0.2, 0.5, 0.8)) if may_fail else 0.0,
-        share_of_async=dice.choice((0.7, 1.0) if column.tells_late else (0.0, 0.0, 0.3, 1.0)),
+        share_of_async=dice.choice((0.7, 1.0) if column.kind == "late" else (0.0, 0.0, 0.3, 1.0)),
         share_of_aligned=dice.choice((0.3, 1.0)),
         share_of_undecided=dice.choice((0.0, 0.1)),
         reports_blocks=dice.random() < 0.5,
@@ -118,7 +109,7 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
         block_size=BLOCK,
         match_unit=unit,
         budget=dice.choice((2 * BLOCK, 3 * BLOCK + 3, 6 * BLOCK, 20 * BLOCK)),
-        num_blocks=alone + (dice.randint(0, alone // 2) if column.few_blocks else 8 * alone),
+        num_blocks=alone + (dice.randint(0, alone // 2) if has_few_blocks else 8 * alone),
         num_state_groups=num_groups,
         max_requests=dice.randint(2, 8),
         max_context=MAX_CONTEXT,
@@ -144,10 +135,9 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
         habits=habits,
         requests=requests,
         arrivals=arrivals,
-        share_of_aborts=0.15 if column.aborts else 0.0,
-        share_of_resets=dice.choice((0.0, 0.03)) if column.few_blocks and not column.is_async else 0.0,
+        share_of_aborts=0.15 if column.kind in ("aborts", "late", "drafts") else 0.0,
+        share_of_resets=dice.choice((0.0, 0.03)) if has_few_blocks and not column.is_async else 0.0,
         recomputes=recomputes,
-        is_async=column.is_async,
     )
 
 
@@ -184,9 +174,9 @@ class Run:
             self._prefixes,
             BLOCK,
             plan.settings.num_state_groups,
-            plan.is_async,
+            plan.settings.is_asynchronous,
             plan.habits.reports_blocks,
-            column.tells_late,
+            column.kind == "late",
         )
         self.verdict = Verdict()
         self._steps: deque[tuple[SchedulerOutput, StepResult]] = deque()
@@ -195,7 +185,6 @@ class Run:
         self._num_idle = 0
 
     def run(self) -> None:
-        """Raises ``Wrong``, or what the scheduler raises."""
         waiting = deque(zip(self._plan.arrivals, self._plan.requests, strict=False))
         while waiting or self._steps or self._scheduler.has_requests():
             while waiting and waiting[0][0] <= self.verdict.num_steps:
@@ -225,8 +214,7 @@ class Run:
 
     def _step(self) -> None:
         """``step_with_batch_queue``, and with one step in flight ``step``."""
-        most = 2 if self._plan.is_async else 1
-        scheduled = False
+        most = 2 if self._plan.settings.is_asynchronous else 1
         if self._scheduler.has_requests():
             step = self._scheduler.schedule()
             self._note("step", step)
@@ -309,11 +297,8 @@ class Run:
                 raise Wrong(f"{request.request_id} never ends")
         if not self._scheduler.reset_prefix_cache():
             raise Wrong("blocks leak")
-        leaks = {
-            name: value
-            for name, value in vars(self._scheduler).items()
-            if isinstance(value, dict | set | list | deque) and _holds(value, self._delivered)
-        }
+        containers = {name: value for name, value in vars(self._scheduler).items() if isinstance(value, _CONTAINERS)}
+        leaks = {name: value for name, value in containers.items() if _holds(value, self._delivered)}
         if leaks:
             raise Wrong(f"the scheduler still remembers {leaks}")
 
@@ -346,15 +331,7 @@ def run_seed(seed: int, column: Column, may_fail: bool = True, verbose: bool = F
 
 
 COLUMNS = tuple(
-    Column(
-        num_state_groups=groups,
-        is_async=is_async,
-        aborts=kind in ("aborts", "late", "drafts"),
-        few_blocks=kind in ("few", "drafts"),
-        below_block=below,
-        tells_late=kind == "late",
-        drafts=kind == "drafts",
-    )
+    Column(groups, is_async, kind, below)
     for groups in (0, 1)
     for is_async in (False, True)
     for kind in ("plain", "aborts", "few", "late", *(() if is_async else ("drafts",)))

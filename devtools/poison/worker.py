@@ -28,14 +28,11 @@ POISONED_TOKEN = 10**6
 
 
 def right_token(prefix: int) -> int:
-    """What the model says after a prefix."""
     return prefix * 2654435761 // 8 % NUM_TOKENS
 
 
 @dataclass(slots=True)
 class WorkerRequest:
-    """What the runner keeps of a request."""
-
     prompt: list[int]
     outputs: list[int]
     blocks: tuple[list[int], ...]
@@ -50,16 +47,12 @@ class WorkerRequest:
 
 @dataclass(slots=True)
 class StepResult:
-    """Sampled tokens and the connector's report of one step."""
-
     sampled: dict[str, list[int]]
     report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
     num_loads: int = 0
 
 
 class Worker:
-    """Executes steps in the order in which they were planned."""
-
     def __init__(
         self,
         prefixes: Prefixes,
@@ -86,7 +79,6 @@ class Worker:
         """Asynchronous loads, the steps until they are done, and whether they have written."""
 
     def execute(self, step: SchedulerOutput) -> StepResult:
-        """One step; what it reports is in the result, as vLLM's runner puts it there."""
         for name in step.finished_req_ids:
             self._requests.pop(name, None)
             self._state_index.pop(name, None)
