@@ -80,23 +80,14 @@ def distinct_bytes(requests: Sequence[TraceRequest], token_bytes: float) -> int:
     return int(len({block for request in requests for block in request.block_ids}) * BLOCK_TOKENS * token_bytes)
 
 
-def capacity_of(budget: str, whole_bytes: int) -> int | None:
-    return None if budget == "unlimited" else int(whole_bytes / float(budget))
-
-
 def replay(case: Case, requests: Sequence[TraceRequest]) -> Row:
     geometry = MODELS[case.model].geometry(BLOCK_TOKENS)
-    capacity = capacity_of(case.budget, distinct_bytes(requests, geometry.token_bytes))
+    whole_bytes = distinct_bytes(requests, geometry.token_bytes)
+    capacity = None if case.budget == "unlimited" else int(whole_bytes / float(case.budget))
     clock = Clock()
     policy = POLICIES[case.policy](clock, sys.maxsize if capacity is None else capacity)
     policy.serve(geometry)
     shelf = IndexShelf(capacity, policy)
-    evicted = [0]
-
-    def count(_: object) -> None:
-        evicted[0] += 1
-
-    shelf.evicted = count
     one = HitReplay(geometry, shelf, clock, STEP_TOKENS, case.speculative_tokens, last_block=True)
     restored = total = 0
     lost: Counter[str] = Counter()
@@ -106,7 +97,7 @@ def replay(case: Case, requests: Sequence[TraceRequest]) -> Row:
         restored += served.num_restored
         lost.update({reason.value: tokens for reason, tokens in served.lost.items()})
     shares = {reason: tokens / total for reason, tokens in sorted(lost.items())}
-    return Row(case.trace, case.policy, case.budget, restored / total, shares, evicted[0])
+    return Row(case.trace, case.policy, case.budget, restored / total, shares, len(shelf.evicted))
 
 
 def _replay_alone(case: Case) -> Row:
@@ -119,10 +110,6 @@ def replay_all(cases: Sequence[Case], jobs: int) -> Iterator[Row]:
         yield from pool.map(_replay_alone, cases)
 
 
-def budget_name(budget: str) -> str:
-    return budget if budget == "unlimited" else f"W/{budget}"
-
-
 def share_table(rows: Sequence[Row], budgets: Sequence[str], policies: Sequence[str], bound: float) -> str:
     """The share restored by policy and budget, and the mean ratio to LRU over the budgets that have a limit."""
     shares = {(row.policy, row.budget): row.restored for row in rows}
@@ -133,7 +120,8 @@ def share_table(rows: Sequence[Row], budgets: Sequence[str], policies: Sequence[
         ratios = [shares[policy, b] / shares["lru", b] for b in limited if shares.get(("lru", b))]
         body.append([policy, *cells, f"{fmean(ratios):.3f}" if ratios else ""])
     body.append(["a state everywhere", *("" for _ in budgets[1:]), f"{bound:.4f}", ""])
-    columns = ["policy", *map(budget_name, budgets), "over lru, to W/8"]
+    names = [budget if budget == "unlimited" else f"W/{budget}" for budget in budgets]
+    columns = ["policy", *names, "over lru, to W/8"]
     return table(columns, body)
 
 

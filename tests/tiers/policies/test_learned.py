@@ -42,8 +42,7 @@ class Tier:
         self.policy = policy_of(self.clock)
         self.policy.serve(geometry)
         self.shelf = IndexShelf(capacity, self.policy)
-        self.evicted: list[ObjectId] = []
-        self.shelf.evicted = lambda entry: self.evicted.append(entry.object_id)
+        self.evicted = self.shelf.evicted
         self._replay = HitReplay(geometry, self.shelf, self.clock, 128, speculative)
 
     def serve(self, at: float, *blocks: int) -> int:
