@@ -130,12 +130,11 @@ class Outcome:
     """What all processes of one root did. ``most_bytes`` is the most that objects and grants were."""
 
     reports: list[Report]
-    used: float
     most_bytes: int
 
 
-def compete(root: str, num_processes: int, rows_per_s: float, seconds: float, kill: bool) -> Outcome:
-    """Runs the processes. After half the time it kills the first one, if there is another."""
+def compete(root: str, num_processes: int, rows_per_s: float, seconds: float) -> Outcome:
+    """Runs the processes. After half the time it kills the first one."""
     watcher = fill(root, int(_CAPACITY * _FILLED) // _OBJECT_BYTES)
     rate = rows_per_s / num_processes
     children = [start(root, part, Pace(rate, seconds, part / num_processes)) for part in range(num_processes)]
@@ -144,14 +143,12 @@ def compete(root: str, num_processes: int, rows_per_s: float, seconds: float, ki
     for _, ours in children:
         ours.send("go")
     most_bytes = watch(watcher, seconds / 2)
-    if kill:
-        children[0][0].kill()
-        children[0][0].join()
+    children[0][0].kill()
+    children[0][0].join()
     most_bytes = max(most_bytes, watch(watcher, seconds / 2))
-    reports = collect(children[1:] if kill else children)
-    used = watcher.totals().object_bytes / _CAPACITY
+    reports = collect(children[1:])
     watcher.close()
-    return Outcome(reports, used, most_bytes)
+    return Outcome(reports, most_bytes)
 
 
 def start(root: str, part: int, pace: Pace) -> tuple[BaseProcess, Connection]:
@@ -192,23 +189,6 @@ def watch(catalogue: Catalogue, seconds: float) -> int:
     return most_bytes
 
 
-def time_load(root: str, num_rows: int, rounds: int = 3) -> tuple[float, float]:
-    """Seconds to write so many rows, and the median of those to read them."""
-    began = time.perf_counter()
-    fill(root, num_rows).close()
-    written = time.perf_counter() - began
-    seconds = []
-    for _ in range(rounds):
-        catalogue = Catalogue(root)
-        began = time.perf_counter()
-        found = sum(len(part) for part in catalogue.load(_MODEL.fingerprint)[1])
-        seconds.append(time.perf_counter() - began)
-        catalogue.close()
-        if found != num_rows:
-            raise RuntimeError(f"{found} of {num_rows} rows were read")
-    return written, statistics.median(seconds)
-
-
 def rows_of(outcome: Outcome) -> Iterator[tuple[str, str]]:
     """What the processes waited, got and left."""
     seconds = [report.all_seconds() for report in outcome.reports]
@@ -232,22 +212,12 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--processes", type=int, default=31, help="2 to 200; default: %(default)s")
     made.add_argument("--rows-per-s", type=float, default=2000.0, help="of all together; default: %(default)s")
-    made.add_argument("--seconds", type=float, default=20.0, help="default: %(default)s; a quarter with 1 and 8")
-    made.add_argument("--rows", type=int, default=100_000, help="to load; default: %(default)s")
+    made.add_argument("--seconds", type=float, default=20.0, help="default: %(default)s")
     arguments = made.parse_args()
     with scratch(arguments.directory) as place:
         load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-        root = str(place / "main")
-        outcome = compete(root, arguments.processes, arguments.rows_per_s, arguments.seconds, kill=True)
-        rows = list(rows_of(outcome))
-        for number in (1, 8):
-            root = str(place / str(number))
-            few = compete(root, number, arguments.rows_per_s, arguments.seconds / 4, kill=False)
-            rows.append((f"bytes used of the capacity, {number} processes", f"{few.used:.1%}"))
-        rows.append((f"bytes used of the capacity, {arguments.processes} processes", f"{outcome.used:.1%}"))
-        written, read = time_load(str(place / "rows"), arguments.rows)
-        rows.append((f"time to load {arguments.rows} rows (to write them)", f"{read:.2f} s ({written:.1f} s)"))
-        rows.append(("load average before all this", load))
+        outcome = compete(str(place / "root"), arguments.processes, arguments.rows_per_s, arguments.seconds)
+    rows = [*rows_of(outcome), ("load average before", load)]
     print(table(("", f"{arguments.processes} processes, {arguments.rows_per_s:g} rows/s"), rows))
 
 

@@ -5,7 +5,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 
-from bench.baselines import Moment
+from bench.hit_replay import Clock
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.disk.bookkeeper import LATE_S
 from vllm_overlay.tiers.disk.catalogue import Scored
@@ -20,8 +20,9 @@ class CatalogueOrder(EvictionPolicy[Entry]):
     ``ranks``: the engine ranks as production does. Its scores do not expire here, because it is always at work.
     """
 
-    def __init__(self, moment: Moment, ranks: bool) -> None:
-        self._moment = moment
+    def __init__(self, clock: Clock, capacity_bytes: int, ranks: bool) -> None:
+        self._clock = clock
+        self._capacity_bytes = capacity_bytes
         self._ranks = ranks
         self._ranker: Ranker | None = None
         self._last_uses: dict[Entry, float] = {}
@@ -32,7 +33,7 @@ class CatalogueOrder(EvictionPolicy[Entry]):
 
     def serve(self, geometry: Geometry) -> None:
         if self._ranks:
-            self._ranker = Ranker(geometry, self._moment.capacity_bytes, clock=self._moment.clock)
+            self._ranker = Ranker(geometry, self._capacity_bytes, clock=self._clock)
 
     def stored(self, items: Sequence[Entry]) -> None:
         for item in items:
@@ -85,7 +86,7 @@ class CatalogueOrder(EvictionPolicy[Entry]):
         return len(self._offered)
 
     def _now(self) -> float:
-        return float(int(self._moment.clock()))
+        return float(int(self._clock()))
 
     def _push(self, item: Entry) -> None:
         self._offered[item] = self._places[item]

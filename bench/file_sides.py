@@ -17,85 +17,44 @@ import torch  # noqa: F401  LMCache's extension is linked against its libraries
 from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from bench.disk_lab import NAMESPACE, halves
+from bench.disk_lab import NAMESPACE, Driver, halves, load_tickets, reserve
 from vllm_overlay.config import GIB, MIB
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.base import LoadTicket, StoreTicket
+from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 
 STAGING_BYTES = 256 * MIB
 WRITE_THREADS, READ_THREADS = 2, 4
-_POLL_S = 0.0001
 _STEP_S = 0.001
 """How often the tiers below vLLM's connector are asked, which an engine does once a step."""
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """Of our disk tier."""
+    room = {"capacity_bytes": 64 * GIB, "min_free_bytes": 0, "staging_bytes": STAGING_BYTES}
+    return {"root": str(directory.resolve()), **room, "write_threads": WRITE_THREADS, "read_threads": READ_THREADS}
 
 
 class Ours:
     """The disk tier as the connector's worker drives it, without the copies to and from the KV cache."""
 
-    def __init__(
-        self,
-        directory: Path,
-        object_bytes: int,
-        capacity_bytes: int = 64 * GIB,
-        encryption_key_file: str = "",
-    ) -> None:
+    def __init__(self, directory: Path, object_bytes: int, encryption_key_file: str = "") -> None:
         self.directory = directory
-        settings = DiskTierSettings(
-            root=str(directory),
-            capacity_bytes=capacity_bytes,
-            min_free_bytes=0,
-            staging_bytes=STAGING_BYTES,
-            write_threads=WRITE_THREADS,
-            read_threads=READ_THREADS,
-            encryption_key_file=encryption_key_file,
-        )
+        settings = DiskTierSettings(**_settings(directory), encryption_key_file=encryption_key_file)
         self._object_bytes = object_bytes
         self.tier, self._worker = halves(settings, object_bytes)
+        self._driver = Driver(self._worker)
         self._tickets: list[StoreTicket] = []
-        self._loads = itertools.count()
-
-    def planned(self, key: bytes) -> PlannedObject:
-        return PlannedObject(ObjectId("f0", key), (), 0, 64, self._object_bytes, 0)
 
     def prepare(self, keys: Sequence[bytes]) -> None:
-        """Tickets for stores. They need room, which the scheduler has ahead of its stores."""
-        self._tickets = []
-        for key in keys:
-            while (ticket := self.tier.reserve(self.planned(key))) is None:
-                self.tier.advance()
-                time.sleep(_POLL_S)
-            self._tickets.append(ticket)
+        names = (ObjectId("f0", key) for key in keys)
+        self._tickets = reserve(self.tier, (PlannedObject(name, (), 0, 64, self._object_bytes, 0) for name in names))
 
     def store(self) -> None:
-        left, num_stored = list(reversed(self._tickets)), 0
-        while num_stored < len(self._tickets):
-            while left and (buffer := self._worker.begin_store(left[-1])) is not None:
-                self._worker.submit_store(left.pop(), buffer)
-            stored, _ = self._worker.poll()
-            if any(result.reason for result in stored):
-                raise RuntimeError(f"a store failed: {stored}")
-            num_stored += len(stored)
-            if not stored:
-                time.sleep(_POLL_S)
+        self._driver.store(self._tickets)
 
     def load(self) -> None:
-        load_id = str(next(self._loads))
-        tickets = [
-            LoadTicket(ticket.ticket, ticket.planned.object_id, ticket.planned.num_bytes, ticket.part)
-            for ticket in self._tickets
-        ]
-        self._worker.begin_load(load_id, tickets)
-        num_loaded = 0
-        while num_loaded < len(tickets):
-            _, fetched = self._worker.poll()
-            for result in fetched:
-                if result.buffer is None:
-                    raise RuntimeError(f"a load failed: {result.reason}")
-                self._worker.end_fetch(load_id, result.position)
-            num_loaded += len(fetched)
-            if not fetched:
-                time.sleep(_POLL_S)
+        self._driver.load(load_tickets(self._tickets))
 
     def remove(self) -> None:
         """As what nobody wants: objects would stay until they are evicted."""
@@ -201,14 +160,7 @@ def hybrid_disk(directory: Path) -> Callable[[Any, memoryview], Any]:
 
     vars(tier)["engine_being_built"] = lambda: None
     vars(tier)["namespace_of"] = lambda *_: NAMESPACE
-    settings = {
-        "root": str(directory.resolve()),
-        "capacity_bytes": 64 * GIB,
-        "min_free_bytes": 0,
-        "staging_bytes": STAGING_BYTES,
-    }
-    threads = {"write_threads": WRITE_THREADS, "read_threads": READ_THREADS}
-    return lambda spec, view: tier.HybridDiskTier(spec, view, "hybrid_disk", **settings, **threads)
+    return lambda spec, view: tier.HybridDiskTier(spec, view, "hybrid_disk", **_settings(directory))
 
 
 def fs_tier(directory: Path) -> Callable[[Any, memoryview], Any]:

@@ -1,22 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk tier's files by their size, beside raw O_DIRECT and other tiers' file code (docs/benchmarks.md)."""
 
-import argparse
 import itertools
-import json
 import math
 import os
-import platform
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from bench import object_cpu
+from bench.disk_lab import parser, scratch
 from bench.file_sides import (
     READ_THREADS,
     STAGING_BYTES,
@@ -29,10 +23,9 @@ from bench.file_sides import (
     fs_tier,
     hybrid_disk,
 )
-from bench.measure import Subject, table, take_turns
+from bench.measure import Subject, table, take_turns, write_json
 from bench.rawdisk import RawFiles, settle
 from vllm_overlay.config import KIB, MIB
-from vllm_overlay.tiers.disk.files.checksum import XXH3, integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 from vllm_overlay.tiers.memory import HostPool
@@ -45,8 +38,7 @@ _PAUSE_S = 0.3
 class Row:
     """One tier's code with objects of one size. Shares are of raw O_DIRECT in the same rounds.
 
-    ``process`` and ``cpu`` are microseconds of the processor for an object. ``process`` is of the whole process.
-    ``cpu`` is of the thread that writes or reads the object with warm caches, where that was measured.
+    ``cpu``: microseconds of the processor for an object, of the whole process.
     """
 
     mib: float
@@ -55,8 +47,6 @@ class Row:
     store_share: float
     load_gb_per_s: float
     load_share: float
-    store_process_us: float = math.nan
-    load_process_us: float = math.nan
     store_cpu_us: float = math.nan
     load_cpu_us: float = math.nan
 
@@ -98,14 +88,6 @@ def bench_size(directory: Path, object_bytes: int, total_bytes: int, rounds: int
     take_turns([reference, *subjects.values()], rounds)
     for side in sides.values():
         side.close()
-    integrities = {
-        "ours, XXH3": XXH3,
-        "ours, AES-256-GCM": integrity_of(str(key_file)),
-    }
-    cpu = {
-        what: object_cpu.measure(directory / f"cpu-{number}", object_bytes, integrity, direct)
-        for number, (what, integrity) in enumerate(integrities.items())
-    }
     rows = [
         Row(
             object_bytes / MIB,
@@ -116,14 +98,12 @@ def bench_size(directory: Path, object_bytes: int, total_bytes: int, rounds: int
             load.share_of(raw_load),
             math.nan if what == "raw" else store.cpu_us_of(count),
             math.nan if what == "raw" else load.cpu_us_of(count),
-            *cpu.get(what, ()),
         )
         for (raw_store, raw_load) in [reference]
         for what, (store, load) in {"raw": reference, **subjects}.items()
     ]
     if lmcache is None:
-        nothing = float("nan")
-        rows.append(Row(object_bytes / MIB, "LMCache's fs_native: not run", nothing, nothing, nothing, nothing))
+        rows.append(Row(object_bytes / MIB, "LMCache's fs_native: not run", *[math.nan] * 4))
     return rows
 
 
@@ -151,40 +131,22 @@ def _cells(row: Row) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.files", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="less data, fewer rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--directory", type=Path, default=Path(".benchmarks"), help="on the disk to measure")
-    parser.add_argument("--lmcache", type=Path, metavar="DIR", help="where an lmcache wheel is unpacked; else not run")
-    options = parser.parse_args(arguments)
+    made = parser(__doc__)
+    made.add_argument("--quick", action="store_true", help="less data, fewer rounds")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    made.add_argument("--lmcache", type=Path, metavar="DIR", help="where an lmcache wheel is unpacked; else not run")
+    options = made.parse_args(arguments)
     total_bytes, rounds = (128 * MIB, 2) if options.quick else (256 * MIB, 7)
-    options.directory.mkdir(parents=True, exist_ok=True)
     rows = []
     for object_bytes in SIZES:
-        made = Path(tempfile.mkdtemp(prefix="files-", dir=options.directory))
-        try:
-            rows += bench_size(made, object_bytes, total_bytes, rounds, options.lmcache)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+        with scratch(options.directory) as place:
+            rows += bench_size(place, object_bytes, total_bytes, rounds, options.lmcache)
         print(f"{object_bytes / MIB} MiB done, load average {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
-    columns = (
-        "object",
-        "code",
-        "store GB/s",
-        "of raw",
-        "load GB/s",
-        "of raw",
-        "store CPU us",
-        "load CPU us",
-        "write",
-        "read",
-    )
+    columns = ("object", "code", "store GB/s", "of raw", "load GB/s", "of raw", "store CPU us", "load CPU us")
     cells = [(f"{row.mib:g} MiB", row.what, *_cells(row)) for row in rows]
     print(f"{rounds} rounds of {total_bytes // MIB} MiB\n\n{table(columns, cells)}")
     if options.json:
-        figures: dict[str, Any] = {"rows": [asdict(row) for row in rows], "quick": options.quick}
-        figures |= {"machine": platform.platform(), "cores": os.cpu_count()}
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json(options.json, rows=[asdict(row) for row in rows], quick=options.quick)
     return 0
 
 

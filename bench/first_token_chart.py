@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -29,13 +28,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from bench.http_load import interrupt_at_ending_signals, status_of
 from bench.measure import table
-from tools.process_group import ENDING_SIGNALS
+from bench.serving_sides import below_multi_connector
 from tools.server import Server
-from tools.server_process import ServerError
 from vllm_overlay.metrics import CONNECTOR
 from vllm_overlay.multi_connector.control_file import LOOK_EVERY_S
-from vllm_overlay.server.api_client import ApiClient, ApiError
+from vllm_overlay.server.api_client import ApiClient
 
 MATCH_UNIT = 64
 VOCABULARY = 256
@@ -46,7 +45,7 @@ COLUMNS = ("prompt", "first token", "over cold", "middle half")
 _LOADED_BYTES = "vllm:hybrid_offload_loaded_bytes_total"
 
 
-class WrongSourceError(Exception):
+class WrongSourceError(RuntimeError):
     """A prompt came from elsewhere than it should have; the message says where from."""
 
 
@@ -154,20 +153,9 @@ class Bench:
 
 def transfer_config(directory: Path) -> dict[str, Any]:
     """Both tiers. Their weights are given, so that nothing is computed to measure it."""
-    tiers: tuple[dict[str, Any], ...] = (
-        {"tier": "cpu", "capacity_bytes": "1 GiB", "load_weight": 1.0},
-        {"tier": "disk", "root": str(directory / "root"), "capacity_bytes": "2 GiB", "load_weight": 0.9},
-    )
-    children = [
-        {"kv_connector": "HybridOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": tier}
-        for tier in tiers
-    ]
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_connector_module_path": "vllm_overlay.multi_connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": children, "control_file": str(directory / "control.json")},
-    }
+    cpu: dict[str, Any] = {"tier": "cpu", "capacity_bytes": "1 GiB", "load_weight": 1.0}
+    disk = {"tier": "disk", "root": str(directory / "root"), "capacity_bytes": "2 GiB", "load_weight": 0.9}
+    return below_multi_connector([cpu, disk], control_file=str(directory / "control.json"))
 
 
 def run(arguments: argparse.Namespace, console: Console) -> list[tuple[float, ...]]:
@@ -194,13 +182,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--prompts", type=int, default=15, metavar="N", help="how many (default: %(default)s)")
-    made.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=8013,
-        metavar="N",
-        help=f"of each, at most {LONGEST} (default: %(default)s)",
-    )
+    length = f"of each, at most {LONGEST} (default: %(default)s)"
+    made.add_argument("--prompt-tokens", type=int, default=8013, metavar="N", help=length)
     made.add_argument("--plot", type=Path, default=PICTURE, metavar="FILE", help="the picture (default: %(default)s)")
     return made
 
@@ -209,23 +192,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.prompts < 2 or not MATCH_UNIT < arguments.prompt_tokens <= LONGEST:
         parser().error(f"give at least 2 prompts, of {MATCH_UNIT + 1} to {LONGEST} tokens")
-    console = Console(stderr=True)
-    try:
+
+    def draw(console: Console) -> int:
         found = summaries(run(arguments, console))
         said = caption(arguments.prompt_tokens, arguments.prompts)
         picture(found, said).savefig(arguments.plot, dpi=120)
-    except (ServerError, ApiError, WrongSourceError, OSError) as error:
-        console.print(f"failed: {error}", markup=False, style="red")
-        return 1
-    except KeyboardInterrupt:
-        console.print("interrupted: nothing is left running")
-        return 130
-    print(table(COLUMNS, rows(found)))
-    print(f"\n{said}\n{arguments.plot}")
-    return 0
+        print(table(COLUMNS, rows(found)))
+        print(f"\n{said}\n{arguments.plot}")
+        return 0
+
+    return status_of(draw)
 
 
 if __name__ == "__main__":
-    for number in ENDING_SIGNALS:
-        signal.signal(number, signal.default_int_handler)
+    interrupt_at_ending_signals()
     sys.exit(main())

@@ -9,11 +9,11 @@ chat:1 (bench/workloads.py). W is the size of all distinct attention of a trace.
 
 import argparse
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -21,42 +21,39 @@ import msgspec
 from rich.console import Console
 from rich.progress import track
 
-from bench.baselines import BASELINES, Moment
 from bench.catalogue_order import CatalogueOrder
-from bench.future import Future
 from bench.geometries import DEFAULT_MODEL, MODELS
 from bench.hit_replay import Clock, HitReplay
 from bench.measure import table
 from bench.replay_tiers import IndexShelf
-from bench.trace import BLOCK_TOKENS, TraceError, TraceRequest, read_trace
+from bench.trace import BLOCK_TOKENS, TraceError, TraceRequest, read_trace, sharable_tokens
 from bench.workloads import WORKLOADS, generate
 from vllm_overlay.tiers.entry import Entry
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.learned import LearnedEviction
+from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
-FUTURE = "future"
-LEARNED = "learned"
-ON_DISK = {"lru on disk": False, "learned on disk": True}
-"""As a disk tier's catalogue evicts; whether its engine ranks."""
-POLICIES = ("lru", "arc", "s3-fifo", LEARNED, FUTURE)
+STEP_TOKENS = 8192
+POLICIES: dict[str, Callable[[Clock, int], EvictionPolicy[Entry]]] = {
+    "lru": lambda *_: LeastRecentlyUsed(),
+    "learned": lambda clock, _: LearnedEviction(clock),
+    "lru on disk": partial(CatalogueOrder, ranks=False),
+    "learned on disk": partial(CatalogueOrder, ranks=True),
+}
+"""By the trace's clock and the capacity. On disk: as a disk tier's catalogue evicts."""
 BUDGETS = ("64", "32", "16", "8", "4", "unlimited")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One replay. ``budget``: N for W/N, or "unlimited"; ``device``: the same of a device cache, or "" for none."""
+    """One replay. ``budget``: N for W/N, or "unlimited"."""
 
     trace: str
     policy: str
     budget: str
     model: str = DEFAULT_MODEL
-    block_tokens: int = BLOCK_TOKENS
-    step_tokens: int = 8192
     speculative_tokens: int = 0
-    last_block: bool = True
-    device: str = ""
     num_requests: int | None = None
-    seed: int = 0
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -66,96 +63,51 @@ class Row(msgspec.Struct, frozen=True):
     policy: str
     budget: str
     restored: float
-    local: float
     lost: dict[str, float]
     evicted_objects: int
-    seconds: float
 
 
 def requests_of(case: Case) -> list[TraceRequest]:
     """Raises TraceError, and OSError if the file cannot be read."""
     name, _, seed = case.trace.partition(":")
     is_generated = name in WORKLOADS
-    found = generate(name, int(seed or 1)) if is_generated else read_trace(Path(case.trace), case.block_tokens)
+    found = generate(name, int(seed or 1)) if is_generated else read_trace(Path(case.trace))
     return found[: case.num_requests]
 
 
-def distinct_bytes(requests: Sequence[TraceRequest], block_tokens: int, token_bytes: float) -> int:
+def distinct_bytes(requests: Sequence[TraceRequest], token_bytes: float) -> int:
     """W: the attention of all distinct blocks."""
-    return int(len({block for request in requests for block in request.block_ids}) * block_tokens * token_bytes)
+    return int(len({block for request in requests for block in request.block_ids}) * BLOCK_TOKENS * token_bytes)
 
 
-def capacity_of(budget: str, whole_bytes: int) -> int | None:
-    return None if budget == "unlimited" else int(whole_bytes / float(budget))
-
-
-def policy_of(case: Case, moment: Moment) -> EvictionPolicy[Entry]:
-    if case.policy == LEARNED:
-        return LearnedEviction(moment.clock, case.seed)
-    if case.policy in ON_DISK:
-        return CatalogueOrder(moment, ON_DISK[case.policy])
-    return BASELINES[case.policy](moment)
-
-
-def replay(case: Case, requests: Sequence[TraceRequest], future: Future) -> Row:
-    started = time.perf_counter()
-    geometry = MODELS[case.model].geometry(case.block_tokens)
-    whole = distinct_bytes(requests, case.block_tokens, geometry.token_bytes)
-    capacity = capacity_of(case.budget, whole)
+def replay(case: Case, requests: Sequence[TraceRequest]) -> Row:
+    geometry = MODELS[case.model].geometry(BLOCK_TOKENS)
+    whole_bytes = distinct_bytes(requests, geometry.token_bytes)
+    capacity = None if case.budget == "unlimited" else int(whole_bytes / float(case.budget))
     clock = Clock()
-    moment = Moment(clock, sys.maxsize if capacity is None else capacity, future)
-    policy = policy_of(case, moment)
+    policy = POLICIES[case.policy](clock, sys.maxsize if capacity is None else capacity)
     policy.serve(geometry)
     shelf = IndexShelf(capacity, policy)
-    evicted = [0]
-
-    def count(_: object) -> None:
-        evicted[0] += 1
-
-    shelf.evicted = count
-    device = IndexShelf(capacity_of(case.device, whole)) if case.device else None
-    stops = future.wanted_boundaries if case.policy == FUTURE else None
-    one = HitReplay(geometry, shelf, clock, case.step_tokens, case.speculative_tokens, device, stops, case.last_block)
-    restored = local = total = 0
+    one = HitReplay(geometry, shelf, clock, STEP_TOKENS, case.speculative_tokens, last_block=True)
+    restored = total = 0
     lost: Counter[str] = Counter()
-    for place, request in enumerate(requests):
-        moment.place = place
-        served = one.serve(place, request)
+    for request in requests:
+        served = one.serve(request)
         total += served.num_tokens
         restored += served.num_restored
-        local += served.num_local
         lost.update({reason.value: tokens for reason, tokens in served.lost.items()})
     shares = {reason: tokens / total for reason, tokens in sorted(lost.items())}
-    seconds = time.perf_counter() - started
-    return Row(case.trace, case.policy, case.budget, restored / total, local / total, shares, evicted[0], seconds)
+    return Row(case.trace, case.policy, case.budget, restored / total, shares, len(shelf.evicted))
 
 
 def _replay_alone(case: Case) -> Row:
-    requests = requests_of(case)
-    return replay(case, requests, Future(requests, case.block_tokens))
+    return replay(case, requests_of(case))
 
 
 def replay_all(cases: Sequence[Case], jobs: int) -> Iterator[Row]:
     """Rows in the order of ``cases``."""
-    if jobs > 1:
-        with ProcessPoolExecutor(jobs) as pool:
-            yield from pool.map(_replay_alone, cases)
-        return
-    known: dict[str, tuple[list[TraceRequest], Future]] = {}
-    for case in cases:
-        if case.trace not in known:
-            requests = requests_of(case)
-            known[case.trace] = requests, Future(requests, case.block_tokens)
-        yield replay(case, *known[case.trace])
-
-
-def bound_share(requests: Sequence[TraceRequest], block_tokens: int) -> float:
-    """The token bound: an unlimited tier with a state at every block."""
-    return Future(requests, block_tokens).bound_tokens / sum(request.num_tokens for request in requests)
-
-
-def budget_name(budget: str) -> str:
-    return budget if budget == "unlimited" else f"W/{budget}"
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(_replay_alone, cases)
 
 
 def share_table(rows: Sequence[Row], budgets: Sequence[str], policies: Sequence[str], bound: float) -> str:
@@ -168,7 +120,8 @@ def share_table(rows: Sequence[Row], budgets: Sequence[str], policies: Sequence[
         ratios = [shares[policy, b] / shares["lru", b] for b in limited if shares.get(("lru", b))]
         body.append([policy, *cells, f"{fmean(ratios):.3f}" if ratios else ""])
     body.append(["a state everywhere", *("" for _ in budgets[1:]), f"{bound:.4f}", ""])
-    columns = ["policy", *map(budget_name, budgets), "over lru, to W/8"]
+    names = [budget if budget == "unlimited" else f"W/{budget}" for budget in budgets]
+    columns = ["policy", *names, "over lru, to W/8"]
     return table(columns, body)
 
 
@@ -177,23 +130,13 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench.hit_rate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("traces", nargs="+", metavar="TRACE", help="a .jsonl file, or a workload and seed such as chat:1")
-    made.add_argument("--policies", nargs="+", default=list(POLICIES), choices=[*POLICIES, *ON_DISK], metavar="NAME")
+    made.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES, metavar="NAME")
     made.add_argument(
         "--budgets", nargs="+", default=list(BUDGETS), metavar="N", help="the tier holds W/N, or unlimited"
     )
     made.add_argument("--model", choices=MODELS, default=DEFAULT_MODEL, help="whose bytes (default: %(default)s)")
-    made.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="tokens of one id of the trace")
-    made.add_argument("--step", type=int, default=8192, help="tokens of a prefill step (default: %(default)s)")
     made.add_argument("--speculative", type=int, default=0, metavar="TOKENS", help="a snapshot about every TOKENS too")
-    made.add_argument(
-        "--last-block",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="a snapshot at each prompt's last whole block too, as vLLM keeps one (default: yes)",
-    )
-    made.add_argument("--device", default="", metavar="N", help="a device cache of W/N in front (default: none)")
     made.add_argument("--requests", type=int, metavar="N", help="the first N requests (W is theirs)")
-    made.add_argument("--seed", type=int, default=0, help="of the policy's draws")
     made.add_argument("--jobs", type=int, default=1, help="replays at once, a process each")
     made.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     return made
@@ -201,9 +144,9 @@ def parser() -> argparse.ArgumentParser:
 
 def check(made: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Ends the process where numbers cannot work."""
-    sizes = [one for one in (*arguments.budgets, arguments.device) if one not in ("", "unlimited")]
+    sizes = [one for one in arguments.budgets if one != "unlimited"]
     if not all(one.replace(".", "", 1).isdecimal() and float(one) > 0 for one in sizes):
-        made.error("--budgets and --device take numbers above 0, N for W/N, or unlimited")
+        made.error("--budgets takes numbers above 0, N for W/N, or unlimited")
     if arguments.requests is not None and arguments.requests < 1:
         made.error("--requests takes a number from 1 on")
     for trace in arguments.traces:
@@ -213,21 +156,8 @@ def check(made: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
 
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
-    base = Case(
-        "",
-        "",
-        "",
-        model=arguments.model,
-        block_tokens=arguments.block_tokens,
-        step_tokens=arguments.step,
-        speculative_tokens=arguments.speculative,
-        last_block=arguments.last_block,
-        device=arguments.device,
-        num_requests=arguments.requests,
-        seed=arguments.seed,
-    )
     return [
-        replace(base, trace=trace, policy=policy, budget=budget)
+        Case(trace, policy, budget, arguments.model, arguments.speculative, arguments.requests)
         for trace in arguments.traces
         for budget in arguments.budgets
         for policy in arguments.policies
@@ -257,12 +187,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _texts(
     arguments: argparse.Namespace, rows: Sequence[Row], all_requests: dict[str, list[TraceRequest]]
 ) -> Iterable[str]:
-    geometry = MODELS[arguments.model].geometry(arguments.block_tokens)
+    geometry = MODELS[arguments.model].geometry(BLOCK_TOKENS)
     for trace, requests in all_requests.items():
-        whole = distinct_bytes(requests, arguments.block_tokens, geometry.token_bytes)
+        whole = distinct_bytes(requests, geometry.token_bytes)
         num_tokens = sum(request.num_tokens for request in requests)
         yield f"{Path(trace).name}: {len(requests)} requests, {num_tokens} prompt tokens, W = {whole / 1e9:.0f} GB"
-        bound = bound_share(requests, arguments.block_tokens)
+        bound = sharable_tokens(requests) / num_tokens
         of_trace = [row for row in rows if row.trace == trace]
         yield share_table(of_trace, arguments.budgets, arguments.policies, bound)
 

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests over HTTP that come when they come, whether or not the server keeps up, and what each of them saw."""
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from rich.console import Console
+
 from bench.measure import percentile
 from bench.scaled_trace import ScaledRequest
+from bench.trace import TraceError
+from tools.process_group import ENDING_SIGNALS
+from tools.server_process import ServerError
 from vllm_overlay.server.api_client import ApiClient, ApiError
 
 
@@ -76,3 +82,22 @@ def _send(api: ApiClient, request: ScaledRequest, begin: float, answered: Callab
         answer.num_cached_tokens,
         len(answer.token_ids),
     )
+
+
+def status_of(program: Callable[[Console], int]) -> int:
+    """Runs it with a console for what is no result. Returns its exit status: 0 or 1; 130 at Ctrl-C."""
+    console = Console(stderr=True)
+    try:
+        return min(program(console), 1)
+    except (TraceError, ServerError, ApiError, RuntimeError, OSError) as error:
+        console.print(f"failed: {error}", markup=False, style="red")
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted: nothing is left running")
+        return 130
+
+
+def interrupt_at_ending_signals() -> None:
+    """So that servers are ended at SIGTERM too."""
+    for number in ENDING_SIGNALS:
+        signal.signal(number, signal.default_int_handler)

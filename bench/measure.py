@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing side by side, and tables."""
 
+import json
 import math
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 Clock = Callable[[], float]
 
@@ -82,3 +87,9 @@ def ratio(own: Sequence[float], first: Sequence[float]) -> str:
         rank += 1
     low = max(rank - 1, 0)
     return f"{statistics.median(ratios):.2f} ({ratios[low]:.2f} to {ratios[-1 - low]:.2f})"
+
+
+def write_json(path: Path, **figures: Any) -> None:
+    """With what the machine is."""
+    figures |= {"machine": platform.platform(), "cores": os.cpu_count()}
+    path.write_text(json.dumps(figures, indent=2) + "\n")

@@ -28,8 +28,6 @@ class Point:
     block_size: int
     match_unit: int | None = None
     """None: the block."""
-    least_cost: float = 1.0
-    """A step costs ``max(least_cost, tokens / budget)``: 1.0 counts steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request. ``time`` is in steps of the full cost."""
+    """A request. ``time`` is in steps."""
 
     time: float
     prompt: int
@@ -105,7 +103,7 @@ def simulate(run: Run) -> Result:
         output = scheduler.schedule()
         num_steps += 1
         num_tokens += output.total_num_scheduled_tokens
-        now += max(point.least_cost, output.total_num_scheduled_tokens / point.budget)
+        now += 1.0
         sampled = sampled_tokens(scheduler, output)
         for name, said in sampled.items():
             if said and name not in first:

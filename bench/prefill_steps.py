@@ -30,8 +30,6 @@ GEOMETRIES = (
 """N and a match unit that divides it."""
 BAR = 1.01
 """With the series no p50 and no p95 is more than this many times what it is without."""
-CHEAP_STEP = 0.1
-"""Of the second model of a step's cost: what a step of few tokens costs, as a share of a full one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +115,15 @@ COLUMNS = (
 )
 
 
-def trees_of(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """Directories that hold ``vllm/`` without the series and with it."""
+def trees() -> tuple[Path, Path]:
+    """Directories that hold ``vllm/`` without the series, a copy in .benchmarks, and with it."""
     from devtools.upstream_tests import make_unpatched
     from vllm_overlay.patching.installed import installed_root
 
-    after = arguments.after or installed_root()
+    after = installed_root()
     if after is None:
-        raise SystemExit("no vLLM is installed: run `make setup`, or name a directory with --after")
-    if arguments.before is None:
-        arguments.work.mkdir(parents=True, exist_ok=True)
-    return (arguments.before or make_unpatched(arguments.work)).resolve(), after.resolve()
+        raise SystemExit("no vLLM is installed: run `make setup`")
+    return make_unpatched(REPOSITORY / ".benchmarks").resolve(), after.resolve()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,37 +133,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"without the series and with it ('). The bar: p50 and p95 at most {BAR} times those without it.",
         epilog="exit status: 0 the bar is met at every point, 1 it is missed, 2 wrong usage",
     )
-    parser.add_argument(
-        "--before", type=Path, help="directory with a vllm/ without the series; default: a copy is made"
-    )
-    parser.add_argument("--after", type=Path, help="directory with a vllm/ with it; default: the installed one")
-    parser.add_argument(
-        "--work", type=Path, default=REPOSITORY / ".benchmarks", help="for the copy (default: .benchmarks)"
-    )
     parser.add_argument("--requests", type=int, default=1500, help="of a seed (default: 1500)")
     parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default: 2)")
     parser.add_argument("--budget", type=int, action="append", help=f"default: {BUDGETS}; may be repeated")
     parser.add_argument("--load", type=float, action="append", help=f"default: {LOADS}; may be repeated")
     parser.add_argument("--block-size", type=int, action="append", help="default: all of this file; may be repeated")
-    parser.add_argument(
-        "--least-cost",
-        type=float,
-        default=1.0,
-        help="a step costs max(LEAST_COST, tokens / budget): 1 counts steps (default), "
-        f"{CHEAP_STEP} makes a step of few tokens cheap",
-    )
     arguments = parser.parse_args(argv)
     geometries = [one for one in GEOMETRIES if one[0] in (arguments.block_size or [one[0]])]
     points = [
-        Point(budget, load, block_size, unit, arguments.least_cost)
+        Point(budget, load, block_size, unit)
         for budget, load, (block_size, unit) in product(
             arguments.budget or BUDGETS, arguments.load or LOADS, geometries
         )
     ]
     if not points:
         parser.error(f"--block-size is one of {sorted({one[0] for one in GEOMETRIES})}")
-    before, after = measure(trees_of(arguments), points, arguments.seeds, arguments.requests, arguments.jobs)
+    before, after = measure(trees(), points, arguments.seeds, arguments.requests, arguments.jobs)
     print(table(COLUMNS, rows(points, before, after)))
     missed = sum(not is_within_bar(old, new) for old, new in zip(before, after, strict=True))
     print(f"\n{len(points) - missed} of {len(points)} points within the bar")

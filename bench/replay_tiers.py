@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tier without bytes, for replays: the production index."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.entry import Entry
@@ -9,19 +9,12 @@ from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.base import EvictionPolicy
 
 
-def _ignore(_: object) -> None:
-    """Nobody wants to know."""
-
-
 class IndexShelf:
-    """Prefix-closed; without a policy the longest unused goes first. What is stored again is not refreshed.
-
-    ``evicted`` is called with what made room.
-    """
+    """Prefix-closed; without a policy the longest unused goes first. What is stored again is not refreshed."""
 
     def __init__(self, capacity_bytes: int | None, policy: EvictionPolicy[Entry] | None = None) -> None:
         self.index = PrefixIndex(capacity_bytes, policy)
-        self.evicted: Callable[[Entry], object] = _ignore
+        self.evicted: list[ObjectId] = []
         self._tickets = 0
 
     def has(self, object_id: ObjectId) -> bool:
@@ -39,8 +32,7 @@ class IndexShelf:
             return True
         if not self.index.may_reserve(planned):
             return False
-        for entry in self.index.evict(planned.num_bytes, keep=planned.parents):
-            self.evicted(entry)
+        self.evicted += [entry.object_id for entry in self.index.evict(planned.num_bytes, keep=planned.parents)]
         self._tickets += 1
         if self.index.reserve(planned, self._tickets) is None:
             return False

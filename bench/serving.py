@@ -8,7 +8,6 @@ trace goes to one, then to the next, until all are through. So whatever else the
 import argparse
 import contextlib
 import importlib
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.http_load import play
+from bench.http_load import interrupt_at_ending_signals, play, status_of
 from bench.measure import table
 from bench.scaled_trace import Scale, ScaledRequest, parts, reuse, sample
 from bench.serving_outcome import COLUMNS, Outcome, Plan, as_json, described, rows
@@ -37,11 +36,10 @@ from bench.serving_sides import (
     ours,
     server,
 )
-from bench.trace import TraceError, TraceRequest, read_trace
-from tools.process_group import ENDING_SIGNALS
+from bench.trace import TraceRequest, read_trace
 from tools.server_process import ServerError
 from vllm_overlay.metrics import CONNECTOR
-from vllm_overlay.server.api_client import ApiClient, ApiError
+from vllm_overlay.server.api_client import ApiClient
 from vllm_overlay.server.interval import Interval
 
 CALIBRATION_REQUESTS = 24
@@ -237,39 +235,21 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where lmcache 0.5.6 is unpacked (pip install --target DIR --no-deps lmcache==0.5.6); else not run",
     )
-    size = made.add_argument_group("how much is served")
-    size.add_argument(
-        "--seconds",
-        type=positive(float),
-        default=45.0,
-        help="what computing all prompts of one side takes, without a tier (default: 45)",
+    numbers: tuple[tuple[str, type[int] | type[float], float | None, str], ...] = (
+        ("--seconds", float, 45.0, "what computing all prompts of one side takes, without a tier"),
+        ("--requests", int, None, "so many instead; two machines then serve the same requests"),
+        ("--load", float, 0.7, "arriving tokens over those that a server without a tier computes at most"),
+        ("--rounds", int, 6, "parts of the trace"),
+        ("--block-tokens", int, 128, "what is left of a trace's block of 512 tokens"),
+        ("--device-blocks", int, 48, "of vLLM's own KV cache"),
+        ("--cpu-share", float, 8.0, "CPU tiers hold one part in so many of all that the run could store"),
+        ("--disk-share", float, 2.0, "the same of our disk tier"),
     )
-    size.add_argument(
-        "--requests", type=positive(int), help="so many instead; two machines then serve the same requests"
-    )
-    size.add_argument(
-        "--load",
-        type=positive(float),
-        default=0.7,
-        help="arriving tokens over those that a server without a tier computes at most (default: 0.7)",
-    )
-    size.add_argument("--rounds", type=positive(int), default=6, help="parts of the trace (default: 6)")
-    size.add_argument("--seed", type=int, default=0, help="which sessions of the trace (default: 0)")
-    size.add_argument(
-        "--block-tokens",
-        type=positive(int),
-        default=128,
-        help="what is left of a trace's block of 512 tokens (default: 128)",
-    )
-    tiers = made.add_argument_group("what a side has")
-    tiers.add_argument("--device-blocks", type=positive(int), default=48, help="of vLLM's own KV cache (default: 48)")
-    tiers.add_argument(
-        "--cpu-share",
-        type=positive(float),
-        default=8.0,
-        help="CPU tiers hold one part in so many of all that the run could store (default: 8)",
-    )
-    tiers.add_argument("--disk-share", type=positive(float), default=2.0, help="the same of our disk tier (default: 2)")
+    for name, kind, default, text in numbers:
+        made.add_argument(
+            name, type=positive(kind), default=default, help=f"{text} (default: {default or 'as --seconds says'})"
+        )
+    made.add_argument("--seed", type=int, default=0, help="which sessions of the trace (default: %(default)s)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, each request's too")
     made.add_argument("--directory", type=Path, metavar="DIR", help="where disk tiers and logs go (default: TMPDIR)")
     return made
@@ -292,18 +272,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    console = Console(stderr=True)
-    try:
-        return 1 if run(arguments, console) else 0
-    except (TraceError, ServerError, ApiError, RuntimeError, OSError) as error:
-        console.print(f"failed: {error}", markup=False, style="red")
-        return 1
-    except KeyboardInterrupt:
-        console.print("interrupted: nothing is left running")
-        return 130
+    return status_of(lambda console: run(arguments, console))
 
 
 if __name__ == "__main__":
-    for number in ENDING_SIGNALS:
-        signal.signal(number, signal.default_int_handler)
+    interrupt_at_ending_signals()
     sys.exit(main())

@@ -41,6 +41,20 @@ class Sizes:
     disk_bytes: int
 
 
+def one_tier(settings: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": "HybridOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+
+
+def below_multi_connector(tiers: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    """``--kv-transfer-config`` of our tiers. ``settings``: the MultiConnector's own."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": "vllm_overlay.multi_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [one_tier(tier) for tier in tiers], **settings},
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """One server. ``cpu``: it has a tier in host memory. ``policy``: ``eviction_policy`` of our tiers, "" for vLLM's.
@@ -80,23 +94,11 @@ class Side:
         tiers: list[dict[str, Any]] = [{"tier": "cpu", "capacity_bytes": sizes.cpu_bytes}]
         if self.disk:
             tiers.append({"tier": "disk", "root": str(root), "capacity_bytes": sizes.disk_bytes})
-        children: list[dict[str, Any]] = [
-            {
-                "kv_connector": "HybridOffloadConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {**tier, "eviction_policy": self.policy, "load_weight": weight},
-            }
-            for tier, weight in zip(tiers, weights, strict=False)
-        ]
-        if len(children) == 1:
-            del children[0]["kv_connector_extra_config"]["load_weight"]
-            return children[0]
-        return {
-            "kv_connector": "MultiConnector",
-            "kv_connector_module_path": "vllm_overlay.multi_connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"connectors": children},
-        }
+        for tier in tiers:
+            tier["eviction_policy"] = self.policy
+        if len(tiers) == 1:
+            return one_tier(tiers[0])
+        return below_multi_connector([tier | {"load_weight": one} for tier, one in zip(tiers, weights, strict=True)])
 
     def _offloading(self, sizes: Sizes, root: Path) -> dict[str, Any]:
         """vLLM's OffloadingConnector. Its copies are CUDA's, so the tests' small worker does them on a CPU."""

@@ -1,31 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bandwidth of the tiers beside what memory and disk give, and the cost of a lookup (docs/benchmarks.md)."""
 
-import argparse
 import itertools
-import json
-import os
-import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
 from bench import model
-from bench.disk_lab import NAMESPACE
-from bench.measure import Subject, table, take_turns
+from bench.disk_lab import NAMESPACE, Driver, load_tickets, parser, reserve, scratch
+from bench.measure import Subject, table, take_turns, write_json
 from bench.rawdisk import RawFiles, settle
 from vllm_overlay.config import GIB, MIB
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
-from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager, TierWorker
+from vllm_overlay.tiers.base import LoadTicket, StoreTicket, TierManager
 from vllm_overlay.tiers.cpu import CpuTierManager, CpuTierWorker
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
@@ -34,11 +28,9 @@ from vllm_overlay.tiers.disk.settings import DiskTierSettings
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.memory import unit_size, units_needed
-from vllm_overlay.transfer.base import KVTransfer, Placement
 from vllm_overlay.transfer.cpu import CpuTransfer
 
 _DISK_TARGET_BYTES = 4 * MIB
-_POLL_S = 0.0002
 _PAUSE_S = 1.0
 
 
@@ -59,63 +51,6 @@ class Row:
         return cls(what, store.gb_per_s, store.share_of(store_reference), load.gb_per_s, load.share_of(load_reference))
 
 
-class Driver:
-    """Stores and loads as the connector's worker does, and waits where that would drop a store."""
-
-    def __init__(self, transfer: KVTransfer, worker: TierWorker) -> None:
-        self._transfer = transfer
-        self._worker = worker
-        self._num_loads = 0
-
-    def store(self, tickets: Sequence[StoreTicket], placements: Sequence[Placement]) -> None:
-        """Returns when all are stored."""
-        left = list(zip(tickets, placements, strict=True))
-        num_stored = 0
-        while num_stored < len(tickets):
-            accepted = []
-            while left and (buffer := self._worker.begin_store(left[0][0])) is not None:
-                accepted.append((*left.pop(0), buffer))
-            self._transfer.gather([placement for _, placement, _ in accepted], [buffer for *_, buffer in accepted])
-            self._check_copies()
-            for ticket, _, buffer in accepted:
-                self._worker.submit_store(ticket, buffer)
-            stored, _ = self._worker.poll()
-            for result in stored:
-                if result.reason:
-                    raise RuntimeError(f"a store failed: {result.reason}")
-            num_stored += len(stored)
-            if not stored:
-                time.sleep(_POLL_S)
-
-    def _check_copies(self) -> None:
-        """They have ended: the CPU's copies are made when they are submitted."""
-        for copy in self._transfer.poll():
-            if copy.error is not None:
-                raise RuntimeError("a copy failed") from copy.error
-
-    def load(self, tickets: Sequence[LoadTicket], placements: Sequence[Placement]) -> None:
-        """Returns when all are in the KV cache."""
-        self._num_loads += 1
-        load_id = str(self._num_loads)
-        self._worker.begin_load(load_id, tickets)
-        num_loaded = 0
-        while num_loaded < len(tickets):
-            _, fetched = self._worker.poll()
-            fetched.sort(key=lambda result: result.position)
-            buffers = []
-            for result in fetched:
-                if result.buffer is None:
-                    raise RuntimeError(f"a load failed: {result.reason}")
-                buffers.append(result.buffer)
-            self._transfer.scatter([placements[result.position] for result in fetched], buffers)
-            self._check_copies()
-            for result in fetched:
-                self._worker.end_fetch(load_id, result.position)
-            num_loaded += len(fetched)
-            if not fetched:
-                time.sleep(_POLL_S)
-
-
 def bench_cpu(blocks: int, rounds: int) -> list[Row]:
     """Times are the copying thread's own, so other programs on the machine do not count."""
     geometry = model.geometry()
@@ -127,7 +62,7 @@ def bench_cpu(blocks: int, rounds: int) -> list[Row]:
     num_units = sum(units_needed(planned.num_bytes, unit_bytes) for planned in chunks + snapshots)
     tier = CpuTierManager(num_units, unit_bytes, world_size=1)
     num_blocks = max(blocks, model.STATE_GROUPS)
-    driver = Driver(CpuTransfer(model.kv_cache(num_blocks)), CpuTierWorker(num_units, unit_bytes))
+    driver = Driver(CpuTierWorker(num_units, unit_bytes), CpuTransfer(model.kv_cache(num_blocks)))
     kinds = (
         (f"chunks of {geometry.chunk_size} tokens, {blocks} whole blocks at once", chunks, len(chunks)),
         (f"chunks of {geometry.chunk_size} tokens, one at a time", chunks, 1),
@@ -145,7 +80,7 @@ def _cpu_row(
     num_blocks: int,
     rounds: int,
 ) -> Row:
-    stores = _reserve(tier, objects)
+    stores = reserve(tier, objects)
     loads = _acquire(tier, stores)
     places = model.placements(objects, num_blocks)
     steps = [slice(start, start + at_once) for start in range(0, len(objects), at_once)]
@@ -185,7 +120,7 @@ def bench_disk(directory: Path, total_bytes: int, rounds: int) -> tuple[list[Row
     unit_bytes = unit_size(geometry.chunk_bytes(geometry.full[0]))
     tier = DiskTierManager(settings, NAMESPACE, 1, largest)
     worker = DiskTierWorker(settings, NAMESPACE, 0, 1, unit_bytes, largest)
-    driver = Driver(transfer, worker)
+    driver = Driver(worker, transfer)
     direct = takes_direct_io(Device(), choose_root(Device(), settings.root))
     staging = _staging_of(worker, unit_bytes)
 
@@ -242,13 +177,13 @@ def _disk_row(
         """Disks of virtual machines save up an allowance while they rest: everyone begins with the same."""
         time.sleep(_PAUSE_S)
 
-    def reserve() -> None:
+    def prepare() -> None:
         objects[:] = make(next(names))
-        stores[:] = _reserve(tier, objects)
+        stores[:] = reserve(tier, objects)
         pause()
 
     def load() -> None:
-        driver.load([_load_of(ticket) for ticket in stores], places)
+        driver.load(load_tickets(stores), places)
 
     def remove() -> None:
         """As what nobody wants: objects would stay until they are evicted."""
@@ -263,7 +198,7 @@ def _disk_row(
     raw_write = Subject("raw write", num_bytes, lambda: raw.write(num_bytes), prepare=pause)
     raw_read = Subject("raw read", num_bytes, raw.read, prepare=pause, clean_up=remove_raw)
     subjects = [
-        Subject("store", num_bytes, lambda: driver.store(stores, places), prepare=reserve),
+        Subject("store", num_bytes, lambda: driver.store(stores, places), prepare=prepare),
         Subject("load", num_bytes, load, prepare=pause, clean_up=remove),
     ]
     take_turns([[raw_write, raw_read], subjects], rounds)
@@ -276,17 +211,6 @@ def _snapshots(planner: HybridOffloadPlanner, keys: list[bytes], count: int) -> 
     return [msgspec.structs.replace(planner.snapshot(keys, boundary), parents=()) for boundary in boundaries]
 
 
-def _reserve(tier: TierManager, objects: Sequence[PlannedObject]) -> list[StoreTicket]:
-    """Tickets for all objects. Waits until the tier has room. The CPU tier's may be used again and again."""
-    tickets = []
-    for planned in objects:
-        while (ticket := tier.reserve(planned)) is None:
-            tier.advance()
-            time.sleep(_POLL_S)
-        tickets.append(ticket)
-    return tickets
-
-
 def _acquire(tier: TierManager, stores: Sequence[StoreTicket]) -> list[LoadTicket]:
     """What a scheduler does once the objects are stored and a request wants them."""
     for ticket in stores:
@@ -297,38 +221,12 @@ def _acquire(tier: TierManager, stores: Sequence[StoreTicket]) -> list[LoadTicke
     return tickets
 
 
-def _load_of(ticket: StoreTicket) -> LoadTicket:
-    """For the worker that has stored the object, whether or not the scheduler's half counts it as stored."""
-    return LoadTicket(ticket.ticket, ticket.planned.object_id, ticket.planned.num_bytes, ticket.part)
-
-
-class CountingView:
-    """Counts the planner's probes of an index."""
-
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
-        self.num_probes = 0
-
-    def has(self, object_id: ObjectId) -> bool:
-        self.num_probes += 1
-        return self._index.has(object_id)
-
-    def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
-        self.num_probes += 1
-        return self._index.nearest_snapshot_chunk(object_id)
-
-    def was_evicted(self, object_id: ObjectId) -> bool:
-        self.num_probes += 1
-        return self._index.was_evicted(object_id)
-
-
 @dataclass(frozen=True, slots=True)
 class LookupRow:
     """One line of the planner's table."""
 
     num_chunks: int
     snapshot: str
-    num_probes: int
     microseconds: float
     first_microseconds: float
 
@@ -349,17 +247,15 @@ def bench_lookup(num_chunks: int, rounds: int) -> list[LookupRow]:
             if planned.end_tokens == boundary:
                 index.reserve(planner.snapshot(keys, boundary), len(chunks))
                 index.commit(len(chunks))
-        view = CountingView(index)
         seconds = []
         for _ in range(rounds):
-            view.num_probes = 0
             start = time.thread_time()
-            found = planner.lookup(keys, num_tokens + 1, 0, view)
+            found = planner.lookup(keys, num_tokens + 1, 0, index)
             seconds.append(time.thread_time() - start)
             if found.restore_point != boundary:
                 raise RuntimeError(f"the lookup found {found.restore_point} and not {boundary}")
         usual = statistics.median(seconds[1:]) * 1e6
-        rows.append(LookupRow(num_chunks, where, view.num_probes, usual, seconds[0] * 1e6))
+        rows.append(LookupRow(num_chunks, where, usual, seconds[0] * 1e6))
     return rows
 
 
@@ -371,44 +267,33 @@ def _bandwidth_table(rows: Sequence[Row], reference: str) -> str:
 
 
 def _lookup_table(rows: Sequence[LookupRow]) -> str:
-    columns = ("chunks", "snapshot", "probes", "microseconds", "the first time")
+    columns = ("chunks", "snapshot", "microseconds", "the first time")
     times = [(f"{row.microseconds:.0f}", f"{row.first_microseconds:.0f}") for row in rows]
-    cells = ((one.num_chunks, one.snapshot, one.num_probes, *own) for one, own in zip(rows, times, strict=True))
+    cells = ((one.num_chunks, one.snapshot, *own) for one, own in zip(rows, times, strict=True))
     return table(columns, cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.tiers",
-        description="Measures the CPU tier beside memcpy, the disk tier beside raw files, and lookups.",
-    )
-    parser.add_argument("--quick", action="store_true", help="less data, fewer rounds: seconds instead of minutes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument(
-        "--directory", type=Path, default=Path(".benchmarks"), help="on the disk to measure (default: %(default)s)"
-    )
-    options = parser.parse_args(arguments)
+    made = parser(__doc__)
+    made.add_argument("--quick", action="store_true", help="less data, fewer rounds: seconds instead of minutes")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    options = made.parse_args(arguments)
     torch.set_num_threads(1)
     blocks, total_bytes, rounds = (2, 130_000_000, 3) if options.quick else (12, 500_000_000, 9)
 
     cpu = bench_cpu(blocks, rounds)
     print(f"CPU tier, one thread, {rounds} rounds\n\n{_bandwidth_table(cpu, 'memcpy')}\n", flush=True)
-    options.directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="tiers-", dir=options.directory) as made:
-        disk, direct = bench_disk(Path(made), total_bytes, rounds)
+    with scratch(options.directory) as place:
+        disk, direct = bench_disk(place, total_bytes, rounds)
     kind = "O_DIRECT" if direct else "no O_DIRECT here: through the page cache on both sides"
     print(f"Disk tier, {kind}, {rounds} rounds\n\n{_bandwidth_table(disk, 'raw')}\n", flush=True)
     lookups = [row for count in (1_000, 10_000, 100_000) for row in bench_lookup(count, 101)]
     print(f"Lookups of a prompt whose chunks are all there\n\n{_lookup_table(lookups)}")
 
     if options.json:
-        figures: dict[str, Any] = {
-            "cpu": [asdict(row) for row in cpu],
-            "disk": [asdict(row) for row in disk],
-            "lookup": [asdict(row) for row in lookups],
-        }
-        figures |= {"quick": options.quick, "o_direct": direct, "machine": platform.platform(), "cores": os.cpu_count()}
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        figures = {"cpu": map(asdict, cpu), "disk": map(asdict, disk), "lookup": map(asdict, lookups)}
+        rows = {name: list(found) for name, found in figures.items()}
+        write_json(options.json, quick=options.quick, o_direct=direct, **rows)
     return 0
 
 

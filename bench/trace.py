@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request traces as in Mooncake's FAST'25 release: one JSON object a line, one opaque id a block of 512 tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,3 +51,15 @@ def read_trace(path: Path, block_tokens: int = BLOCK_TOKENS) -> list[TraceReques
     if not requests:
         raise TraceError(f"{path} has no requests")
     return requests
+
+
+def sharable_tokens(requests: Sequence[TraceRequest], block_tokens: int = BLOCK_TOKENS) -> int:
+    """What an unlimited tier with a state at every block would restore: of each request the leading blocks that an
+    earlier one had too, short of its last token."""
+    seen: set[int] = set()
+    shared = 0
+    for request in requests:
+        whole = request.block_ids[: (request.num_tokens - 1) // block_tokens]
+        shared += next((place for place, block in enumerate(whole) if block not in seen), len(whole))
+        seen.update(request.block_ids)
+    return shared * block_tokens

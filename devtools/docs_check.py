@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from devtools.docs.commands import wrong_commands
 from devtools.docs.names import unknown_names
 from devtools.docs.page import Finding, Page
-from devtools.metrics_page import stale_lists
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FOLDERS = (".", "docs", "examples")
@@ -26,7 +25,6 @@ _NAME = re.compile(
 
 
 def pages_of(root: Path) -> list[Path]:
-    """All pages of the repository ``root``."""
     return [path for folder in FOLDERS for path in sorted((root / folder).glob("*.md"))]
 
 
@@ -60,7 +58,7 @@ def broken_links(page: Page) -> Iterator[Finding]:
             yield Finding(page.name, link.line, f"link to {link.text}: no heading makes the anchor #{anchor}")
 
 
-CHECKS = (broken_links, wrong_commands, unknown_names, stale_lists)
+CHECKS = (broken_links, wrong_commands, unknown_names)
 
 
 def check(root: Path, paths: Sequence[Path]) -> Iterator[Finding]:
@@ -71,7 +69,6 @@ def check(root: Path, paths: Sequence[Path]) -> Iterator[Finding]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 when nothing is wrong, else 1."""
     parser = argparse.ArgumentParser(
         description="Checks links, anchors, commands, settings, metrics and other names of Markdown pages, and of "
         "comments and descriptions in dashboards/. Prints page:line: what is wrong.",

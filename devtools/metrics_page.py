@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lists of docs/metrics.md, from the rows of the metrics and the reasons' docstrings.
 
-python -m devtools.metrics_page    # writes them; devtools/docs_check.py says if they are stale
+python -m devtools.metrics_page    # writes them; tests/test_metrics.py says if they are stale
 """
 
 import ast
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from devtools.docs.generated import parts_of, with_parts
-from devtools.docs.page import Finding, Page
+from devtools.docs.generated import with_parts
 from vllm_overlay import metrics
 from vllm_overlay.common import reasons
 from vllm_overlay.common.reasons import GROUP_KINDS, Reason
@@ -20,16 +19,15 @@ from vllm_overlay.metrics import HYBRID_OFFLOAD, MULTI_CONNECTOR, Metric, Source
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 METRICS = (*HYBRID_OFFLOAD.values(), *MULTI_CONNECTOR.values())
-COMMAND = "python -m devtools.metrics_page"
+_SOURCES = Path(metrics.__file__)
 E = TypeVar("E", bound=StrEnum)
 
 
 def lists() -> dict[str, str]:
-    """What belongs between the page's comments, by name."""
     return {
         "tier": _metrics(HYBRID_OFFLOAD),
         "child": _metrics(MULTI_CONNECTOR),
-        "sources": _sources(),
+        "sources": "".join(f"- `{source}`: {text}\n" for source, text in meanings_of(_SOURCES, Source).items()),
         "lost_tokens": _reasons(reasons.LOST_TOKENS),
         "lookup_limits": ", ".join(f"`{reason}`" for reason in Reason if reason in reasons.LOOKUP_LIMITS) + ".\n",
         "both": _reasons(reasons.DROPPED_STORES & reasons.FAILED_LOADS),
@@ -51,17 +49,6 @@ def meanings_of(path: Path, enum: type[E]) -> dict[E, str]:
     return found
 
 
-def stale_lists(page: Page) -> Iterator[Finding]:
-    """The page's parts that the code would write otherwise, and those that it lacks."""
-    if page.name != "docs/metrics.md":
-        return
-    shown = parts_of(page.text)
-    for name, items in lists().items():
-        if shown.get(name) != items:
-            lines = [number for number, line in enumerate(page.lines, 1) if f"<!-- {name}:begin " in line]
-            yield Finding(page.name, lines[0] if lines else 1, f"{name} is not what the code says: {COMMAND} writes it")
-
-
 def _metrics(family: Mapping[str, Metric]) -> str:
     return "".join(f"- `{each.name}{_labels(each)}` ({each.kind}): {each.documentation}\n" for each in family.values())
 
@@ -69,11 +56,6 @@ def _metrics(family: Mapping[str, Metric]) -> str:
 def _labels(metric: Metric) -> str:
     """Those beside ``connector``, as a query names them."""
     return f"{{{', '.join(metric.labels[1:])}}}" if metric.labels[1:] else ""
-
-
-def _sources() -> str:
-    means = meanings_of(Path(metrics.__file__), Source)
-    return "".join(f"- `{source}`: {text}\n" for source, text in means.items())
 
 
 def _reasons(some: Collection[Reason]) -> str:

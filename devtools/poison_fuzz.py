@@ -7,91 +7,59 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing import get_context
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from devtools.poison.seed import COLUMNS, Changes, Column, Verdict, run_seed
+from devtools.poison.seed import COLUMNS, Column, run_seed
 
 CHUNK = 50
 BY_NAME = {column.name: column for column in COLUMNS}
-
-
-def run_chunk(job: tuple[str, range, Changes]) -> tuple[str, dict[int, str], Counter[str]]:
-    """The problems of some seeds of a column, and what happened on the way. Called in each process."""
-    name, seeds, changes = job
-    problems: dict[int, str] = {}
-    sums: Counter[str] = Counter()
-    for seed in seeds:
-        verdict = run_seed(seed, BY_NAME[name], changes)
-        sums.update(steps=verdict.num_steps, failed=verdict.num_failed_loads, errors=verdict.num_errors)
-        if verdict.problem:
-            problems[seed] = verdict.problem
-    return name, problems, sums
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """The scheduler warns of each failed load."""
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def run_columns(
-    columns: Sequence[Column], seeds: range, changes: Changes, jobs: int
-) -> Iterator[tuple[str, dict[int, str], Counter[str]]]:
-    """All seeds of all columns, column by column."""
-    firsts = range(seeds.start, seeds.stop, CHUNK)
-    chunks = [
-        (column.name, range(first, min(first + CHUNK, seeds.stop)), changes) for column in columns for first in firsts
-    ]
-    with get_context("fork").Pool(jobs) as pool:
-        results = pool.imap(run_chunk, chunks)
-        for column in columns:
-            problems: dict[int, str] = {}
-            sums: Counter[str] = Counter()
-            for _ in firsts:
-                _, wrong, more = next(results)
-                problems |= wrong
-                sums += more
-            yield column.name, problems, sums
-
-
 HEAD = (
     "| column | wrong | steps | failed loads | requests failed | first problem |\n| --- | --- | --- | --- | --- | --- |"
 )
 
 
-def row(name: str, wrong: dict[int, str], sums: Counter[str], num_seeds: int) -> str:
-    """Of the table."""
-    first = min(wrong, default=None)
-    example = "" if first is None else f"--column {name} --seed {first}: {wrong[first][:110]}"
-    counts = f"{sums['steps']} | {sums['failed']} | {sums['errors']}"
-    return f"| {name} | {len(wrong)} of {num_seeds} | {counts} | {example} |"
+def run_chunk(job: tuple[str, range]) -> tuple[dict[int, str], Counter[str]]:
+    """The problems of some seeds of a column, and what happened on the way. Called in each process."""
+    name, seeds = job
+    problems: dict[int, str] = {}
+    sums: Counter[str] = Counter()
+    for seed in seeds:
+        verdict = run_seed(seed, BY_NAME[name])
+        sums.update(steps=verdict.num_steps, failed=verdict.num_failed_loads, errors=verdict.num_errors)
+        if verdict.problem:
+            problems[seed] = verdict.problem
+    return problems, sums
 
 
-def show(verdict: Verdict) -> None:
-    print("\n".join(verdict.trace))
-    print(f"WRONG: {verdict.problem}" if verdict.problem else "all is well")
+def run_columns(
+    columns: Sequence[Column], seeds: range, jobs: int
+) -> Iterator[tuple[str, dict[int, str], Counter[str]]]:
+    parts = [range(first, min(first + CHUNK, seeds.stop)) for first in range(seeds.start, seeds.stop, CHUNK)]
+    with get_context("fork").Pool(jobs) as pool:
+        results = pool.imap(run_chunk, [(column.name, part) for column in columns for part in parts])
+        for column in columns:
+            problems: dict[int, str] = {}
+            sums: Counter[str] = Counter()
+            for _ in parts:
+                wrong, more = next(results)
+                problems |= wrong
+                sums += more
+            yield column.name, problems, sums
 
 
-def run(arguments: argparse.Namespace, columns: Sequence[Column], changes: Changes) -> int:
-    """What the arguments ask for: one seed, step by step, or a table."""
+def run(arguments: argparse.Namespace, columns: Sequence[Column]) -> int:
     if arguments.seed is not None:
-        verdict = run_seed(arguments.seed, columns[0], changes, arguments.verbose)
-        show(verdict)
+        verdict = run_seed(arguments.seed, columns[0], verbose=arguments.verbose)
+        print(*verdict.trace, f"WRONG: {verdict.problem}" if verdict.problem else "all is well", sep="\n")
         return 1 if verdict.problem else 0
     begin = time.monotonic()
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     num_wrong = 0
     print(HEAD, flush=True)
-    for name, wrong, sums in run_columns(columns, seeds, changes, max(arguments.jobs, 1)):
-        print(row(name, wrong, sums, arguments.seeds), flush=True)
+    for name, wrong, sums in run_columns(columns, seeds, max(arguments.jobs, 1)):
+        counts = f"{len(wrong)} of {arguments.seeds} | {sums['steps']} | {sums['failed']} | {sums['errors']}"
+        example = f"--column {name} --seed {min(wrong)}: {wrong[min(wrong)][:110]}" if wrong else ""
+        print(f"| {name} | {counts} | {example} |", flush=True)
         num_wrong += len(wrong)
     print(f"\n{num_wrong} wrong of {arguments.seeds * len(columns)} seeds, {time.monotonic() - begin:.0f} s")
     return 1 if num_wrong else 0
@@ -114,8 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--seed", type=int, help="only this seed of one column")
     parser.add_argument("--verbose", action="store_true", help="with --seed: each step of it")
-    parser.add_argument("--no-failures", action="store_true", help="all loads succeed")
-    parser.add_argument("--copies-first", action="store_true", help="the runner copies states before they are loaded")
     arguments = parser.parse_args(argv)
     wanted = arguments.column or [""]
     columns = [column for column in COLUMNS if any(part in column.name for part in wanted)]
@@ -123,9 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"--column: allowed are (parts of) {', '.join(BY_NAME)}; --seed wants one, such as {COLUMNS[0].name}"
         )
-    changes = Changes(failures=not arguments.no_failures, copies_after_loads=False if arguments.copies_first else None)
-    with quiet():
-        return run(arguments, columns, changes)
+    logging.disable(logging.CRITICAL)  # the scheduler warns of each failed load
+    try:
+        return run(arguments, columns)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 if __name__ == "__main__":

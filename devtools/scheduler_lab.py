@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's real scheduler on a hybrid model's KV cache groups, without a model: what it plans, in steps.
+"""vLLM's real scheduler on a hybrid model's KV cache groups, without a model: what it plans, a millisecond a step.
 
-For comparisons of what the series does to the scheduler. A step costs a millisecond, so thousands of schedules can be
-tried. Each process has one vLLM: for the one without the series ``PYTHONPATH`` names it.
+Each process has one vLLM: for the one without the series ``PYTHONPATH`` names it.
 """
 
 import atexit
@@ -52,14 +51,11 @@ MODEL = {
 
 @dataclass(frozen=True, slots=True)
 class LabSettings:
-    """Of one scheduler; lengths in tokens."""
+    """Of one scheduler; lengths in tokens. ``match_unit`` None: the block. ``budget``: ``max_num_batched_tokens``."""
 
     block_size: int = 1056
-    """N, the unified block size."""
     match_unit: int | None = None
-    """``prefix_match_unit``; None: the block."""
     budget: int = 8192
-    """``max_num_batched_tokens``."""
     num_blocks: int = 4096
     num_state_groups: int = 1
     """0: a model of attention alone."""
@@ -70,7 +66,6 @@ class LabSettings:
     max_requests: int = 64
     max_context: int = 65536
     is_asynchronous: bool = False
-    """The scheduler that plans a step before it knows the last one's tokens."""
     retention_interval: int | None = 0
     num_drafts: int = 0
     """``num_speculative_tokens`` of a drafter that keeps no keys; 0: no speculation."""
@@ -85,40 +80,29 @@ def _model_config(max_context: int) -> ModelConfig:
     return ModelConfig(str(directory), skip_tokenizer_init=True, max_model_len=max_context, dtype="bfloat16")
 
 
-def _speculative_config(num_drafts: int) -> SpeculativeConfig:
-    return SpeculativeConfig(
-        method="ngram", num_speculative_tokens=num_drafts, prompt_lookup_min=1, prompt_lookup_max=1
-    )
-
-
 def _kv_cache_config(settings: LabSettings) -> KVCacheConfig:
     of_a_rank = settings.block_size // settings.num_context_ranks
     attention: dict[str, Any] = {"block_size": of_a_rank, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     specs: list[KVCacheSpec] = [FullAttentionSpec(**attention)]
-    for _ in range(settings.num_state_groups):
-        specs.append(
-            MambaSpec(
-                block_size=settings.block_size,
-                shapes=((1,), (1,)),
-                dtypes=(torch.float32, torch.float32),
-                page_size_padded=specs[0].page_size_bytes,
-                mamba_cache_mode="align",
-                num_speculative_blocks=settings.num_drafts,
-            )
-        )
+    states = MambaSpec(
+        block_size=settings.block_size,
+        shapes=((1,), (1,)),
+        dtypes=(torch.float32, torch.float32),
+        page_size_padded=specs[0].page_size_bytes,
+        mamba_cache_mode="align",
+        num_speculative_blocks=settings.num_drafts,
+    )
+    specs += [states] * settings.num_state_groups
     if settings.has_window:
         specs.append(SlidingWindowSpec(**attention, sliding_window=2 * of_a_rank))
     groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
-    return KVCacheConfig(
-        num_blocks=settings.num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=groups,
-    )
+    return KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def make_scheduler(settings: LabSettings) -> Scheduler:
     """A scheduler as ``EngineCore`` builds it; its connector is the one of ``kv_transfer_config``."""
     cache_config = CacheConfig(block_size=settings.block_size, enable_prefix_caching=True)
+    drafts = {"num_speculative_tokens": settings.num_drafts, "prompt_lookup_min": 1, "prompt_lookup_max": 1}
     config = VllmConfig(
         model_config=_model_config(settings.max_context),
         cache_config=cache_config,
@@ -132,7 +116,7 @@ def make_scheduler(settings: LabSettings) -> Scheduler:
             watermark=0.0,
         ),
         kv_transfer_config=settings.kv_transfer_config,
-        speculative_config=_speculative_config(settings.num_drafts) if settings.num_drafts else None,
+        speculative_config=SpeculativeConfig(method="ngram", **drafts) if settings.num_drafts else None,
     )
     config.parallel_config.decode_context_parallel_size = settings.num_context_ranks
     # The platform of this machine may have changed these.
@@ -154,14 +138,13 @@ def make_scheduler(settings: LabSettings) -> Scheduler:
 
 def make_request(name: str, tokens: list[int], max_tokens: int, settings: LabSettings, **extra_args: Any) -> Request:
     """A greedy request that ends after ``max_tokens``. ``extra_args``: ``kv_transfer_params``, say."""
-    unit = settings.match_unit or settings.block_size
     parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0, extra_args=extra_args or None)
     return Request(
         request_id=name,
         prompt_token_ids=tokens,
         sampling_params=parameters,
         pooling_params=None,
-        block_hasher=_block_hasher(unit),
+        block_hasher=_block_hasher(settings.match_unit or settings.block_size),
     )
 
 
@@ -196,7 +179,6 @@ def sampled_tokens(scheduler: Scheduler, output: SchedulerOutput) -> dict[str, l
 def runner_output(
     sampled: dict[str, list[int]], kv_connector_output: KVConnectorOutput | None = None
 ) -> ModelRunnerOutput:
-    """The model runner's answer to one step."""
     names = list(sampled)
     return ModelRunnerOutput(
         req_ids=names,

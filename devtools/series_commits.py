@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -11,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from devtools.upstream_tests import link
 from vllm_overlay.patching import tree
 from vllm_overlay.patching.diff import PatchError, parse
 from vllm_overlay.patching.series import load, read_patch, sha256
@@ -23,7 +21,6 @@ _AUTHOR = ("-c", "user.name=series", "-c", "user.email=series@localhost", "-c", 
 
 
 def git(directory: Path, *arguments: str, text: str | None = None) -> str:
-    """Runs git in ``directory``; raises PatchError with what it said."""
     command = ["git", "-C", str(directory), *_AUTHOR, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, input=text)
     if done.returncode:
@@ -37,21 +34,9 @@ def fields_of(patch: bytes) -> dict[str, str]:
     return dict(re.findall(r"^([A-Z][A-Za-z-]*):[ \t]*(.*(?:\n[ \t].*)*)", header, re.MULTILINE))
 
 
-def has_drop_sign(root: Path, sign: str) -> bool:
-    """Whether a vLLM has what a ``Drop-Sign`` of the form ``vllm/<file>: <text>`` names: it needs no such patch."""
-    path, _, text = sign.partition(": ")
-    return path.startswith("vllm/") and (root / path).is_file() and text in (root / path).read_text()
-
-
 def _copy(source: str, destination: str) -> None:
     """Compiled modules are linked: they are large and nobody edits them."""
-    if source.endswith(".so"):
-        try:
-            os.link(source, destination)
-            return
-        except OSError:  # another file system
-            pass
-    shutil.copy2(source, destination)
+    (link if source.endswith(".so") else shutil.copy2)(source, destination)
 
 
 def open_series(source: Path, directory: Path, patches: Path | None = None) -> list[str]:
@@ -63,8 +48,9 @@ def open_series(source: Path, directory: Path, patches: Path | None = None) -> l
         raise PatchError(f"{directory} exists: name a directory that does not")
     root, series = tree.find_root(source), load(patches)
     own = tree.originals(root, series)
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(root / "vllm", directory / "vllm", copy_function=_copy, ignore=ignored)
+    shutil.copytree(
+        root / "vllm", directory / "vllm", copy_function=_copy, ignore=shutil.ignore_patterns("__pycache__")
+    )
     for path, content in own.items():
         (directory / path).write_bytes(content)
     git(directory, "init", "--quiet", "--initial-branch", BRANCH)
@@ -103,7 +89,8 @@ def check_series(directory: Path, source: Path) -> dict[str, str]:
 def _try(directory: Path, commit: str) -> str:
     diff = git(directory, "diff", "--full-index", f"{commit}~", commit)
     sign = fields_of(_message(directory, commit)[1].encode()).get("Drop-Sign", "")
-    if has_drop_sign(directory, sign):
+    path, _, text = sign.partition(": ")
+    if path.startswith("vllm/") and (directory / path).is_file() and text in (directory / path).read_text():
         return f"no longer needed: {sign}"
     try:
         git(directory, "apply", "--reverse", "--check", text=diff)
@@ -136,7 +123,7 @@ def write_series(directory: Path, patches: Path | None = None) -> list[str]:
         diff = git(directory, "diff", "--no-color", "--no-ext-diff", "--abbrev=7", f"{commit}~", commit)
         texts[name] = f"{header.strip()}\n\n{diff}"
     target = patches or load().directory
-    comments = [line for line in (target / "series").read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    comments = [line for line in (target / "series").read_text().splitlines() if line.startswith("#")]
     for path in target.glob("*.patch"):
         path.unlink()
     for name, text in texts.items():
@@ -153,7 +140,6 @@ def write_series(directory: Path, patches: Path | None = None) -> list[str]:
 
 
 def _message(directory: Path, commit: str) -> tuple[str, str]:
-    """A patch's name and its header."""
     name, _, header = git(directory, "show", "-s", "--format=%B", commit).partition("\n")
     return name, header
 
@@ -168,26 +154,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"`{ORIGINAL_TAG}`), then one commit a patch, with the header as its message. Change commits there with git; "
         "`write` makes patches/ and its checksums from them. `check` says what each patch would do on another vLLM, "
         f"whose files it leaves in the tag `{NEW_TAG}`.",
-        epilog="examples:\n"
-        "  devtools/series_commits.py open .venv/lib/python3.11/site-packages /tmp/series\n"
-        "  cd /tmp/series; edit vllm/...; git commit -a --fixup :/0009-\n"
-        f"  git rebase --interactive --autosquash {ORIGINAL_TAG}\n"
-        "  devtools/series_commits.py write /tmp/series\n\n"
-        "  devtools/series_commits.py check /tmp/series ~/src/vllm-0.33.0\n"
-        f"  git rebase --onto {NEW_TAG} {ORIGINAL_TAG} {BRANCH}; git tag --force {ORIGINAL_TAG} {NEW_TAG}\n\n"
-        "The repository holds the whole package: PYTHONPATH=/tmp/series runs it.\n"
-        "exit status: 0 done, 1 refused, 2 wrong usage",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="docs/patches.md has the steps. exit status: 0 done, 1 refused, 2 wrong usage",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     opening = commands.add_parser("open", help="make the repository")
     opening.add_argument("source", type=Path, help="a vLLM of the pinned version, patched or not")
-    opening.add_argument("directory", type=Path, help="the repository to make")
     checking = commands.add_parser("check", help="say what each patch would do on another vLLM")
-    checking.add_argument("directory", type=Path, help="the repository")
-    checking.add_argument("source", type=Path, help="a checkout or unpacked source of that vLLM")
     writing = commands.add_parser("write", help="make patches/ from the repository")
-    writing.add_argument("directory", type=Path, help="the repository")
+    for each in (opening, checking, writing):
+        each.add_argument("directory", type=Path, help="the repository")
+    checking.add_argument("source", type=Path, help="a checkout or unpacked source of that vLLM")
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "check":

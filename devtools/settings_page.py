@@ -5,7 +5,7 @@ python -m devtools.settings_page    # writes them; tests/test_configuration.py s
 """
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 
@@ -19,7 +19,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 
 def tables() -> str:
-    """What belongs between the page's comments."""
     found = [
         _table("What does the MultiConnector take?", MultiSettings),
         _table("What does any child of the MultiConnector take?", ChildSettings),
@@ -43,7 +42,6 @@ def _table(heading: str, settings: type[msgspec.Struct], common: type[msgspec.St
 
 
 def _descriptions(settings: type[msgspec.Struct]) -> dict[str, str]:
-    """The description of each field, from the class that says it."""
     found: dict[str, str] = {}
     for cls in reversed(settings.__mro__):
         for name, annotation in getattr(cls, "__annotations__", {}).items():
@@ -54,10 +52,8 @@ def _descriptions(settings: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
-    value: Any = field.default
-    if value is msgspec.NODEFAULT:
-        return "required"
-    return f"`{msgspec.json.encode(value).decode()}`"
+    is_required = field.default is msgspec.NODEFAULT
+    return "required" if is_required else f"`{msgspec.json.encode(field.default).decode()}`"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The suites of tests: what each proves, the rooms whose changes run it, and how it is run.
+"""The suites of tests: what each runs. CONTRIBUTING.md says what each proves, and whose changes want it.
 
 ``make test`` runs ``product``. ``make test SUITE=faults`` runs another one, ``make test-all`` all of them.
 
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +21,8 @@ _PYTEST = ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 _LOGS = Path(".suites")
 _AT_ONCE = 2
 _TAIL_LINES = 60
-_NO_TESTS = 5
-"""Exit status of pytest."""
 _TINY = ".faults/tiny"
 _ADAPTED = ".faults/adapted"
-_UPSTREAM = ".upstream"
 
 Command = tuple[str, ...]
 """A Python module and its arguments."""
@@ -33,27 +30,17 @@ Command = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """``rooms`` are paths: who changes something there runs this suite beside ``product``."""
-
     name: str
-    proves: str
-    rooms: tuple[str, ...]
     commands: tuple[Command, ...] = ()
     has_tests: bool = True
     environment: dict[str, str] = field(default_factory=dict)
 
 
-PRODUCT = Suite("product", "each promise of README and docs once, and all that runs in milliseconds", ())
+PRODUCT = Suite("product")
 OTHERS = (
-    Suite(
-        "engines",
-        "the same promises with other dtypes, step sizes, schedulers, model runners, and in random workloads",
-        ("vllm_overlay/connector", "vllm_overlay/offloading", "vllm_overlay/planner", "vllm_overlay/transfer"),
-    ),
+    Suite("engines"),
     Suite(
         "faults",
-        "each kind of fault, at each hook and in each rank: the engine lives and its answers are right",
-        ("vllm_overlay/multi_connector", "vllm_overlay/connector", "vllm_overlay/tiers"),
         (
             ("tools.tiny_model", _TINY),
             ("tests.multi_connector.matrix", _TINY),
@@ -62,32 +49,12 @@ OTHERS = (
         ),
         environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
     ),
-    Suite(
-        "patches",
-        "each patch is needed and does what it says, on vLLM's own scheduler and in engines",
-        ("patches", "vllm_overlay/patching", "tools/apply_patches.py"),
-    ),
-    Suite(
-        "models",
-        "every model of docs/models.md in real engines, and its list anew",
-        ("vllm_overlay/planner", "vllm_overlay/transfer"),
-        (("tests.matrix",),),
-        environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
-    ),
-    Suite(
-        "dashboards",
-        "every panel and alert on a real Prometheus that scrapes a real server",
-        ("dashboards", "vllm_overlay/metrics.py", "vllm_overlay/multi_connector"),
-    ),
-    Suite(
-        "benchmarks",
-        "benchmarks that start servers or compile run, and say what they measured",
-        ("bench",),
-    ),
+    Suite("patches"),
+    Suite("models", (("tests.matrix",),), environment={"VLLM_CPU_KVCACHE_SPACE": "1"}),
+    Suite("dashboards"),
+    Suite("benchmarks"),
     Suite(
         "crash",
-        "700 kills and 15,000 damaged bytes of the disk tier: no wrong byte, nothing lost that was kept",
-        ("vllm_overlay/tiers/disk", "vllm_overlay/offloading"),
         (
             ("tests.tiers.disk.crash", "--kills", "500", "--seed", "1"),
             ("tests.tiers.disk.fuzz", "--mutations", "10000", "--seed", "1"),
@@ -97,27 +64,17 @@ OTHERS = (
         ),
         has_tests=False,
     ),
-    Suite(
-        "poison",
-        "27,000 random schedules with failing loads on vLLM's scheduler",
-        ("patches",),
-        (("devtools.poison_fuzz", "--seeds", "1000", "--jobs", "2"),),
-        has_tests=False,
-    ),
+    Suite("poison", (("devtools.poison_fuzz", "--seeds", "1000", "--jobs", "2"),), has_tests=False),
     Suite(
         "adapters",
-        "an adapter whose weights change at random under its name and path",
-        ("vllm_overlay/connector/lora",),
         (("tools.tiny_model", _ADAPTED), ("tests.engine.adapter_churn", _ADAPTED, "--steps", "80")),
         has_tests=False,
     ),
-    Suite("compiled", "engines that compile their model", ("vllm_overlay/transfer",)),
+    Suite("compiled"),
     Suite(
         "upstream",
-        "vLLM's own tests of connectors, without the series and with it; SOURCE=path names its source distribution",
-        ("patches", "vllm_overlay/multi_connector"),
         (("devtools.upstream_tests", *(["--source", source] if (source := os.environ.get("SOURCE")) else [])),),
-        environment={"VLLM_SOURCE": str(Path(_UPSTREAM).absolute())},
+        environment={"VLLM_SOURCE": str(Path(".upstream").absolute())},
     ),
 )
 SUITES = {suite.name: suite for suite in (PRODUCT, *OTHERS)}
@@ -174,33 +131,11 @@ def _run(step: Command, environment: dict[str, str], output: int | None = None) 
     return subprocess.run(command, env=os.environ | environment, stdout=output, stderr=output).returncode
 
 
-def table(suites: Iterable[Suite] = SUITES.values()) -> str:
-    """As CONTRIBUTING.md has it."""
-    rows = []
-    for suite in suites:
-        rooms = ", ".join(f"`{room}`" for room in suite.rooms) or "every change"
-        rows.append(f"| `{suite.name}` | {suite.proves} | {rooms} |")
-    return "\n".join(["| suite | what it proves | who runs it: a change of |", "| --- | --- | --- |", *rows])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "suite",
-        nargs="?",
-        choices=[*SUITES, "all"],
-        default="product",
-        metavar="SUITE",
-        help="one of " + ", ".join([*SUITES, "all"]) + "; default: %(default)s",
-    )
-    parser.add_argument(
-        "--only", default="", metavar="MARKER", help="of the suite's tests those with this marker, say processor"
-    )
-    parser.add_argument("--table", action="store_true", help="print the table of CONTRIBUTING.md, and run nothing")
+    parser.add_argument("suite", nargs="?", choices=[*SUITES, "all"], default="product", help="default: %(default)s")
+    parser.add_argument("--only", default="", metavar="MARKER", help="those of its tests, say processor")
     chosen = parser.parse_args(arguments)
-    if chosen.table:
-        print(table())
-        return 0
     return run_all() if chosen.suite == "all" else run_one(SUITES[chosen.suite], chosen.only)
 
 

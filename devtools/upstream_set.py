@@ -33,18 +33,14 @@ TESTS = (
     "tests/v1/metrics/test_histogram_buckets.py",
     "tests/v1/metrics/test_perf_metrics.py",
     "tests/v1/metrics/test_stats.py",
-    "tests/v1/worker/test_attn_utils.py",
-    "tests/v1/worker/test_gpu_input_batch.py",
-    "tests/v1/worker/test_gpu_kv_connector.py",
-    "tests/v1/worker/test_gpu_model_runner.py",
-    "tests/v1/worker/test_gpu_model_runner_v2.py",
-    "tests/v1/worker/test_gpu_model_runner_v2_eplb.py",
-    "tests/v1/worker/test_gpu_worker.py",
-    "tests/v1/worker/test_kv_cache_allocation_scope.py",
-    "tests/v1/worker/test_mamba_hybrid_model_state.py",
-    "tests/v1/worker/test_mamba_utils.py",
-    "tests/v1/worker/test_mixed_warmup_gate.py",
-    "tests/v1/worker/test_utils.py",
+    *(
+        f"tests/v1/worker/test_{name}.py"
+        for name in (
+            *("attn_utils", "gpu_input_batch", "gpu_kv_connector", "gpu_model_runner", "gpu_model_runner_v2"),
+            *("gpu_model_runner_v2_eplb", "gpu_worker", "kv_cache_allocation_scope", "mamba_hybrid_model_state"),
+            *("mamba_utils", "mixed_warmup_gate", "utils"),
+        )
+    ),
 )
 
 _HUB = "serves a model from the Hub"
@@ -63,10 +59,10 @@ LEFT_OUT = {
     "tests/v1/kv_connector/nixl_integration": _SERVERS,
     f"{UNIT}/test_example_connector.py": _GPU,
     f"{UNIT}/test_hf3fs_client.py": "needs hf3fs_fuse, which is not on PyPI",
-    f"{UNIT}/test_moriio_connector.py": _ROCM,
-    f"{UNIT}/test_moriio_kv_layout.py": _ROCM,
-    f"{UNIT}/test_moriio_toy_proxy_server.py": _ROCM,
-    f"{UNIT}/test_moriio_transfer_completion.py": _ROCM,
+    **{
+        f"{UNIT}/test_moriio_{name}.py": _ROCM
+        for name in ("connector", "kv_layout", "toy_proxy_server", "transfer_completion")
+    },
     f"{UNIT}/test_nixl_rocm_gpu_mem_diag.py": _ROCM,
     f"{UNIT}/test_offloading_connector.py": "needs a GPU, or a model from the Hub",
     "tests/v1/kv_offload/cpu/test_swap_blocks_batch.py": _GPU,

@@ -2,20 +2,17 @@
 """Runs vLLM's own tests of what the series touches, on vLLM without and with it, and compares; see --help."""
 
 import argparse
-import collections
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
-import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from devtools.upstream_set import BUILD_REQUIREMENTS, KNOWN, LEFT_OUT, MODELS, REQUIREMENTS, TESTS
 from vllm_overlay import VLLM_VERSION
@@ -24,7 +21,6 @@ from vllm_overlay.patching.diff import PatchError
 from vllm_overlay.patching.installed import installed_root
 from vllm_overlay.patching.replace import replace_files
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 PLUGIN = "cheap_cleanup"
 PLUGIN_TEXT = """\
 import sys
@@ -47,10 +43,8 @@ def end_process_groups():
 """Cleans up after a test only what is there: vLLM's conftest.py cleans up after each, which takes most of the time."""
 
 TAKEN = ("tests", "examples")
-LIMIT_S = 3600
-"""For one side."""
-TIMEOUT_S = 120
-"""For one test. What waits for a server that does not start here is left out, so this is for a busy machine."""
+LIMIT_S, TIMEOUT_S = 3600, 120
+"""For one side, and for one test."""
 
 Outcomes = dict[str, str]
 
@@ -68,12 +62,9 @@ def pip_install(directory: Path, *requirements: str) -> None:
     if stamp.is_file() and stamp.read_text().splitlines() == list(requirements):
         return
     shutil.rmtree(directory, ignore_errors=True)
-    fresh = directory.with_suffix(".part")
-    shutil.rmtree(fresh, ignore_errors=True)
-    pip: list[str | Path] = [sys.executable, "-m", "pip", "install", "--quiet", "--target", fresh, *requirements]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(directory), *requirements]
     run(pip, f"installing {', '.join(requirements)}")
-    (fresh / stamp.name).write_text("\n".join(requirements))
-    fresh.rename(directory)
+    stamp.write_text("\n".join(requirements))
 
 
 def prepare_site(work: Path) -> None:
@@ -87,12 +78,8 @@ def download(work: Path) -> Path:
     archive = work / f"vllm-{VLLM_VERSION}.tar.gz"
     if not archive.is_file():
         pip_install(work / "build", *BUILD_REQUIREMENTS)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(work / "build"),
-            "VLLM_TARGET_DEVICE": "empty",
-            "VLLM_VERSION_OVERRIDE": VLLM_VERSION,
-        }
+        of_vllm = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VLLM_VERSION}
+        environment = {**os.environ, **of_vllm, "PYTHONPATH": str(work / "build")}
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
         pip += ["--no-binary", "vllm", "--dest", str(work), f"vllm=={VLLM_VERSION}"]
         run(pip, "downloading vLLM's source distribution", env=environment)
@@ -212,10 +199,8 @@ def run_alone(work: Path, sides: Mapping[str, Path | None], files: Sequence[str]
 
 
 def outcome_of(case: ElementTree.Element) -> str:
-    for child, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
-        if case.find(child) is not None:
-            return outcome
-    return "passed"
+    outcomes = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+    return next((outcome for child, outcome in outcomes.items() if case.find(child) is not None), "passed")
 
 
 def compare(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list[str], list[str]]:
@@ -225,23 +210,8 @@ def compare(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[list[s
     return [test for test in worse if test not in KNOWN], stale
 
 
-def module_of(test: str) -> str:
-    """A class counts with its module."""
-    module = test.partition("::")[0]
-    return module.partition(".Test")[0]
-
-
-def table(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """A row for each test module: how many passed, failed, were skipped, before and after."""
-    modules = sorted({module_of(test) for test in (*before, *after)})
-    rows = [(module, *(_counts(side, module) for side in (before, after))) for module in modules]
-    total = ("all", *(_counts(side) for side in (before, after)))
-    lines = (f"| {name} | {then} | {now} |" for name, then, now in (*rows, total))
-    return "\n".join(["| tests | before | after |", "| --- | --- | --- |", *lines])
-
-
-def _counts(outcomes: Mapping[str, str], module: str | None = None) -> str:
-    counts = collections.Counter(of for test, of in outcomes.items() if module in (None, module_of(test)))
+def counted(outcomes: Mapping[str, str]) -> str:
+    counts = Counter(outcomes.values())
     return ", ".join(f"{counts[word]} {word}" for word in ("passed", "failed", "skipped") if counts[word])
 
 
@@ -253,10 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="exit status: 0 nothing got worse but for the known exceptions, 1 something did, 2 wrong usage",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--source", type=Path, help="source distribution, archive or unpacked; default: pip downloads it"
-    )
-    parser.add_argument("--work", type=Path, default=REPOSITORY / ".upstream", help="default: .upstream")
+    parser.add_argument("--source", type=Path, help="source distribution, packed or not; default: pip downloads it")
+    parser.add_argument("--work", type=Path, default=Path(".upstream"), help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=2, help="test files at a time (default: 2)")
     parser.add_argument("tests", nargs="*", default=TESTS, help="paths in the source; default: the set in this file")
     arguments = parser.parse_args(argv)
@@ -268,13 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepare_site(work)
         make_models(work / "hf")
         sides = {"before": make_unpatched(work), "after": None}
-        found = {side: run_side(work, side, root, arguments) for side, root in sides.items()}
-        before, after = found["before"], found["after"]
+        before, after = (run_tests(work, *side, arguments.tests, arguments.jobs) for side in sides.items())
         if suspects := compare(before, after)[0]:
             files = sorted({file_of(test, work) for test in suspects})
             print(f"{len(suspects)} tests look worse: their files again, each alone, on both sides", flush=True)
             alone = run_alone(work, sides, files, arguments.jobs)
-            print(told_again(suspects, found, alone))
             before, after = before | alone["before"], after | alone["after"]
     except PatchError as error:
         print(error, file=sys.stderr)
@@ -288,45 +254,16 @@ def check_set(work: Path) -> None:
         raise PatchError(f"vLLM's source has no {', '.join(gone)}: correct devtools/upstream_set.py")
 
 
-def run_side(work: Path, side: str, root: Path | None, arguments: argparse.Namespace) -> Outcomes:
-    start = time.monotonic()
-    outcomes = run_tests(work, side, root, arguments.tests, arguments.jobs)
-    what = "with" if root is None else "without"
-    print(f"{what} the series: {len(outcomes)} tests in {time.monotonic() - start:.0f} s", flush=True)
-    return outcomes
-
-
-def told_again(suspects: Sequence[str], found: Mapping[str, Outcomes], alone: Mapping[str, Outcomes]) -> str:
-    """What became of each test that looked worse when its file ran alone."""
-    lines = []
-    for test in suspects:
-        first, then = (
-            ", ".join(f"{outcomes[side].get(test, 'not run')} {side}" for side in ("before", "after"))
-            for outcomes in (found, alone)
-        )
-        lines.append(f"\nagain: {test}\n  among others {first}; its file alone {then}")
-    return "".join(lines)
-
-
 def say(before: Mapping[str, str], after: Mapping[str, str]) -> int:
-    """Prints what was found; returns the exit status."""
     worse, stale = compare(before, after)
-    print(f"\n{table(before, after)}")
+    print(f"\nbefore: {counted(before)}\nafter: {counted(after)}")
     for test, reason in KNOWN.items():
         print(f"\nknown: {test}\n  {reason}")
-    for path in idle(before):
-        print(f"\nnothing of it passes here without the series, to be left out: {path}")
     for test in worse:
         print(f"\nworse: {test}: {before[test]} before, {after.get(test, 'not run')} after")
     for test in stale:
         print(f"\nno exception any more: {test} passes with the series")
     return 1 if worse or stale else 0
-
-
-def idle(before: Mapping[str, str]) -> list[str]:
-    """Modules of which no test passes."""
-    modules = {module_of(test) for test in before}
-    return sorted(modules - {module_of(test) for test, outcome in before.items() if outcome == "passed"})
 
 
 if __name__ == "__main__":

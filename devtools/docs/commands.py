@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import dropwhile
 from pathlib import Path
 
 from devtools.docs.names import PACKAGES, is_known
@@ -22,14 +23,10 @@ _ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _IMPORT = re.compile(rf"^\s*(?:from|import) ((?:{'|'.join(PACKAGES)})[\w.]*)", re.MULTILINE)
 _OPTION = re.compile(r"\"(--[a-z][a-z0-9-]*)\"")
 _BEFORE = ("sudo", "time", "exec", "nohup", "env")
-_NO_COMMAND = ("vllm-overlay", "disk", "tier")
-"""How texts begin from which keys are derived (docs/disk-format.md)."""
 
 
 @dataclass(slots=True, frozen=True)
 class Command:
-    """One command as it stands on a page, in words of a shell."""
-
     line: int
     words: tuple[str, ...]
 
@@ -42,8 +39,7 @@ class Command:
 
 def wrong_commands(page: Page) -> Iterator[Finding]:
     for command in commands(page):
-        what = problem_of(page.root, command)
-        if what:
+        if what := problem_of(page.root, command):
             yield Finding(page.name, command.line, f"{' '.join(command.words)[:60]!r}: {what}")
 
 
@@ -66,20 +62,13 @@ def commands_of_script(line: int, script: str) -> Iterator[Command]:
         if pending.endswith("\\"):
             pending = pending[:-1]
             continue
-        if _is_open(pending):
+        try:
+            shlex.split(pending, comments=True)
+        except ValueError:  # a quote is not closed yet
             continue
         yield from _commands_of_line(begin, pending)
         pending = ""
     yield from _commands_of_line(begin, pending)
-
-
-def _is_open(text: str) -> bool:
-    """Whether a quote is not closed yet."""
-    try:
-        shlex.split(text, comments=True)
-    except ValueError:
-        return True
-    return False
 
 
 def _commands_of_line(line: int, text: str) -> Iterator[Command]:
@@ -92,26 +81,17 @@ def _commands_of_line(line: int, text: str) -> Iterator[Command]:
     command: list[str] = []
     for word in [*words, ";"]:
         if word and set(word) <= set("|&;()"):
-            if stripped := _without_what_comes_before(command):
-                yield Command(line, tuple(stripped))
+            own = tuple(dropwhile(lambda one: _ASSIGNMENT.match(one) or one in _BEFORE, command))
+            if own:
+                yield Command(line, own)
             command = []
         else:
             command.append(word)
 
 
-def _without_what_comes_before(words: Sequence[str]) -> list[str]:
-    """Without assignments and the like."""
-    rest = list(words)
-    while rest and (_ASSIGNMENT.match(rest[0]) or rest[0] in _BEFORE):
-        rest.pop(0)
-    return rest
-
-
 def problem_of(root: Path, command: Command) -> str | None:
     """What is wrong with a command of this repository; None also for any other command."""
     program = command.words[0].rsplit("/", 1)[-1]
-    if command.words[: len(_NO_COMMAND)] in (_NO_COMMAND, (*_NO_COMMAND[:2], "tier:")):
-        return None
     if program == "make":
         return _problem_of_make(root, command.words[1:])
     if program == "vllm-overlay":
@@ -158,10 +138,8 @@ def _problem_of_python(root: Path, command: Command) -> str | None:
         file = _file_of(root, module)
         if file is None:
             return f"there is no module {module}"
-        if file.name == "__init__.py":
-            file = file.with_name("__main__.py")
-            if not file.is_file():
-                return f"{module} has no __main__.py"
+        if file.name == "__init__.py" and not (file := file.with_name("__main__.py")).is_file():
+            return f"{module} has no __main__.py"
         return _unknown_flag(command, _flags(root, file))
     if words and words[0].endswith(".py") and words[0].split("/")[0] in PACKAGES:
         file = root / words[0]

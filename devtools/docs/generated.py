@@ -8,7 +8,6 @@ _PART = re.compile(r"(<!-- (\w+):begin [^\n]*-->\n)(.*?)(<!-- \2:end -->\n)", re
 
 
 def parts_of(text: str) -> dict[str, str]:
-    """What stands between the comments, by name."""
     return {part[2]: part[3] for part in _PART.finditer(text)}
 
 

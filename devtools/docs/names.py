@@ -14,13 +14,8 @@ from devtools.docs.page import Finding, Page
 
 PACKAGES = ("bench", "devtools", "tests", "tools", "vllm_overlay")
 FOLDERS = (*PACKAGES, "dashboards", "docker", "docs", "examples", "patches")
-ELSEWHERE = (
-    *("--separate-object-groups", "--supported-transfer-mode", "_MambaUnifiedViewEdit", "_lib_fn_wrapper"),
-    *("engine_driven", "kv_cache_group_edits", "l2_adapters", "lmcache_driven", "max_capacity_gb"),
-    *("migrate_to_shm_and_wrap", "CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE", "derive_key", "deferred_loads"),
-    *("test_multi_example_connector_consistency", "test_scheduler_kv_connector_override"),
-)
-"""Names of LMCache, CUDA, BLAKE3, vLLM 0.33.0 and vLLM's own tests."""
+ELSEWHERE = ("--separate-object-groups", "_lib_fn_wrapper", "derive_key", "engine_driven", "max_capacity_gb")
+"""Names of LMCache, numba and BLAKE3."""
 _PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)+/?(?:::\w+)*|[\w-]+/")
 _DOTTED = re.compile(r"[a-z_]\w*(?:\.\w+)+")
 _METRIC = re.compile(r"vllm:(?:hybrid_offload|kv_connector)_\w*\*?")
@@ -41,8 +36,7 @@ def unknown_names(page: Page) -> Iterator[Finding]:
             if not _is_metric(page.root, name):
                 yield Finding(page.name, number, f"{name}: vllm_overlay/metrics.py has no such metric")
     for span in page.code_spans:
-        what = _problem_of_path(page.root, span.text) or _problem_of_module(page.root, span.text)
-        if what:
+        if what := _problem_of_path(page.root, span.text) or _problem_of_module(page.root, span.text):
             yield Finding(page.name, span.line, f"`{span.text}`: {what}")
         for name in _names(_METRIC.sub(" ", span.text)):
             if not is_known(page.root, name):

@@ -37,12 +37,10 @@ class Text:
 
 
 @dataclass(slots=True, frozen=True)
-class CodeBlock:
-    """A fenced block. ``line`` is that of its first line of code; ``language`` is empty if none is named."""
+class CodeBlock(Text):
+    """A fenced block, from its first line of code on. ``language`` is empty if none is named."""
 
-    line: int
     language: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Page:
     @cached_property
     def code_blocks(self) -> list[CodeBlock]:
         fences = [(_line_of(token) + 1, token) for token in self._tokens if token.type == "fence"]
-        return [CodeBlock(line, token.info.strip(), token.content.removesuffix("\n")) for line, token in fences]
+        return [CodeBlock(line, token.content.removesuffix("\n"), token.info.strip()) for line, token in fences]
 
     @cached_property
     def anchors(self) -> set[str]:
@@ -85,14 +83,12 @@ class Page:
 
     @cached_property
     def links(self) -> list[Text]:
-        """The targets of links and images."""
         targets = {"link_open": "href", "image": "src"}
         found = [Text(line, str(at.attrs[targets[at.type]])) for line, at in self._inline if at.type in targets]
         return found + [Text(html.line, target) for html in self._html for target in _HTML_LINK.findall(html.text)]
 
     @cached_property
     def code_spans(self) -> list[Text]:
-        """What stands in backticks outside fenced blocks."""
         return [Text(line, at.content) for line, at in self._inline if at.type == "code_inline"]
 
     @cached_property

@@ -2,14 +2,10 @@
 """A KV connector that has everything, offers hits of random lengths, and whose loads fail at random."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request
 
@@ -31,9 +27,8 @@ class Habits:
     """Lookups that are answered with None."""
     reports_blocks: bool = False
     keeps_delivery: bool = False
-    """``requires_kv_delivery``."""
     completes_attention: bool = False
-    """``completes_local_attention`` (patch 0012): asynchronous loads leave out attention that is cached locally."""
+    """Asynchronous loads leave out attention that is cached locally (patch 0012)."""
 
 
 @dataclass(slots=True)
@@ -53,7 +48,7 @@ class Load:
 
 @dataclass(slots=True)
 class Loads(KVConnectorMetadata):
-    loads: list[Load] = field(default_factory=list)
+    loads: list[Load]
 
 
 class PoisonConnector(KVConnectorBase_V1, SupportsHMA):
@@ -120,14 +115,7 @@ class PoisonConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def _is_the_workers(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        raise NotImplementedError
-
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def wait_for_save(self) -> None:
-        raise NotImplementedError
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _is_the_workers

@@ -16,7 +16,6 @@ class Prefixes:
         self._children: dict[tuple[int, int], int] = {}
 
     def extend(self, prefix: int, token: int) -> int:
-        """The number of ``prefix`` with one more token."""
         return self._children.setdefault((prefix, token), len(self._children) + 1)
 
     def chain(self, tokens: Sequence[int]) -> list[int]:
@@ -52,7 +51,6 @@ class Memory:
         content[offset] = prefix
 
     def state(self, block: int) -> int:
-        """After which prefix the state in ``block`` is."""
         return self.slot(block, _STATE)
 
     def write_state(self, block: int, prefix: int) -> None:

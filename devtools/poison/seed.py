@@ -4,6 +4,7 @@
 import random
 import traceback
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vllm.config import KVTransferConfig
@@ -25,22 +26,19 @@ LONGEST_TURN = 10 * BLOCK
 MOST_IDLE_STEPS = 60
 """Without a token computed, a load done or a request ended, this many steps are a hang."""
 MOST_STEPS = 3000
+_CONTAINERS = (dict, set, list, deque)
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What the seeds of one column of the table have in common."""
-
-    num_state_groups: int = 0
-    is_async: bool = False
-    aborts: bool = False
-    few_blocks: bool = False
-    below_block: bool = False
+    num_state_groups: int
+    is_async: bool
+    kind: str
+    """"late": asynchronous loads end as good ones; what is bad is told with the first step that uses them. "drafts":
+    steps verify one to five drafts, of which none, some or all are right. With both and "aborts" some requests abort.
+    With "few" and "drafts" there are few blocks."""
+    below_block: bool
     """The match unit is smaller than the block."""
-    tells_late: bool = False
-    """Asynchronous loads end as good ones; what is bad is told with the first step that uses them. Some abort."""
-    drafts: bool = False
-    """Steps verify one to five drafts, of which none, some or all are right. Some requests abort."""
 
     @property
     def name(self) -> str:
@@ -48,31 +46,14 @@ class Column:
             (
                 "hybrid" if self.num_state_groups else "attention",
                 "async" if self.is_async else "sync",
-                next((kind for kind, is_it in self._kinds().items() if is_it), "plain"),
+                self.kind,
                 "below" if self.below_block else "block",
             )
         )
 
-    def _kinds(self) -> dict[str, bool]:
-        return {"late": self.tells_late, "drafts": self.drafts, "aborts": self.aborts, "few": self.few_blocks}
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What a run makes other than the column says; for tests of the oracle itself."""
-
-    failures: bool = True
-    copies_after_loads: bool | None = None
-    """Whether the worker has patch 0007; None: as this vLLM."""
-
-
-NO_CHANGES = Changes()
-
 
 @dataclass(slots=True)
 class Plan:
-    """The dice's choices for one seed."""
-
     settings: LabSettings
     habits: Habits
     requests: list[Request]
@@ -81,7 +62,6 @@ class Plan:
     share_of_aborts: float
     share_of_resets: float
     recomputes: bool
-    is_async: bool
 
 
 @dataclass(slots=True)
@@ -100,16 +80,16 @@ class Wrong(Exception):
     """What a seed must not show."""
 
 
-def make_plan(seed: int, column: Column, changes: Changes) -> Plan:
-    """All of one seed's choices; the same for each vLLM."""
+def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
     dice = random.Random(f"{seed} {column.name}")
     unit = dice.choice((1, 2, 4)) if column.below_block else BLOCK
     num_groups = dice.choice((1, 2)) if column.num_state_groups else 0
     requests_tokens = _prompts(dice, unit)
     lengths = [dice.choice((1, 2, 3, dice.randint(1, 2 * BLOCK))) for _ in requests_tokens]
     longest = max(len(tokens) + length for tokens, length in zip(requests_tokens, lengths, strict=True))
-    num_drafts = dice.randint(1, 5) if column.drafts else 0
-    if column.drafts:
+    has_few_blocks = column.kind in ("few", "drafts")
+    num_drafts = dice.randint(1, 5) if column.kind == "drafts" else 0
+    if num_drafts:
         longest = max(longest, LONGEST_TURN)
     alone = cdiv(longest + num_drafts, BLOCK) + (5 + num_drafts) * num_groups + 3
     recomputes = dice.random() < 0.75
@@ -117,8 +97,8 @@ def make_plan(seed: int, column: Column, changes: Changes) -> Plan:
         dice=random.Random(dice.getrandbits(64)),
         unit=unit,
         share_of_hits=dice.choice((0.5, 0.8, 1.0)),
-        share_of_failures=dice.choice((0.2, 0.5, 0.8)) if changes.failures else 0.0,
-        share_of_async=dice.choice((0.7, 1.0) if column.tells_late else (0.0, 0.0, 0.3, 1.0)),
+        share_of_failures=dice.choice((0.2, 0.5, 0.8)) if may_fail else 0.0,
+        share_of_async=dice.choice((0.7, 1.0) if column.kind == "late" else (0.0, 0.0, 0.3, 1.0)),
         share_of_aligned=dice.choice((0.3, 1.0)),
         share_of_undecided=dice.choice((0.0, 0.1)),
         reports_blocks=dice.random() < 0.5,
@@ -129,7 +109,7 @@ def make_plan(seed: int, column: Column, changes: Changes) -> Plan:
         block_size=BLOCK,
         match_unit=unit,
         budget=dice.choice((2 * BLOCK, 3 * BLOCK + 3, 6 * BLOCK, 20 * BLOCK)),
-        num_blocks=alone + (dice.randint(0, alone // 2) if column.few_blocks else 8 * alone),
+        num_blocks=alone + (dice.randint(0, alone // 2) if has_few_blocks else 8 * alone),
         num_state_groups=num_groups,
         max_requests=dice.randint(2, 8),
         max_context=MAX_CONTEXT,
@@ -143,11 +123,9 @@ def make_plan(seed: int, column: Column, changes: Changes) -> Plan:
             kv_load_failure_policy="recompute" if recomputes else "fail",
         ),
     )
-    step = 0
-    arrivals = []
+    arrivals = [0]
     for _ in requests_tokens:
-        arrivals.append(step)
-        step += dice.choice((0, 0, 0, 1, 2, 5))
+        arrivals.append(arrivals[-1] + dice.choice((0, 0, 0, 1, 2, 5)))
     requests = [
         make_request(f"r{i}", tokens, length, settings)
         for i, (tokens, length) in enumerate(zip(requests_tokens, lengths, strict=True))
@@ -157,10 +135,9 @@ def make_plan(seed: int, column: Column, changes: Changes) -> Plan:
         habits=habits,
         requests=requests,
         arrivals=arrivals,
-        share_of_aborts=0.15 if column.aborts else 0.0,
-        share_of_resets=dice.choice((0.0, 0.03)) if column.few_blocks and not column.is_async else 0.0,
+        share_of_aborts=0.15 if column.kind in ("aborts", "late", "drafts") else 0.0,
+        share_of_resets=dice.choice((0.0, 0.03)) if has_few_blocks and not column.is_async else 0.0,
         recomputes=recomputes,
-        is_async=column.is_async,
     )
 
 
@@ -187,21 +164,19 @@ def _prompts(dice: random.Random, unit: int) -> list[list[int]]:
 class Run:
     """An engine without a model: ``EngineCore``'s order of calls, with the oracle in place of the runner."""
 
-    def __init__(self, plan: Plan, seed: int, column: Column, changes: Changes) -> None:
+    def __init__(self, plan: Plan, seed: int, column: Column) -> None:
         self._plan = plan
         self._dice = random.Random(f"{seed} {column.name} run")
         PoisonConnector.habits = plan.habits
         self._scheduler = make_scheduler(plan.settings)
         self._prefixes = Prefixes()
-        more = {} if changes.copies_after_loads is None else {"copies_after_loads": changes.copies_after_loads}
         self.worker = Worker(
             self._prefixes,
             BLOCK,
             plan.settings.num_state_groups,
-            plan.is_async,
+            plan.settings.is_asynchronous,
             plan.habits.reports_blocks,
-            column.tells_late,
-            **more,
+            column.kind == "late",
         )
         self.verdict = Verdict()
         self._steps: deque[tuple[SchedulerOutput, StepResult]] = deque()
@@ -210,8 +185,7 @@ class Run:
         self._num_idle = 0
 
     def run(self) -> None:
-        """Raises ``Wrong``, or what the scheduler raises."""
-        waiting = deque(zip(self._plan.arrivals, self._plan.requests, strict=True))
+        waiting = deque(zip(self._plan.arrivals, self._plan.requests, strict=False))
         while waiting or self._steps or self._scheduler.has_requests():
             while waiting and waiting[0][0] <= self.verdict.num_steps:
                 request = self._next_turn(waiting.popleft()[1])
@@ -240,11 +214,10 @@ class Run:
 
     def _step(self) -> None:
         """``step_with_batch_queue``, and with one step in flight ``step``."""
-        most = 2 if self._plan.is_async else 1
-        scheduled = False
+        most = 2 if self._plan.settings.is_asynchronous else 1
         if self._scheduler.has_requests():
             step = self._scheduler.schedule()
-            self._note(self._describe(step))
+            self._note("step", step)
             result = self.worker.execute(step)
             self.verdict.num_failed_loads += len(result.report.failed_recving) + bool(result.report.invalid_block_ids)
             self._steps.append((step, result))
@@ -256,12 +229,7 @@ class Run:
             self._abort()
             step, result = self._steps.popleft()
             report = result.report
-            self._note(
-                f"update {result.sampled}"
-                + (f" failed {report.failed_recving}" if report.failed_recving else "")
-                + (f" bad blocks {report.invalid_block_ids}" if report.invalid_block_ids else "")
-                + (f" received {report.finished_recving}" if report.finished_recving else "")
-            )
+            self._note("update", result.sampled, report)
             self._deliver(self._scheduler.update_from_output(step, runner_output(result.sampled, report)))
             if num_drafts := self._plan.settings.num_drafts:
                 drafts = {name: self._drafts(name, num_drafts) for name, tokens in result.sampled.items() if tokens}
@@ -329,43 +297,24 @@ class Run:
                 raise Wrong(f"{request.request_id} never ends")
         if not self._scheduler.reset_prefix_cache():
             raise Wrong("blocks leak")
-        leaks = {
-            name: value
-            for name, value in vars(self._scheduler).items()
-            if isinstance(value, dict | set | list | deque) and _holds(value, self._delivered)
-        }
+        containers = {name: value for name, value in vars(self._scheduler).items() if isinstance(value, _CONTAINERS)}
+        leaks = {name: value for name, value in containers.items() if _holds(value, self._delivered)}
         if leaks:
             raise Wrong(f"the scheduler still remembers {leaks}")
 
-    def _describe(self, step: SchedulerOutput) -> str:
-        parts = [f"step {step.num_scheduled_tokens}"]
-        for new in step.scheduled_new_reqs:
-            parts.append(f"  new {new.req_id} at {new.num_computed_tokens} in {new.block_ids}")
-        cached = step.scheduled_cached_reqs
-        for i, name in enumerate(cached.req_ids):
-            resumed = "resumed" if name in cached.resumed_req_ids else "running"
-            parts.append(f"  {resumed} {name} at {cached.num_computed_tokens[i]} in {cached.new_block_ids[i]}")
-        if step.kv_cache_block_copies:
-            parts.append(f"  copies {[tuple(pair) for pair in step.kv_cache_block_copies]}")
-        if step.preempted_req_ids:
-            parts.append(f"  preempted {step.preempted_req_ids}")
-        return "\n".join(parts)
-
-    def _note(self, line: str) -> None:
+    def _note(self, *said: object) -> None:
         if self.worker.trace is not None:
-            self.worker.trace.append(line)
+            self.worker.trace.append(" ".join(map(str, said)))
 
 
-def _holds(value: object, names: dict[str, list[int]]) -> bool:
-    if not isinstance(value, dict | set | list | deque):
-        return False
+def _holds(value: Iterable[object], names: dict[str, list[int]]) -> bool:
     return any(getattr(item, "request_id", item) in names for item in value if isinstance(item, str | Request))
 
 
-def run_seed(seed: int, column: Column, changes: Changes = NO_CHANGES, verbose: bool = False) -> Verdict:
-    """What one seed of a column shows. Called by the command and by tests."""
-    plan = make_plan(seed, column, changes)
-    run = Run(plan, seed, column, changes)
+def run_seed(seed: int, column: Column, may_fail: bool = True, verbose: bool = False) -> Verdict:
+    """What one seed of a column shows. Called by the command, and by tests, which also want loads that all succeed."""
+    plan = make_plan(seed, column, may_fail)
+    run = Run(plan, seed, column)
     if verbose:
         run.worker.trace = run.verdict.trace
         run.verdict.trace += [f"{plan.settings}", f"{plan.habits}"]
@@ -382,15 +331,7 @@ def run_seed(seed: int, column: Column, changes: Changes = NO_CHANGES, verbose: 
 
 
 COLUMNS = tuple(
-    Column(
-        num_state_groups=groups,
-        is_async=is_async,
-        aborts=kind in ("aborts", "late", "drafts"),
-        few_blocks=kind in ("few", "drafts"),
-        below_block=below,
-        tells_late=kind == "late",
-        drafts=kind == "drafts",
-    )
+    Column(groups, is_async, kind, below)
     for groups in (0, 1)
     for is_async in (False, True)
     for kind in ("plain", "aborts", "few", "late", *(() if is_async else ("drafts",)))

@@ -17,7 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import mamba_utils
 
 from devtools.poison.connector import Load
-from devtools.poison.memory import EMPTY, POISON, Memory, Prefixes
+from devtools.poison.memory import POISON, Memory, Prefixes
 
 COPIES_AFTER_LOADS = "copy_later" in inspect.signature(mamba_utils.preprocess_mamba).parameters
 """Whether patch 0007 is in this vLLM."""
@@ -28,14 +28,11 @@ POISONED_TOKEN = 10**6
 
 
 def right_token(prefix: int) -> int:
-    """What the model says after a prefix."""
     return prefix * 2654435761 // 8 % NUM_TOKENS
 
 
 @dataclass(slots=True)
 class WorkerRequest:
-    """What the runner keeps of a request."""
-
     prompt: list[int]
     outputs: list[int]
     blocks: tuple[list[int], ...]
@@ -50,16 +47,12 @@ class WorkerRequest:
 
 @dataclass(slots=True)
 class StepResult:
-    """Sampled tokens and the connector's report of one step."""
-
     sampled: dict[str, list[int]]
     report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
     num_loads: int = 0
 
 
 class Worker:
-    """Executes steps in the order in which they were planned."""
-
     def __init__(
         self,
         prefixes: Prefixes,
@@ -68,7 +61,6 @@ class Worker:
         is_async: bool,
         reports_blocks: bool,
         tells_late: bool = False,
-        copies_after_loads: bool = COPIES_AFTER_LOADS,
     ) -> None:
         self._prefixes = prefixes
         self._size = block_size
@@ -78,7 +70,6 @@ class Worker:
         self._tells_late = tells_late
         self._untold: dict[str, tuple[Load, set[int]]] = {}
         """Of asynchronous loads that ended as good ones: their bad blocks."""
-        self._copies_after_loads = copies_after_loads
         self.memory = Memory()
         self.trace: list[str] | None = None
         self._requests: dict[str, WorkerRequest] = {}
@@ -88,7 +79,6 @@ class Worker:
         """Asynchronous loads, the steps until they are done, and whether they have written."""
 
     def execute(self, step: SchedulerOutput) -> StepResult:
-        """One step; what it reports is in the result, as vLLM's runner puts it there."""
         for name in step.finished_req_ids:
             self._requests.pop(name, None)
             self._state_index.pop(name, None)
@@ -99,19 +89,18 @@ class Worker:
         self._update_requests(step)
         result = StepResult({})
         loads = step.kv_connector_metadata.loads if step.kv_connector_metadata else []
-        copies = self._state_copies(step)
-        if not (step.has_sync_kv_loads and self._copies_after_loads):
-            self.memory.copy(copies)
-            copies = []
-        if step.has_sync_kv_loads:
+        copies, is_sync = self._state_copies(step), step.has_sync_kv_loads
+        if is_sync and COPIES_AFTER_LOADS:
             self._start(loads, result)
         self.memory.copy(copies)
+        if is_sync and not COPIES_AFTER_LOADS:
+            self._start(loads, result)
         for name, num_scheduled in step.num_scheduled_tokens.items():
             drafts = step.scheduled_spec_decode_tokens.get(name, [])
             result.sampled[name] = self._forward(self._requests[name], name, num_scheduled, drafts)
             if name in self._untold:
                 self._report_failure(*self._untold.pop(name), result.report)
-        if not step.has_sync_kv_loads:
+        if not is_sync:
             self._start(loads, result)
         self._advance_loads(result)
         return result
@@ -223,10 +212,7 @@ class Worker:
     def _start(self, loads: list[Load], result: StepResult) -> None:
         for load in loads:
             dice = random.Random(load.dice)
-            self._note(
-                f"  {'async ' if load.is_async else ''}load for {load.request_id}: {load.start} to {load.end} into "
-                f"{load.blocks}{', fails' if load.fails else ''}"
-            )
+            self._note(" ", load)
             if load.is_async:
                 writes_now = dice.random() < 0.5
                 if writes_now:
@@ -297,9 +283,6 @@ class Worker:
         else:
             report.failed_recving |= {load.request_id}
 
-    def _note(self, line: str) -> None:
+    def _note(self, *said: object) -> None:
         if self.trace is not None:
-            self.trace.append(line)
-
-
-__all__ = ["COPIES_AFTER_LOADS", "EMPTY", "POISONED_TOKEN", "StepResult", "Worker", "right_token"]
+            self.trace.append(" ".join(map(str, said)))

@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 
 from bench import eviction_cost, hit_rate
-from bench.baselines import BASELINES, Moment
-from bench.future import NEVER, Future
 from bench.geometries import MODELS
 from bench.hit_rate import POLICIES, Case, replay
 from bench.hit_replay import Clock, HitReplay, Served
 from bench.replay_tiers import IndexShelf
-from bench.trace import TraceRequest
+from bench.trace import TraceRequest, sharable_tokens
 from bench.workloads import DURATION_S, WORKLOADS, generate
 from tests.tiers.integrity import check_integrity
 from vllm_overlay.common.reasons import Reason
@@ -33,7 +31,7 @@ def replay_of(shelf: IndexShelf, **options) -> HitReplay:
 
 
 def serve(one: HitReplay, *prompts: TraceRequest) -> list[Served]:
-    return [one.serve(place, prompt) for place, prompt in enumerate(prompts)]
+    return [one.serve(prompt) for prompt in prompts]
 
 
 def states(shelf: IndexShelf, *blocks: int) -> list[bool]:
@@ -67,15 +65,6 @@ def test_as_in_vllm_the_state_at_the_last_whole_block_is_stored_too(last_block, 
     assert states(shelf, 1, 2, 3, 4, 5) == kept
 
 
-def test_what_the_device_cache_has_is_not_restored_and_counts_as_used_in_the_tier() -> None:
-    room = 2 * (CHUNK + SNAPSHOT)
-    shelf = IndexShelf(room)
-    one = replay_of(shelf, device=IndexShelf(None))
-    served = serve(one, request(1), request(2), request(1), request(3))
-    assert [(one.num_local, one.num_restored) for one in served] == [(0, 0), (0, 0), (512, 0), (0, 0)]
-    assert states(shelf, 1, 2, 3) == [True, False, True]
-
-
 def test_a_prompt_larger_than_the_tier_stores_what_fits() -> None:
     shelf = IndexShelf(3 * CHUNK)
     served = serve(replay_of(shelf), request(*range(5)), request(*range(5)))
@@ -86,33 +75,24 @@ def test_a_prompt_larger_than_the_tier_stores_what_fits() -> None:
 TALK = [request(1, 2), request(7), request(1, 2, 3), request(1, 9), request(1, 2, 3, 4)]
 
 
-def test_the_future_knows_next_uses_and_the_bound() -> None:
-    future = Future(TALK, 512)
-    assert future.num_shared == [0, 0, 2, 1, 3]
-    assert future.bound_tokens == 6 * 512
-    one, two = ((block).to_bytes(8, "little") for block in (1, 2))
-    assert [future.next_use(two, False, place) for place in (0, 2, 4)] == [2, 4, NEVER]
-    assert [future.next_use(one, True, place) for place in (0, 3)] == [3, NEVER]
-    assert list(future.wanted_boundaries(0, [one, two])) == [512, 1024]
+def test_the_bound_is_what_an_earlier_request_had_too() -> None:
+    assert sharable_tokens(TALK) == (2 + 1 + 3) * 512
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_every_baseline_keeps_the_index_whole_and_its_limit(name: str) -> None:
-    requests = generate("mixed", 7)[:300]
-    clock = Clock()
-    moment = Moment(clock, 40 * (CHUNK + SNAPSHOT), Future(requests, 512))
-    shelf = IndexShelf(moment.capacity_bytes, BASELINES[name](moment))
-    one = HitReplay(GEOMETRY, shelf, clock, 2048)
-    for place, prompt in enumerate(requests):
-        moment.place = place
-        one.serve(place, prompt)
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_keeps_the_index_whole_and_its_limit(name: str) -> None:
+    clock, room = Clock(), 40 * (CHUNK + SNAPSHOT)
+    policy = POLICIES[name](clock, room)
+    policy.serve(GEOMETRY)
+    shelf = IndexShelf(room, policy)
+    serve(HitReplay(GEOMETRY, shelf, clock, 2048), *generate("mixed", 7)[:300])
     check_integrity(shelf.index)
     assert shelf.index.fits(0) and len(shelf.index) > 40
 
 
 def restored(policy: str, requests: list[TraceRequest], room: int) -> float:
-    whole = hit_rate.distinct_bytes(requests, 512, GEOMETRY.token_bytes)
-    return replay(Case("", policy, str(whole / room)), requests, Future(requests, 512)).restored
+    whole = hit_rate.distinct_bytes(requests, GEOMETRY.token_bytes)
+    return replay(Case("", policy, str(whole / room)), requests).restored
 
 
 ONE = CHUNK + SNAPSHOT
@@ -124,11 +104,9 @@ SCAN = [
 ]
 
 
-def test_orders_that_count_uses_outlast_a_scan_and_the_one_that_knows_the_future_loses_nothing() -> None:
-    shares = {policy: restored(policy, SCAN, 6 * ONE) for policy in POLICIES}
-    assert shares["lru"] < 0.02
-    assert min(shares["arc"], shares["s3-fifo"], shares["learned"]) > 3 * shares["lru"]
-    assert shares["future"] == pytest.approx(42 * 512 / sum(one.num_tokens for one in SCAN))
+def test_an_order_that_learns_outlasts_a_scan() -> None:
+    lru, learned = (restored(policy, SCAN, 6 * ONE) for policy in ("lru", "learned"))
+    assert lru < 0.02 and learned > 3 * lru
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -146,9 +124,9 @@ def test_a_workload_is_the_same_for_a_seed_and_equal_ids_have_equal_prefixes(nam
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_bytes_and_is_replayed(name: str) -> None:
-    row = replay(Case("", "learned", "8", name), requests := generate("chat", 3)[:200], Future(requests, 512))
+    row = replay(Case("", "learned", "8", name), generate("chat", 3)[:200])
     assert 0 < row.restored < 1 and row.evicted_objects > 0
-    assert row.restored + row.local + sum(row.lost.values()) == pytest.approx(1)
+    assert row.restored + sum(row.lost.values()) == pytest.approx(1)
 
 
 def test_learned_restores_more_than_lru_of_every_workload_and_on_disk_too() -> None:
@@ -157,7 +135,7 @@ def test_learned_restores_more_than_lru_of_every_workload_and_on_disk_too() -> N
     for name in WORKLOADS:
         requests = generate(name, 11)[:800]
         lru, learned, on_disk, ranked = [
-            replay(Case("", policy, "16"), requests, Future(requests, 512)).restored
+            replay(Case("", policy, "16"), requests).restored
             for policy in ("lru", "learned", "lru on disk", "learned on disk")
         ]
         assert on_disk == pytest.approx(lru, rel=0.1), name
@@ -167,10 +145,7 @@ def test_learned_restores_more_than_lru_of_every_workload_and_on_disk_too() -> N
 def test_a_small_disk_tier_is_ranked_before_its_order_is_old() -> None:
     """Its agents pause for a second or two. When it was ranked once a second it restored 1.15 of what ``lru`` does."""
     requests = generate("agent", 11)[:2000]
-    lru, ranked = [
-        replay(Case("", policy, "32"), requests, Future(requests, 512)).restored
-        for policy in ("lru", "learned on disk")
-    ]
+    lru, ranked = [replay(Case("", policy, "32"), requests).restored for policy in ("lru", "learned on disk")]
     assert ranked > 1.25 * lru
 
 
@@ -183,7 +158,7 @@ def test_the_command_prints_a_table_a_trace(tmp_path: Path, capsys: pytest.Captu
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     chosen = ["--requests", "60", "--budgets", "16", "unlimited", "--policies", "lru", "learned"]
     arguments = ["chat:2", str(trace), *chosen]
-    assert hit_rate.main([*arguments, "--device", "64", "--speculative", "2048"]) == 0
+    assert hit_rate.main([*arguments, "--speculative", "2048"]) == 0
     out = capsys.readouterr().out
     assert "chat:2: 60 requests" in out and "trace.jsonl: 12 requests, 13200 prompt tokens" in out
     assert "| learned " in out and "| a state everywhere |" in out

@@ -64,11 +64,11 @@ def test_a_point_beyond_the_bar_fails_the_program(monkeypatch, tmp_path, capsys)
         return [[SUMMARY] * len(points), [replace(SUMMARY, p95=5.0)] + [SUMMARY] * (len(points) - 1)]
 
     monkeypatch.setattr(prefill_steps, "measure", measured)
-    sides = ["--before", str(tmp_path), "--after", str(tmp_path)]
-    assert prefill_steps.main([*sides, "--budget", "2048", "--block-size", "1152"]) == 1
+    monkeypatch.setattr(prefill_steps, "trees", lambda: [tmp_path] * 2)
+    assert prefill_steps.main(["--budget", "2048", "--block-size", "1152"]) == 1
     assert "5 of 6 points within the bar" in capsys.readouterr().out
     monkeypatch.setattr(prefill_steps, "measure", lambda trees, points, *_: [[SUMMARY] * len(points)] * 2)
-    assert prefill_steps.main([*sides, "--load", "0.3"]) == 0
+    assert prefill_steps.main(["--load", "0.3"]) == 0
 
 
 def test_an_unknown_block_size_is_refused_with_those_that_work(capsys):

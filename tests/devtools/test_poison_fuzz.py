@@ -9,8 +9,9 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from devtools import poison_fuzz
+from devtools.poison import worker
 from devtools.poison.memory import POISON, Memory, Prefixes
-from devtools.poison.seed import COLUMNS, NO_CHANGES, Changes, run_seed
+from devtools.poison.seed import COLUMNS, run_seed
 from devtools.poison.worker import Worker
 
 BY_NAME = poison_fuzz.BY_NAME
@@ -42,8 +43,8 @@ ONCE_WRONG = {
 """Before the patches were as they are, or while they were made."""
 
 
-def wrong_seeds(name: str, seeds: range, changes: Changes = NO_CHANGES) -> dict[int, str]:
-    verdicts = {seed: run_seed(seed, BY_NAME[name], changes).problem for seed in seeds}
+def wrong_seeds(name: str, seeds: range, may_fail: bool = True) -> dict[int, str]:
+    verdicts = {seed: run_seed(seed, BY_NAME[name], may_fail).problem for seed in seeds}
     return {seed: problem for seed, problem in verdicts.items() if problem}
 
 
@@ -57,8 +58,7 @@ def test_no_seed_is_wrong(column):
 
 @pytest.mark.parametrize("name", ["attention-async-few-block", "hybrid-sync-few-block", "hybrid-async-aborts-below"])
 def test_nothing_is_wrong_and_nothing_fails_when_all_loads_succeed(name):
-    changes = Changes(failures=False)
-    verdicts = [run_seed(seed, BY_NAME[name], changes) for seed in range(10)]
+    verdicts = [run_seed(seed, BY_NAME[name], may_fail=False) for seed in range(10)]
     assert [(verdict.problem, verdict.num_failed_loads, verdict.num_errors) for verdict in verdicts] == [
         ("", 0, 0)
     ] * 10
@@ -69,10 +69,10 @@ def test_a_seed_is_the_same_each_time():
     assert first.trace[2:] == second.trace[2:]
 
 
-def test_the_oracle_notices_states_that_are_copied_before_they_are_loaded():
-    changes = Changes(failures=False, copies_after_loads=False)
-    assert wrong_seeds("hybrid-sync-plain-block", range(20), changes)
-    assert not wrong_seeds("attention-sync-plain-block", range(20), changes)
+def test_the_oracle_notices_states_that_are_copied_before_they_are_loaded(monkeypatch):
+    monkeypatch.setattr(worker, "COPIES_AFTER_LOADS", False)
+    assert wrong_seeds("hybrid-sync-plain-block", range(20), may_fail=False)
+    assert not wrong_seeds("attention-sync-plain-block", range(20), may_fail=False)
 
 
 @pytest.mark.parametrize("name", ["attention-sync-plain-block", "hybrid-async-plain-block"])
@@ -94,7 +94,7 @@ def test_the_oracle_notices_a_state_that_accepted_drafts_have_passed_and_nobody_
 
 def test_the_oracle_notices_blocks_that_are_never_freed(monkeypatch):
     monkeypatch.setattr(Scheduler, "_free_request_blocks", lambda self, request: None)
-    problems = wrong_seeds("attention-sync-plain-block", range(5), Changes(failures=False))
+    problems = wrong_seeds("attention-sync-plain-block", range(5), may_fail=False)
     assert len(problems) == 5
 
 
@@ -125,9 +125,9 @@ def test_the_command_prints_a_table_and_the_steps_of_one_seed(capfd):
     assert "all is well" in capfd.readouterr().out
 
 
-def test_the_command_fails_and_names_the_seed_when_one_is_wrong(capfd):
-    arguments = ["--seeds", "20", "--column", "hybrid-sync-plain-block", "--no-failures", "--copies-first"]
-    assert poison_fuzz.main(arguments) == 1
+def test_the_command_fails_and_names_the_seed_when_one_is_wrong(capfd, monkeypatch):
+    monkeypatch.setattr(worker, "COPIES_AFTER_LOADS", False)
+    assert poison_fuzz.main(["--seeds", "20", "--column", "hybrid-sync-plain-block"]) == 1
     assert "--column hybrid-sync-plain-block --seed " in capfd.readouterr().out
 
 

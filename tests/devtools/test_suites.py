@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suites, markers and CONTRIBUTING.md name the same, and what belongs to a suite is run by it."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ import pytest
 from devtools import suites
 from devtools.suites import OTHERS, PRODUCT, SUITES, markers, steps
 from tests.python_path import REPOSITORY
+from tests.test_versions import rows_of
 
 OF_ALL_SUITES = {"engine", "processor", "slow"}
 
@@ -21,13 +23,11 @@ def test_each_marker_is_a_suites() -> None:
     assert found == OF_ALL_SUITES | {suite.name for suite in OTHERS if suite.has_tests}
 
 
-def test_contributing_has_the_table_of_suites() -> None:
-    assert suites.table() in (REPOSITORY / "CONTRIBUTING.md").read_text()
-
-
-@pytest.mark.parametrize("room", sorted({room for suite in OTHERS for room in suite.rooms}))
-def test_each_room_is_there(room: str) -> None:
-    assert (REPOSITORY / room).exists()
+def test_contributing_has_a_row_for_each_suite_and_its_rooms_are_there() -> None:
+    rows = rows_of(REPOSITORY / "CONTRIBUTING.md", "Which tests do I run?")
+    assert [name.strip("`") for name, *_ in rows] == list(SUITES)
+    rooms = [room for *_, last in rows for room in re.findall("`(.+?)`", last)]
+    assert len(rooms) > 10 and all((REPOSITORY / room).exists() for room in rooms)
 
 
 @pytest.mark.parametrize("module", sorted({step[0] for suite in OTHERS for step in suite.commands}))

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.baselines import Moment
 from bench.catalogue_order import CatalogueOrder
-from bench.future import Future
 from bench.hit_replay import Clock, HitReplay
 from bench.replay_tiers import IndexShelf
 from bench.trace import TraceRequest
@@ -37,9 +35,9 @@ NAMESPACE = DiskNamespace(MODEL.fingerprint, "5" * 64, {})
 class Mirrored(CatalogueOrder):
     """Tells a catalogue the same."""
 
-    def __init__(self, moment: Moment, engine: Engine) -> None:
-        super().__init__(moment, ranks=True)
-        self.engine, self.clock = engine, moment.clock
+    def __init__(self, clock: Clock, engine: Engine) -> None:
+        super().__init__(clock, 100_000, ranks=True)
+        self.engine, self.clock = engine, clock
 
     def stored(self, items: Sequence[Entry]) -> None:
         super().stored(items)
@@ -67,7 +65,7 @@ class Mirrored(CatalogueOrder):
 def test_the_catalogue_evicts_in_the_order_of_the_replay(geometry: Geometry, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as root:
         engine, clock = Engine(Path(root)), Clock(1000.0)
-        policy = Mirrored(Moment(clock, 100_000, Future([], 64)), engine)
+        policy = Mirrored(clock, engine)
         policy.serve(geometry)
         shelf = IndexShelf(None, policy)
         replay = HitReplay(geometry, shelf, clock, 128)
@@ -76,7 +74,7 @@ def test_the_catalogue_evicts_in_the_order_of_the_replay(geometry: Geometry, dat
             base = data.draw(st.sampled_from(prompts))
             prompts.append((*base, *range(100 * place + 1, 100 * place + data.draw(st.integers(2, 5)))))
             at = clock.now + data.draw(st.sampled_from([0.25, 3.0, 90.0]))
-            replay.serve(place, TraceRequest(at, 64 * len(prompts[-1]) + 1, 1, prompts[-1]))
+            replay.serve(TraceRequest(at, 64 * len(prompts[-1]) + 1, 1, prompts[-1]))
             policy.rank_if_due()
         known = {item.file: NAMESPACE.own_id(item.object_id) for item in engine.loaded()}
         order = [known[item.file] for item in engine.catalogue.choose_victims(Limits(1 << 50, 1 << 20), 0)]

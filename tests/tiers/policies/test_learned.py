@@ -42,16 +42,13 @@ class Tier:
         self.policy = policy_of(self.clock)
         self.policy.serve(geometry)
         self.shelf = IndexShelf(capacity, self.policy)
-        self.evicted: list[ObjectId] = []
-        self.shelf.evicted = lambda entry: self.evicted.append(entry.object_id)
+        self.evicted = self.shelf.evicted
         self._replay = HitReplay(geometry, self.shelf, self.clock, 128, speculative)
-        self._num_served = 0
 
     def serve(self, at: float, *blocks: int) -> int:
         """Tokens restored of a prompt of these blocks of 64 tokens and one token more."""
         request = TraceRequest(at, 64 * len(blocks) + 1, 1, tuple(blocks))
-        served = self._replay.serve(self._num_served, request)
-        self._num_served += 1
+        served = self._replay.serve(request)
         return served.num_restored
 
     def has(self, *blocks: int, tag: str = "s") -> list[bool]:
