@@ -1,118 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's half over a stream whose copies end when the test says so, in any order."""
+"""The worker's half over a stream whose copies end when the test says so. In any order: test_worker_in_any_order.py."""
 
 import gc
-import itertools
-import random
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 
-from tests.connector.fake_stream import UNIT, FakeStream, FakeTier, FlakyTier
+from tests.connector.driven_worker import Made, load_jobs, store_jobs
+from tests.connector.fake_stream import UNIT
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.connector import worker
-from vllm_overlay.connector.lora.digests import LoadedAdapters
-from vllm_overlay.connector.metadata import LoadJob, OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.worker import OffloadWorker
-from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tally import Tally
-from vllm_overlay.tiers.base import LoadTicket, StoreTicket
+from vllm_overlay.planner.objects import ObjectId
+from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import Handle, Placement, Span
-
-LOAD_TIMEOUT_S = 1000.0
-"""Only a test that moves the clock reaches it."""
-
-
-def at(block_id: int) -> Placement:
-    return Placement(spans=(Span(0, block_id, 0, 64),))
-
-
-def store_jobs(*tickets: int) -> tuple[StoreJob, ...]:
-    """Stores of the blocks of these numbers."""
-    planned = [PlannedObject(ObjectId("f0", ticket.to_bytes(4, "big")), (), 0, 64, UNIT) for ticket in tickets]
-    return tuple(StoreJob(StoreTicket(ticket, one), at(ticket)) for ticket, one in zip(tickets, planned, strict=True))
-
-
-def load_jobs(load_id: str, blocks: list[int], zeros: tuple[Span, ...] = ()) -> tuple[LoadJob, ...]:
-    tickets = tuple(LoadTicket(n, ObjectId("f0", bytes([n])), UNIT) for n in range(len(blocks)))
-    return (LoadJob(load_id, load_id.partition("#")[0], tickets, tuple(map(at, blocks)), zeros),)
-
-
-class Made:
-    """A worker's half, its tier and its stream; the clock is the test's."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_units: int = 64, ring_buffers: int = 1 << 30) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr("time.monotonic", lambda: self.now)
-        self.stream = FakeStream(ring_buffers)
-        self.num_units = num_units
-        self.tally, self.told = Tally(), Tally()
-        self.reported: dict[int, bool] = {}
-        self.use(FakeTier(num_units))
-
-    def use(self, tier: FakeTier) -> None:
-        self.tier = tier
-        self.worker = OffloadWorker(
-            self.stream, tier, LoadedAdapters(), load_timeout_s=LOAD_TIMEOUT_S, tally=self.tally
-        )
-
-    def store(self, *tickets: int) -> None:
-        """Each block holds its number."""
-        for ticket in tickets:
-            self.stream.blocks[ticket] = bytes([ticket % 256]) * UNIT
-        self.worker.store(store_jobs(*tickets))
-        for ticket in tickets:
-            self.stream.blocks[ticket] = b"reused!!"
-
-    def load(self, load_id: str, blocks: list[int], zeros: tuple[Span, ...] = ()) -> None:
-        self.worker.start_loads(self.begin(load_id, blocks, zeros), ())
-
-    def begin(self, load_id: str, blocks: list[int], zeros: tuple[Span, ...] = ()) -> tuple[LoadJob, ...]:
-        """What happens of a load before the pass."""
-        jobs = load_jobs(load_id, blocks, zeros)
-        self.worker.begin_loads(jobs)
-        return jobs
-
-    def arrive(self, position: int = 0, content: bytes = b"content.", **failure: Any) -> None:
-        """An object of the load p#1 is in host memory, or will never be, and a step later that is known."""
-        self.tier.arrive("p#1", position, content, **failure)
-        self.worker.advance()
-
-    def end(self, *handles: Handle, error: BaseException | None = None) -> None:
-        """These copies have ended, or all."""
-        for handle in handles or self.stream.in_flight:
-            self.stream.end(handle, error)
-        self.worker.advance()
-
-    def pass_time(self) -> None:
-        """Longer than a load may take."""
-        self.now += LOAD_TIMEOUT_S + 0.1
-        self.worker.advance()
-
-    def report(self) -> OffloadWorkerMetadata:
-        metadata = self.worker.take_metadata() or OffloadWorkerMetadata()
-        assert not set(metadata.reported) & set(self.reported), "a ticket was reported twice"
-        self.reported |= {ticket: ticket in metadata.failed_stores for ticket in metadata.reported}
-        self.told.add(metadata.tally)
-        return metadata
-
-    def reports(self) -> dict[int, bool]:
-        """Tickets that were reported so far, and whether they failed."""
-        self.report()
-        return self.reported
-
-    def counted(self, name: str) -> float:
-        """Told with a report, or to be told with the next."""
-        return self.told.counters.get(name, 0) + self.tally.counters.get(name, 0)
-
-    @property
-    def all_is_free(self) -> bool:
-        return len(self.tier.free) == self.num_units
-
 
 MakeWorker = Callable[..., Made]
 
@@ -425,88 +330,3 @@ def test_a_transfer_that_raises_at_the_end_leaves_the_tier_its_end_and_keeps_its
     made.store(1)
     assert made.worker.close(1.0) == 1 + 3
     assert unfinished == [made.worker]
-
-
-# Anything in any order.
-
-
-class Chaos:
-    """Stores, loads, fetches and copies that come and end in any order, under a guard such as the connector's."""
-
-    def __init__(self, make: MakeWorker, seed: int, probability: float) -> None:
-        self.luck = random.Random(seed)
-        self.made = make(num_units=self.luck.choice([4, 16, 64]), ring_buffers=self.luck.choice([2, 8, 64]))
-        if probability:
-            self.made.use(FlakyTier(self.made.num_units, self.luck, probability))
-        self.stored: set[int] = set()
-        self.loads: set[str] = set()
-        self.finished: list[str] = []
-        self._numbers = itertools.count(1)
-        self._waiting: list[tuple[str, int]] = []
-
-    def step(self) -> None:
-        event, in_flight = self.luck.random(), self.made.stream.in_flight
-        if event < 0.25:
-            self._store()
-        elif event < 0.4:
-            self._load()
-        elif event < 0.65 and self._waiting and self.made.tier.free:
-            self._arrive()
-        elif event < 0.95 and in_flight:
-            error = RuntimeError("x") if self.luck.random() < 0.1 else None
-            self.made.stream.end(self.luck.choice(in_flight), error)
-        else:
-            self.made.now += self.luck.choice([0.0, 1.0, LOAD_TIMEOUT_S + 1])
-        self.end_step()
-
-    def end_step(self) -> None:
-        self.made.worker.advance()
-        self.made.report()
-        done, _ = self.made.worker.take_finished()
-        for name in done:
-            copying = [p.spans[0].block_id for copy in self.made.stream.submitted.values() for p in copy.placements]
-            assert not any(block >> 8 == int(name[1:]) for block in copying), "reported with a copy under way"
-        self.finished.extend(done)
-
-    def _store(self) -> None:
-        tickets = [next(self._numbers) for _ in range(self.luck.randint(1, 4))]
-        try:
-            self.made.store(*tickets)
-        except RuntimeError:
-            self.made.worker.fail_stores(store_jobs(*tickets), Reason.HOOK_ERROR)
-        self.stored.update(tickets)
-
-    def _load(self) -> None:
-        number = next(self._numbers)
-        load_id, blocks = f"r{number}#1", [(number << 8) + n for n in range(self.luck.randint(1, 3))]
-        try:
-            self.made.load(load_id, blocks)
-        except RuntimeError:
-            self.made.worker.fail_loads(load_jobs(load_id, blocks), (), Reason.HOOK_ERROR)
-        self.loads.add(f"r{number}")
-        self._waiting += [(load_id, n) for n in range(len(blocks))]
-
-    def _arrive(self) -> None:
-        load_id, position = self._waiting.pop(self.luck.randrange(len(self._waiting)))
-        if self.made.tier.is_loading(load_id):
-            failure = {"reason": Reason.IO_ERROR} if self.luck.random() < 0.2 else {}
-            self.made.tier.arrive(load_id, position, b"content.", **failure)
-
-
-@pytest.mark.parametrize("probability", [0.0, 0.1])
-@pytest.mark.parametrize("seed", range(40))
-def test_whatever_ends_when_every_ticket_and_load_is_reported_once(
-    make: MakeWorker, seed: int, probability: float
-) -> None:
-    chaos = Chaos(make, seed, probability)
-    for _ in range(120):
-        chaos.step()
-    chaos.made.now += LOAD_TIMEOUT_S + 1
-    for _ in range(50):
-        for handle in chaos.made.stream.in_flight:
-            chaos.made.stream.end(handle)
-        chaos.end_step()
-    assert set(chaos.made.reports()) == chaos.stored
-    assert sorted(chaos.finished) == sorted(chaos.loads)
-    if not probability:  # else the tier has lost some of it
-        assert chaos.made.all_is_free

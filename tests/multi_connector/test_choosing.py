@@ -36,10 +36,11 @@ def serve(connector, name):
     return tokens
 
 
-def test_by_weight_a_child_of_weight_zero_is_not_counted_as_too_slow():
-    connector = answering(100, 0, weights=[0.0, None])
-    assert admit(connector) == 0
-    assert connector._children[0].tally.total("too_slow") == 0
+def test_the_gauge_of_a_number_is_that_number_and_by_weight_zero_nobody_is_counted_as_too_slow():
+    connector = answering(100, 100, weights=[0.25, 0])
+    admit(connector)
+    assert [one.tally.gauges["load_weight"] for one in connector._children] == [0.25, 0.0]
+    assert connector._children[1].tally.total("too_slow") == 0
 
 
 def test_by_weight_zero_measured_a_child_is_counted_as_too_slow_and_tried_now_and_then():
@@ -62,12 +63,6 @@ def test_a_step_that_verifies_drafts_is_no_prefill():
     verified = measured(4, drafts=(1, 2, 3))._scheduler
     assert verified.choice._prefill.seconds_per_token is None
     assert verified._step_times.one_more_s == 1.0
-
-
-def test_the_gauge_of_a_number_is_that_number():
-    connector = answering(100, 100, weights=[0.25, 0])
-    admit(connector)
-    assert [one.tally.gauges["load_weight"] for one in connector._children] == [0.25, 0.0]
 
 
 def test_requests_that_wait_for_a_stalled_child_keep_others_from_it():

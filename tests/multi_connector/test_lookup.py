@@ -297,40 +297,28 @@ def ignored(connector, name="a"):
 
 
 @pytest.mark.parametrize(
-    ("settings", "reason"),
+    ("answer", "settings", "loaded", "reason"),
     [
-        ({"load": False}, "load_off"),
-        ({"min_tokens": 65}, "min_tokens"),
-        ({"load": False, "min_tokens": 65}, "load_off"),
+        (64, {"load": False}, 0, "load_off"),
+        (64, {"min_tokens": 65}, 0, "min_tokens"),
+        (64, {"load": False, "min_tokens": 65}, 0, "load_off"),
+        (64, {"min_tokens": 64}, 64, ""),
+        (0, {"load": False}, 0, ""),
+        (None, {"load": False}, 0, ""),
     ],
 )
-def test_what_a_switch_leaves_out_is_counted_in_requests_and_tokens(settings, reason):
-    connector = two(64, **settings)
-    assert admit(connector, "first") == admit(connector, "second") == 0
-    assert ignored(connector) == ({reason: 2}, {reason: 128})
-    assert ignored(connector, "b") == ({}, {})
-    found = tally_of(connector)
-    assert [found.total(one) for one in ("queries", "offered_tokens", "outbid", "too_slow")] == [2, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("answer", "settings", "loaded"),
-    [(64, {"min_tokens": 64}, 64), (0, {"load": False}, 0), (None, {"load": False}, 0)],
-)
-def test_an_offer_that_is_taken_or_none_is_not_ignored(answer, settings, loaded):
+def test_what_a_switch_leaves_out_is_counted_once_at_admission_in_requests_and_tokens(answer, settings, loaded, reason):
     connector = two(answer, **settings)
-    assert admit(connector) == loaded
-    assert ignored(connector) == ({}, {})
-
-
-def test_it_is_counted_once_at_admission_however_often_the_lookup_is_made():
-    connector = two(64, load=False)
     for _ in range(5):
-        connector.get_num_new_matched_tokens(request(), 0)
+        connector.get_num_new_matched_tokens(request("first"), 0)
     assert ignored(connector) == ({}, {})
-    for _ in range(2):
-        connector.update_state_after_alloc(request(), blocks(1), 0)
-    assert ignored(connector) == ({"load_off": 1}, {"load_off": 64})
+    assert admit(connector, "first") == admit(connector, "second") == loaded
+    connector.update_state_after_alloc(request("first"), blocks(1), 0)
+    assert ignored(connector) == (({reason: 2}, {reason: 128}) if reason else ({}, {}))
+    assert ignored(connector, "b") == ({}, {})
+    if reason:
+        found = tally_of(connector)
+        assert [found.total(one) for one in ("queries", "offered_tokens", "outbid", "too_slow")] == [2, 0, 0, 0]
 
 
 def test_a_child_that_gets_no_blocks_of_a_request_any_more_is_ignored():

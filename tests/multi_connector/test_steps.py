@@ -111,14 +111,6 @@ def test_each_child_sees_its_own_worker_metadata_and_saves_and_all_loads():
     assert (a.kv_connector_worker_meta, b.kv_connector_worker_meta) == (None, FakeWorkerMetadata({"x"}))
 
 
-def test_worker_metadata_of_ranks_is_added_up_per_child():
-    merged = MultiWorkerMetadata((FakeWorkerMetadata({"x"}), None)).aggregate(
-        MultiWorkerMetadata((FakeWorkerMetadata({"y"}), FakeWorkerMetadata({"z"})), broken=frozenset({1}))
-    )
-    assert merged.children == (FakeWorkerMetadata({"x", "y"}), FakeWorkerMetadata({"z"}))
-    assert merged.broken == {1}
-
-
 @pytest.mark.parametrize("error", [*FAULTS, *ENDINGS])
 def test_worker_metadata_that_cannot_be_added_up_isolates_its_child_unless_the_process_ends(error):
     broken = breaking(FakeWorkerMetadata(), "aggregate", error)
@@ -152,16 +144,20 @@ def test_an_exception_inside_a_childs_event_generator_loses_only_its_events():
     assert len(list(connector.take_events())) == 1
 
 
-def test_events_of_all_ranks_are_added_up_per_child():
+def test_events_and_worker_metadata_of_all_ranks_are_added_up_per_child():
     engine = Lockstep(ranks=2)
     (_, a0, a1), (_, _, b1) = engine.fakes(0), engine.fakes(1)
-    a0.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["x", "y"])
-    a1.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["y"])
-    b1.answers["get_kv_connector_kv_cache_events"] = lambda: FakeEvents(["z"])
+    for fake, *names in ((a0, "x", "y"), (a1, "y"), (b1, "z")):
+        fake.answers["get_kv_connector_kv_cache_events"] = lambda names=names: FakeEvents(names)
+        fake.answers["build_connector_worker_meta"] = FakeWorkerMetadata(set(names))
     engine.step()
     ((a,),), ((b,),) = (fake.called("update_connector_output") for fake in engine.scheduler.sub_connectors)
     assert (a.kv_cache_events.events, a.kv_cache_events.workers) == (["x", "y", "y"], 2)
     assert (b.kv_cache_events.events, b.kv_cache_events.workers) == (["z"], 1)
+    assert (a.kv_connector_worker_meta, b.kv_connector_worker_meta) == (
+        FakeWorkerMetadata({"x", "y"}),
+        FakeWorkerMetadata({"z"}),
+    )
 
 
 @pytest.mark.parametrize("error", FAULTS)

@@ -2,14 +2,26 @@
 """A change of somebody's own to a file of the series: behind the series, and declared, both can be had."""
 
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.patches.trees import ORIGINALS, THREE_STEPS, A, B, C, contents, linked_originals, make_series
+from tests.patches.trees import (
+    MINE,
+    ORIGINALS,
+    THREE_STEPS,
+    A,
+    B,
+    C,
+    commands_in,
+    contents,
+    edit,
+    linked_originals,
+    make_series,
+    run_command,
+)
 from tests.python_path import REPOSITORY, python_path
 from vllm_overlay.patching import installed
 from vllm_overlay.patching.advice import FileState
@@ -18,74 +30,39 @@ from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import Series
 from vllm_overlay.patching.tree import apply, declare, refusal, reverse, status
 
-MINE = "# mine\n"
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
-
-
-def change(tree: Path, *paths: str) -> None:
-    for path in paths:
-        (tree / path).write_text((tree / path).read_text() + MINE)
 
 
 @pytest.fixture
 def declared(tree: Path, series: Series) -> Path:
     """A tree with the series, and a declared change behind it in two files."""
     apply(tree, series)
-    change(tree, A, C)
+    edit(tree, A, C)
     declare(tree, [A, C], series)
     return tree
 
 
-def commands_of(said: str, containing: str) -> list[str]:
-    return [line.strip() for line in said.splitlines() if line.startswith("    ") and containing in line]
-
-
-def run(line: str, directory: Path) -> None:
-    """A line of advice, by this Python and with no git settings of this machine."""
-    python = f"{shlex.quote(sys.executable)} "
-    line = line.replace("python ", python) if line.startswith("python ") else line
-    done = subprocess.run(["sh", "-ec", line], capture_output=True, text=True, cwd=directory)
-    assert done.returncode == 0, done
-
-
-def test_the_start_takes_exactly_what_was_declared(
-    declared: Path, series: Series, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(installed, "installed_root", lambda: declared)
-    monkeypatch.setattr(installed, "load", lambda: series)
+def test_the_start_takes_exactly_what_was_declared(declared: Path, series: Series, is_installed: None) -> None:
     assert status(declared, series).states == {A: FileState.DECLARED, B: FileState.PATCHED, C: FileState.DECLARED}
     assert installed.require().endswith("2 files declared by the owner")
-    change(declared, C)
+    edit(declared, C)
     with pytest.raises(installed.UnpatchedError, match=rf"{C} \(edited\)") as error:
         installed.require()
     assert "declare" in str(error.value) and A not in str(error.value)
 
 
 def test_what_is_edited_behind_the_series_is_refused_with_the_command_that_declares_it(
-    tree: Path, series: Series, monkeypatch: pytest.MonkeyPatch
+    tree: Path, series: Series
 ) -> None:
     apply(tree, series)
-    change(tree, A, C)
-    (command,) = commands_of(refusal(tree, series), "--declare")
+    edit(tree, A, C)
+    (command,) = commands_in(refusal(tree, series), "--declare")
     assert command.endswith(f"--target {tree} --declare {A} {C}")
     declare(tree, [A], series)
-    (command,) = commands_of(refusal(tree, series), "--declare")
+    (command,) = commands_in(refusal(tree, series), "--declare")
     assert command.endswith(f"--declare {C}")
     declare(tree, [C], series)
     assert not refusal(tree, series)
-
-
-def test_an_edit_that_is_not_to_stay_goes_into_the_archive_that_is_advised(
-    tree: Path, series: Series, tmp_path: Path
-) -> None:
-    apply(tree, series)
-    before = contents(tree)
-    change(tree, A)
-    (command,) = commands_of(refusal(tree, series), "tar ")
-    run(command, tmp_path)
-    assert apply(tree, series).is_applied and contents(tree) == before
-    kept = subprocess.run(["tar", "-xOf", "vllm-edits.tar", A], cwd=tmp_path, capture_output=True, text=True)
-    assert kept.stdout.endswith(MINE)
 
 
 def test_to_apply_the_series_again_leaves_a_declared_file_alone(declared: Path, series: Series) -> None:
@@ -105,8 +82,8 @@ def test_to_take_the_series_out_is_refused_until_the_change_is_kept_elsewhere(
     with pytest.raises(PatchError, match="2 files hold changes that were declared by the owner") as error:
         reverse(declared, series)
     assert contents(declared) == before
-    (command,) = commands_of(str(error.value), "tar ")
-    run(command, tmp_path)
+    (command,) = commands_in(str(error.value), "tar ")
+    run_command(command, tmp_path)
     assert reverse(declared, series).is_original
     assert not (declared / ".vllm-overlay").exists()
     kept = subprocess.run(["tar", "-xOf", "vllm-edits.tar", A, C], cwd=tmp_path, capture_output=True)
@@ -133,7 +110,7 @@ def test_only_a_change_behind_the_series_can_be_declared(
     tree: Path, series: Series, path: str, content: str | None, said: str
 ) -> None:
     apply(tree, series)
-    change(tree, C)
+    edit(tree, C)
     if content is not None:
         (tree / path).write_text(content)
     with pytest.raises(PatchError) as error:
@@ -143,7 +120,7 @@ def test_only_a_change_behind_the_series_can_be_declared(
 
 
 def test_a_change_in_a_tree_that_never_had_the_series_cannot_be_declared(tree: Path, series: Series) -> None:
-    change(tree, A)
+    edit(tree, A)
     with pytest.raises(PatchError, match=r"\(edited\) has no change behind the series"):
         declare(tree, [A], series)
 
@@ -155,26 +132,28 @@ def test_another_series_takes_a_declaration_only_where_it_makes_the_same_of_the_
     assert status(declared, next_series).states == {A: FileState.EDITED, B: FileState.PATCHED, C: FileState.DECLARED}
     said = refusal(declared, next_series)
     assert A in said and C not in said
-    run(commands_of(said, "tar ")[0], tmp_path)
+    run_command(commands_in(said, "tar ")[0], tmp_path)
     assert apply(declared, next_series).declared == [C]
 
 
-def test_in_a_checkout_the_commands_that_are_advised_give_both(tree: Path, series: Series, needs_git: None) -> None:
-    who = "-c user.name=me -c user.email=me@example.org -c commit.gpgsign=false"
-    (tree / "PKG-INFO").unlink()
-    run(f"git init --quiet && git {who} add . && git {who} commit --quiet -m vLLM && git tag v0.32.0", tree)
-    (tree / A).write_text(MINE + ORIGINALS[A])
-    said = refusal(tree, series)
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_in_a_checkout_the_commands_that_are_advised_give_both(
+    checkout: Path, series: Series, is_detached: bool
+) -> None:
+    if is_detached:
+        run_command("git switch --quiet --detach v0.32.0", checkout)
+    (checkout / A).write_text(MINE + ORIGINALS[A])
+    said = refusal(checkout, series)
     stash, apply_the_series, apply_the_change, declare_it = [
-        line for line in commands_of(said, "") if " worktree " not in line
+        line for line in commands_in(said) if " worktree " not in line
     ]
-    run(stash.replace("git ", f"git {who} "), tree)
-    assert apply_the_series.endswith(f"--target {tree}")
-    apply(tree, series)  # that of this test
-    run(apply_the_change, tree)
-    assert declare_it.endswith(f"--target {tree} --declare {A}")
-    assert declare(tree, [A], series).is_applied
-    assert (tree / A).read_text() == MINE + series.patched(A, ORIGINALS[A].encode()).decode()
+    run_command(stash)
+    assert apply_the_series.endswith(f"--target {checkout}")
+    apply(checkout, series)  # that of this test
+    run_command(apply_the_change)
+    assert declare_it.endswith(f"--target {checkout} --declare {A}")
+    assert declare(checkout, [A], series).is_applied
+    assert (checkout / A).read_text() == MINE + series.patched(A, ORIGINALS[A].encode()).decode()
 
 
 def test_vllm_starts_with_a_declared_change_of_its_scheduler(tmp_path: Path) -> None:

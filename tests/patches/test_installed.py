@@ -14,9 +14,7 @@ from vllm_overlay.patching.tree import apply, status
 REPO = Path(__file__).resolve().parents[2]
 
 
-def test_an_unpatched_vllm_is_refused_in_one_sentence_with_the_command(tree, series, monkeypatch):
-    monkeypatch.setattr(installed, "installed_root", lambda: tree)
-    monkeypatch.setattr(installed, "load", lambda: series)
+def test_an_unpatched_vllm_is_refused_in_one_sentence_with_the_command(tree, series, is_installed, monkeypatch):
     with pytest.raises(installed.UnpatchedError) as error:
         installed.require()
     sentence = str(error.value)
@@ -28,11 +26,9 @@ def test_an_unpatched_vllm_is_refused_in_one_sentence_with_the_command(tree, ser
     assert installed.require() == f"vLLM 0.32.0, 3 patches, series {series.id}"
 
 
-def test_another_vllm_is_refused(tree, series, monkeypatch):
+def test_another_vllm_is_refused(tree, series, is_installed):
     apply(tree, series)
     make_tree(tree, version="0.33.0")
-    monkeypatch.setattr(installed, "installed_root", lambda: tree)
-    monkeypatch.setattr(installed, "load", lambda: series)
     with pytest.raises(installed.UnpatchedError, match=r"vLLM 0\.33\.0 is installed.*apply_patches\.py --installed"):
         installed.require()
 

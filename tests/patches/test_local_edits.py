@@ -2,12 +2,22 @@
 """A vLLM that somebody has edited: every edited file is named, and no advice destroys an edit."""
 
 import re
-import shlex
-import subprocess
 
 import pytest
 
-from tests.patches.trees import ORIGINALS, A, B, C, contents, make_tree, make_unpatched
+from tests.patches.trees import (
+    MINE,
+    ORIGINALS,
+    A,
+    B,
+    C,
+    commands_in,
+    contents,
+    edit,
+    make_tree,
+    make_unpatched,
+    run_command,
+)
 from vllm_overlay.patching import installed
 from vllm_overlay.patching.advice import FileState
 from vllm_overlay.patching.cli import main
@@ -17,30 +27,6 @@ from vllm_overlay.patching.tree import apply, reverse, status
 DESTROYS = re.compile(
     r"reinstall vLLM|git\S* (-C \S+ )?(checkout|reset|restore|clean)|stash (drop|clear)|--force|\brm\b"
 )
-MINE = "# mine\n"
-
-
-def edit(tree, *paths):
-    for path in paths:
-        (tree / path).write_text((tree / path).read_text() + MINE)
-
-
-def git(tree, *arguments):
-    who = ("-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false")
-    done = subprocess.run(["git", "-C", tree, *who, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done
-    return done.stdout
-
-
-@pytest.fixture
-def checkout(tmp_path, needs_git):
-    """A git checkout: it does not say its version."""
-    tree = make_tree(tmp_path / "checkout", version=None)
-    git(tree, "init", "--quiet")
-    git(tree, "add", ".")
-    git(tree, "commit", "--quiet", "-m", "vLLM")
-    git(tree, "tag", "v0.32.0")
-    return tree
 
 
 def refusal_of(action, tree, series):
@@ -118,57 +104,32 @@ def test_files_with_other_line_ends_are_told_with_the_command_that_mends_them(tr
     assert apply(tree, series).is_applied
 
 
-def commands_in(said):
-    """The lines of advice that are commands, without what is said of them."""
-    return [line.strip() for line in said.splitlines() if line.startswith("    ")]
-
-
-def run_command(line):
-    environment_of_git = ["-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false"]
-    line = line.replace("git ", f"git {shlex.join(environment_of_git)} ")
-    done = subprocess.run(["sh", "-ec", line], capture_output=True, text=True)
-    assert done.returncode == 0, done
-
-
-@pytest.mark.parametrize("is_detached", [False, True])
-def test_the_stash_that_is_advised_for_a_checkout_keeps_the_edits(checkout, series, is_detached):
-    if is_detached:
-        git(checkout, "switch", "--quiet", "--detach", "v0.32.0")
-    edit(checkout, C)
-    (command,) = [line for line in commands_in(refusal_of(apply, checkout, series)) if " stash " in line]
-    run_command(command)
-    assert apply(checkout, series).is_applied
-    reverse(checkout, series)
-    kept = git(checkout, "show", f"stash@{{0}}:{C}")
-    assert kept == ORIGINALS[C] + MINE
-
-
 def test_the_other_checkout_that_is_advised_takes_the_series_and_the_edits_stay(checkout, series):
     edit(checkout, C)
-    (command,) = [line for line in commands_in(refusal_of(apply, checkout, series)) if " worktree " in line]
+    (command,) = commands_in(refusal_of(apply, checkout, series), " worktree ")
     run_command(command)
     assert apply(checkout.parent / "vllm-0.32.0", series).is_applied
     assert (checkout / C).read_text() == ORIGINALS[C] + MINE
 
 
-def test_without_git_the_copy_that_is_advised_holds_the_edits(tmp_path, series, monkeypatch):
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_without_git_the_archive_that_is_advised_holds_the_edits(tmp_path, series, is_patched):
     tree = make_tree(tmp_path / "with blank")
+    if is_patched:
+        apply(tree, series)
+    before = contents(tree)
     edit(tree, A, C)
-    (command,) = [line for line in commands_in(refusal_of(apply, tree, series)) if line.startswith("tar ")]
-    (tmp_path / "copy").mkdir()
-    monkeypatch.chdir(tmp_path)
-    run_command(command)
-    subprocess.run(["tar", "-xf", "vllm-edits.tar", "-C", "copy"], check=True)
-    for path in A, C:
-        assert (tmp_path / "copy" / path).read_text() == ORIGINALS[path] + MINE
+    (command,) = commands_in(refusal_of(apply, tree, series), "tar ")
+    run_command(command, tmp_path)
+    assert run_command(f"tar -xOf vllm-edits.tar {A} {C}", tmp_path).count(MINE) == 2
+    if is_patched:  # then the originals are known, and back in their place
+        assert apply(tree, series).is_applied and contents(tree) == before
 
 
-def test_the_check_at_start_names_all_files_in_one_sentence_and_destroys_none(tree, series, monkeypatch):
+def test_the_check_at_start_names_all_files_in_one_sentence_and_destroys_none(tree, series, is_installed):
     apply(tree, series)
     edit(tree, A)
     (tree / C).unlink()
-    monkeypatch.setattr(installed, "installed_root", lambda: tree)
-    monkeypatch.setattr(installed, "load", lambda: series)
     with pytest.raises(installed.UnpatchedError) as error:
         installed.require()
     problem = str(error.value)

@@ -76,13 +76,8 @@ SPLIT = """\
 """
 
 
-def test_every_patch_has_a_reproduction():
-    assert [name for name in NAMES if not reproduction_of(name).is_file()] == []
-
-
-def test_every_reproduction_has_a_patch():
-    expected = {reproduction_of(name) for name in NAMES}
-    assert [path.name for path in REPRODUCTIONS.glob("[0-9]*.py") if path not in expected] == []
+def test_every_patch_has_a_reproduction_and_every_reproduction_a_patch():
+    assert {reproduction_of(name) for name in NAMES} == set(REPRODUCTIONS.glob("[0-9]*.py"))
 
 
 @pytest.fixture

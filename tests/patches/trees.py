@@ -4,8 +4,10 @@
 import difflib
 import json
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -49,6 +51,30 @@ def diff_of(path: str, old: str, new: str) -> str:
     """A git-style diff of one file."""
     lines = difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{path}", f"b/{path}")
     return "".join([f"diff --git a/{path} b/{path}\n", *lines])
+
+
+MINE = "# mine\n"
+"""What somebody writes behind a file that the series changes."""
+
+
+def edit(tree: Path, *paths: str) -> None:
+    for path in paths:
+        (tree / path).write_text((tree / path).read_text() + MINE)
+
+
+def commands_in(said: str, containing: str = "") -> list[str]:
+    """The lines of advice that are commands, without what is said of them."""
+    return [line.strip() for line in said.splitlines() if line.startswith("    ") and containing in line]
+
+
+def run_command(line: str, directory: Path | None = None) -> str:
+    """A line of advice, by this Python and with no git settings of this machine; returns what it prints."""
+    line = line.replace("git ", "git -c user.name=me -c user.email=me@example.org -c commit.gpgsign=false ")
+    if line.startswith("python "):
+        line = line.replace("python", shlex.quote(sys.executable), 1)
+    done = subprocess.run(["sh", "-ec", line], capture_output=True, text=True, cwd=directory)
+    assert done.returncode == 0, done
+    return done.stdout
 
 
 def write_series(directory: Path, patches: Mapping[str, str]) -> Path:

@@ -38,14 +38,9 @@ def sealed(page: bytearray) -> bytes:
     return bytes(page)
 
 
-def test_a_header_reads_back_as_written():
-    page = HEADER.encode()
-    assert len(page) == HEADER_BYTES
-    assert ObjectHeader.decode(page) == HEADER
-
-
 def test_the_page_is_laid_out_as_documented():
     page = HEADER.encode()
+    assert len(page) == HEADER_BYTES
     assert page[:8] == b"HKVOBJ\r\n"
     assert struct.unpack_from("<II", page, 8) == (1, 4096)
     assert struct.unpack_from("<QQQQ", page, 16) == (10_000, 64, 128, 77)
@@ -59,15 +54,6 @@ def test_the_page_is_laid_out_as_documented():
     assert page[200:224] == b"w12" + bytes(21)
     assert page[224:288] == b"k" * 32 + bytes(32)
     assert page[288:290] == bytes([2, 64])
-
-
-def test_any_flipped_bit_of_the_page_is_refused():
-    page = HEADER.encode()
-    for place in range(HEADER_BYTES):
-        flipped = bytearray(page)
-        flipped[place] ^= 1
-        with pytest.raises(FormatError):
-            ObjectHeader.decode(bytes(flipped))
 
 
 @pytest.mark.parametrize(

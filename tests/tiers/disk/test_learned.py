@@ -52,11 +52,6 @@ def changed(*path: object, to: object) -> bytes:
     return json.dumps(words).encode()
 
 
-def test_what_was_kept_is_read(root):
-    put(root, encode_learned(KNOWN))
-    assert kept(root) == KNOWN
-
-
 def test_where_nothing_was_kept_nothing_is_known_and_nothing_is_said(root, said):
     assert kept(root) is None
     assert kept(root.with_name("new")) is None

@@ -86,13 +86,9 @@ def test_a_lease_that_was_released_needs_no_wait(machines):
     assert machines.seconds("other") <= 2
 
 
-def test_the_same_machine_needs_no_wait_after_a_crash(machines):
-    machines.taken("one")
-    assert machines.seconds("one") == 0
-
-
-def test_the_first_lease_needs_no_wait(machines):
+def test_neither_the_first_nor_the_same_machine_after_a_crash_waits(machines):
     assert machines.seconds("one") <= 2
+    assert machines.seconds("one") == 0
 
 
 def test_engines_of_one_machine_share_the_lease_until_the_last_of_them_ends(machines):

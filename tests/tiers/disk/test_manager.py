@@ -33,12 +33,6 @@ def test_what_no_file_can_carry_is_not_reserved(tmp_path, planned):
         assert made.tier.reserve(planned) is None
 
 
-def test_a_child_without_its_parent_is_not_reserved(tmp_path):
-    with tier_pair(tmp_path / "root") as made:
-        made.store(chain("p", 1))
-        assert made.tier.reserve(chain("q", 2)[1]) is None
-
-
 def test_what_a_load_holds_is_not_evicted(tmp_path):
     with tier_pair(tmp_path / "root", capacity_bytes=12 * on_disk(), eviction_policy="lru") as made:
         objects = chain("p", 2)

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import pytest
 
 from tests.tiers.disk.files import bytes_under, object_files, on_disk
-from tests.tiers.disk.inside import catalogue_of
 from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, store_many, tier_pair
 from tests.waiting import until
@@ -54,20 +53,6 @@ def test_a_neighbour_that_needs_a_little_room_leaves_what_others_share(tmp_path,
         assert num_left < num_objects
         assert len(other.tier.index) == num_left
         assert sum(all(other.coverage(prompt)) for prompt in prompts) >= len(prompts) // 2
-
-
-def test_a_namespace_that_nobody_serves_is_forgotten_once_it_is_empty(tmp_path):
-    root = tmp_path / "root"
-    capacity = 10 * on_disk()
-    with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=capacity) as other:
-        other.store(chain("old", 4))
-    with tier_pair(root, capacity_bytes=capacity) as made:
-        store_many(made, 10, lambda: None)
-    with tier_pair(root, capacity_bytes=capacity) as made:
-        made.recovered()
-        assert [usage.fingerprint for usage in catalogue_of(made.tier).usage()] == [NAMESPACE.fingerprint]
-    with tier_pair(root, namespace=OTHER_NAMESPACE, capacity_bytes=capacity) as other:
-        other.store(chain("old", 1)[:1])
 
 
 def test_engines_whose_states_differ_share_chunks_and_not_snapshots(tmp_path):

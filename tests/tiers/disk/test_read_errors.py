@@ -236,36 +236,17 @@ def test_a_header_that_a_rebuild_cannot_read_costs_what_builds_on_it_and_leaves_
     assert problems(made.root) == []
 
 
-def test_what_this_process_lacks_in_a_rebuild_costs_nothing(tmp_path):
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_one_error_of_a_rebuild_costs_nothing_and_a_start_with_its_catalogue_reads_no_header(tmp_path, is_lost):
     device = FailingDevice()
     with tier_pair(tmp_path / "root") as before:
         before.store(WHOLE)
-    lose_catalogue(before.root)
-    device.fail(before.path(FIRST), errno.EMFILE, "open", times=2 * READ_ATTEMPTS)
-    with tier_pair(tmp_path / "root", device=device) as made:
-        assert all(made.recovered().coverage(WHOLE))
-        assert device.num_faults == 2 * READ_ATTEMPTS
-
-
-def test_one_error_of_a_rebuild_costs_nothing(tmp_path):
-    device = FailingDevice()
-    with tier_pair(tmp_path / "root") as before:
-        before.store(WHOLE)
-    lose_catalogue(before.root)
+    if is_lost:
+        lose_catalogue(before.root)
     device.fail(before.path(FIRST), errno.EIO, times=1)
     with tier_pair(tmp_path / "root", device=device) as made:
         assert all(made.recovered().coverage(WHOLE))
-        assert device.num_faults == 1
-
-
-def test_a_start_with_its_catalogue_reads_no_header(tmp_path):
-    device = FailingDevice()
-    with tier_pair(tmp_path / "root") as before:
-        before.store(WHOLE)
-    device.fail(before.path(FIRST), errno.EIO)
-    with tier_pair(tmp_path / "root", device=device) as made:
-        assert all(made.recovered().coverage(WHOLE))
-    assert device.num_faults == 0
+    assert device.num_faults == is_lost
 
 
 LACKS = (errno.EMFILE, errno.ENOMEM)

@@ -20,13 +20,6 @@ from vllm_overlay.tiers.factory import tier_spec
 TICKET = StoreTicket(256, chain("p", 1)[0], DiskPart(NOWHERE, NAMESPACE.fingerprint))
 
 
-def test_a_load_larger_than_the_staging_comes_in_pieces(tmp_path):
-    with tier_pair(tmp_path / "root", staging_bytes=8 * UNIT) as made:
-        objects = chain("p", 20)
-        made.store(objects)
-        assert made.reasons(objects) == [""] * 21
-
-
 def test_two_loads_larger_than_the_staging_both_end(tmp_path):
     with tier_pair(tmp_path / "root", staging_bytes=8 * UNIT) as made:
         objects = chain("p", 10)

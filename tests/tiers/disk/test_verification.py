@@ -85,17 +85,13 @@ def test_what_the_same_object_was_in_before_is_a_miss(tmp_path):
         assert made.reasons([planned]) == ["header"]
 
 
-def test_the_file_of_another_key_is_a_miss(tmp_path):
-    with tier_pair(tmp_path / "root") as made:
-        one, two = chain("p", 2)[:2]
-        made.store([one, two])
-        os.replace(made.path(one), made.path(two))
-        assert made.reasons([one, two]) == ["missing", "header"]
-
-
-def test_the_file_of_another_rank_or_namespace_is_a_miss(tmp_path):
-    planned = chain("p", 1)[0]
+def test_the_file_of_another_rank_key_or_namespace_is_a_miss(tmp_path):
+    planned, another = chain("p", 2)[:2]
     with tier_pair(tmp_path / "root", world_size=2) as made:
+        made.store([planned, another])
+        os.replace(made.path(planned, 1), made.path(another, 1))
+        assert made.reasons([planned, another], rank=1) == ["missing", "header"]
+        made.tier.drop(planned.object_id)
         made.store([planned])
         os.replace(made.path(planned, 1), made.path(planned, 0))
         assert made.reasons([planned], rank=0) == ["header"]

@@ -22,7 +22,6 @@ from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies import ghosts
 from vllm_overlay.tiers.policies.base import EvictionPolicy, Ranked
 from vllm_overlay.tiers.policies.learned import UNFINISHED_S, LearnedEviction
-from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 from vllm_overlay.tiers.policies.reuse import Learned
 
 FULL = Group(0, GroupKind.FULL, 64, 10, 640, sliceable=True)
@@ -202,13 +201,6 @@ def test_memory_of_what_is_gone_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         tier.serve(float(place), place)
     assert len(tier.policy._ghosts) == 10
     assert not tier.policy._ghosts._passed
-
-
-def test_an_order_by_recency_does_without_what_it_is_told() -> None:
-    tier = Tier(STATES, 2 * (3 * CHUNK + SNAPSHOT), lambda _: LeastRecentlyUsed())
-    for place in range(3):
-        tier.serve(float(place), 10 * place + 1, 10 * place + 2, 10 * place + 3)
-    assert tier.has(3, 13, 23) == [False, True, True]
 
 
 def names_of(item: Ranked) -> list[ObjectId]:

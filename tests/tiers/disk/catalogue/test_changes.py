@@ -6,22 +6,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.tiers.disk.catalogue.check import check
 from tests.tiers.disk.catalogue.objects import (
-    MANY,
     MODEL,
     NOW,
     OTHERS,
     PRIVATE,
     Engine,
-    files,
     numbers,
     object_id,
     stored,
     writer_name,
 )
 from vllm_overlay.tiers.disk.catalogue import (
-    Committed,
     FellBehind,
     File,
     Gone,
@@ -30,34 +26,9 @@ from vllm_overlay.tiers.disk.catalogue import (
     StoredObject,
     Superseded,
     feed,
-    replace_damaged,
 )
 
 MINE = MODEL.fingerprint
-
-
-def test_what_others_stored_and_evicted_arrives_in_order(tmp_path: Path) -> None:
-    one, two, other = Engine(tmp_path), Engine(tmp_path), Engine(tmp_path, OTHERS)
-    seq, slices = one.catalogue.load(MINE)
-    assert list(slices) == []
-    came = two.stored(0), two.stored(1, (0,)), two.stored(2, (1,))
-    two.store(*came)
-    other.store(other.stored(0, last_use=NOW + 1))
-    assert one.evicted(1) == [2]
-    found = one.catalogue.changes_since(seq, MINE)
-    assert found.changes == [*came[:2], Gone(object_id(2), File(two.name, 2))]
-    assert one.catalogue.changes_since(found.seq, MINE).changes == []
-
-
-def test_an_object_whose_file_was_replaced_comes_again_with_its_parents(tmp_path: Path) -> None:
-    one, two = Engine(tmp_path), Engine(tmp_path)
-    one.store(one.stored(0), one.stored(1, (0,)), one.stored(2, (0, 1)))
-    seq, _ = one.catalogue.load(MINE)
-    two.grant(8192)
-    better = two.stored(2, (0, 1), file=9)
-    assert two.commit(better, replaced=File(one.name, 2)) == [Committed(better.file, is_paid=True)]
-    assert one.catalogue.changes_since(seq, MINE).changes == [better]
-    assert one.catalogue.changes_since(0, MINE).changes[2:] == [better, better]
 
 
 def test_many_changes_come_in_parts(tmp_path: Path) -> None:
@@ -104,43 +75,12 @@ def test_a_load_in_many_slices_while_others_write_is_whole(tmp_path: Path, monke
 # Rebuilds.
 
 
-def test_a_new_catalogue_learns_from_the_files(tmp_path: Path) -> None:
-    old = Engine(tmp_path)
-    items = old.stored(0), old.stored(1, (0,))
-    old.store(*items)
-    replace_damaged(str(tmp_path), old.catalogue.generation)
-    one, two = (Engine(tmp_path, is_complete=False) for _ in range(2))
-    assert one.grant(1, 1).num_bytes == 0
-    assert one.catalogue.totals().is_complete == 0
-    one.catalogue.adopt(items)
-    one.catalogue.end_rebuild()
-    assert two.loaded() == [*items] and two.catalogue.totals().num_bytes == 2 * 8192 and check(two.catalogue) == []
-    assert two.grant(1, 1).num_bytes == 1
-    with pytest.raises(ValueError, match="ended"):
-        one.catalogue.adopt([old.stored(5)])
-
-
 def test_a_namespace_stays_private_though_an_engine_joins_before_its_objects_are_found(tmp_path: Path) -> None:
     one = Engine(tmp_path, is_complete=False)
     one.catalogue.adopt([], [PRIVATE])
     Engine(tmp_path, is_complete=False).close()
     one.catalogue.adopt([stored(0, (), PRIVATE)])
     assert [each.is_private for each in one.catalogue.usage() if each.fingerprint == PRIVATE.fingerprint] == [True]
-
-
-def test_a_living_writer_commits_what_a_rebuild_has_met(tmp_path: Path) -> None:
-    """Its file may count by now, may have lost, or may be to unlink after the one that counted has gone."""
-    one, living = (Engine(tmp_path, is_complete=False) for _ in range(2))
-    counts, lost, gone = living.stored(0), living.stored(1), living.stored(2)
-    first = stored(1, file=8), stored(2, file=9, last_use=NOW - 1)
-    one.catalogue.adopt([counts, *first, lost, gone])
-    one.catalogue.end_rebuild()
-    assert files(one.evict(Limits(1, 1))) == [first[1].file]
-    living.grant(MANY // 64)
-    assert living.commit(counts, lost, gone) == [
-        Committed(counts.file, is_paid=False), Committed(first[0].file, is_paid=False), None,
-    ]  # fmt: skip
-    assert living.grant(0).surplus_bytes == 0 and check(one.catalogue) == []
 
 
 def test_who_has_no_row_any_more_is_told_to_join_anew(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.objects import MANY, NOW, Engine
+from tests.tiers.disk.catalogue.objects import NOW, Engine
 from vllm_overlay.tiers.disk.catalogue import Committed, Limits
 
 OBJECT = 8192
@@ -77,15 +77,3 @@ def test_bytes_over_a_capacity_that_was_lowered_are_freed_for_nobody(tmp_path: P
     gone = one.evict(Limits(3 * OBJECT, 64))
     assert one.collected(gone, 3 * OBJECT, 8 * OBJECT) == OBJECT
     assert one.catalogue.totals().num_bytes == 8 * OBJECT
-
-
-def test_the_newest_use_never_goes_back(tmp_path: Path) -> None:
-    one = Engine(tmp_path)
-    one.store(one.stored(0, last_use=NOW + 5), one.stored(1, last_use=NOW))
-    assert one.catalogue.totals().newest_use == NOW + 5
-    one.touch(0, NOW + 9)
-    one.touch(0, NOW + 2)
-    one.grant(MANY // 64)
-    one.commit(one.stored(0, file=7, last_use=NOW + 3), replaced=one.stored(0).file)
-    one.evicted(2)
-    assert one.catalogue.totals().newest_use == NOW + 9

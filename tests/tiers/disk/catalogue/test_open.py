@@ -35,27 +35,13 @@ from vllm_overlay.tiers.disk.catalogue import (
 from vllm_overlay.tiers.disk.catalogue.generations import path_of
 
 
-def test_everything_is_private(tmp_path: Path) -> None:
-    one = Engine(tmp_path / "root")
-    one.store(one.stored(1))
-    for path in (tmp_path / "root", *(tmp_path / "root").rglob("*")):
-        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-    one.close()
-
-
-def test_what_was_stored_is_there_after_everybody_closed(tmp_path: Path) -> None:
-    one = Engine(tmp_path)
-    one.store(one.stored(1), one.stored(2, (1,)))
-    one.catalogue.leave(one.name)
-    one.close()
-    assert numbers(Engine(tmp_path).loaded()) == [1, 2]
-
-
 def test_nothing_is_granted_until_a_first_rebuild_is_complete(tmp_path: Path) -> None:
     one = Engine(tmp_path, is_complete=False)
     assert one.grant(8192, 8192, MIB).num_bytes == 0
     one.catalogue.end_rebuild()
     assert one.grant(8192, 8192, MIB).num_bytes == 8192
+    with pytest.raises(ValueError, match="ended"):
+        one.catalogue.adopt([one.stored(5)])
 
 
 @pytest.mark.parametrize("journal", ["wal", "delete"])
@@ -149,21 +135,13 @@ def test_who_has_the_old_one_open_is_told(tmp_path: Path) -> None:
     generation = old.catalogue.generation
     replace_damaged(str(tmp_path), generation)
     replace_damaged(str(tmp_path), generation)
+    assert [path.name for path in tmp_path.glob("catalogue-*")] == ["catalogue-2.sqlite"]
     with pytest.raises(Superseded):
         old.catalogue.totals()
     new = Engine(tmp_path)
     assert new.catalogue.generation == 2
     replace_damaged(str(tmp_path), generation)
     assert new.catalogue.totals().num_objects == 0, "who comes late replaces nothing"
-
-
-def test_an_old_generation_goes_at_once(tmp_path: Path) -> None:
-    first = Engine(tmp_path)
-    first.store(first.stored(1))
-    replace_damaged(str(tmp_path), 1)
-    assert sorted(path.name for path in tmp_path.glob("catalogue-*")) == ["catalogue-2.sqlite"]
-    with pytest.raises(Superseded):
-        first.catalogue.totals()
 
 
 def test_what_a_killed_process_left_of_an_old_generation_goes_at_the_next_start(tmp_path: Path) -> None:
