@@ -66,5 +66,5 @@ format: setup
 	$(BIN)/ruff check --fix $(wildcard $(CODE))
 
 clean:
-	rm -rf build dist .gpu-bundle .demo .upstream .benchmarks .faults .suites .prometheus .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist .gpu-bundle .demo .upstream .benchmarks .faults .suites .flakes .prometheus .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -52,7 +52,7 @@ AT_START = settings_of_the_process()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """In a random order of files (CONTRIBUTING.md) the tests of a file keep theirs: they share engines."""
+    """In a random order of files (devtools/flakes.py) the tests of a file keep theirs: they share engines."""
     item.add_marker(pytest.mark.random_order(disabled=True))
 
 
