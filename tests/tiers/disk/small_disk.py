@@ -210,4 +210,4 @@ def test_a_disk_smaller_than_the_capacity_is_filled_and_no_more_is_evicted_than_
         for turn in range(10):  # the file system may be full before it says so; then the rest of a prompt is given up
             assert {made.outcome(planned) for planned in chain(f"q{turn}", 20)} <= {"", "no_space", "no_parent"}
         assert bytes_under(made.root) > 11 * MIB  # and the catalogue has its part
-        assert_all_is_well(made)
+        assert_all_is_well(made, may_lack=True)  # its log may grow while somebody reads, until it cannot be written
