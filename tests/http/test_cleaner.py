@@ -52,7 +52,7 @@ def test_a_server_says_why_it_restores_nothing_and_begins_anew_after_a_cleaner(
         status, found = probed()
         assert (status, found["cause"]) == (0, "")
 
-        subprocess.run(["find", root, "-type", "f", "-delete"], check=True)
+        subprocess.run(["find", root, "-ignore_readdir_race", "-type", "f", "-delete"], check=True)
         api.reset_prefix_cache()
         again = api.complete(first)
         assert again.same_as(cold) and again.num_cached_tokens == 0
