@@ -201,15 +201,16 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
             self._scheduler.plan_failed(request.request_id)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        if self._scheduler is None:
+            return _QUIET_STEP
+        is_quiet = self._scheduler.has_nothing_to_do(scheduler_output)
         # Workers say in which step they have loaded an adapter, so with adapters they hear of each.
-        has_adapters = self._vllm_config.lora_config is not None
-        if self._scheduler is None or (
-            not has_adapters and self._scheduler.has_nothing_to_do(scheduler_output.kv_connector_block_state)
-        ):
+        if is_quiet and self._vllm_config.lora_config is None:
             return _QUIET_STEP
         metadata = self._scheduler.begin_step(scheduler_output.num_scheduled_tokens)
         metadata.stores = self._plan_stores(scheduler_output)
-        return metadata if metadata or has_adapters or self._scheduler.has_reports_left else _QUIET_STEP
+        has_work = metadata or self._vllm_config.lora_config is not None or self._scheduler.has_reports_left
+        return metadata if has_work else _QUIET_STEP
 
     def _plan_stores(self, scheduler_output: "SchedulerOutput") -> tuple[StoreJob, ...]:
         """Guarded by itself: this step's loads go out whatever becomes of its stores."""

@@ -28,7 +28,7 @@ from vllm_overlay.tally import Tally
 from vllm_overlay.tiers.base import TierManager
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -179,8 +179,9 @@ class OffloadScheduler:
 
     # Stores.
 
-    def has_nothing_to_do(self, block_state: "KVConnectorBlockState | None") -> bool:
+    def has_nothing_to_do(self, scheduler_output: "SchedulerOutput") -> bool:
         """Whether this step is one of most: it only decodes, and the workers owe nothing."""
+        block_state = scheduler_output.kv_connector_block_state
         offers = block_state is not None and block_state.boundary_state_offloads
         if offers or self._storing or self._pending or self._unplanned_loads or self._ended_stores:
             return False

@@ -310,16 +310,26 @@ class PrefixIndex:
         kept = self._hold_visible(keep)
         room = self.capacity_bytes - num_bytes
         while self._used_bytes > room and (leaf := self._policy.pop()) is not None:
-            released += self._evict_unit(leaf, self._used_bytes - room)
+            gone = [leaf] if leaf.unit is None else self._with_its_unit(leaf, self._used_bytes - room)
+            if self._tells_removed:
+                self._policy.removed(gone)
+            for entry in gone:
+                entry.state = DROPPED
+                del self._entries[entry.object_id]
+                self._used_bytes -= entry.num_bytes
+            self._detach(gone[-1], was_visible=True)
+            released += gone
         self._evicted.add([entry.object_id for entry in released])
         for entry in kept:
             self._let_go(entry)
         return released
 
-    def _evict_unit(self, last: Entry, num_bytes: int) -> list[Entry]:
-        """Evicts a leaf, and what it alone hangs on while that is of its unit and fewer than ``num_bytes`` went."""
+    @staticmethod
+    def _with_its_unit(last: Entry, num_bytes: int) -> list[Entry]:
+        """A leaf, and what it alone hangs on while that is of its unit and fewer than ``num_bytes`` go. What has gone
+        is detached, but for the last one."""
         gone, freed = [last], last.num_bytes
-        while freed < num_bytes and last.unit is not None and len(last.parents) == 1:
+        while freed < num_bytes and len(last.parents) == 1:
             (parent,) = last.parents
             if parent.unit is not last.unit or parent.pins or len(parent.children) > 1:
                 break
@@ -328,12 +338,6 @@ class PrefixIndex:
             gone.append(parent)
             freed += parent.num_bytes
             last = parent
-        self._tell_removed(gone)
-        for entry in gone:
-            entry.state = DROPPED
-            del self._entries[entry.object_id]
-        self._used_bytes -= freed
-        self._detach(last, was_visible=True)
         return gone
 
     def _hold_visible(self, object_ids: Sequence[ObjectId]) -> list[Entry]:
@@ -414,16 +418,12 @@ class PrefixIndex:
         released = []
         for entry, before in reversed(doomed):
             self._policy.discard(entry)
-            if before is COMMITTED:
-                self._tell_removed([entry])
+            if before is COMMITTED and self._tells_removed:
+                self._policy.removed([entry])
             self._detach(entry, before is COMMITTED)
             if before is not RESERVED and not entry.pins:
                 released.append(self._release(entry))
         return released
-
-    def _tell_removed(self, entries: Sequence[Entry]) -> None:
-        if self._tells_removed:
-            self._policy.removed(entries)
 
     def _detach(self, entry: Entry, was_visible: bool) -> None:
         """Takes a dropped entry off its parents. What was on top of it is off already, and it is offered no more."""
