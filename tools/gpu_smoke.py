@@ -122,7 +122,7 @@ def refusal(error: BaseException) -> str:
 def run_within(name: str, model: Path, device: str) -> None:
     """In the rung's process: its last word is its verdict. What an engine leaves behind is not waited for."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{name}: ended from outside"))
-    faulthandler.register(signal.SIGTERM, chain=True)  # its log says where it was
+    faulthandler.register(signal.SIGTERM, sys.__stderr__, chain=True)  # its log says where it was
     try:
         verdict, said = Verdict.PASSED, RUNGS[name].run(model, device)
     except Exception as error:
