@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure import table
-from tools.gpu_rungs import CPU_TIER, Engine, offloading, ours_on_disk, prompt
+from tools.gpu_engine import Engine, prompt
+from tools.gpu_rungs import CPU_TIER, offloading, ours_on_disk
 from tools.tiny_model import configuration
 
 TIER_BYTES = 8 << 30

@@ -84,7 +84,7 @@ def test_a_dry_run_starts_nothing_and_its_output_is_the_json(tmp_path, capsys):
     said = capsys.readouterr()
     command = shlex.split(said.err.splitlines()[-1])
     assert json.loads(said.out) == json.loads(command[command.index("--kv-transfer-config") + 1])
-    assert "warning: --cpu: 900GiB is more than the 64GiB of memory" in said.err
+    assert "warning: --cpu: the tiers' 900GiB is more than the 64GiB of memory" in said.err
     assert not (tmp_path / "kv").exists()
 
 

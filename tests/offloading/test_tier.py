@@ -140,8 +140,8 @@ def test_a_write_that_hangs_gives_its_row_back_and_leaves_nothing_of_it(
     until(lambda: lent.step() or not lent.tier._stores, "the end of the write")
     assert not lent.has(names[0])
     until(lambda: len(objects(tmp_path)) == 1, "the end of what it has written")
-    until(lambda: lent.store(names, [0]).success, "a store in so short a time")
-    until(lambda: lent.load(names, [5]).success, "a load in so short a time")
+    # A store is content with one of the same key that is under way, also if that one is too late.
+    until(lambda: lent.store(names, [0]).success and lent.load(names, [5]).success, "a store and a load in time")
     assert (lent.rows[5] == 77).all()
 
 

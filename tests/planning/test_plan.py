@@ -2,6 +2,7 @@
 """A plan counts all ranks together, and the flags that it chose are in the command."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -54,10 +55,12 @@ def test_for_a_gpu_both_sizes_are_needed(monkeypatch: pytest.MonkeyPatch) -> Non
         make_plan(["--model", "m"], CHILDREN, Conversation(8000), platform="cuda")
 
 
-def plan_for(monkeypatch: pytest.MonkeyPatch, answer: EngineLayout, **given: int) -> Plan:
+def plan_for(
+    monkeypatch: pytest.MonkeyPatch, answer: EngineLayout, children: Sequence[dict[str, str]] = CHILDREN, **given: int
+) -> Plan:
     reply = Reply(Flags(model="m", **given), answer)
     monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: reply)
-    return make_plan(["--model", "m"], CHILDREN, Conversation(8000))
+    return make_plan(["--model", "m"], children, Conversation(8000))
 
 
 def test_two_ranks_together_keep_the_bytes_that_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +68,21 @@ def test_two_ranks_together_keep_the_bytes_that_one_does(monkeypatch: pytest.Mon
     two = plan_for(monkeypatch, halved(QWEN_35B), tensor_parallel_size=2).tiers[0]
     assert one.token_bytes == two.token_bytes == 10 * 2048
     assert one.snapshot_bytes == pytest.approx(two.snapshot_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "staging", "each"),
+    [(1, {}, 4 * 2048 * 32 * 4096), (2, {"staging_bytes": "512 MiB"}, 512 << 20)],
+)
+def test_the_staging_of_each_rank_is_memory_too(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, staging: dict[str, str], each: int
+) -> None:
+    children, needed = [CHILDREN[0], BOTH[1] | staging], (8 << 30) + num_ranks * each
+    for free_bytes in (needed, needed - 1):
+        monkeypatch.setattr("vllm_overlay.planning.plan.available_memory", lambda free=free_bytes: free)
+        layout = replace(LLAMA, max_num_batched_tokens=2048)
+        plan = plan_for(monkeypatch, layout, children, tensor_parallel_size=num_ranks)
+        assert [item.ends_a_start for item in plan.advice if item.setting == "--cpu"] == [True] * (free_bytes < needed)
 
 
 def test_a_model_of_one_group_gets_no_match_unit(monkeypatch: pytest.MonkeyPatch) -> None:

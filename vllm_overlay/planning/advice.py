@@ -153,8 +153,8 @@ def _of_memory(memory: HostMemory) -> Iterator[Advice]:
         each = f" for each of {flags.num_engines} engines" if flags.num_engines > 1 else ""
         yield _warning(
             "--cpu",
-            f"{as_size(memory.tier_bytes)}{each} is more than the {free} of memory that are free here now, in the "
-            "container or on the machine, and a server refuses to start: "
+            f"the tiers' {as_size(memory.tier_bytes)}{each} is more than the {free} of memory that are free here now, "
+            "in the container or on the machine, and a server refuses to start: "
             f"{as_size(memory.free_bytes // 2 // flags.num_engines)} leaves as much for the model",
             ends_a_start=True,
         )

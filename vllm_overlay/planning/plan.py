@@ -19,12 +19,10 @@ from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.mounts import nearest_directory
 from vllm_overlay.tiers.disk.manager import quota_of
 from vllm_overlay.tiers.disk.spec import DiskTierSpec
+from vllm_overlay.tiers.disk.staging import staging_size
 from vllm_overlay.tiers.disk.volume import Quota, Volume
 from vllm_overlay.tiers.factory import tier_spec
 from vllm_overlay.tiers.memory import available_memory
-
-HOST = "host"
-"""The ``hit_source`` of a tier in the host's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +83,18 @@ def make_plan(
         for spec, geometry in zip(specs, geometries, strict=True)
         if isinstance(spec, DiskTierSpec)
     ]
+    host_bytes = sum(
+        spec.host_bytes(geometry, flags.tensor_parallel_size, layout.max_num_batched_tokens)
+        for spec, geometry in zip(specs, geometries, strict=True)
+    )
     if platform == CUDA:
         rows = Rows.of(layout, flags.tensor_parallel_size)
         (disk,) = (spec for spec in specs if isinstance(spec, DiskTierSpec))
         cpu_bytes = config["kv_connector_extra_config"]["cpu_bytes_to_use"]
         tiers = list(rows.capacities(cpu_bytes, disk, conversation, match_unit))
         disks = [(disk, quota_of(disk.settings, rows.num_bytes, 1))]
+        host_bytes = cpu_bytes + staging_size(disk.settings.staging_bytes)
         layout = replace(layout, node_bytes=0)
-    host_bytes = sum(spec.settings.capacity_bytes for spec in specs if spec.hit_source == HOST)
     shortages = [said for spec, quota in disks if (said := _shortage(spec.settings.root, quota))]
     memory = HostMemory(flags, layout, host_bytes, available_memory())
     return Plan(

@@ -378,3 +378,7 @@ class TierSpec(ABC, Generic[SettingsT]):
         Called by `vllm-overlay plan`, which has no engine. Raises the ConfigError that a start would.
         """
         return None
+
+    def host_bytes(self, geometry: Geometry, world_size: int, step_tokens: int) -> int:
+        """Host memory that the tier takes, of all ranks together. Called by `vllm-overlay plan` as ``room`` is."""
+        return 0

@@ -288,6 +288,9 @@ class CpuTierSpec(TierSpec[CpuTierSettings]):
             object_bytes=lambda num_bytes: units_needed(num_bytes, arena.unit_bytes) * rank_unit_bytes,
         )
 
+    def host_bytes(self, geometry: Geometry, world_size: int, step_tokens: int) -> int:
+        return self.capacity_bytes
+
     def _arena(self, geometry: Geometry, world_size: int) -> Arena:
         unit_bytes = unit_size(geometry.smallest_object_bytes)
         num_units = arena_units(self.capacity_bytes, world_size, unit_bytes, geometry.largest_object_bytes)

@@ -51,8 +51,8 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
         fingerprints = context.fingerprints(settings.namespace, Path(settings.root), facts)
         namespace = DiskNamespace(fingerprints.attention, fingerprints.snapshot, fingerprints.description)
         unit_bytes = -(-unit_size(geometry.smallest_object_bytes) // PAGE_BYTES) * PAGE_BYTES
-        step_bytes = int(context.step_tokens * geometry.token_bytes) + geometry.max_snapshot_bytes
-        settings = msgspec.structs.replace(settings, staging_bytes=staging_size(settings.staging_bytes, step_bytes))
+        staging_bytes = self.host_bytes(geometry, 1, context.step_tokens)
+        settings = msgspec.structs.replace(settings, staging_bytes=staging_bytes)
         worker = DiskTierWorker(
             settings, namespace, context.rank, context.world_size, unit_bytes, geometry.largest_object_bytes
         )
@@ -65,6 +65,10 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
 
     def room(self, geometry: Geometry, world_size: int) -> TierRoom:
         return room_of(self.settings, geometry.largest_object_bytes, world_size)
+
+    def host_bytes(self, geometry: Geometry, world_size: int, step_tokens: int) -> int:
+        step_bytes = int(step_tokens * geometry.token_bytes) + geometry.max_snapshot_bytes
+        return world_size * staging_size(self.settings.staging_bytes, step_bytes)
 
 
 def room_of(settings: DiskTierSettings, max_object_bytes: int, world_size: int) -> TierRoom:
