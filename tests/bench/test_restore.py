@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of restores on a GPU, with the tiny model on a CPU: both lives restore what they say they time."""
+"""The benchmark of restores: both lives restore what they say they time."""
 
 from pathlib import Path
 
 import pytest
 
-from bench import gpu_restore
-from bench.gpu_restore import measure, summary
+from bench import restore
+from bench.restore import measure, summary
 
 
 @pytest.mark.engines
@@ -14,10 +14,9 @@ from bench.gpu_restore import measure, summary
 def test_a_prompt_comes_from_memory_and_after_a_restart_from_the_disk(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_restore, "TIER_BYTES", 64 << 20)
-    monkeypatch.setattr(gpu_restore, "BATCHES", (2,))
-    monkeypatch.setattr(gpu_restore, "STEPS", 4)
-    monkeypatch.setitem(gpu_restore.DISK, "capacity_bytes", 128 << 20)
+    monkeypatch.setattr(restore, "BATCHES", (2,))
+    monkeypatch.setattr(restore, "STEPS", 4)
+    monkeypatch.setitem(restore.DISK, "capacity_bytes", 128 << 20)
     plain, ours = measure(["no connector", "ours"], tiny_model, "cpu", 2400, 1, print)
     assert plain.restored == {"cold": 0, "memory": 0, "disk": 0}
     assert ours.restored["cold"] == 0

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a restore is worth on a GPU: the first token of a long prompt, computed and restored, and what a step costs.
+"""What a restore is worth: the first token of a long prompt, computed and restored, and what a decode step costs.
 
-    python -m bench.gpu_restore [--tokens 33000] [--rounds 5] [--json FILE]
+    python -m bench.restore [--tokens 33000] [--rounds 5] [--json FILE]
 
-Four engines share the device: no connector, vLLM's OffloadingConnector over its ``fs`` tier and over ``hybrid_disk``,
-and our own connector with a CPU tier and a disk tier. They take turns in each round, so whatever else the machine does
-hits all of them. Then they end, their files leave the page cache, and the next ones restore from the disk.
+Four engines share the GPU, or the CPU where there is none: no connector, vLLM's OffloadingConnector over its ``fs``
+tier and over ``hybrid_disk``, and our own connector with a CPU tier and a disk tier. They take turns in each round, so
+whatever else the machine does hits all of them. Then they end, their files leave the page cache, and the next ones
+restore from the disk.
 
-The model has random weights and the shape of Qwen3.5-4B with half of its layers (1.6 billion parameters). ``limit`` is
-what the bytes of the restored prompt take in one pinned copy.
+On a GPU the model has random weights and the shape of Qwen3.5-4B with half of its layers (1.6 billion parameters). On a
+CPU it is the tests' tiny one, and vLLM's connector has the tests' copies. ``limit`` is what the bytes of the restored
+prompt take in one copy, on a GPU from pinned memory.
 """
 
 import argparse
@@ -29,10 +31,12 @@ from typing import Any
 from bench.measure import table
 from tools.gpu_engine import Engine, prompt
 from tools.gpu_rungs import CPU_TIER, offloading, ours_on_disk
-from tools.tiny_model import configuration
+from tools.tiny_model import configuration, make_tiny_model
 
-TIER_BYTES = 8 << 30
-DISK = {"capacity_bytes": 2 * TIER_BYTES, "namespace": "gpu-restore"}
+TIER_BYTES = {"cuda": 8 << 30, "cpu": 256 << 20}
+NUM_TOKENS = {"cuda": 33_000, "cpu": 3_981}
+COPIED_BYTES = 256 << 20
+DISK = {"capacity_bytes": 2 * max(TIER_BYTES.values()), "namespace": "restore"}
 """Made-up weights have no file that tells them from others."""
 BATCHES = (8, 32)
 STEPS = 128
@@ -60,13 +64,13 @@ ON_CUDA = {
 
 def fs(root: Path, device: str) -> dict[str, Any]:
     """vLLM's own file-system tier in the place of ours."""
-    config = offloading(root, device, TIER_BYTES)
+    config = offloading(root, device, TIER_BYTES[device])
     config["kv_connector_extra_config"]["secondary_tiers"] = [{"type": "fs", "root_dir": str(root)}]
     return config
 
 
 def hybrid_disk(root: Path, device: str) -> dict[str, Any]:
-    config = offloading(root, device, TIER_BYTES)
+    config = offloading(root, device, TIER_BYTES[device])
     config["kv_connector_extra_config"]["secondary_tiers"][0] |= DISK
     return config
 
@@ -75,7 +79,7 @@ def ours(root: Path, device: str) -> dict[str, Any]:
     config = ours_on_disk(root, device)
     (disk,) = children = config["kv_connector_extra_config"]["connectors"]
     disk["kv_connector_extra_config"] |= {**DISK, "load_weight": 0.9}
-    extra = {**CPU_TIER["kv_connector_extra_config"], "capacity_bytes": TIER_BYTES}  # type: ignore[dict-item]
+    extra = {**CPU_TIER["kv_connector_extra_config"], "capacity_bytes": TIER_BYTES[device]}  # type: ignore[dict-item]
     children.insert(0, {**CPU_TIER, "kv_connector_extra_config": extra})
     return config
 
@@ -217,7 +221,7 @@ def forget_pages(root: Path) -> None:
 def measure(
     names: Sequence[str], model: Path, device: str, num_tokens: int, rounds: int, report: Callable[[str], None]
 ) -> list[Side]:
-    with tempfile.TemporaryDirectory(prefix="gpu-restore-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="restore-") as scratch:
         report(f"starting {len(names)} engines")
         with started(names, model, device, Path(scratch), num_tokens) as pipes:
             sides = [Side(name, pipe) for name, pipe in zip(names, pipes, strict=True)]
@@ -261,41 +265,42 @@ def summary(sides: Sequence[Side], num_tokens: int, copy_rate: float) -> str:
     return table((*columns, *(f"step at {batch} ms" for batch in BATCHES)), rows)
 
 
-def pinned_rate() -> float:
-    """Bytes a second of one large pinned copy to the device."""
+def copy_rate_of(device: str) -> float:
+    """Bytes a second of one large copy to the device."""
     import torch
 
-    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    is_cuda = device == "cuda"
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, pin_memory=is_cuda)
+    target = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        device.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
+        target.copy_(source, non_blocking=True)
+        if is_cuda:
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return (1 << 28) / min(seconds)
+    return COPIED_BYTES / min(seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=33_000, help="of a prompt; default: %(default)s")
+    parser.add_argument(
+        "--tokens", type=int, help="of a prompt; default: {cuda} on a GPU, else {cpu}".format(**NUM_TOKENS)
+    )
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args(argv)
     import torch
 
-    if not torch.cuda.is_available():
-        print("bench.gpu_restore needs a CUDA device, and torch finds none here.", file=sys.stderr)
-        return 2
-    copy_rate = pinned_rate()
-    about = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {copy_rate / 1e9:.1f} GB/s to the device"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    num_tokens, copy_rate = options.tokens or NUM_TOKENS[device], copy_rate_of(device)
+    hardware = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores"
+    about = f"{hardware}, torch {torch.__version__}, {copy_rate / 1e9:.1f} GB/s in one copy"
     print(about, flush=True)
-    with tempfile.TemporaryDirectory(prefix="gpu-restore-") as scratch:
-        model = write_shape(Path(scratch))
-        sides = measure(
-            list(SIDES), model, "cuda", options.tokens, options.rounds, lambda text: print(text, flush=True)
-        )
-    print(f"\nmedian (least) of {options.rounds} rounds\n\n{summary(sides, options.tokens, copy_rate)}")
+    with tempfile.TemporaryDirectory(prefix="restore-") as scratch:
+        model = (write_shape if device == "cuda" else make_tiny_model)(Path(scratch) / "model")
+        sides = measure(list(SIDES), model, device, num_tokens, options.rounds, lambda text: print(text, flush=True))
+    print(f"\nmedian (least) of {options.rounds} rounds\n\n{summary(sides, num_tokens, copy_rate)}")
     if options.json:
         found = [{name: getattr(side, name) for name in Side.__slots__ if name != "pipe"} for side in sides]
         options.json.write_text(json.dumps({"about": about, "sides": found}, indent=2) + "\n")
