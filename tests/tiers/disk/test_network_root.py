@@ -129,6 +129,23 @@ def test_a_second_machine_of_the_same_name_is_refused_at_start(tmp_path, monkeyp
         open_tier(tmp_path / "root", host_name="node-8")
 
 
+def test_nothing_is_stored_while_another_machine_has_the_lease(tmp_path, monkeypatch):
+    pretend(monkeypatch, tmp_path, "nfs4")
+    monkeypatch.setattr(lease_module, "RENEW_S", 0.0)
+    other = Lease(Device(), choose_root(Device(), str(tmp_path / "elsewhere"), "node-7"), "another machine")
+    other.take()
+    (taken,) = (tmp_path / "elsewhere").rglob(LEASE)
+    with tier_pair(tmp_path / "root", host_name="node-7") as made:
+        made.recovered().store(chain("p", 1))
+        (lease,) = (tmp_path / "root").rglob(LEASE)
+        with delay_bookkeeper(made.tier):  # it would write its own over it
+            ours = lease.read_bytes()
+            lease.write_bytes(taken.read_bytes())
+        assert made.turned().try_store(chain("q", 1)[0]) == "no_room"
+        lease.write_bytes(ours)
+        made.store_at_last(chain("q", 1)[0])
+
+
 def test_a_tier_that_ended_cleanly_leaves_its_name_to_the_next_machine(tmp_path, monkeypatch):
     pretend(monkeypatch, tmp_path, "nfs4")
     open_tier(tmp_path / "root", host_name="node-7")
