@@ -30,7 +30,7 @@ class IndexShelf:
         """Whether it is there now: it was, or it found room and its parents."""
         if self.index.contains(planned.object_id):
             return True
-        if not self.index.may_reserve(planned):
+        if self.index.parents_of(planned) is None:
             return False
         self.evicted += [entry.object_id for entry in self.index.evict(planned.num_bytes, keep=planned.parents)]
         self._tickets += 1

@@ -65,8 +65,7 @@ class Scheduler:
         if may_reset:
             self.tier.clear()
         self.tier.advance()
-        for ticket in self._done:
-            self.tier.commit(ticket)
+        self.tier.commit_all(self._done)
         tickets = self._reserve() if may_store else []
         self.steps.append(watch.stop())
         self._store(tickets)

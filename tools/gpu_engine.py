@@ -4,6 +4,7 @@
 import math
 import os
 import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,25 @@ class Engine:
         arguments.setdefault("async_scheduling", False)  # one cause less; the rung "asynchronous" asks for it
         common = {"max_model_len": 8192, "enable_prefix_caching": True, "mamba_ssm_cache_dtype": "float32"}
         self._llm = LLM(str(model), **{**common, **on(device, arguments)})
+        self._wait_as_a_server_does()
         self.adapter: Any = None
         """The ``LoRARequest`` of each request."""
         self.image: Any = None
         """The picture of each prompt."""
+
+    def _wait_as_a_server_does(self) -> None:
+        """A step that computes nothing leaves Python to other threads for a while, as in ``EngineCoreProc``. vLLM's
+        engine within a process does not, and threads that read wait 5 ms for each call that they make."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        step = core.step_fn
+
+        def step_and_wait() -> tuple[Any, bool]:
+            outputs, is_executed = step()
+            if not is_executed and core.scheduler.has_requests():
+                time.sleep(0.001)
+            return outputs, is_executed
+
+        core.step_fn = step_and_wait
 
     def close(self) -> None:
         """The tiers write what they have yet to write."""

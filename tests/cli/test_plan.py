@@ -63,7 +63,16 @@ def test_the_text_says_who_was_asked_and_ends_with_the_command(answer, capsys):
     answer(QWEN_35B)
     assert cli.main(["plan", MODEL, *TIERS]) == 1
     text = capsys.readouterr().out
-    assert "vLLM 0.32.0 on this machine (cpu)" in text and "1056 tokens" in text
+    assert [" ".join(line.split()) for line in text.partition("\n\n")[0].splitlines()] == [
+        f"model {MODEL}",
+        "asked vLLM 0.32.0 on this machine (cpu)",
+        "block size N 1056 tokens",
+        "match unit 48 tokens",
+        "KV cache groups 2, of bfloat16",
+        "states 61.4 MiB a rank, float32",
+        "tokens a step 8192",
+        "longest request 262144 tokens",
+    ]
     assert "restores are not bit-exact with GDN kernels" in text
     assert "conversations of 8000" in text
     assert shlex.split(text.splitlines()[-1])[:4] == [

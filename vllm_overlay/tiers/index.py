@@ -120,10 +120,6 @@ class PrefixIndex:
             found.append(entry)
         return tuple(found)
 
-    def may_reserve(self, planned: PlannedObject) -> bool:
-        """Whether ``reserve`` would take the object if there is room: it is new, and its parents are here or coming."""
-        return planned.object_id not in self._entries and self.parents_of(planned) is not None
-
     def reservable(self, planned: Iterable[PlannedObject]) -> tuple[list[PlannedObject], list[ObjectId]]:
         """Those that ``reserve`` would take one after the other if there is room for all, and which names must stay for
         that: what they hang on, and what of ``planned`` is here already."""
@@ -174,9 +170,12 @@ class PrefixIndex:
         if ticket in self._in_flight:
             raise ValueError(f"ticket {ticket} is in flight already")
         num_bytes = planned.num_bytes if num_bytes is None else num_bytes
-        if not self.may_reserve(planned) or not self.fits(num_bytes):
+        if planned.object_id in self._entries or not self.fits(num_bytes):
             return None
-        return self.reserve_all([planned], [ticket], [units], [num_bytes])[0]
+        if (parents := self.parents_of(planned)) is None:
+            return None
+        entry = self._in_flight[ticket] = self._insert(planned, parents, ticket, units, num_bytes)
+        return entry
 
     def reserve_all(
         self,
@@ -192,7 +191,6 @@ class PrefixIndex:
         reserved: list[Entry] = []
         try:
             for item, ticket, rows, num_bytes in zip(planned, tickets, units, sizes, strict=True):
-                self._clock += 1
                 parents = tuple(map(self._entries.__getitem__, item.parents))
                 entry = self._in_flight[ticket] = self._insert(item, parents, ticket, rows, num_bytes)
                 reserved.append(entry)
@@ -243,7 +241,6 @@ class PrefixIndex:
         """
         restored: list[Entry] = []
         for item, ticket in zip(planned, tickets, strict=False):
-            self._clock += 1
             if item.object_id not in self._entries and (parents := self.parents_of(item)) is not None:
                 entry = self._insert(item, parents, ticket, (), item.num_bytes)
                 entry.state = STORED
@@ -351,6 +348,7 @@ class PrefixIndex:
     def _insert(
         self, planned: PlannedObject, parents: tuple[Entry, ...], ticket: int, units: tuple[int, ...], num_bytes: int
     ) -> Entry:
+        self._clock += 1
         object_id = planned.object_id
         entry = Entry(object_id, num_bytes, planned.end_tokens, ticket, units, self._clock, parents)
         self._entries[object_id] = entry

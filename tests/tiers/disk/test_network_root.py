@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tier on a root that is not local: a real one over FUSE, whose server is stopped and killed."""
 
+import math
 import subprocess
 import threading
 import time
@@ -132,6 +133,7 @@ def test_a_second_machine_of_the_same_name_is_refused_at_start(tmp_path, monkeyp
 def test_nothing_is_stored_while_another_machine_has_the_lease(tmp_path, monkeypatch):
     pretend(monkeypatch, tmp_path, "nfs4")
     monkeypatch.setattr(lease_module, "RENEW_S", 0.0)
+    monkeypatch.setattr(lease_module, "WAIT_S", math.inf)  # the other machine lives, however long this takes
     other = Lease(Device(), choose_root(Device(), str(tmp_path / "elsewhere"), "node-7"), "another machine")
     other.take()
     (taken,) = (tmp_path / "elsewhere").rglob(LEASE)
@@ -146,13 +148,11 @@ def test_nothing_is_stored_while_another_machine_has_the_lease(tmp_path, monkeyp
         made.store_at_last(chain("q", 1)[0])
 
 
-def test_a_tier_that_ended_cleanly_leaves_its_name_to_the_next_machine(tmp_path, monkeypatch):
+def test_a_tier_that_ended_cleanly_leaves_its_name_to_the_next_machine(tmp_path, monkeypatch, caplog):
     pretend(monkeypatch, tmp_path, "nfs4")
     open_tier(tmp_path / "root", host_name="node-7")
-    lease = Lease(Device(), choose_root(Device(), str(tmp_path / "root"), "node-7"), "another machine")
-    began = time.monotonic()
-    lease.take()
-    assert time.monotonic() - began < lease_module.WAIT_S / 2
+    Lease(Device(), choose_root(Device(), str(tmp_path / "root"), "node-7"), "another machine").take()
+    assert "If it is gone, this takes" not in caplog.text
 
 
 # Root and lease alone.

@@ -244,21 +244,27 @@ class DiskTierManager(TierManager):
         return writer
 
     def commit(self, ticket: int) -> None:
-        if (store := self._stores.get(ticket)) is None:
-            return
-        if store.served is not self._served:
-            self._discard(ticket)
-        elif store.replaces is not None:
-            self._change_file(store.planned.object_id, store.replaces, store.file)
-            self._hidden.discard(store.planned.object_id)
-            self._tell_of(ticket)
-            self._discard_all(self.index.unpin([store.planned.object_id]))
-        else:
-            store.is_written = True
-            visible, released = self.index.commit(ticket)
-            for entry in visible:
-                self._tell_of(entry.ticket)
-            self._discard_all(released)
+        self.commit_all((ticket,))
+
+    def commit_all(self, tickets: Sequence[int]) -> None:
+        written = []
+        for ticket in tickets:
+            if (store := self._stores.get(ticket)) is None:
+                continue
+            if store.served is not self._served:
+                self._discard(ticket)
+            elif store.replaces is not None:
+                self._change_file(store.planned.object_id, store.replaces, store.file)
+                self._hidden.discard(store.planned.object_id)
+                self._tell_of(ticket)
+                self._discard_all(self.index.unpin([store.planned.object_id]))
+            else:
+                store.is_written = True
+                written.append(ticket)
+        visible, released = self.index.commit_all(written)
+        for entry in visible:
+            self._tell_of(entry.ticket)
+        self._discard_all(released)
 
     def abort(self, ticket: int) -> None:
         if (store := self._stores.get(ticket)) is None:
