@@ -61,6 +61,9 @@ ON_CUDA = {
     },
 }
 
+ON_CPU = {"block_size": 64, "prefix_match_unit": 64}
+"""As the README advises: what a prompt shares ends anywhere."""
+
 
 def fs(root: Path, device: str) -> dict[str, Any]:
     """vLLM's own file-system tier in the place of ours."""
@@ -108,7 +111,9 @@ class Asked:
 
     def __init__(self, model: Path, device: str, config: dict[str, Any] | None, num_tokens: int) -> None:
         arguments: dict[str, Any] = {"kv_transfer_config": config, "max_num_seqs": max(BATCHES)}
-        if device == "cuda":
+        if device == "cpu":
+            arguments |= ON_CPU
+        else:
             arguments |= {"max_model_len": 40_960, "load_format": "dummy", "skip_tokenizer_init": True, **ON_CUDA}
         self._engine, self._num_tokens = Engine(model, device, **arguments), num_tokens
 
