@@ -3,12 +3,14 @@
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -30,6 +32,7 @@ from tests.tiers.disk.prompts import KEYS, objects_of
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, close_tier, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.disk import manager
 from vllm_overlay.tiers.disk.catalogue import File, StoredObject, replace_damaged
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, ObjectHeader
@@ -103,10 +106,24 @@ def test_an_idle_engine_steps_until_what_was_there_is_known(tmp_path, monkeypatc
         assert again.tier.has_more_to_come()
         until(lambda: again.tier.advance() or not again.tier.has_more_to_come())
         assert all(again.coverage(chain("p", 3)))
-    monkeypatch.setattr("vllm_overlay.tiers.disk.manager._AWAKE_S", 0.0)
+    now = 0.0
+    monkeypatch.setattr(manager, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: now))
     with tier_pair(tmp_path / "root") as slow:
+        now += 2 * manager._AWAKE_S  # the engine takes long until it can step
         assert slow.tier.is_recovering
+        assert slow.tier.has_more_to_come()
+        now += manager._AWAKE_S
         assert not slow.tier.has_more_to_come()
+
+
+def test_each_step_takes_in_news_also_if_its_thread_loses_its_core(tmp_path, monkeypatch):
+    with tier_pair(tmp_path / "root") as made:
+        made.store(chain("p", 300))
+    clock = itertools.count()  # a second more at each look
+    monkeypatch.setattr(manager, "time", SimpleNamespace(monotonic=clock.__next__, perf_counter=clock.__next__))
+    with tier_pair(tmp_path / "root") as again:
+        again.recovered()
+        assert all(again.coverage(chain("p", 300)))
 
 
 @pytest.mark.parametrize("lost", ["capacity", "free space"])

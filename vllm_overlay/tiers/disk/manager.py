@@ -45,6 +45,7 @@ from vllm_overlay.tiers.policies.reuse import Learned
 STEP_S = 0.001
 """A call of ``advance`` takes in updates, or ranks, for so long: an engine at work steps every few milliseconds."""
 _AWAKE_S = 60.0
+"""So long an idle engine steps for what is still to come."""
 _KEEP_LEARNED_S = 1.0
 """What was learned is written down no more often, and at the end."""
 _JOIN_S = 2.0
@@ -89,7 +90,7 @@ class DiskTierManager(TierManager):
         self._tickets = FileTickets()
         self._stores: dict[int, Store] = {}
         self._begin(namespace, learned)
-        self._awake_until = time.monotonic() + _AWAKE_S
+        self._awake_until: float | None = None
         site = Site(root, device, integrity, quota, world_size)
         self._bookkeeper = Bookkeeper(site, self._served, lease)
 
@@ -116,12 +117,9 @@ class DiskTierManager(TierManager):
         return not self._served.is_complete or bool(self._served.updates or self._outdated)
 
     def advance(self) -> None:
-        updates = self._served.updates
         deadline = time.perf_counter() + STEP_S
-        while self._outdated and time.perf_counter() < deadline:
-            self._forget(self._outdated.pop())
-        while updates and time.perf_counter() < deadline:
-            self._apply(updates.popleft())
+        while self._take_in_one() and time.perf_counter() < deadline:
+            pass
         if self._ranker is not None and (ranking := self._ranker.advance(deadline)) is not None:
             self._bookkeeper.rank(self._served, ranking)
             if time.monotonic() >= self._keep_learned_at:
@@ -129,8 +127,24 @@ class DiskTierManager(TierManager):
                 self._bookkeeper.keep(self._ranker.learned())
 
     def has_more_to_come(self) -> bool:
-        """So that the first request after a start finds what is there; a scan that takes minutes is not waited for."""
-        return self.is_recovering and time.monotonic() < self._awake_until
+        """So that the first request after a start finds what is there; a scan that takes minutes is not waited for.
+
+        The time counts from the first call: an engine may take minutes until it can step.
+        """
+        if not self.is_recovering:
+            return False
+        if self._awake_until is None:
+            self._awake_until = time.monotonic() + _AWAKE_S
+        return time.monotonic() < self._awake_until
+
+    def _take_in_one(self) -> bool:
+        """One piece, whatever the clock says: a thread may lose its core at any line. Returns whether there is more."""
+        outdated, updates = self._outdated, self._served.updates
+        if outdated:
+            self._forget(outdated.pop())
+        elif updates:
+            self._apply(updates.popleft())
+        return bool(outdated or updates)
 
     def _apply(self, update: Update) -> None:
         match update:
