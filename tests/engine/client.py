@@ -129,7 +129,7 @@ class Engine:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object = None, error: BaseException | None = None, *__: object) -> None:
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -139,6 +139,8 @@ class Engine:
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
+        if error is not None and not isinstance(error, EngineError):
+            error.add_note(f"The engine's log ends with:\n{self.log[-6000:]}")
         self._log.close()
         os.unlink(self._log.name)
 
