@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.measure import table
+from bench.measure import ratio, table
 from tools.gpu_engine import Engine, prompt
 from tools.gpu_rungs import CPU_TIER, offloading, ours_on_disk
 from tools.tiny_model import configuration, make_tiny_model
@@ -93,6 +93,8 @@ SIDES: dict[str, Callable[[Path, str], dict[str, Any]] | None] = {
     "vLLM's, hybrid_disk": hybrid_disk,
     "ours": ours,
 }
+RIVAL = "vLLM's, fs"
+"""What a user would take instead."""
 
 
 def write_shape(directory: Path) -> Path:
@@ -270,6 +272,16 @@ def summary(sides: Sequence[Side], num_tokens: int, copy_rate: float) -> str:
     return table((*columns, *(f"step at {batch} ms" for batch in BATCHES)), rows)
 
 
+def ratios(sides: Sequence[Side]) -> str:
+    """Of each restore's time to that of ``RIVAL`` in the same round: the median, and its interval of 95 %."""
+    (rival,) = (side for side in sides if side.name == RIVAL)
+    others = [side for side in sides if side.restored["memory"] and side is not rival]
+    rows = [
+        (side.name, ratio(side.memory[1:], rival.memory[1:]), ratio(side.disk[1:], rival.disk[1:])) for side in others
+    ]
+    return table((f"over {RIVAL}", "from memory", "from disk"), rows)
+
+
 def copy_rate_of(device: str) -> float:
     """Bytes a second of one large copy to the device."""
     import torch
@@ -305,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="restore-") as scratch:
         model = (write_shape if device == "cuda" else make_tiny_model)(Path(scratch) / "model")
         sides = measure(list(SIDES), model, device, num_tokens, options.rounds, lambda text: print(text, flush=True))
-    print(f"\nmedian (least) of {options.rounds} rounds\n\n{summary(sides, num_tokens, copy_rate)}")
+    print(f"\nmedian (least) of {options.rounds} rounds\n\n{summary(sides, num_tokens, copy_rate)}\n\n{ratios(sides)}")
     if options.json:
         found = [{name: getattr(side, name) for name in Side.__slots__ if name != "pipe"} for side in sides]
         options.json.write_text(json.dumps({"about": about, "sides": found}, indent=2) + "\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench import restore
-from bench.restore import measure, summary
+from bench.restore import measure, ratios, summary
 
 
 @pytest.mark.engines
@@ -24,3 +24,7 @@ def test_a_prompt_comes_from_memory_and_after_a_restart_from_the_disk(
     assert [len(found) for found in (ours.cold, ours.memory, ours.disk, ours.steps[2])] == [2, 2, 2, 2]
     _, _, _, row = summary([plain, ours], 2400, 1e9).splitlines()
     assert f"{ours.restored['memory']} / {ours.restored['disk']}" in row
+    monkeypatch.setattr(restore, "RIVAL", plain.name)
+    ours.memory, plain.memory = [1.0, 0.25], [1.0, 0.5]
+    ours.disk, plain.disk = [1.0, 0.5], [1.0, 2.0]
+    assert "0.50 (0.50 to 0.50) | 0.25 (0.25 to 0.25)" in ratios([plain, ours])
