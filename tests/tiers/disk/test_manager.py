@@ -102,6 +102,27 @@ def test_what_is_dropped_before_it_was_stored_takes_what_lies_on_top_with_it(tmp
         until(lambda: len(object_files(made.root)) == 2, "the end of their files")
 
 
+def test_stores_that_end_together_end_each_as_if_alone(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        whole = chain("p", 2)
+        made.store(whole)
+        made.tier.drop(whole[0].object_id)
+        (lost,) = chain("r", 1)[:1]
+        parent, child, snapshot = chain("q", 2)
+        outdated = made.write(lost)
+        anew = made.write(whole[0])
+        built = [made.write(planned) for planned in (parent, child, snapshot)]
+        made.tier.abort(outdated)
+        made.tier.commit_all([outdated, built[2], built[1], anew, built[0]])  # not parents first
+        made.settled()
+        assert made.coverage([lost]) == [False]
+        assert offered(made, whole) == offered(made, [parent, child, snapshot]) == [True] * 3
+        assert made.reasons([*whole, parent, child, snapshot]) == [""] * 6
+        until(lambda: len(object_files(made.root)) == 6, "the end of the others' files")
+        made.settled()
+        assert made.tier.usage().used_bytes == bytes_under(made.root) == counted(made.root)[0]
+
+
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[None]:
     """Somebody else writes to the catalogue, and does not end."""
