@@ -160,3 +160,12 @@ def test_usage_counts_whole_files_of_all_ranks(tmp_path):
         assert usage.num_objects == 3
         assert usage.used_bytes == 6 * on_disk() == bytes_under(made.root)
         until(lambda: counted(made.root)[0] == usage.used_bytes)
+
+
+def test_what_could_not_be_read_and_has_gone_is_offered_once_it_is_stored_anew(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        objects = chain("p", 1)
+        for planned in objects:
+            made.tier.suspend(planned.object_id)  # another engine has evicted it before that was known
+        made.store(objects)
+        assert offered(made, objects) == [True, True]
