@@ -55,7 +55,6 @@ class Integrity(ABC):
     """
 
     algorithm: ClassVar[int]
-    header_checksum_bytes: ClassVar[int]
     payload_checksum_bytes: ClassVar[int]
     salt_bytes: ClassVar[int] = 0
     max_payload_bytes: ClassVar[int] = 1 << 40
@@ -84,7 +83,7 @@ class PlainIntegrity(Integrity):
     """XXH3-128, seed 0, big-endian as XXH prints it."""
 
     algorithm = 1
-    header_checksum_bytes = payload_checksum_bytes = 16
+    payload_checksum_bytes = 16
 
     def header_checksum(self, header: bytes) -> bytes:
         return xxhash.xxh3_128_digest(header)
@@ -105,7 +104,6 @@ class EncryptedIntegrity(Integrity):
     header."""
 
     algorithm = 2
-    header_checksum_bytes = 32
     payload_checksum_bytes = 16
     salt_bytes = 32
     max_payload_bytes = (1 << 36) - 32  # GCM's limit of one message
