@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.states import BFLOAT16, FLOAT32
+from tests.matrix.cells import Cell, Verdict
 from tests.models.families import (
     make_cohere2,
     make_deepseek,
@@ -54,6 +55,13 @@ class Row:
     excuse: Excuse | None = None
     misses_shared_prefix: str = ""
     """Why a shared prefix is not found, if that is so."""
+
+    def allows(self, cell: Cell) -> bool:
+        """Whether this is right, or what the row says that it may be."""
+        known = [Cell(Verdict.NO_HIT, self.misses_shared_prefix)] if self.misses_shared_prefix else []
+        if self.excuse is not None:
+            known.append(Cell(Verdict.NOT_RUN, self.excuse.reason))
+        return cell.is_good or cell in known
 
 
 NO_MAMBA = Excuse("IndexError", "vLLM's CPU build has no kernel for it, with a connector or without")
