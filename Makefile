@@ -40,7 +40,7 @@ else
 	$(BIN)/python -m devtools.suites $(SUITE) $(if $(ONLY),--only $(ONLY))
 endif
 
-# Every suite: about an hour.
+# Every suite: about an hour and a half.
 test-all: setup
 	$(BIN)/python -m devtools.suites all
 
