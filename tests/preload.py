@@ -45,4 +45,5 @@ def _ranks_are_forked(_: type[CpuPlatform], vllm_config: Any) -> None:
 CpuPlatform.check_and_update_config = classmethod(_ranks_are_forked)
 
 gc.freeze()  # what is here stays: no collection of a process forked from this one need look at it, nor copy its pages
+gc.unfreeze = lambda: None  # vLLM does so before it ends, and would look through all of it twice: two seconds an engine
 atexit.register(os._exit, 0)  # and the process itself ends without asking what triton thinks of it
