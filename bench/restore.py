@@ -257,8 +257,7 @@ def _turned(sides: list[Side], number: int) -> list[Side]:
 
 def _ms(seconds: list[float]) -> str:
     """Median and least of the rounds that count."""
-    counted = seconds[1:] or seconds
-    return f"{statistics.median(counted) * 1e3:.1f} ({min(counted) * 1e3:.1f})"
+    return f"{statistics.median(seconds[1:]) * 1e3:.1f} ({min(seconds[1:]) * 1e3:.1f})"
 
 
 def summary(sides: Sequence[Side], num_tokens: int, copy_rate: float) -> str:
@@ -276,9 +275,10 @@ def ratios(sides: Sequence[Side]) -> str:
     """Of each restore's time to that of ``RIVAL`` in the same round: the median, and its interval of 95 %."""
     (rival,) = (side for side in sides if side.name == RIVAL)
     others = [side for side in sides if side.restored["memory"] and side is not rival]
-    rows = [
-        (side.name, ratio(side.memory[1:], rival.memory[1:]), ratio(side.disk[1:], rival.disk[1:])) for side in others
-    ]
+    rows = []
+    for side in others:
+        from_disk = ratio(side.disk[1:], rival.disk[1:]) if side.restored["disk"] else ""
+        rows.append((side.name, ratio(side.memory[1:], rival.memory[1:]), from_disk))
     return table((f"over {RIVAL}", "from memory", "from disk"), rows)
 
 
@@ -307,6 +307,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args(argv)
+    if options.rounds < 1:
+        parser.error("--rounds: at least 1, such as 5")
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -28,3 +28,11 @@ def test_a_prompt_comes_from_memory_and_after_a_restart_from_the_disk(
     ours.memory, plain.memory = [1.0, 0.25], [1.0, 0.5]
     ours.disk, plain.disk = [1.0, 0.5], [1.0, 2.0]
     assert "0.50 (0.50 to 0.50) | 0.25 (0.25 to 0.25)" in ratios([plain, ours])
+    ours.restored["disk"] = 0  # what was computed was not loaded
+    assert "0.50 (0.50 to 0.50)" in (said := ratios([plain, ours])) and "0.25" not in said
+
+
+def test_it_takes_a_round(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        restore.main(["--rounds", "0"])
+    assert "--rounds: at least 1" in capsys.readouterr().err
