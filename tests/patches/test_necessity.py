@@ -2,9 +2,9 @@
 """Every patch is needed: its reproduction shows the symptom on a vLLM without it, and none on the patched one.
 
 A reproduction is ``reproductions/<name of the patch with underscores>.py``: a script that ends by printing a JSON
-object with ``symptom`` and ``healthy``, and has a constant SYMPTOM in words. It runs in a process of its own with a
-hard-linked copy of the installed vLLM first on its path, and says which one it had; bytecode is linked too, but for the
-files that differ.
+object with ``symptom`` and ``healthy``, and has a constant SYMPTOM in words. It runs in a process of its own and says
+which vLLM it had: the installed one, which has the series, or a hard-linked copy without the patch, which is then first
+on its path; bytecode is linked too, but for the files that differ.
 """
 
 import json
@@ -20,6 +20,8 @@ import torch
 
 from tests.patches.trees import linked_vllm_without
 from tests.python_path import python_path
+from tests.warm import WarmProcess
+from vllm_overlay.patching.installed import installed_root, require
 from vllm_overlay.patching.replace import replace_files
 from vllm_overlay.patching.series import load
 
@@ -41,21 +43,29 @@ def reproduction_of(name: str) -> Path:
     return REPRODUCTIONS / (name.removesuffix(".patch").replace("-", "_") + ".py")
 
 
-def run(reproduction: Path, root: Path, home: Path, model: Path) -> dict[str, object]:
+def run(reproduction: Path, root: Path | None, home: Path, model: Path) -> dict[str, object]:
+    """Without a ``root`` it has the installed vLLM, imported already."""
     environment = {
         **os.environ,
-        "PYTHONPATH": python_path(root),
+        "PYTHONPATH": python_path(*([root] if root else [])),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_PLUGINS": "",
         "HF_HUB_OFFLINE": "1",
         "TINY_MODEL": str(model),
         "TORCHDYNAMO_DISABLE": "1",  # or the first request compiles, for two seconds, how logprobs are ranked
     }
-    command = [sys.executable, str(reproduction)]
-    process = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-4000:]
-    last: dict[str, object] = json.loads(process.stdout.strip().splitlines()[-1])
-    assert str(last.pop("vllm")).startswith(str(root)), (last, root)
+    log = home / "log"
+    if root is None:
+        with WarmProcess([str(reproduction)], environment, home, log) as process:
+            said, status = process.stdout.read(), process.wait()
+    else:
+        with log.open("wb") as errors:
+            command = [sys.executable, str(reproduction)]
+            done = subprocess.run(command, cwd=home, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        said, status = done.stdout, done.returncode
+    assert status == 0, log.read_text(errors="replace")[-4000:]
+    last: dict[str, object] = json.loads(said.strip().splitlines()[-1])
+    assert str(last.pop("vllm")).startswith(str(root or installed_root())), (last, root)
     return last
 
 
@@ -87,32 +97,28 @@ def scratch(tmp_path):
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def patched(tmp_path_factory):
-    """A copy of vLLM with the whole series, shared by all reproductions."""
-    directory = tmp_path_factory.mktemp("patched")
-    yield linked_vllm_without("", directory)
-    shutil.rmtree(directory, ignore_errors=True)
+def test_the_installed_vllm_has_this_series():
+    require()
 
 
 @pytest.mark.patches
 @pytest.mark.engine
 @pytest.mark.parametrize("name", CASES)
-def test_the_symptom_is_there_without_the_patch_and_gone_with_it(name, patched, scratch, tiny_model):
+def test_the_symptom_is_there_without_the_patch_and_gone_with_it(name, scratch, tiny_model):
     reproduction = reproduction_of(name)
     symptom = runpy.run_path(str(reproduction), run_name="description")["SYMPTOM"]
     without = run(reproduction, linked_vllm_without(name, scratch / "without"), scratch, tiny_model)
     assert without["symptom"], f"not seen without {name}: {symptom}; {without}"
-    with_it = run(reproduction, patched, scratch, tiny_model)
+    with_it = run(reproduction, None, scratch, tiny_model)
     assert with_it["healthy"], f"still seen with {name}: {symptom}; {with_it}"
 
 
 @pytest.mark.patches
 @pytest.mark.engine
-def test_asynchronous_loads_are_left_out_of_the_split_at_block_boundaries(patched, scratch, tiny_model):
+def test_asynchronous_loads_are_left_out_of_the_split_at_block_boundaries(scratch, tiny_model):
     """Merged upstream: it needs no patch, and must not get lost when the pin moves."""
     reproduction = REPRODUCTIONS / "async_loads_skip_the_alignment.py"
-    assert run(reproduction, patched, scratch, tiny_model)["healthy"]
+    assert run(reproduction, None, scratch, tiny_model)["healthy"]
     root = linked_vllm_without("", scratch / "split")
     path = "vllm/v1/core/sched/scheduler.py"
     scheduler = (root / path).read_text()
