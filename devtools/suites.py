@@ -16,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_PYTEST = ("pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-"""Two at a time: an engine keeps one core busy. A file's tests stay together, because they share engines."""
-_LOGS = Path(".suites")
 _AT_ONCE = 2
+"""Tests of a suite, or suites: an engine keeps one core busy."""
+_LOGS = Path(".suites")
 _TAIL_LINES = 60
 _TINY = ".faults/tiny"
 _ADAPTED = ".faults/adapted"
@@ -39,6 +38,7 @@ class Suite:
 PRODUCT = Suite("product")
 OTHERS = (
     Suite("engines"),
+    Suite("models", (("tests.matrix",),), environment={"VLLM_CPU_KVCACHE_SPACE": "1"}),
     Suite(
         "faults",
         (
@@ -49,10 +49,6 @@ OTHERS = (
         ),
         environment={"VLLM_CPU_KVCACHE_SPACE": "1"},
     ),
-    Suite("patches"),
-    Suite("models", (("tests.matrix",),), environment={"VLLM_CPU_KVCACHE_SPACE": "1"}),
-    Suite("dashboards"),
-    Suite("benchmarks"),
     Suite(
         "crash",
         (
@@ -64,18 +60,21 @@ OTHERS = (
         ),
         has_tests=False,
     ),
-    Suite("poison", (("devtools.poison_fuzz", "--seeds", "1000", "--jobs", "2"),), has_tests=False),
-    Suite(
-        "adapters",
-        (("tools.tiny_model", _ADAPTED), ("tests.engine.adapter_churn", _ADAPTED, "--steps", "80")),
-        has_tests=False,
-    ),
-    Suite("compiled"),
+    Suite("patches"),
     Suite(
         "upstream",
         (("devtools.upstream_tests", *(["--source", source] if (source := os.environ.get("SOURCE")) else [])),),
         environment={"VLLM_SOURCE": str(Path(".upstream").absolute())},
     ),
+    Suite("benchmarks"),
+    Suite(
+        "adapters",
+        (("tools.tiny_model", _ADAPTED), ("tests.engine.adapter_churn", _ADAPTED, "--steps", "80")),
+        has_tests=False,
+    ),
+    Suite("poison", (("devtools.poison_fuzz", "--seeds", "1000", "--jobs", "2"),), has_tests=False),
+    Suite("dashboards"),
+    Suite("compiled"),
 )
 SUITES = {suite.name: suite for suite in (PRODUCT, *OTHERS)}
 
@@ -87,9 +86,11 @@ def markers(suite: Suite, also: str = "") -> str:
     return f"({chosen}) and ({also})" if also else chosen
 
 
-def steps(suite: Suite, also: str = "") -> list[Command]:
-    """What runs the suite, in order. Commands come first: a test may need what they leave."""
-    tests = [(*_PYTEST, "-m", markers(suite, also))] if suite.has_tests else []
+def steps(suite: Suite, also: str = "", at_once: int = _AT_ONCE) -> list[Command]:
+    """What runs the suite, in order. Commands come first: a test may need what they leave. A file's tests stay
+    together, because they share engines."""
+    together = ("-n", str(at_once), "--dist", "loadfile", "--no-loadscope-reorder")
+    tests = [("pytest", *together, "-m", markers(suite, also))] if suite.has_tests else []
     return [*suite.commands, *tests]
 
 
@@ -99,24 +100,22 @@ def run_one(suite: Suite, also: str = "") -> int:
 
 
 def run_all() -> int:
-    """All tests together, then the other commands, two suites at a time with a log each."""
+    """Two suites at a time with a log each, and of each one test at a time: no core waits for the other's longest
+    file. The longest suite comes first."""
     began = time.monotonic()
     _LOGS.mkdir(exist_ok=True)
-    outcomes = {"tests": _run((*_PYTEST, "-m", "not upstream"), {})}
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        chains = [suite for suite in OTHERS if suite.commands]
-        outcomes |= zip((suite.name for suite in chains), pool.map(_run_logged, chains), strict=True)
+        outcomes = dict(zip(SUITES, pool.map(_run_logged, SUITES.values()), strict=True))
     failed = [name for name, status in outcomes.items() if status]
-    print(f"{len(outcomes)} parts in {(time.monotonic() - began) / 60:.0f} minutes; failed: {failed or 'none'}")
+    print(f"{len(outcomes)} suites in {(time.monotonic() - began) / 60:.0f} minutes; failed: {failed or 'none'}")
     return 1 if failed else 0
 
 
 def _run_logged(suite: Suite) -> int:
     began, log, status = time.monotonic(), _LOGS / f"{suite.name}.log", 0
     print(f"{suite.name}: begins; its log is {log}", flush=True)
-    chain = suite.commands if suite.name != "upstream" else steps(suite)
     with log.open("w") as output:
-        for step in chain:
+        for step in steps(suite, at_once=1):
             if status := _run(step, suite.environment, output.fileno()):
                 break
     print(f"{suite.name}: {f'failed ({status})' if status else 'passed'}, {time.monotonic() - began:.0f} s", flush=True)
