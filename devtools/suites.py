@@ -18,6 +18,12 @@ from pathlib import Path
 
 _AT_ONCE = 2
 """Tests of a suite, or suites: an engine keeps one core busy."""
+ENGINES_SHARE = {
+    "OMP_WAIT_POLICY": "passive",
+    "NUMBA_CACHE_DIR": str(Path(__file__).resolve().parents[1] / ".pytest_cache" / "numba"),
+}
+"""What runs engines has these variables, unless the user says otherwise. Threads of torch that spin while they wait
+would take the time of another engine's that work. Nor does each engine compile the same kernels."""
 _LOGS = Path(".suites")
 _TAIL_LINES = 60
 _TINY = ".faults/tiny"
@@ -127,7 +133,8 @@ def _run_logged(suite: Suite) -> int:
 def _run(step: Command, environment: dict[str, str], output: int | None = None) -> int:
     """The status of one step; its process is ended with this one's Ctrl-C, which the terminal sends to both."""
     command = [sys.executable, "-m", *step]
-    return subprocess.run(command, env=os.environ | environment, stdout=output, stderr=output).returncode
+    variables = ENGINES_SHARE | os.environ | environment
+    return subprocess.run(command, env=variables, stdout=output, stderr=output).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from devtools.suites import ENGINES_SHARE
 from tests.engine.states import BFLOAT16, FLOAT32, States
-from tests.python_path import REPOSITORY
 
 if TYPE_CHECKING:
     from tests.engine.client import Engine
@@ -24,9 +24,8 @@ Judges = Callable[[States, dict[str, Any]], "Engine"]
 def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, and children inherit that: tests of Ctrl-C need it heard.
 
-    Engines share cores: threads of torch that spin while they wait would take the time of another's that work. And no
-    example of hypothesis fails because the machine is busy. It tries the same examples in each run, so that a change is
-    judged by what it changes. With ``FRESH_EXAMPLES=1`` it tries others. Nor does each engine compile the same kernels.
+    No example of hypothesis fails because the machine is busy. It tries the same examples in each run, so that a change
+    is judged by what it changes. With ``FRESH_EXAMPLES=1`` it tries others.
     """
     is_fresh = os.environ.get("FRESH_EXAMPLES") == "1"
     settings.register_profile(
@@ -34,8 +33,7 @@ def pytest_configure() -> None:
     )
     settings.load_profile("busy")
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(REPOSITORY / ".pytest_cache" / "numba"))
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.update(ENGINES_SHARE | os.environ)
 
 
 SET_BY_VLLM = {"VLLM_WORKER_MULTIPROC_METHOD", "VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_SSM_CONV_STATE_LAYOUT"}

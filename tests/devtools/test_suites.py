@@ -78,3 +78,15 @@ def test_all_suites_go_on_when_one_has_failed(
     assert suites.main(["all"]) == 1
     printed = capsys.readouterr().out
     assert "failed: ['models']" in printed and "upstream: passed" in printed
+
+
+def test_a_command_has_what_engines_share_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "say.py").write_text("import os\nprint(os.environ['OMP_WAIT_POLICY'], os.environ['NUMBA_CACHE_DIR'])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "mine")
+    with (tmp_path / "said").open("w") as output:
+        assert suites._run(("say",), {}, output.fileno()) == 0
+    assert (tmp_path / "said").read_text().split() == ["passive", "mine"]
