@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +26,7 @@ ENGINES_SHARE = {
 would take the time of another engine's that work. Nor does each engine compile the same kernels."""
 _LOGS = Path(".suites")
 _TAIL_LINES = 60
+_SAID_EVERY_S = 60.0
 _TINY = ".faults/tiny"
 _ADAPTED = ".faults/adapted"
 
@@ -110,15 +111,30 @@ def run_all() -> int:
     file. The longest suite comes first."""
     began = time.monotonic()
     _LOGS.mkdir(exist_ok=True)
+    for name in SUITES:
+        _log_of(name).write_text("")
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        outcomes = dict(zip(SUITES, pool.map(_run_logged, SUITES.values()), strict=True))
+        runs = {name: pool.submit(_run_logged, suite) for name, suite in SUITES.items()}
+        while wait(runs.values(), timeout=_SAID_EVERY_S).not_done:
+            for name in [name for name, run in runs.items() if run.running()]:
+                print(f"    {name}: {_last_line(_log_of(name))}", flush=True)
+    outcomes = {name: run.result() for name, run in runs.items()}
     failed = [name for name, status in outcomes.items() if status]
     print(f"{len(outcomes)} suites in {(time.monotonic() - began) / 60:.0f} minutes; failed: {failed or 'none'}")
     return 1 if failed else 0
 
 
+def _log_of(name: str) -> Path:
+    return _LOGS / f"{name}.log"
+
+
+def _last_line(log: Path) -> str:
+    """The last one that is whole."""
+    return log.read_text(errors="replace").rpartition("\n")[0].rpartition("\n")[2]
+
+
 def _run_logged(suite: Suite) -> int:
-    began, log, status = time.monotonic(), _LOGS / f"{suite.name}.log", 0
+    began, log, status = time.monotonic(), _log_of(suite.name), 0
     print(f"{suite.name}: begins; its log is {log}", flush=True)
     with log.open("w") as output:
         for step in steps(suite, at_once=1):

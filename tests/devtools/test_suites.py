@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suites, markers and CONTRIBUTING.md name the same, and what belongs to a suite is run by it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from devtools import suites
 from devtools.suites import OTHERS, PRODUCT, SUITES, markers, steps
 from tests.python_path import REPOSITORY
 from tests.test_versions import rows_of
+from tests.waiting import until
 
 OF_ALL_SUITES = {"engine", "processor", "slow"}
 
@@ -78,6 +80,27 @@ def test_all_suites_go_on_when_one_has_failed(
     assert suites.main(["all"]) == 1
     printed = capsys.readouterr().out
     assert "failed: ['models']" in printed and "upstream: passed" in printed
+
+
+def test_a_suite_that_takes_long_shows_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def is_said(line: str) -> bool:
+        said.append(capsys.readouterr().out)
+        return line in "".join(said)
+
+    def run(step: suites.Command, environment: dict[str, str], output: int) -> int:
+        os.write(output, b"10 of 30\n20 of 30\n3")
+        until(lambda: is_said("upstream: 20 of 30\n"), "a line about upstream")
+        return 0
+
+    monkeypatch.setattr(suites, "_LOGS", tmp_path)
+    monkeypatch.setattr(suites, "SUITES", {"upstream": SUITES["upstream"]})
+    monkeypatch.setattr(suites, "_SAID_EVERY_S", 0.01)
+    monkeypatch.setattr(suites, "_run", run)
+    assert suites.main(["all"]) == 0
 
 
 def test_a_command_has_what_engines_share_unless_the_user_says_otherwise(

@@ -28,6 +28,7 @@ from tests.waiting import until
 
 LENGTH = 200
 RESTORABLE = 192
+REPORT_TIMEOUT_S = 10.0
 NOT_CALLED = {
     "get_finished": "the MultiConnector asks get_transfer_results",
     "request_finished": "the child supports several groups",
@@ -51,7 +52,8 @@ def cells() -> list[tuple[str, str, str]]:
 
 CHILDREN = {
     "ours": {
-        **cpu_child(name="faulty", load_weight=2.0, capacity_bytes="64 MiB"),
+        # What the fault hides is never reported.
+        **cpu_child(name="faulty", load_weight=2.0, capacity_bytes="64 MiB", report_timeout_s=REPORT_TIMEOUT_S),
         "kv_connector": "FaultyHybridOffloadConnector",
         "kv_connector_module_path": "tests.multi_connector.faulty",
     },
