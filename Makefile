@@ -40,7 +40,7 @@ else
 	$(BIN)/python -m devtools.suites $(SUITE) $(if $(ONLY),--only $(ONLY))
 endif
 
-# Every suite: about an hour and a half.
+# Every suite: about an hour.
 test-all: setup
 	$(BIN)/python -m devtools.suites all
 

@@ -27,7 +27,7 @@ def given(found: EngineLayout, capacity: str = "8 GiB", **flags: Any) -> list[Ad
     found = replaced(found, max_num_batched_tokens=flags.get("max_num_batched_tokens", 8192))
     unit = choose_match_unit(given, found)
     spec = tier_spec({"tier": "cpu", "capacity_bytes": capacity})
-    tier = tier_capacity(spec, geometry_of(found, unit, spec), 1, conversation)
+    tier = tier_capacity(spec, geometry_of(found, unit, spec), 1, found.max_num_batched_tokens, conversation)
     assert tier is not None
     return advice(given, found, unit, [tier], conversation, HostMemory(given, found, 0, 0), [])
 

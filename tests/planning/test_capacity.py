@@ -13,7 +13,7 @@ from vllm_overlay.tiers.cpu import Arena, CpuTierSpec
 from vllm_overlay.tiers.disk.files.format import file_bytes
 from vllm_overlay.tiers.factory import tier_spec
 
-UNIT = 32
+UNIT, STEP_TOKENS = 32, 2048
 CPU = {"tier": "cpu", "capacity_bytes": "700 MiB"}
 DISK = {"tier": "disk", "root": "/nowhere", "capacity_bytes": "1 GiB"}
 
@@ -21,7 +21,7 @@ DISK = {"tier": "disk", "root": "/nowhere", "capacity_bytes": "1 GiB"}
 def capacity_of(child: dict[str, str], conversation: Conversation, ranks: int = 1) -> tuple[TierCapacity, Geometry]:
     spec = tier_spec(child)
     geometry = geometry_of(QWEN_0_8B if ranks == 1 else halved(QWEN_0_8B), UNIT, spec)
-    found = tier_capacity(spec, geometry, ranks, conversation)
+    found = tier_capacity(spec, geometry, ranks, STEP_TOKENS, conversation)
     assert found is not None
     return found, geometry
 
@@ -41,7 +41,7 @@ def test_a_cpu_tier_holds_as_many_conversations_as_promised_and_not_one_more(ran
     spec = tier_spec(CPU)
     assert isinstance(spec, CpuTierSpec)
     unit_bytes = geometry.smallest_object_bytes
-    manager = spec.build_manager(geometry, ranks, Arena(700 * MIB // ranks // unit_bytes, unit_bytes))
+    manager = spec.build_manager(geometry, ranks, STEP_TOKENS, Arena(700 * MIB // ranks // unit_bytes, unit_bytes))
 
     def store(number: int) -> None:
         for planned in objects_of(geometry, number, 2048):
@@ -62,7 +62,8 @@ def test_a_disk_tier_counts_whole_files_and_what_is_set_aside_for_writers() -> N
     (group,) = geometry.full
     files = 2176 // geometry.chunk_size * file_bytes(geometry.chunk_bytes(group))
     assert found.conversation_bytes == files + file_bytes(geometry.max_snapshot_bytes)
-    assert found.capacity_bytes <= (1 << 30) * 31 // 32
+    step_bytes = STEP_TOKENS * geometry.token_bytes + geometry.max_snapshot_bytes
+    assert (1 << 30) - found.capacity_bytes == min(2 * step_bytes, (1 << 30) // 8)
     assert found.num_conversations == found.capacity_bytes // found.conversation_bytes
 
 

@@ -155,7 +155,7 @@ class StoreTierSpec(TierSpec[StoreSettings]):
     def build_worker(self, context: WorkerContext) -> tuple[StoreWorker, Address]:
         return StoreWorker(), Address(self.settings.shelf)
 
-    def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> StoreManager:
+    def build_manager(self, geometry: Geometry, world_size: int, step_tokens: int, part: Any) -> StoreManager:
         assert part == Address(self.settings.shelf)
         capacity_bytes = parse_bytes(self.settings.capacity_bytes, "capacity_bytes")
         return StoreManager(part, capacity_bytes, world_size)

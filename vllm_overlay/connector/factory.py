@@ -123,7 +123,9 @@ def build_scheduler(
         raise ConfigError(f"{settings.name}: the ranks' KV caches differ in layout, so they cannot share objects")
     return OffloadScheduler(
         first.geometry,
-        spec.build_manager(first.geometry, world_size, first.tier_part),
+        spec.build_manager(
+            first.geometry, world_size, vllm_config.scheduler_config.max_num_batched_tokens, first.tier_part
+        ),
         world_size,
         store_decoded_tokens=settings.store_decoded_tokens,
         max_load_attempts=settings.max_load_attempts,

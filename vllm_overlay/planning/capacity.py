@@ -81,10 +81,10 @@ def geometry_of(layout: EngineLayout, match_unit: int, spec: TierSpec[Any]) -> G
 
 
 def tier_capacity(
-    spec: TierSpec[Any], geometry: Geometry, world_size: int, conversation: Conversation
+    spec: TierSpec[Any], geometry: Geometry, world_size: int, step_tokens: int, conversation: Conversation
 ) -> TierCapacity | None:
     """What the tier holds, or None if it cannot tell. Raises ConfigError for a capacity that cannot work."""
-    room = spec.room(geometry, world_size)
+    room = spec.room(geometry, world_size, step_tokens)
     if room is None:
         return None
     return TierCapacity.of(

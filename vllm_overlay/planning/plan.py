@@ -73,22 +73,22 @@ def make_plan(
     check_retention(flags, layout)
     geometries = [geometry_of(layout, match_unit, spec) for spec in specs]
     conversation = replace(conversation, retention_interval=flags.prefix_cache_retention_interval or 0)
+    ranks, step_tokens = flags.tensor_parallel_size, layout.max_num_batched_tokens
     tiers = [
         capacity
         for spec, geometry in zip(specs, geometries, strict=True)
-        if (capacity := tier_capacity(spec, geometry, flags.tensor_parallel_size, conversation))
+        if (capacity := tier_capacity(spec, geometry, ranks, step_tokens, conversation))
     ]
     disks = [
-        (spec, quota_of(spec.settings, geometry.largest_object_bytes, flags.tensor_parallel_size))
+        (spec, quota_of(spec.settings, geometry.largest_object_bytes, ranks))
         for spec, geometry in zip(specs, geometries, strict=True)
         if isinstance(spec, DiskTierSpec)
     ]
     host_bytes = sum(
-        spec.host_bytes(geometry, flags.tensor_parallel_size, layout.max_num_batched_tokens)
-        for spec, geometry in zip(specs, geometries, strict=True)
+        spec.host_bytes(geometry, ranks, step_tokens) for spec, geometry in zip(specs, geometries, strict=True)
     )
     if platform == CUDA:
-        rows = Rows.of(layout, flags.tensor_parallel_size)
+        rows = Rows.of(layout, ranks)
         (disk,) = (spec for spec in specs if isinstance(spec, DiskTierSpec))
         cpu_bytes = config["kv_connector_extra_config"]["cpu_bytes_to_use"]
         tiers = list(rows.capacities(cpu_bytes, disk, conversation, match_unit))

@@ -369,10 +369,13 @@ class TierSpec(ABC, Generic[SettingsT]):
         """
 
     @abstractmethod
-    def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> TierManager:
-        """The scheduler's half, from the ranks' part of the handshake. Raises ConfigError. Called once, at start."""
+    def build_manager(self, geometry: Geometry, world_size: int, step_tokens: int, part: Any) -> TierManager:
+        """The scheduler's half, from the ranks' part of the handshake. Raises ConfigError. Called once, at start.
 
-    def room(self, geometry: Geometry, world_size: int) -> TierRoom | None:
+        One step computes at most ``step_tokens``, of all requests together.
+        """
+
+    def room(self, geometry: Geometry, world_size: int, step_tokens: int) -> TierRoom | None:
         """What the tier would hold of that geometry. None: it cannot tell.
 
         Called by `vllm-overlay plan`, which has no engine. Raises the ConfigError that a start would.

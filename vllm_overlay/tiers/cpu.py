@@ -275,12 +275,12 @@ class CpuTierSpec(TierSpec[CpuTierSettings]):
         check_free_memory(self.capacity_bytes, available_memory())
         return CpuTierWorker(arena.num_units, arena.unit_bytes), arena
 
-    def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> CpuTierManager:
+    def build_manager(self, geometry: Geometry, world_size: int, step_tokens: int, part: Any) -> CpuTierManager:
         assert isinstance(part, Arena)
         policy = make_policy(self.settings.eviction_policy, geometry)
         return CpuTierManager(part.num_units, part.unit_bytes, world_size, policy)
 
-    def room(self, geometry: Geometry, world_size: int) -> TierRoom:
+    def room(self, geometry: Geometry, world_size: int, step_tokens: int) -> TierRoom:
         arena = self._arena(geometry, world_size)
         rank_unit_bytes = arena.unit_bytes * world_size
         return TierRoom(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA's streams, events and copies behind ``device.py``. Never run on a GPU.
+"""CUDA's streams, events and copies behind ``device.py``. Run on one GPU (docs/gpu.md).
 
 All calls are from the thread in which torch has made the device current: the worker's main thread.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory registered with CUDA, so that the device copies from and to it by itself. Never run on a GPU.
+"""Host memory registered with CUDA, so that the device copies from and to it by itself. Run on one GPU (docs/gpu.md).
 
 The memory stays anonymous: after a SIGKILL nothing of it is left anywhere. The driver's own functions are called,
 because an error of theirs is only their result. torch's next kernel would raise an error of the runtime's again.

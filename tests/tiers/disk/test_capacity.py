@@ -31,6 +31,16 @@ def test_what_is_held_above_its_part_goes_back_when_others_join_though_nothing_i
             until(lambda: room_bytes(idle.tier) == part, "room that goes back")
 
 
+@pytest.mark.parametrize(("step", "held"), [(1, 4), (6, 12), (40, 16)])
+def test_the_stores_of_two_steps_find_room_at_once_as_far_as_an_8th_of_the_capacity_goes(
+    tmp_path, step: int, held: int
+):
+    capacity = 32 * 4 * on_disk()
+    with tier_pair(tmp_path / "root", capacity_bytes=capacity, step_bytes=step * on_disk()) as made:
+        until(lambda: room_bytes(made.tier) == held * on_disk(), "all room for what is under way")
+        assert [made.tier.reserve(planned) is not None for planned in chain("long", held)] == [True] * held + [False]
+
+
 HOLDER = """
 import sys
 from pathlib import Path

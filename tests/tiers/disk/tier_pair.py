@@ -61,11 +61,12 @@ class TierPair:
         unit_bytes: int = UNIT,
         max_object_bytes: int = OBJECT,
         geometry: Geometry | None = GEOMETRY,
+        step_bytes: int = 0,
         **changes: object,
     ) -> None:
         self.root, self.world_size, self.namespace, self.device = root, world_size, namespace, device
         made = settings(root, **changes)
-        self.tier = DiskTierManager(made, namespace, world_size, max_object_bytes, device, geometry)
+        self.tier = DiskTierManager(made, namespace, world_size, max_object_bytes, device, geometry, step_bytes)
         self.workers = [
             DiskTierWorker(made, namespace, rank, world_size, unit_bytes, max_object_bytes, device)
             for rank in range(world_size)

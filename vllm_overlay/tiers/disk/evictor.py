@@ -90,7 +90,8 @@ class Evictor:
         capacity = self._look_for_room(totals)
         self._give_back(totals.num_bytes - capacity)
         largest = self._room.largest_bytes or self._quota.largest_bytes
-        at_least = max(largest, min(_LARGEST_AHEAD * largest, capacity // 2))
+        at_once = self._quota.at_once_bytes(capacity, totals.num_writers)
+        at_least = max(largest, min(_LARGEST_AHEAD * largest, capacity // 2), at_once)
         target = limit_bytes(totals, capacity, at_least)
         self._give_back(self._room.available - target)  # members that have joined since make the parts smaller
         if self._room.available * 2 >= target and self._room.available >= at_least:

@@ -55,7 +55,8 @@ logger = logging.getLogger(__name__)
 class DiskTierManager(TierManager):
     """See ``TierManager``. Its index is what the catalogue has of one namespace; it never touches the disk itself.
 
-    ``max_object_bytes`` is the largest object in one rank; without ``geometry`` nothing is ranked, as with "lru".
+    ``max_object_bytes`` is the largest object in one rank, ``step_bytes`` what a full step stores there, 0 if that is
+    not known; without ``geometry`` nothing is ranked, as with "lru".
     Raises ConfigError when the root, ``capacity_bytes`` or ``eviction_policy`` cannot work; construction is the only
     call that may wait for the disk.
     """
@@ -68,6 +69,7 @@ class DiskTierManager(TierManager):
         max_object_bytes: int,
         device: Device | None = None,
         geometry: Geometry | None = None,
+        step_bytes: int = 0,
     ) -> None:
         device = device or Device()
         if settings.eviction_policy not in ("auto", "learned", "lru"):
@@ -75,7 +77,7 @@ class DiskTierManager(TierManager):
                 f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work: all processes of its root "
                 'evict in one order: set it to "learned" or "lru"'
             )
-        self._quota = quota = quota_of(settings, max_object_bytes, world_size)
+        self._quota = quota = quota_of(settings, max_object_bytes, world_size, step_bytes)
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
         self._write_rate = WriteRate(rate, quota.largest_bytes)
         self._uses = UseCounter(settings.store_on_nth_use)
@@ -378,11 +380,14 @@ def bytes_on_disk(num_bytes: int, world_size: int) -> int:
     return file_bytes(num_bytes) * world_size
 
 
-def quota_of(settings: DiskTierSettings, max_object_bytes: int, world_size: int) -> Quota:
-    """The limits that the settings give. Raises ConfigError when ``capacity_bytes`` is too small to work."""
+def quota_of(settings: DiskTierSettings, max_object_bytes: int, world_size: int, step_bytes: int = 0) -> Quota:
+    """The limits that the settings give, for objects and full steps of so many bytes in one rank.
+
+    Raises ConfigError when ``capacity_bytes`` is too small to work.
+    """
     capacity = parse_bytes(settings.capacity_bytes, "capacity_bytes")
     keep = parse_bytes(settings.min_free_bytes, "min_free_bytes")
-    quota = Quota(capacity, keep, bytes_on_disk(max_object_bytes, world_size))
+    quota = Quota(capacity, keep, bytes_on_disk(max_object_bytes, world_size), world_size * step_bytes)
     if capacity < quota.least_bytes:
         raise ConfigError(
             f"capacity_bytes={capacity} of the disk tier cannot hold two of the largest objects: "

@@ -58,21 +58,26 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
         )
         return worker, namespace
 
-    def build_manager(self, geometry: Geometry, world_size: int, part: Any) -> DiskTierManager:
+    def build_manager(self, geometry: Geometry, world_size: int, step_tokens: int, part: Any) -> DiskTierManager:
         assert isinstance(part, DiskNamespace)
-        largest = geometry.largest_object_bytes
-        return DiskTierManager(self.settings, part, world_size, largest, geometry=geometry)
+        largest, step_bytes = geometry.largest_object_bytes, _step_bytes(geometry, step_tokens)
+        return DiskTierManager(self.settings, part, world_size, largest, geometry=geometry, step_bytes=step_bytes)
 
-    def room(self, geometry: Geometry, world_size: int) -> TierRoom:
-        return room_of(self.settings, geometry.largest_object_bytes, world_size)
+    def room(self, geometry: Geometry, world_size: int, step_tokens: int) -> TierRoom:
+        return room_of(self.settings, geometry.largest_object_bytes, world_size, _step_bytes(geometry, step_tokens))
 
     def host_bytes(self, geometry: Geometry, world_size: int, step_tokens: int) -> int:
-        step_bytes = int(step_tokens * geometry.token_bytes) + geometry.max_snapshot_bytes
-        return world_size * staging_size(self.settings.staging_bytes, step_bytes)
+        return world_size * staging_size(self.settings.staging_bytes, _step_bytes(geometry, step_tokens))
 
 
-def room_of(settings: DiskTierSettings, max_object_bytes: int, world_size: int) -> TierRoom:
+def _step_bytes(geometry: Geometry, step_tokens: int) -> int:
+    """What a full step stores in one rank: chunks, and a prompt's state."""
+    return int(step_tokens * geometry.token_bytes) + geometry.max_snapshot_bytes
+
+
+def room_of(settings: DiskTierSettings, max_object_bytes: int, world_size: int, step_bytes: int = 0) -> TierRoom:
     """Bytes that objects may take, without what is set aside for objects that are being written."""
-    quota = quota_of(settings, max_object_bytes, world_size)
-    held = max(quota.capacity_bytes // HELD_PARTS, quota.largest_bytes)
+    quota = quota_of(settings, max_object_bytes, world_size, step_bytes)
+    capacity = quota.capacity_bytes
+    held = max(capacity // HELD_PARTS, quota.largest_bytes, quota.at_once_bytes(capacity, 1))
     return TierRoom(quota.capacity_bytes - held, lambda num_bytes: bytes_on_disk(num_bytes, world_size))

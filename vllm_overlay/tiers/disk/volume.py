@@ -8,16 +8,23 @@ from vllm_overlay.config import MIB, as_size
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """In bytes. ``largest_bytes`` is the most that an object may take, in all ranks' files together."""
+    """In bytes. ``largest_bytes`` is the most that an object may take, in all ranks' files together, and ``step_bytes``
+    what a full step stores, where that is known."""
 
     capacity_bytes: int
     min_free_bytes: int
     largest_bytes: int
+    step_bytes: int = 0
 
     @property
     def least_bytes(self) -> int:
         """Less than two of the largest objects is no tier: one may be in use while the next is written."""
         return 2 * self.largest_bytes
+
+    def at_once_bytes(self, capacity_bytes: int, num_writers: int) -> int:
+        """Room for two steps' stores, which come at once, while those of the first are on their way. All writers
+        together hold no more than an 8th of the capacity for that."""
+        return min(2 * self.step_bytes, capacity_bytes // 8 // max(1, num_writers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ A *writer* is one life of one engine; its row says which namespace it serves and
 locks here: who has seen that a writer is dead buries it.
 
 Objects, grants and files that are being unlinked stay within the capacity together. A grant that nobody uses is room
-that nobody has, so all writers together may hold a 32nd of the capacity, each its equal part of that.
+that nobody has, so all writers together may hold a 32nd of the capacity, each its equal part of that, or the least that
+it can work with.
 """
 
 import sqlite3
@@ -122,7 +123,7 @@ class Writers(Connection):
             return [WriterRow(name_of(number), fingerprint, granted) for number, fingerprint, granted in every]
 
     def grant(self, writer: str, num_bytes: int, at_least: int, capacity_bytes: int) -> Grant:
-        """Ask for room before files are written. ``at_least`` is what the next object takes in all ranks.
+        """Ask for room before files are written. ``at_least`` is what the next objects take in all ranks.
 
         Nothing is granted until a rebuild is complete.
         """
@@ -186,5 +187,5 @@ def is_complete(db: sqlite3.Connection) -> bool:
 
 
 def limit_bytes(totals: Totals, capacity_bytes: int, at_least: int) -> int:
-    """What one writer may hold: its part, but always ``at_least``, which one object takes."""
+    """What one writer may hold: its part, but always ``at_least``, which its next objects take."""
     return max(at_least, capacity_bytes // HELD_PARTS // max(1, totals.num_writers))
