@@ -295,7 +295,9 @@ def test_what_the_catalogue_needs_and_somebody_removed_is_made_anew(tmp_path, pa
         until(lambda: counted(made.root)[0] == bytes_under(made.root), "the catalogue to know it all")
         for path in list(made.root.glob(pattern)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        until(lambda: writers_in(made.root) == (1, 1) and [*made.root.glob("*/alive")], "a writer that serves")
+        for there in ("*/alive", pattern):
+            until(lambda there=there: [*made.root.glob(there)], f"{there} anew")
+        until(lambda: writers_in(made.root) == (1, 1), "a writer that serves")
         made.store_at_last(chain("q", 1)[0])
         made.recovered()
         until(lambda: made.tier.advance() or made.has(chain("p", 1)[0]))
