@@ -10,19 +10,31 @@ from tests.multi_connector.fakes import request
 from tests.multi_connector.lockstep import admit, answering, reported
 
 
+def plan(connector, tokens, drafts=()):
+    connector.build_connector_meta(
+        SimpleNamespace(
+            total_num_scheduled_tokens=tokens,
+            num_scheduled_tokens={"r": tokens} if tokens else {},
+            scheduled_spec_decode_tokens={"r": list(drafts)} if drafts else {},
+            preempted_req_ids=frozenset(),
+        )
+    )
+
+
+def answered(connector, seconds, output=None):
+    """vLLM takes the answer to its oldest step; ``output`` is the connector's part of it, where there is one."""
+    connector._scheduler._clock.now += seconds
+    if output is not None:
+        connector.update_connector_output(output)
+    connector.take_events()
+
+
 def measured(tokens_a_second, drafts=()):
     """A MultiConnector whose first child offers 500 tokens, after three steps of a second that computed prompts."""
     connector = answering(500, 0, weights=[None, None])
     for _ in range(3):
-        output = SimpleNamespace(
-            total_num_scheduled_tokens=tokens_a_second,
-            num_scheduled_tokens={"r": tokens_a_second},
-            scheduled_spec_decode_tokens={"r": list(drafts)} if drafts else {},
-            preempted_req_ids=frozenset(),
-        )
-        connector.build_connector_meta(output)
-        connector._scheduler._clock.now += 1.0
-        connector.update_connector_output(KVConnectorOutput())
+        plan(connector, tokens_a_second, drafts)
+        answered(connector, 1.0, KVConnectorOutput())
     return connector
 
 
@@ -63,6 +75,22 @@ def test_a_step_that_verifies_drafts_is_no_prefill():
     verified = measured(4, drafts=(1, 2, 3))._scheduler
     assert verified.choice._prefill.seconds_per_token is None
     assert verified._step_times.one_more_s == 1.0
+
+
+@pytest.mark.parametrize("answer", [None, KVConnectorOutput(), KVConnectorOutput(finished_sending={"r"})])
+def test_steps_without_tokens_leave_their_neighbours_their_times(answer):
+    """As with asynchronous scheduling: a step is planned before the one before it is answered. One rank says nothing
+    of a step without tokens unless it has news, several always answer."""
+    connector = answering(500, 0, weights=[None, None])
+    for _ in range(3):
+        plan(connector, 0)
+        plan(connector, 1000)
+        answered(connector, 0.001, answer)
+        plan(connector, 1)
+        answered(connector, 1.0, KVConnectorOutput())
+        answered(connector, 0.01, KVConnectorOutput())
+    assert connector._scheduler.choice._prefill.seconds_per_token == pytest.approx(0.001)
+    assert connector._scheduler._step_times.one_more_s == pytest.approx(0.01)
 
 
 def test_requests_that_wait_for_a_stalled_child_keep_others_from_it():

@@ -355,6 +355,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         return self._scheduler.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
+        self._scheduler.step_ended()
         events: list[KVCacheEvent] = []
         for child in self._children:
             events += child.call("take_events", [], parse=validation.events)

@@ -293,8 +293,6 @@ class SchedulerSide:
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Shows each child its part, and keeps from vLLM the reports it would assert on."""
         now = self._clock()
-        if (measured := self._step_times.ended(now)) is not None:
-            self.choice.step_ended(*measured)
         has_news = not connector_output.is_empty()
         worker_metadata = connector_output.kv_connector_worker_meta
         ranks = worker_metadata if isinstance(worker_metadata, MultiWorkerMetadata) else None
@@ -318,6 +316,14 @@ class SchedulerSide:
             for child in self.supervisor.receive(ranks, now):
                 self._filters[child.index].reset(self._living)
                 self._next.unknown_requests[child.index] = frozenset(self._living)
+
+    def step_ended(self) -> None:
+        """Called by ``take_events``, which vLLM asks once for each step it planned, in their order.
+
+        ``update_connector_output`` it calls for a step without tokens only where several ranks answer, or has news.
+        """
+        if (measured := self._step_times.ended(self._clock())) is not None:
+            self.choice.step_ended(*measured)
 
     def _show_reports(self, child: Child, output: "KVConnectorOutput", ranks: MultiWorkerMetadata | None) -> None:
         """A child that changes them is isolated: the reports are its siblings' too."""

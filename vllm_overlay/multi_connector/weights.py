@@ -155,14 +155,13 @@ class StepTimes:
     """How long engine steps take: between the scheduler's plan and the workers' answer. Times are of one clock."""
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[float, int]] = deque(maxlen=8)
+        self._under_way: deque[tuple[float, int | None]] = deque(maxlen=64)
         self._last_ended = 0.0
         self._decodes: deque[float] = deque(maxlen=_STEPS)
 
     def planned(self, tokens: int, requests: int, now: float) -> None:
-        """Remembers a step that computes. One that mostly decodes says nothing of prefill."""
-        if tokens:
-            self._under_way.append((now, tokens if tokens > 2 * requests else 0))
+        """Remembers a step: one without tokens computes nothing, one that mostly decodes says nothing of prefill."""
+        self._under_way.append((now, None if not tokens else tokens if tokens > 2 * requests else 0))
 
     def ended(self, now: float) -> tuple[int, float] | None:
         """The oldest step has ended: its tokens and seconds, or None when it says nothing of prefill."""
@@ -173,7 +172,8 @@ class StepTimes:
         started, self._last_ended = max(planned_at, self._last_ended), now
         if tokens:
             return tokens, now - started
-        self._decodes.append(now - started)
+        if tokens is not None:
+            self._decodes.append(now - started)
         return None
 
     @property
