@@ -313,8 +313,8 @@ def failing(name):
     [
         ([child("a"), child("b")], {}, "recompute"),
         ([child("a"), failing("b")], {}, "fail"),
-        ([child("a"), failing("b")], {"load_failure_policy": "recompute"}, "recompute"),
-        ([child("a"), child("b")], {"load_failure_policy": "fail"}, "fail"),
+        ([child("a"), failing("b")], {"load_failure_policy": " Recompute"}, "recompute"),
+        ([child("a"), child("b")], {"load_failure_policy": "FAIL"}, "fail"),
         ([child("a", load_failure_policy="fail")], {}, "recompute"),  # that setting is only known to be one of ours
     ],
 )
@@ -365,6 +365,11 @@ def test_a_child_is_called_by_its_name_else_its_tier_else_its_class(tmp_path):
 
 def test_a_default_name_gives_way_to_a_given_one():
     assert [spec.name for spec in specs(tier(tier="cpu"), tier(tier="cpu", name="cpu"))] == ["cpu#2", "cpu"]
+
+
+def test_a_childs_own_word_counts_in_capitals_too():
+    (spec,) = specs(tier(tier="cpu", load_failure_policy=" Fail"))
+    assert spec.load_failure_policy.value == "fail"
 
 
 @pytest.mark.parametrize(

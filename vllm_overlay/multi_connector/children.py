@@ -79,7 +79,7 @@ class _Entry:
     def load_failure_policy(self) -> str | None:
         """What an operator wrote for this child, or None."""
         own = self.extra_config.get("load_failure_policy") if self.takes_name else None
-        policy: str | None = own or self.given.get("kv_load_failure_policy")
+        policy: str | None = str(own).strip().lower() if own else self.given.get("kv_load_failure_policy")
         return policy
 
 
@@ -96,7 +96,7 @@ def child_specs(
     named = dict(zip(_names(entries), entries, strict=True))
     _check_exclusive(named)
     policy = load_failure_policy(
-        extra_config.get("load_failure_policy"),
+        settings.load_failure_policy if "load_failure_policy" in extra_config else None,
         kv_load_failure_policy,
         [name for name, entry in named.items() if entry.load_failure_policy == FAIL],
     )
