@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check at start: is the vLLM of this environment the one that the series makes?"""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +33,17 @@ def test_another_vllm_is_refused(tree, series, is_installed):
     make_tree(tree, version="0.33.0")
     with pytest.raises(installed.UnpatchedError, match=r"vLLM 0\.33\.0 is installed.*apply_patches\.py --installed"):
         installed.require()
+
+
+def test_a_linked_file_does_not_lead_to_what_other_environments_share(tmp_path, monkeypatch):
+    package, cache = tmp_path / "site-packages" / "vllm", tmp_path / "cache" / "vllm" / "__init__.py"
+    for directory in (package, cache.parent):
+        directory.mkdir(parents=True)
+    cache.touch()
+    (package / "__init__.py").symlink_to(cache)
+    found = SimpleNamespace(origin=str(package / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    assert installed.installed_root() == package.parent
 
 
 def test_no_vllm_at_all_is_said_so(monkeypatch):

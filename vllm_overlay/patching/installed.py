@@ -22,14 +22,17 @@ class UnpatchedError(RuntimeError):
 
 
 def installed_root() -> Path | None:
-    """Where this environment's vLLM lies, without importing it; None when there is none."""
+    """Where this environment's vLLM lies, without importing it; None when there is none.
+
+    Of its files no link is followed: what they lead to belongs to other environments too (``uv --link-mode=symlink``).
+    """
     try:
         spec = importlib.util.find_spec("vllm")
     except ValueError:  # vllm is imported, but was put together by hand
         return None
     if spec is None or spec.origin is None:
         return None
-    return Path(spec.origin).resolve().parent.parent
+    return Path(spec.origin).parent.resolve().parent
 
 
 def require() -> str:

@@ -39,7 +39,10 @@ def read_target(root: Path, path: str) -> bytes:
         for part in path.split("/"):
             target = target / part
             if stat.S_ISLNK(target.lstat().st_mode):
-                raise PatchError(f"{target} is a symbolic link: name the real directory with --target")
+                raise PatchError(
+                    f"{target} is a symbolic link: install vLLM with copies (uv --link-mode=copy), or name the real "
+                    "directory with --target"
+                )
         if not target.is_file():
             raise PatchError(f"{target} is not a file")
         return target.read_bytes()
