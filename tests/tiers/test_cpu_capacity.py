@@ -39,15 +39,30 @@ def proc_with(directory: Path, available_kib: int) -> Path:
     return directory
 
 
+def v2(limit: int | str, usage: int, active: int = 0, inactive: int = 0) -> dict[str, str]:
+    stat = f"anon 5\nactive_file {active}\ninactive_file {inactive}\n"
+    return {"memory.max": f"{limit}\n", "memory.current": f"{usage}\n", "memory.stat": stat}
+
+
+def v1(limit: int, usage: int, active: int = 0, inactive: int = 0) -> dict[str, str]:
+    """The first version counts a group's own pages and, as ``total``, those of the groups below it too."""
+    stat = f"active_file 7\ntotal_active_file {active}\ntotal_inactive_file {inactive}\n"
+    files = {"limit_in_bytes": str(limit), "usage_in_bytes": str(usage), "stat": stat}
+    return {f"memory/memory.{name}": text for name, text in files.items()}
+
+
 @pytest.mark.parametrize(
     ("files", "num_bytes"),
     [
         ({}, 4096 * 1024),
-        ({"memory.max": "max\n", "memory.current": "100\n"}, 4096 * 1024),
-        ({"memory.max": "1000\n", "memory.current": "400\n"}, 600),
-        ({"memory.max": "1000\n", "memory.current": "1400\n"}, 0),
-        ({"memory/memory.limit_in_bytes": "2000", "memory/memory.usage_in_bytes": "500"}, 1500),
-        ({"memory.max": "9999999999999", "memory.current": "1"}, 4096 * 1024),
+        (v2("max", 100), 4096 * 1024),
+        (v2(1000, 400), 600),
+        (v2(1000, 1400), 0),
+        (v2(1000, 950, active=100, inactive=300), 450),
+        ({"memory.max": "1000", "memory.current": "400"}, 600),
+        (v1(2000, 500), 1500),
+        (v1(2000, 1900, active=100, inactive=300), 500),
+        (v2(9999999999999, 1), 4096 * 1024),
     ],
 )
 def test_free_memory_is_the_machines_or_what_the_control_group_leaves(

@@ -51,17 +51,27 @@ def unit_size(smallest_object_bytes: int) -> int:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take: the machine's, or what its control group leaves if that is less."""
-    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit_name, usage_name in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    """Bytes that this process may still take: the machine's, or what its control group leaves if that is less.
+
+    Files' pages that the group has in the page cache count as free, as the machine's do: it gives them up first.
+    """
+    available = _numbers(proc / "meminfo")["MemAvailable:"] * 1024
+    for limit_name, usage_name, stat_name, prefix in (
+        ("memory.max", "memory.current", "memory.stat", ""),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
     ):
         with contextlib.suppress(OSError, ValueError):
-            limit = int((cgroup / limit_name).read_text())
-            available = min(available, max(0, limit - int((cgroup / usage_name).read_text())))
+            left = int((cgroup / limit_name).read_text()) - int((cgroup / usage_name).read_text())
+            with contextlib.suppress(OSError):  # a sandbox that does not say
+                pages = _numbers(cgroup / stat_name)
+                left += sum(pages.get(prefix + kind, 0) for kind in ("active_file", "inactive_file"))
+            available = min(available, max(0, left))
     return available
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The first two words of each line."""
+    return {name: int(number) for name, number, *_ in map(str.split, path.read_text().splitlines())}
 
 
 def units_needed(num_bytes: int, unit_bytes: int) -> int:
