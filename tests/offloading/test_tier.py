@@ -129,15 +129,17 @@ def test_a_write_that_hangs_gives_rows_back_and_leaves_nothing_of_its_job(
     (tmp_path / "key").chmod(0o600)
     settings = {"encryption_key_file": str(tmp_path / "key")} if is_encrypted else {}
     lent, names = make(load_timeout_s=0.05, staging_bytes=4 * ROW_BYTES, **settings), keys(8)
-    until(lambda: lent.store(keys(1, "first"), [10]).success, "room")
+    first = keys(1, "first")
+    until(lambda: lent.store(first, [10]).success and lent.has(first[0]), "a store in time")
     device = lent.gate("pwritev")
     lent.fill(range(8))
     job = lent.submit(names, range(8), is_load=False)  # more than is written, or staged, at once
     device.waiting.acquire()
     assert not lent.result(job).success
     lent.rows[:8] = 77
+    assert not lent.tier.has_pending_work()  # an idle engine does not step for a disk that hangs
     device.gate.set()
-    until(lambda: lent.step() or not lent.tier.has_pending_work(), "the end of the writes")
+    until(lambda: lent.step() or not lent.tier._stores, "the end of the writes")
     assert not any(map(lent.has, names))
     until(lambda: len(objects(tmp_path)) == 1, "the end of what they have written")
     # A store is content with one of the same key that is under way, also if that one is too late.
@@ -173,6 +175,13 @@ def test_after_draining_nothing_touches_a_row_and_nothing_older_is_loaded(make: 
     lent.store(names[:1], [6])
     assert lent.load(names[:1], [7]).success
     assert (lent.rows[7] == lent.rows[6]).all()
+    device = lent.gate("preadv")
+    job = lent.submit(names[:1], [8], is_load=True)
+    device.waiting.acquire()
+    lent.tier.drain_jobs()
+    stats = lent.tier.get_stats().data["data"]
+    assert stats["vllm:hybrid_offload_failed_loads"] == {("hybrid_disk", "closed"): 1}
+    assert stats["vllm:hybrid_offload_loads_paused"] == {("hybrid_disk",): 0}  # that was no fault of the disk
 
 
 def test_stores_that_find_no_room_fail_and_what_is_there_is_not_written_again(make: Make, tmp_path: Path) -> None:

@@ -274,9 +274,9 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         for fetched_one in fetched:
             self._end_fetch(fetched_one)
 
-    def _give_up(self, jobs: Collection[_Job]) -> None:
-        """These jobs have failed. Their rows are vLLM's again, and a thread that still has one of their files finds
-        none."""
+    def _give_up(self, jobs: Collection[_Job], reason: Reason | None = None) -> None:
+        """These jobs have failed, for ``reason`` or because the disk is late. Their rows are vLLM's again, and a thread
+        that still has one of their files finds none."""
         if not jobs:
             return
         given_up = set(jobs)
@@ -285,18 +285,20 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         borrowers += [(load_id, place) for load_id in loads for place in range(len(self._loads[load_id].keys))]
         self._worker.take_back(borrowers)
         for load_id in loads:
-            self._worker.load_was_late(load_id)
+            if reason is None:
+                self._worker.load_was_late(load_id)
             self._worker.cancel_load(load_id)
             self._manager.release(self._loads.pop(load_id).tickets)
         for store in [store for store in self._queue if store.job in given_up]:
             self._queue.remove(store)
             if store.ticket is not None:
                 self._manager.abort(store.ticket.ticket)
-        _log.warning(
-            "late", "%s: %d jobs were not done in load_timeout_s=%g", self.tier_type, len(jobs), self._timeout_s
-        )
+        if reason is None:
+            _log.warning(
+                "late", "%s: %d jobs were not done in load_timeout_s=%g", self.tier_type, len(jobs), self._timeout_s
+            )
         for job in jobs:
-            self._stats.tally.count(job.failures, len(job.left), job.late)
+            self._stats.tally.count(job.failures, len(job.left), reason or job.late)
             job.failed, job.left = True, set()
             self._end_if_done(job)
 
@@ -304,7 +306,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         """vLLM forgets its rows, and perhaps serves other weights from now on (``reset_prefix_cache`` with connectors,
         sleep, new weights). What was stored so far is for the next start, which reads the weights' files."""
         self._take_in()
-        self._give_up(list(self._jobs.values()))
+        self._give_up(list(self._jobs.values()), Reason.CLOSED)
         self._manager.clear()
 
     # The engine's steps.
@@ -314,7 +316,8 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._has_advanced = False
 
     def has_pending_work(self) -> bool:
-        return bool(self._jobs or self._stores) or self._manager.has_more_to_come()
+        """Not of writes that were given up: an engine does not step for a disk that hangs."""
+        return bool(self._jobs) or self._manager.has_more_to_come()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -335,7 +338,7 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             self._take_in()
             self._start_stores()
             time.sleep(0.001)
-        self._give_up(list(self._jobs.values()))
+        self._give_up(list(self._jobs.values()), Reason.CLOSED)
         self._worker.close(max(0.0, deadline - time.monotonic()))
         self._worker.return_rows()
         self._manager.close()
