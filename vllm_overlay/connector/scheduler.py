@@ -352,7 +352,7 @@ class OffloadScheduler:
         """Puts the tier's usage into the tally."""
         self._gauges.record(self._pending, are_loads_paused=time.monotonic() < self._loads_resume_at)
 
-    @property
-    def completes_local_attention(self) -> bool:
-        """See ``Geometry``."""
-        return self._geometry.completes_local_attention
+    def completes_local_attention(self, request: "Request") -> bool:
+        """See ``Geometry``. Called after an offer for ``request``."""
+        names = self._tracked[request.request_id].names
+        return self._geometry.completes_local_attention and not names.doubts_local_hits
