@@ -21,6 +21,8 @@ from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.cpu import CpuTierManager
 from vllm_overlay.tiers.disk.admission import UseCounter
+from vllm_overlay.tiers.entry import Entry
+from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 
 @pytest.fixture
@@ -345,6 +347,22 @@ def test_what_a_request_used_from_elsewhere_stays_in_the_tier(num_local: int) ->
     made.scheduler.allocated(request, ([1], [1]), 0)
     made.store("new", 64)
     assert [made.found(name) for name in ("used", "unused", "new")] == [64, 0, 64]
+
+
+@pytest.mark.parametrize("is_loaded_here", [True, False])
+def test_a_request_that_goes_on_after_a_load_is_one_use(is_loaded_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = LeastRecentlyUsed[Entry]()
+    made = Harness(CpuTierManager(64, 512, 2, policy))
+    made.store("p")
+    uses: Counter[int] = Counter()
+    monkeypatch.setattr(policy, "used", lambda entries: uses.update(entry.end_tokens for entry in entries))
+    request = made.request("p")
+    request.request_id = "again"
+    made.scheduler.lookup(request, 0)
+    made.scheduler.allocated(request, [[1, 2, 3, 4]], 128 if is_loaded_here else 0)
+    made.scheduler.update(KVConnectorOutput(finished_recving={"again"}), None)
+    made.scheduler.allocated(request, [[1, 2, 3, 4]], 0)  # vLLM's second call, after a load
+    assert uses[128] == 1
 
 
 def test_a_request_that_was_not_admitted_has_used_nothing() -> None:

@@ -143,11 +143,12 @@ class OffloadScheduler:
     def allocated(self, request: "Request", block_ids: BlockIds, num_external_tokens: int) -> None:
         """The scheduler took the offer (or, with 0 tokens, did not): the restore point becomes a load job."""
         tracked = self._tracked.get(request.request_id)
-        self._account.admitted(request.request_id, num_external_tokens)
+        is_first_call = self._account.admitted(request.request_id, num_external_tokens)
         if tracked is None:
             return
         if num_external_tokens <= 0:
-            self._touch(tracked)
+            if is_first_call:
+                self._touch(tracked)
             return
         if tracked.names.keys is None:
             self.plan_failed(request.request_id)
