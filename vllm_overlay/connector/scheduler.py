@@ -236,7 +236,8 @@ class OffloadScheduler:
             for object_id in metadata.unreadable_objects - metadata.bad_objects:
                 self._tier.suspend(object_id)
             for request_id, reason in metadata.failed_loads.items():
-                self._load_failed(request_id, reason)
+                if self._pending.fail_load(request_id):
+                    self._load_failed(request_id, reason)
             if metadata.load_pause_s is not None:
                 self._loads_resume_at = time.monotonic() + metadata.load_pause_s
             if metadata.adapters:
