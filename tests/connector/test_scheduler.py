@@ -459,3 +459,26 @@ def test_while_a_tier_is_full_a_step_asks_for_the_first_chunk_alone(monkeypatch:
     assert made.step(request, 512) == 0
     assert asked == [1]
     assert made.tally.counters["dropped_stores:no_room"] == 1
+
+
+def test_what_finds_no_room_is_planned_in_each_step_of_a_prefill_and_ever_more_rarely_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Harness(CpuTierManager(num_units=2, unit_bytes=512, world_size=2))
+    made.store("p")
+    made.loads("p", "loads")  # so that nothing can go
+    request = made.request("q", num_tokens=1024)
+    request.num_prompt_tokens = 512
+    made.scheduler.lookup(request, 0)
+    planned: list[int] = []
+    store_plan = HybridOffloadPlanner.store_plan
+
+    def counted(self: HybridOffloadPlanner, keys: Any, cursors: Any, computed_tokens: int) -> list[PlannedObject]:
+        planned.append(computed_tokens)
+        return store_plan(self, keys, cursors, computed_tokens)
+
+    monkeypatch.setattr(HybridOffloadPlanner, "store_plan", counted)
+    assert sum(made.step(request, num_tokens) for num_tokens in [64] * 8 + [1] * 40) == 0
+    assert planned == [*range(64, 513, 64), *(512 + step for step in (1, 2, 4, 8, 16, 32))]
+    made.scheduler.update(KVConnectorOutput(finished_recving={"loads"}), None)
+    assert sum(made.step(request, 1) for _ in range(32)) == 2
