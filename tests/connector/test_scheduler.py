@@ -16,6 +16,7 @@ from tests.tiers.integrity import check_integrity
 from tests.tiers.store_tier import Address, StoreManager
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.requests import StoreCursor
+from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import StoreTicket
@@ -350,19 +351,26 @@ def test_what_a_request_used_from_elsewhere_stays_in_the_tier(num_local: int) ->
 
 
 @pytest.mark.parametrize("is_loaded_here", [True, False])
-def test_a_request_that_goes_on_after_a_load_is_one_use(is_loaded_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_local", [0, 64])
+def test_a_request_that_goes_on_after_a_load_is_one_use_of_all_that_it_needs(
+    is_loaded_here: bool, num_local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = LeastRecentlyUsed[Entry]()
-    made = Harness(CpuTierManager(64, 512, 2, policy))
+    window = Group(1, GroupKind.WINDOW, 64, 8, 512, True, window=128)
+    geometry = Geometry.build([*GEOMETRY.groups, window], 16, 64)
+    made = Harness(CpuTierManager(64, 512, 2, policy), geometry=geometry)
     made.store("p")
-    uses: Counter[int] = Counter()
-    monkeypatch.setattr(policy, "used", lambda entries: uses.update(entry.end_tokens for entry in entries))
+    uses: Counter[tuple[str, int]] = Counter()
+    monkeypatch.setattr(
+        policy, "used", lambda entries: uses.update({(entry.object_id.tag, entry.end_tokens) for entry in entries})
+    )
     request = made.request("p")
     request.request_id = "again"
-    made.scheduler.lookup(request, 0)
-    made.scheduler.allocated(request, [[1, 2, 3, 4]], 128 if is_loaded_here else 0)
+    assert made.scheduler.lookup(request, num_local) == 128 - num_local
+    made.scheduler.allocated(request, [[1, 2, 3, 4]] * 2, 128 - num_local if is_loaded_here else 0)
     made.scheduler.update(KVConnectorOutput(finished_recving={"again"}), None)
-    made.scheduler.allocated(request, [[1, 2, 3, 4]], 0)  # vLLM's second call, after a load
-    assert uses[128] == 1
+    made.scheduler.allocated(request, [[1, 2, 3, 4]] * 2, 0)  # vLLM's second call, after a load
+    assert [uses[name] for name in (("f0", 128), ("w1", 64), ("w1", 128))] == [1, 1, 1]
 
 
 def test_a_request_that_was_not_admitted_has_used_nothing() -> None:

@@ -156,6 +156,10 @@ class OffloadScheduler:
         restore_point = tracked.num_local + num_external_tokens
         planned = self._planner.load_plan(tracked.names.keys, tracked.num_local, restore_point)
         planned = [item for item in planned if not self._placer.is_local(item, block_ids)]
+        loaded = {item.object_id for item in planned}
+        needed = self._planner.last_needed(tracked.names.keys, restore_point)
+        # Of a window, what the device cache has.
+        self._tier.touch([object_id for object_id in needed if object_id not in loaded])
         tickets = self._tier.acquire(planned)
         if tickets is None:
             self.plan_failed(request.request_id)
