@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.connector.fake_stream import UNIT, FakeStream, FakeTier
-from tests.connector.harness import NOTHING, Harness
+from tests.connector.harness import HYBRID, NOTHING, Harness
 from vllm_overlay.connector.lora.digests import AdapterReports, LoadedAdapters
 from vllm_overlay.connector.lora.keys import AdapterKeys, LoraNames
 from vllm_overlay.connector.lora.metadata import AdapterCheck, AdapterWeights
@@ -156,6 +156,18 @@ def test_what_was_restored_here_is_no_such_hit_and_one_of_the_only_weights_is_co
     made.scheduler.allocated(longer, [[1, 2, 3, 4]], 128 - num_local)
     longer.num_computed_tokens = 128
     assert made.step(longer, 70) == 1
+
+
+@pytest.mark.parametrize(("adapter_id", "weights", "completes"), [(0, ONE, True), (1, ONE, True), (1, OTHER, False)])
+def test_attention_on_the_device_that_other_weights_may_have_computed_is_loaded_too(
+    adapter_id: int, weights: AdapterWeights, completes: bool
+) -> None:
+    """Without its state, lookups do not hear of it as a local hit."""
+    made = known(Harness(geometry=HYBRID), weights)
+    made.report(made.plan(made.looked_up("p", adapter_id=adapter_id), 140, states_at=128))
+    request = made.request("p", adapter_id=adapter_id)
+    assert made.scheduler.lookup(request, 0) == 128
+    assert made.scheduler.completes_local_attention(request) is completes
 
 
 def test_after_a_reset_a_request_whose_adapter_comes_to_be_known_is_not_stored(made: Harness) -> None:

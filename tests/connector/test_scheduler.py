@@ -16,11 +16,14 @@ from tests.tiers.integrity import check_integrity
 from tests.tiers.store_tier import Address, StoreManager
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.requests import StoreCursor
+from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
 from vllm_overlay.tiers.base import StoreTicket
 from vllm_overlay.tiers.cpu import CpuTierManager
 from vllm_overlay.tiers.disk.admission import UseCounter
+from vllm_overlay.tiers.entry import Entry
+from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 
 @pytest.fixture
@@ -347,6 +350,29 @@ def test_what_a_request_used_from_elsewhere_stays_in_the_tier(num_local: int) ->
     assert [made.found(name) for name in ("used", "unused", "new")] == [64, 0, 64]
 
 
+@pytest.mark.parametrize("is_loaded_here", [True, False])
+@pytest.mark.parametrize("num_local", [0, 64])
+def test_a_request_that_goes_on_after_a_load_is_one_use_of_all_that_it_needs(
+    is_loaded_here: bool, num_local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = LeastRecentlyUsed[Entry]()
+    window = Group(1, GroupKind.WINDOW, 64, 8, 512, True, window=128)
+    geometry = Geometry.build([*GEOMETRY.groups, window], 16, 64)
+    made = Harness(CpuTierManager(64, 512, 2, policy), geometry=geometry)
+    made.store("p")
+    uses: Counter[tuple[str, int]] = Counter()
+    monkeypatch.setattr(
+        policy, "used", lambda entries: uses.update({(entry.object_id.tag, entry.end_tokens) for entry in entries})
+    )
+    request = made.request("p")
+    request.request_id = "again"
+    assert made.scheduler.lookup(request, num_local) == 128 - num_local
+    made.scheduler.allocated(request, [[1, 2, 3, 4]] * 2, 128 - num_local if is_loaded_here else 0)
+    made.scheduler.update(KVConnectorOutput(finished_recving={"again"}), None)
+    made.scheduler.allocated(request, [[1, 2, 3, 4]] * 2, 0)  # vLLM's second call, after a load
+    assert [uses[name] for name in (("f0", 128), ("w1", 64), ("w1", 128))] == [1, 1, 1]
+
+
 def test_a_request_that_was_not_admitted_has_used_nothing() -> None:
     made = full_tier()
     for name in ("asked", "unused"):
@@ -441,3 +467,26 @@ def test_while_a_tier_is_full_a_step_asks_for_the_first_chunk_alone(monkeypatch:
     assert made.step(request, 512) == 0
     assert asked == [1]
     assert made.tally.counters["dropped_stores:no_room"] == 1
+
+
+def test_what_finds_no_room_is_planned_in_each_step_of_a_prefill_and_ever_more_rarely_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Harness(CpuTierManager(num_units=2, unit_bytes=512, world_size=2))
+    made.store("p")
+    made.loads("p", "loads")  # so that nothing can go
+    request = made.request("q", num_tokens=1024)
+    request.num_prompt_tokens = 512
+    made.scheduler.lookup(request, 0)
+    planned: list[int] = []
+    store_plan = HybridOffloadPlanner.store_plan
+
+    def counted(self: HybridOffloadPlanner, keys: Any, cursors: Any, computed_tokens: int) -> list[PlannedObject]:
+        planned.append(computed_tokens)
+        return store_plan(self, keys, cursors, computed_tokens)
+
+    monkeypatch.setattr(HybridOffloadPlanner, "store_plan", counted)
+    assert sum(made.step(request, num_tokens) for num_tokens in [64] * 8 + [1] * 40) == 0
+    assert planned == [*range(64, 513, 64), *(512 + step for step in (1, 2, 4, 8, 16, 32))]
+    made.scheduler.update(KVConnectorOutput(finished_recving={"loads"}), None)
+    assert sum(made.step(request, 1) for _ in range(32)) == 2

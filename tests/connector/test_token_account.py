@@ -118,6 +118,17 @@ def test_a_request_whose_loads_fail_too_often_loses_all_to_its_attempts() -> Non
     assert lost(made) == {"attempts": 200, "load_failed": 3 * 128, "attention": 3 * 64, "prompt_end": 3 * 8}
 
 
+def test_a_load_that_fails_in_two_ranks_one_after_the_other_is_one_attempt() -> None:
+    made = with_prompt()
+    request = reader(made)
+    for _ in range(2):
+        made.scheduler.allocated(request, BLOCKS, 128)
+        made.scheduler.update(NOTHING, OffloadWorkerMetadata(failed_loads={request.request_id: Reason.TIMEOUT}))
+        ended(made, request.request_id, failed=True)
+        assert made.scheduler.lookup(request, 0) == 128
+    assert counters(made)["failed_loads:timeout"] == 2 and "failed_loads:checksum" not in counters(made)
+
+
 def test_a_load_whose_objects_are_gone_is_a_failed_one() -> None:
     made = with_prompt()
     request = reader(made)

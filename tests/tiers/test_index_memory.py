@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.tiers.integrity import check_integrity
+from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
+from vllm_overlay.tiers.cpu import CpuTierManager
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.base import NeverEvicts
 from vllm_overlay.tiers.policies.learned import LearnedEviction
@@ -70,3 +72,15 @@ def test_dropped_prompts_are_freed_while_others_stay(policy: type) -> None:
         index.drop(root)
     assert full - sys.getallocatedblocks() > len(index)
     check_integrity(index)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_closed_tier_had_is_freed(policy: type) -> None:
+    filled(PrefixIndex(None, policy())).clear()
+    before = sys.getallocatedblocks()
+    for _ in range(3):
+        tier = CpuTierManager(NUM_OBJECTS, 10, 1, policy())
+        filled(tier.index)
+        tier.close()
+        del tier
+    until(lambda: sys.getallocatedblocks() - before < NUM_OBJECTS)

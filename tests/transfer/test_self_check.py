@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from vllm_overlay.tiers.memory import HostBuffer, HostPool
 from vllm_overlay.transfer import self_check
 from vllm_overlay.transfer.base import Handle, KVTransfer, Placement, Span
 from vllm_overlay.transfer.cuda import CudaTransfer
+from vllm_overlay.transfer.factory import build_transfer
 from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.page_map import CellMap
 from vllm_overlay.transfer.self_check import TransferError, check_round_trips
@@ -112,3 +114,15 @@ def test_a_tier_that_tells_of_no_memory_is_checked_in_memory_of_its_own() -> Non
     transfer.fault = one_bit_other
     with pytest.raises(TransferError, match="came back with other bytes"):
         check_round_trips(transfer, groups, None)
+
+
+def test_a_pool_that_serves_already_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector that comes back has its transfer built anew, while others load into the blocks."""
+    checks: list[int] = []
+    monkeypatch.setattr(self_check, "check_round_trips", lambda transfer, groups, memory: checks.append(len(memory)))
+    for name in ("cuda.CudaTransfer", "cuda_device.CudaDevice", "pinned.PinnedMemory"):
+        monkeypatch.setattr(f"vllm_overlay.transfer.{name}", Mock())
+    groups = {0: GroupTensors((torch.empty(2, 1, 4, 8, device="meta"),))}
+    for num_units in (2, 2, 3, 2):
+        build_transfer(groups, [HostPool(num_units, 4096).array], 1 << 20)
+    assert checks == [2, 3]

@@ -188,7 +188,7 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
 
     def completes_local_attention(self, request: "Request") -> bool:
         """Called by the scheduler after an offer (patch 0012). Whether the load leaves out attention that is local."""
-        return self._scheduler is not None and self._scheduler.completes_local_attention
+        return self._scheduler is not None and self._scheduler.completes_local_attention(request)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         if self._scheduler is not None:

@@ -37,6 +37,7 @@ class PendingLoad:
     request_id: str
     tickets: tuple[LoadTicket, ...]
     deadline: float
+    has_failed: bool = False
     is_overdue: bool = False
 
 
@@ -105,6 +106,14 @@ class PendingReports:
         for store in sound:
             store.has_failed = True
         return len(sound)
+
+    def fail_load(self, request_id: str) -> bool:
+        """A rank says that the load of a request has failed. Whether that is news: no rank has said so before."""
+        load = self._loads.get(request_id)
+        if load is None:
+            return True
+        is_news, load.has_failed = not load.has_failed, True
+        return is_news
 
     def is_loading(self, request_id: str) -> bool:
         return request_id in self._loads

@@ -22,7 +22,8 @@ class StoreCursor:
     """How far one attention group of a request was considered for storing: up to ``tokens``.
 
     After a failed store nothing later can be found. So the cursor goes back to that chunk (``retry``), and nothing
-    after it is stored before it is. It is tried in the next step, and after ever more steps while that fails too.
+    after it is stored before it is. It is tried in the next step, and after ever more steps while that fails too. So is
+    a chunk that found no room.
     """
 
     tokens: int = 0
@@ -37,7 +38,7 @@ class StoreCursor:
 
     def may_store(self, step: int) -> bool:
         """Whether the next chunk may be stored in this step."""
-        return self.retry is None or (not self._is_retry_out and step >= self._again_at)
+        return step >= self._again_at and not self._is_retry_out
 
     def unwanted(self, chunks: Sequence[PlannedObject], tier: TierManager) -> Collection[ObjectId]:
         """What the tier does not want of these or earlier ones. It is asked once a chunk: to try again is no further
@@ -60,6 +61,10 @@ class StoreCursor:
         self.tokens = min(self.tokens, chunk.start_tokens)
         if self.retry is None or chunk.start_tokens <= self.retry.start_tokens:
             self.retry, self._is_retry_out = chunk, False
+        self.wait(step)
+
+    def wait(self, step: int) -> None:
+        """The next chunk could not be stored in this step."""
         if self._failed_at != step:
             self._failed_at = step
             self._num_failures += 1
@@ -73,7 +78,7 @@ class StoreCursor:
     def stored(self, chunk: PlannedObject) -> None:
         """Every rank has stored the chunk."""
         if self.retry is not None and self.retry.object_id == chunk.object_id:
-            self.retry, self._is_retry_out, self._num_failures = None, False, 0
+            self.retry, self._is_retry_out, self._num_failures, self._again_at = None, False, 0, 0
 
     def submitted(self, chunk: PlannedObject) -> None:
         """The chunk is on its way. While one is tried again it becomes the one to retry: what came before it may be
@@ -81,6 +86,8 @@ class StoreCursor:
         self.tokens = chunk.end_tokens
         if self.retry is not None:
             self.retry, self._is_retry_out = chunk, True
+        else:
+            self._num_failures = 0
 
     def go_back(self, chunk: PlannedObject) -> None:
         """Chunks from this one on have gone from the tier. Goes back once only. Otherwise a tier that is too small for

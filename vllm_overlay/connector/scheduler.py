@@ -143,11 +143,12 @@ class OffloadScheduler:
     def allocated(self, request: "Request", block_ids: BlockIds, num_external_tokens: int) -> None:
         """The scheduler took the offer (or, with 0 tokens, did not): the restore point becomes a load job."""
         tracked = self._tracked.get(request.request_id)
-        self._account.admitted(request.request_id, num_external_tokens)
+        is_first_call = self._account.admitted(request.request_id, num_external_tokens)
         if tracked is None:
             return
         if num_external_tokens <= 0:
-            self._touch(tracked)
+            if is_first_call:
+                self._touch(tracked)
             return
         if tracked.names.keys is None:
             self.plan_failed(request.request_id)
@@ -155,6 +156,10 @@ class OffloadScheduler:
         restore_point = tracked.num_local + num_external_tokens
         planned = self._planner.load_plan(tracked.names.keys, tracked.num_local, restore_point)
         planned = [item for item in planned if not self._placer.is_local(item, block_ids)]
+        loaded = {item.object_id for item in planned}
+        needed = self._planner.last_needed(tracked.names.keys, restore_point)
+        # Of a window, what the device cache has.
+        self._tier.touch([object_id for object_id in needed if object_id not in loaded])
         tickets = self._tier.acquire(planned)
         if tickets is None:
             self.plan_failed(request.request_id)
@@ -162,7 +167,7 @@ class OffloadScheduler:
         self._pending.add_load(request.request_id, tuple(tickets))
         placements = tuple(self._placer.to_load(planned, block_ids))
         load_id = f"{request.request_id}#{next(self._attempts)}"
-        zeros = self._placer.beyond(restore_point, block_ids)
+        zeros = self._placer.left_out(tracked.num_local, restore_point, block_ids)
         self._new_loads.append(LoadJob(load_id, request.request_id, tuple(tickets), placements, zeros))
         tracked.names.restored(block_id for placement in placements for block_id in placement.block_ids)
 
@@ -235,7 +240,8 @@ class OffloadScheduler:
             for object_id in metadata.unreadable_objects - metadata.bad_objects:
                 self._tier.suspend(object_id)
             for request_id, reason in metadata.failed_loads.items():
-                self._load_failed(request_id, reason)
+                if self._pending.fail_load(request_id):
+                    self._load_failed(request_id, reason)
             if metadata.load_pause_s is not None:
                 self._loads_resume_at = time.monotonic() + metadata.load_pause_s
             if metadata.adapters:
@@ -352,7 +358,7 @@ class OffloadScheduler:
         """Puts the tier's usage into the tally."""
         self._gauges.record(self._pending, are_loads_paused=time.monotonic() < self._loads_resume_at)
 
-    @property
-    def completes_local_attention(self) -> bool:
-        """See ``Geometry``."""
-        return self._geometry.completes_local_attention
+    def completes_local_attention(self, request: "Request") -> bool:
+        """See ``Geometry``. Called after an offer for ``request``."""
+        names = self._tracked[request.request_id].names
+        return self._geometry.completes_local_attention and not names.doubts_local_hits

@@ -2,7 +2,7 @@
 """Which objects a step stores: chunks that it completes, and states at the boundaries that vLLM offers or passes by."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.common.reasons import Reason
@@ -95,14 +95,17 @@ class StorePlanner:
     ) -> list[StoreJob]:
         computed = min(tracked.request.num_computed_tokens + num_tokens, self._storable_tokens(tracked))
         tracked.find_next_chunk(self._geometry, math.inf if self._stores_decoded_tokens else tracked.num_prompt_tokens)
-        if computed < tracked.next_chunk_tokens:
+        ready = {group_id for group_id, cursor in tracked.cursors.items() if cursor.may_store(self._step)}
+        if computed < tracked.next_chunk_tokens or not ready:
             return []
         block_ids = block_state.get_block_ids(tracked.request.request_id)
         if block_ids is None:
             return []
         if not tracked.is_retrying:
-            self._skip_held(tracked, keys, computed)
-        positions = {group_id: cursor.tokens for group_id, cursor in tracked.cursors.items()}
+            self._skip_held(tracked, keys, computed, ready)
+        positions = {
+            group_id: cursor.tokens if group_id in ready else computed for group_id, cursor in tracked.cursors.items()
+        }
         chunks = self._planner.store_plan(keys, positions, computed)
         stalled: set[int | None] = set()
         if not tracked.is_retrying and tracked.stalled_at not in [chunk.object_id for chunk in chunks]:
@@ -114,9 +117,11 @@ class StorePlanner:
                 jobs += self._chunks_at_once(tracked, keys, [chunk], block_ids, stalled)
         return jobs
 
-    def _skip_held(self, tracked: TrackedRequest, keys: Sequence[bytes], computed: int) -> None:
+    def _skip_held(self, tracked: TrackedRequest, keys: Sequence[bytes], computed: int, ready: Collection[int]) -> None:
         """Passes by the next chunks of full attention that the tier has: of a prompt that was restored, most."""
         for group in self._geometry.full:
+            if group.group_id not in ready:
+                continue
             cursor, size = tracked.cursor(group.group_id), self._geometry.chunk_size_of(group)
             first = -(-cursor.tokens // size)
             end = min(computed, len(keys) * self._geometry.match_unit) // size
@@ -134,8 +139,9 @@ class StorePlanner:
     ) -> list[StoreJob]:
         """Asks the tier once for the tickets of ``chunks``.
 
-        Groups of full attention whose chunk finds no room go into ``stalled``: the chunk is tried again. A window's
-        chunk is not: its block may be gone in the next step, and later chunks do without.
+        Groups of full attention whose chunk finds no room go into ``stalled``: the chunk is tried again. While the
+        prompt is computed that is in each step: what comes with its end is stored only then. A window's chunk is not:
+        its block may be gone in the next step, and later chunks do without.
         """
         tier, placer = self._tier, self._placer
         cursors: Mapping[Any, StoreCursor] = tracked.cursors
@@ -151,9 +157,7 @@ class StorePlanner:
             name, cursor = chunk.object_id, cursors[chunk.group_id]
             if chunk.group_id in stalled:
                 continue
-            if name in stored and cursor.retry is None:
-                cursor.tokens = chunk.end_tokens
-            elif name in stored:
+            if name in stored:
                 cursor.submitted(chunk)
             elif name not in placements:
                 cursor.tokens = chunk.end_tokens
@@ -165,6 +169,8 @@ class StorePlanner:
                 if placer.is_full(chunk):
                     stalled.add(chunk.group_id)
                     cursor.go_back(self._planner.first_missing(keys, chunk, tier.has_or_awaits))
+                    if tracked.request.num_computed_tokens >= tracked.num_prompt_tokens:
+                        cursor.wait(self._step)
                 else:
                     cursor.passed(chunk)
         return jobs

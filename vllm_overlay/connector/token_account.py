@@ -46,16 +46,17 @@ class TokenAccount:
         """The request is over: the answer to its lookup counts no more."""
         self._asked.pop(request_id, None)
 
-    def admitted(self, request_id: str, num_tokens: int) -> None:
-        """The request got its blocks, to load so many tokens. A lookup that has counted already does not count
-        again."""
+    def admitted(self, request_id: str, num_tokens: int) -> bool:
+        """The request got its blocks, to load so many tokens. Whether its lookup counts with that: one that has counted
+        already, as when vLLM calls once more after a load, does not count again."""
         asked = self._asked.pop(request_id, None)
         if asked is None:
-            return
+            return False
         if num_tokens:
             self._loads[request_id] = _Load(asked, num_tokens, time.monotonic())
         else:
             self._count(asked)
+        return True
 
     def load_ended(self, request_id: str, *, failed: bool) -> int:
         """A load has ended, in all ranks or with a failure in one. Returns the tokens of a load that came."""

@@ -182,7 +182,7 @@ class CpuTierManager(TierManager):
         self._reclaim(self.index.clear())
 
     def close(self) -> None:
-        """No background work."""
+        self.index.close()
 
 
 class CpuTierWorker(TierWorker):

@@ -227,8 +227,8 @@ class TierPair:
 
     def close(self, timeout_s: float = PATIENCE_S) -> int:
         given_up = sum(worker.close(timeout_s) for worker in self.workers)
-        close_tier(self.tier)
         check_integrity(self.tier.index)
+        close_tier(self.tier)
         return given_up
 
 

@@ -87,10 +87,15 @@ class RequestNames:
             self.keys = AdapterKeys(self.block_hashes, weights.digest)
             self._doubt_what_was_found()
 
+    @property
+    def doubts_local_hits(self) -> bool:
+        """Whether several weights had its adapter's name and path. Block hashes do not tell which of them have computed
+        what the device cache holds."""
+        return self.weights is not None and not self.weights.is_only
+
     def _doubt_what_was_found(self) -> None:
-        """Pass the request by if several weights had its adapter's name and path. Block hashes do not tell which of
-        them have computed a local hit."""
-        if self.weights is not None and not self.weights.is_only and self._num_found:
+        """Pass the request by if other weights may have computed its local hit."""
+        if self.doubts_local_hits and self._num_found:
             self.keys = None
 
     def begin(self, step: int, is_scheduled: bool) -> AdapterCheck | None:

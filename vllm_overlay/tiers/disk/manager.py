@@ -373,6 +373,7 @@ class DiskTierManager(TierManager):
         if self._ranker is not None:
             self._bookkeeper.keep(self._ranker.learned())
         self._bookkeeper.close(_JOIN_S)
+        self.index.close()
 
 
 def bytes_on_disk(num_bytes: int, world_size: int) -> int:
