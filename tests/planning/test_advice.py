@@ -20,16 +20,16 @@ from vllm_overlay.tiers.factory import tier_spec
 GOOD: dict[str, Any] = {"block_size": 1088, "prefix_match_unit": 64, "max_num_batched_tokens": 8192}
 
 
-def given(found: EngineLayout, capacity: str = "8 GiB", **flags: Any) -> list[Advice]:
+def given(found: EngineLayout, capacity: str = "8 GiB", tier: str = "cpu", **flags: Any) -> list[Advice]:
     """The advice to who gave these flags and got this layout."""
     flags.pop("block_size", None)
     given, conversation = Flags(model="m", **flags), Conversation(8000)
     found = replaced(found, max_num_batched_tokens=flags.get("max_num_batched_tokens", 8192))
     unit = choose_match_unit(given, found)
-    spec = tier_spec({"tier": "cpu", "capacity_bytes": capacity})
-    tier = tier_capacity(spec, geometry_of(found, unit, spec), 1, found.max_num_batched_tokens, conversation)
-    assert tier is not None
-    return advice(given, found, unit, [tier], conversation, HostMemory(given, found, 0, 0), [])
+    spec = tier_spec({"tier": tier, "capacity_bytes": capacity, **({"root": "/kv"} if tier == "disk" else {})})
+    holds = tier_capacity(spec, geometry_of(found, unit, spec), 1, found.max_num_batched_tokens, conversation)
+    assert holds is not None
+    return advice(given, found, unit, [holds], conversation, HostMemory(given, found, 0, 0), [])
 
 
 def warnings(found: EngineLayout, **flags: Any) -> list[Advice]:
@@ -88,11 +88,13 @@ def test_periodic_states_are_warned_of() -> None:
     assert warnings(QWEN_35B_EXACT, **GOOD, prefix_cache_retention_interval=0) == []
 
 
-def test_room_for_less_than_one_conversation_is_warned_of() -> None:
-    (item,) = warnings(QWEN_35B_EXACT, capacity="200 MiB", **GOOD)
+@pytest.mark.parametrize("tier", ["cpu", "disk"])
+def test_room_for_less_than_one_conversation_is_warned_of(tier: str) -> None:
+    (item,) = warnings(QWEN_35B_EXACT, capacity="200 MiB", tier=tier, **GOOD)
     needed = int(item.sentence.split()[-2])
+    assert item.setting == f"--{tier}"
     assert "does not hold one conversation of 8000 tokens" in item.sentence
-    assert warnings(QWEN_35B_EXACT, capacity=str(needed + (1 << 20)) + " B", **GOOD) == []
+    assert warnings(QWEN_35B_EXACT, capacity=f"{needed} B", tier=tier, **GOOD) == []
 
 
 def of_memory(flags: Flags, tier_bytes: int, free_bytes: int, node_bytes: int = 0) -> list[Advice]:

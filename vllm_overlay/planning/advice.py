@@ -186,7 +186,7 @@ def _of_capacity(tiers: Sequence[TierCapacity], conversation: Conversation) -> I
     for tier in tiers:
         if not tier.num_conversations:
             yield _warning(
-                f"--{tier.name}",
+                "--disk" if tier.name.endswith("disk") else "--cpu",
                 f"the {tier.name} tier does not hold one conversation of {conversation.num_tokens} tokens: "
-                f"give it at least {tier.conversation_bytes} bytes",
+                f"give it at least {tier.size_of_one} bytes",
             )

@@ -42,6 +42,8 @@ class TierCapacity:
     num_snapshots: int
     conversation_bytes: int
     num_conversations: int
+    size_of_one: int
+    """The size to give the tier so that it holds one conversation."""
     geometry: str
     """The line that the server will log."""
 
@@ -71,6 +73,7 @@ class TierCapacity:
             num_snapshots=room.capacity_bytes // snapshot_bytes if snapshot_bytes else 0,
             conversation_bytes=conversation_bytes,
             num_conversations=room.capacity_bytes // conversation_bytes if conversation_bytes else 0,
+            size_of_one=conversation_bytes + (room.held_bytes and max(room.held_bytes, -(-conversation_bytes // 7))),
             geometry=geometry,
         )
 

@@ -323,11 +323,13 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True)
 class TierRoom:
-    """What a tier can hold, for a plan: nothing is built for it. Both are in bytes of all ranks together."""
+    """What a tier can hold, for a plan: nothing is built for it. All are in bytes of all ranks together."""
 
     capacity_bytes: int
     object_bytes: Callable[[int], int]
     """The bytes that an object takes there, from its bytes in one rank."""
+    held_bytes: int = 0
+    """Set aside, of the size that was given: what it says now, or up to an 8th of a larger one."""
 
 
 class TierSpec(ABC, Generic[SettingsT]):

@@ -80,4 +80,4 @@ def room_of(settings: DiskTierSettings, max_object_bytes: int, world_size: int, 
     quota = quota_of(settings, max_object_bytes, world_size, step_bytes)
     capacity = quota.capacity_bytes
     held = max(capacity // HELD_PARTS, quota.largest_bytes, quota.at_once_bytes(capacity, 1))
-    return TierRoom(quota.capacity_bytes - held, lambda num_bytes: bytes_on_disk(num_bytes, world_size))
+    return TierRoom(quota.capacity_bytes - held, lambda num_bytes: bytes_on_disk(num_bytes, world_size), held)
