@@ -269,14 +269,17 @@ def test_the_file_of_a_store_that_outlives_its_engine_is_looked_after(tmp_path):
         until(lambda: len(catalogue_of(made.tier).writers()) == 1, "the end of its grant")
 
 
-def begin_burial(root: Path, is_complete: bool = True) -> tuple[Catalogue, recovery.Recovery]:
+def begin_burial(
+    root: Path, is_complete: bool = True, device: Device | None = None
+) -> tuple[Catalogue, recovery.Recovery]:
     """Of an heir that has joined a new catalogue."""
     root.chmod(0o700)
     catalogue = Catalogue(str(root))
     catalogue.join(HEIR, OF_NAMESPACE)
     if is_complete:
         catalogue.end_rebuild()
-    return catalogue, recovery.Recovery(seat_in(root, catalogue, HEIR, Device()), OF_NAMESPACE.fingerprint)
+    seat = seat_in(root, catalogue, HEIR, device or Device())
+    return catalogue, recovery.Recovery(seat, OF_NAMESPACE.fingerprint)
 
 
 def test_what_an_engine_that_is_just_beginning_commits_meanwhile_is_not_taken_for_a_dead_ones(tmp_path, monkeypatch):
@@ -369,3 +372,17 @@ def test_a_listing_that_fails_is_tried_again_unlinks_nothing_and_keeps_no_other_
         fails.clear()
         until(lambda: not lost.exists(), "a burial")
         assert again.reasons(chain("p", 3)) == [""] * 4
+
+
+def test_what_cannot_be_unlinked_now_stays_counted_and_is_tried_again(tmp_path):
+    path, device = put(tmp_path, DEAD, 1), FailingDevice()
+    catalogue, buried = begin_burial(tmp_path, device=device)
+    catalogue.join(DEAD, OF_NAMESPACE)
+    catalogue.grant(DEAD, 8192, 8192, 1 << 30)
+    device.fail(path, errno.EIO, "unlink")
+    for _ in range(2):
+        buried.bury_the_dead()
+        assert path.exists() and catalogue.totals().granted_bytes == 8192
+    device.fail("nothing", errno.EIO)
+    buried.bury_the_dead()
+    assert not path.exists() and catalogue.totals().granted_bytes == 0
