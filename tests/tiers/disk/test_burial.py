@@ -122,6 +122,23 @@ def test_a_rank_makes_no_writer_alive_and_shares_none_that_is_being_buried(tmp_p
     assert not os.path.lexists(alive_path(root, life.writer))
 
 
+def test_a_life_on_a_server_that_died_ends_once(tmp_path, monkeypatch):
+    """Its descriptor's number is free though the call fails, and may be another file's by then."""
+    life, close, closed = begin_life(str(tmp_path), Device()), os.close, []
+
+    def fail(fd):
+        closed.append(fd)
+        close(fd)
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    monkeypatch.setattr(os, "close", fail)
+    for _ in range(2):
+        life.end()
+    monkeypatch.undo()
+    assert len(closed) == 1
+    assert not is_held(alive_path(str(tmp_path), life.writer))
+
+
 # A burial.
 
 

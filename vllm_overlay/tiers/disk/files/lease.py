@@ -170,9 +170,10 @@ class Lease:
         )
 
     def _close(self) -> None:
-        if self._fd >= 0:
-            self._device.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # of a server that died: the number is free all the same
+                self._device.close(fd)
 
 
 def take_lease(device: Device, root: Root) -> Lease | None:
