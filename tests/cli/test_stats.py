@@ -3,11 +3,13 @@
 
 import contextlib
 import os
+import socket
 import time
 
 import pytest
 
 from tests.cli.commands import remove_catalogue, run
+from tests.tiers.disk.file_systems import pretend
 from tests.tiers.disk.files import bytes_under, on_disk
 from tests.tiers.disk.foreign import contents_of
 from tests.tiers.disk.objects import chain
@@ -15,6 +17,10 @@ from tests.tiers.disk.tier_pair import NAMESPACE, OTHER_NAMESPACE, tier_pair
 from vllm_overlay import cli
 from vllm_overlay.cli.console import age
 from vllm_overlay.tiers.disk.catalogue import Catalogue
+from vllm_overlay.tiers.disk.files import lease
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.lease import Lease
+from vllm_overlay.tiers.disk.files.root import choose_root
 
 
 def test_stats_say_whose_what_and_how_much(root, capsys):
@@ -78,3 +84,22 @@ def test_stats_see_who_serves(root, capsys):
         _, stats = run(capsys, "stats", root)
     served = {namespace["fingerprint"] for namespace in stats["namespaces"] if namespace["is_served"]}
     assert served == {NAMESPACE.fingerprint}
+
+
+def test_stats_open_nothing_that_another_machine_has(tmp_path, capsys, monkeypatch):
+    """Its locks are not seen here, so what it is writing would look like what a killed one has left."""
+    pretend(monkeypatch, tmp_path, "nfs4")
+    for name in ("SETTLE_S", "_POLL_S"):
+        monkeypatch.setattr(lease, name, 0.0)
+    root = tmp_path / "root"
+    with tier_pair(root, host_name="node-8") as made:
+        made.store(chain("p", 1))
+    Lease(Device(), choose_root(Device(), str(root), "node-8"), "another machine").take()
+    with tier_pair(root, host_name="node-7") as made:
+        made.store(chain("p", 1))
+        made.settled()
+        status, (own, others) = run(capsys, "stats", root)
+    assert (status, own["num_bytes"]) == (0, 2 * on_disk())
+    assert others == {"root": str(root / "host-node-8"), "served_by": socket.gethostname()}
+    assert cli.main(["stats", str(root / "host-node-8"), "--verify", "--remove"]) == 0
+    assert "run this there" in capsys.readouterr().out

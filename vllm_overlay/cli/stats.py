@@ -14,6 +14,7 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import CatalogueError, NamespaceUsage
 from vllm_overlay.tiers.disk.catalogue.generations import newest
 from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity, integrity_of
+from vllm_overlay.tiers.disk.files.lease import host_elsewhere
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY
 from vllm_overlay.tiers.disk.files.recognition import host_roots, require_root
 from vllm_overlay.tiers.disk.recovery.inspection import (
@@ -50,12 +51,17 @@ def _run(arguments: argparse.Namespace) -> int:
     roots = hosts if hosts and not newest(arguments.root) else [arguments.root]
     reports = [_look_at(root, integrity, arguments) for root in roots]
     if arguments.json:
-        print(json.dumps(reports if len(reports) > 1 else reports[0][0], indent=2))
+        every = [report for report, _ in reports]
+        print(json.dumps(every if len(every) > 1 else every[0], indent=2))
     return SOUND if all(is_sound for _, is_sound in reports) else PROBLEMS
 
 
 def _look_at(root: str, integrity: Integrity, arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """A report on one root, or on one host's in it, and whether it is sound. Prints it unless it is to be JSON."""
+    if host := host_elsewhere(root):  # SQLite would take what it is writing for what a killed process has left
+        if not arguments.json:
+            print(f"{shown(root)} is in use on {shown(host)}, whose locks are not seen here: run this there")
+        return {"root": root, "served_by": host}, True
     found = None
     try:
         with contextlib.closing(open_existing(root)) as catalogue:

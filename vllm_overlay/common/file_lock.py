@@ -120,7 +120,10 @@ def is_in_place(path: str, fd: int) -> bool:
         found = os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    return os.path.samestat(found, os.fstat(fd))
+    try:
+        return os.path.samestat(found, os.fstat(fd))
+    except OSError:  # the path answers, and what was opened is dead: its server came back
+        return False
 
 
 def is_held(path: str) -> bool:

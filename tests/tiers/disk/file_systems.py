@@ -87,7 +87,8 @@ def fuse_mount(source: Path, path: Path) -> Iterator[subprocess.Popen[bytes]]:
     for directory in (source, path):
         directory.mkdir(mode=0o700, exist_ok=True)
     before = path.stat().st_dev
-    server = subprocess.Popen(["bindfs", "-f", source, path], stderr=subprocess.PIPE)
+    options = "attr_timeout=0,entry_timeout=0"  # by default the kernel answers for a dead server for a second
+    server = subprocess.Popen(["bindfs", "-f", "-o", options, source, path], stderr=subprocess.PIPE)
     try:
         until(lambda: path.stat().st_dev != before or server.poll() is not None, "a FUSE file system")
         if server.poll() is not None:

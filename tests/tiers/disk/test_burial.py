@@ -122,6 +122,23 @@ def test_a_rank_makes_no_writer_alive_and_shares_none_that_is_being_buried(tmp_p
     assert not os.path.lexists(alive_path(root, life.writer))
 
 
+def test_a_life_on_a_server_that_died_ends_once(tmp_path, monkeypatch):
+    """Its descriptor's number is free though the call fails, and may be another file's by then."""
+    life, close, closed = begin_life(str(tmp_path), Device()), os.close, []
+
+    def fail(fd):
+        closed.append(fd)
+        close(fd)
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    monkeypatch.setattr(os, "close", fail)
+    for _ in range(2):
+        life.end()
+    monkeypatch.undo()
+    assert len(closed) == 1
+    assert not is_held(alive_path(str(tmp_path), life.writer))
+
+
 # A burial.
 
 
@@ -269,14 +286,17 @@ def test_the_file_of_a_store_that_outlives_its_engine_is_looked_after(tmp_path):
         until(lambda: len(catalogue_of(made.tier).writers()) == 1, "the end of its grant")
 
 
-def begin_burial(root: Path, is_complete: bool = True) -> tuple[Catalogue, recovery.Recovery]:
+def begin_burial(
+    root: Path, is_complete: bool = True, device: Device | None = None
+) -> tuple[Catalogue, recovery.Recovery]:
     """Of an heir that has joined a new catalogue."""
     root.chmod(0o700)
     catalogue = Catalogue(str(root))
     catalogue.join(HEIR, OF_NAMESPACE)
     if is_complete:
         catalogue.end_rebuild()
-    return catalogue, recovery.Recovery(seat_in(root, catalogue, HEIR, Device()), OF_NAMESPACE.fingerprint)
+    seat = seat_in(root, catalogue, HEIR, device or Device())
+    return catalogue, recovery.Recovery(seat, OF_NAMESPACE.fingerprint)
 
 
 def test_what_an_engine_that_is_just_beginning_commits_meanwhile_is_not_taken_for_a_dead_ones(tmp_path, monkeypatch):
@@ -369,3 +389,17 @@ def test_a_listing_that_fails_is_tried_again_unlinks_nothing_and_keeps_no_other_
         fails.clear()
         until(lambda: not lost.exists(), "a burial")
         assert again.reasons(chain("p", 3)) == [""] * 4
+
+
+def test_what_cannot_be_unlinked_now_stays_counted_and_is_tried_again(tmp_path):
+    path, device = put(tmp_path, DEAD, 1), FailingDevice()
+    catalogue, buried = begin_burial(tmp_path, device=device)
+    catalogue.join(DEAD, OF_NAMESPACE)
+    catalogue.grant(DEAD, 8192, 8192, 1 << 30)
+    device.fail(path, errno.EIO, "unlink")
+    for _ in range(2):
+        buried.bury_the_dead()
+        assert path.exists() and catalogue.totals().granted_bytes == 8192
+    device.fail("nothing", errno.EIO)
+    buried.bury_the_dead()
+    assert not path.exists() and catalogue.totals().granted_bytes == 0

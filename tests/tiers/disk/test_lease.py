@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -201,6 +202,25 @@ def test_after_an_outage_that_nobody_used_the_machine_goes_on(machines):
     with pytest.raises(OSError, match="Input/output"):
         lease.renew()
     device.faults.clear()
+    lease.renew()
+
+
+def test_what_was_open_on_a_server_that_died_is_closed_once(machines, monkeypatch):
+    """Its number is free though the call fails, and may be another file's by then."""
+    lease, close = machines.taken("one"), os.close
+
+    def fail(fd):
+        is_gone = not os.fstat(fd).st_nlink
+        close(fd)
+        if is_gone:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    monkeypatch.setattr(os, "close", fail)
+    (machines.path / LEASE).unlink()
+    machines.time.now += RENEW_S
+    with pytest.raises(OSError, match="being taken"):
+        lease.renew()
+    machines.time.now += 2
     lease.renew()
 
 

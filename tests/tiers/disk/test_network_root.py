@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tier on a root that is not local: a real one over FUSE, whose server is stopped and killed."""
 
+import errno
 import math
 import subprocess
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.file_systems import fuse_mount, outage, pretend, unmount
 from tests.tiers.disk.inside import delay_bookkeeper
 from tests.tiers.disk.objects import chain
@@ -19,6 +21,7 @@ from tests.tiers.disk.tier_pair import tier_pair
 from tests.waiting import until
 from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.config import ConfigError
+from vllm_overlay.tiers.disk import manager
 from vllm_overlay.tiers.disk.files import lease as lease_module
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.lease import Lease
@@ -146,6 +149,17 @@ def test_nothing_is_stored_while_another_machine_has_the_lease(tmp_path, monkeyp
         assert made.turned().try_store(chain("q", 1)[0]) == "no_room"
         lease.write_bytes(ours)
         made.store_at_last(chain("q", 1)[0])
+
+
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_a_start_that_cannot_have_the_lease_now_opens_no_catalogue(tmp_path, monkeypatch, has_lease):
+    pretend(monkeypatch, tmp_path, "nfs4")
+    device, read = FailingDevice(), []
+    monkeypatch.setattr(manager, "read_learned", lambda root, fingerprint: read.append(root.path))
+    if not has_lease:
+        device.fail(tmp_path / "root" / "host-node-7" / LEASE, errno.EIO, "open")
+    with tier_pair(tmp_path / "root", device=device, host_name="node-7", eviction_policy="learned"):
+        assert len(read) == has_lease
 
 
 def test_a_tier_that_ended_cleanly_leaves_its_name_to_the_next_machine(tmp_path, monkeypatch, caplog):

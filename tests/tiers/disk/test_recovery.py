@@ -306,6 +306,24 @@ def test_a_directory_that_cannot_be_listed_now_is_tried_again_and_nothing_is_gra
         assert all(again.recovered().coverage(chain("p", 5)))
 
 
+@pytest.mark.parametrize("call", ["listdir", "scandir"])
+def test_a_directory_that_can_never_be_listed_keeps_nothing_else_from_being_recovered(lost, monkeypatch, call):
+    monkeypatch.setattr(rebuild, "GIVE_UP_S", 0.0)
+    real, bad = getattr(os, call), lost / ("1" * 16)
+    (bad / "0").mkdir(parents=True)
+
+    def fail(path: str):
+        if str(path).startswith(str(bad)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path)
+
+    monkeypatch.setattr(os, call, fail)
+    with tier_pair(lost) as again:
+        assert all(again.recovered().coverage(chain("p", 5)))
+        again.store(chain("q", 1))
+        monkeypatch.undo()
+
+
 def test_a_rebuild_that_fails_removes_nothing_and_is_tried_again(lost, said):
     def fail(call: str, path: str) -> None:
         if call == "open" and path == str(bad):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a tier opens its root, what it does when that goes, and which settings it refuses."""
 
+import dataclasses
 import errno
 import logging
 import os
@@ -11,14 +12,16 @@ from tests.tiers.disk.devices import FailingDevice
 from tests.tiers.disk.file_systems import disk
 from tests.tiers.disk.files import on_disk
 from tests.tiers.disk.foreign import make_foreign, state_of
-from tests.tiers.disk.inside import delay_bookkeeper
+from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.roots import HALVES, open_tier
-from tests.tiers.disk.tier_pair import TierPair, tier_pair
+from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
 from tests.waiting import until
 from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue
+from vllm_overlay.tiers.disk.recovery.inspection import description_of
+from vllm_overlay.tiers.disk.recovery.recovery import Recovery
 
 
 @HALVES
@@ -51,19 +54,30 @@ def test_a_capacity_below_two_objects_is_refused_with_one_that_works(tmp_path):
     open_tier(tmp_path / "root", capacity_bytes=int(str(refusal.value).split()[-1]))
 
 
-def test_a_start_that_waits_for_the_catalogue_holds_one_life(tmp_path, monkeypatch):
-    join, left = Catalogue.join, [1, 2, 3]
+@pytest.mark.parametrize(("kind", "call"), [(Catalogue, "join"), (Recovery, "start")])
+def test_a_start_that_is_tried_again_has_one_life(tmp_path, monkeypatch, kind, call):
+    works, left, lives = getattr(kind, call), [1, 2, 3], set()
 
-    def busy(catalogue, *arguments):
+    def fails(*arguments):
+        lives.update(tmp_path.glob("root/*/alive"))
         if left:
             raise Busy(f"for turn {left.pop()} of 3")
-        return join(catalogue, *arguments)
+        return works(*arguments)
 
-    monkeypatch.setattr(Catalogue, "join", busy)
+    monkeypatch.setattr(kind, call, fails)
     with tier_pair(tmp_path / "root") as made:
         made.recovered()
-        # Who buries the others holds each for a moment.
-        until(lambda: [is_held(str(path)) for path in made.root.glob("*/alive")].count(True) == 1, "one life")
+        assert len(lives) == 1
+        assert [is_held(str(path)) for path in lives] == [True]
+
+
+def test_a_model_whose_description_is_too_long_to_keep_has_a_tier(tmp_path):
+    """As of a checkpoint that lists each expert's layer."""
+    namespace = dataclasses.replace(NAMESPACE, description={**NAMESPACE.description, "config": "x" * (1 << 16)})
+    with tier_pair(tmp_path / "root", namespace=namespace) as made:
+        made.recovered().store(chain("p", 1))
+        (usage,) = catalogue_of(made.tier).usage()
+    assert description_of(usage).items() >= NAMESPACE.description.items()
 
 
 # A disk that takes nothing at start.

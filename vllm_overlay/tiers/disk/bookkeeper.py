@@ -16,7 +16,8 @@ from vllm_overlay.tiers.disk import catalogue
 from vllm_overlay.tiers.disk.catalogue import Scored
 from vllm_overlay.tiers.disk.evictor import is_full
 from vllm_overlay.tiers.disk.files.lease import Lease
-from vllm_overlay.tiers.disk.files.writer import Life
+from vllm_overlay.tiers.disk.files.root import reopen_root
+from vllm_overlay.tiers.disk.files.writer import Life, begin_life
 from vllm_overlay.tiers.disk.messages import ServedNamespace, Step, Store
 from vllm_overlay.tiers.disk.ranking import encode_learned, times_of
 from vllm_overlay.tiers.disk.room import Room
@@ -189,10 +190,8 @@ class Bookkeeper:
                 self._end_session()
                 raise
         if (session := self._session) is None:
-            session = self._session = Session(self._site, self._served, self._room, self._life)
-            if self._life is not None and self._life is not session.life:
-                self._life.end()
-            self._life = session.life
+            reopen_root(self._site.device, self._root)
+            session = self._session = Session(self._site, self._served, self._room, self._living())
         session.check()
         try:
             self._work_off(session)
@@ -205,6 +204,16 @@ class Bookkeeper:
         if session.follower.follow() or is_short:
             self._wake()
         self._keep_learned(session)
+
+    def _living(self) -> Life:
+        """This engine's writer, and a new one only when others do not see any more that it lives. Raises OSError."""
+        before = self._life
+        if before is not None and before.is_in_place():
+            return before
+        life = self._life = begin_life(self._root.path, self._site.device)
+        if before is not None:
+            before.end()
+        return life
 
     def _work_off(self, session: Session) -> None:
         if self._must_ask_room:

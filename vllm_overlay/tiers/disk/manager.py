@@ -86,7 +86,8 @@ class DiskTierManager(TierManager):
         lease = take_lease(device, root)
         self._geometry = geometry if settings.eviction_policy != "lru" else None
         self._keep_learned_at = 0.0
-        learned = read_learned(root, namespace.fingerprint) if self._geometry else None
+        may_read = self._geometry is not None and (lease is None or lease.is_held)
+        learned = read_learned(root, namespace.fingerprint) if may_read else None
         self._world_size, self._name, self._first_namespace = world_size, settings.name, namespace
         self._numbers = itertools.count(1)
         self._tickets = FileTickets()

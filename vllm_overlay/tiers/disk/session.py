@@ -10,8 +10,8 @@ from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk import catalogue
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Namespace, StoredObject, Superseded
 from vllm_overlay.tiers.disk.evictor import Evictor, Unlinker
-from vllm_overlay.tiers.disk.files.root import is_in_place, reopen_root
-from vllm_overlay.tiers.disk.files.writer import Life, begin_life
+from vllm_overlay.tiers.disk.files.root import is_in_place
+from vllm_overlay.tiers.disk.files.writer import Life
 from vllm_overlay.tiers.disk.follower import Follower
 from vllm_overlay.tiers.disk.messages import Committed, ServedNamespace, Step, Store
 from vllm_overlay.tiers.disk.recovery.recovery import Recovery
@@ -22,36 +22,27 @@ _log = RateLimitedLog(logging.getLogger(__name__))
 
 
 class Session:
-    """Called in the bookkeeper's thread. Every call raises CatalogueError and OSError.
+    """Called in the bookkeeper's thread. Every call raises CatalogueError and OSError. ``life`` is the engine's
+    writer."""
 
-    ``life`` is this engine's writer of before. It stays the writer while others see that it lives.
-    """
-
-    def __init__(self, site: Site, served: ServedNamespace, room: Room, life: Life | None) -> None:
-        root = site.root
-        reopen_root(site.device, root)
+    def __init__(self, site: Site, served: ServedNamespace, room: Room, life: Life) -> None:
         self._site, self._room, self.served = site, room, served
-        self.catalogue = Catalogue(root.path, root.journal)
-        begun: Life | None = None
+        self._life, self.writer = life, life.writer
+        self.catalogue = Catalogue(site.root.path, site.root.journal)
         try:
-            if life is None or not life.is_in_place():
-                life = begun = begin_life(root.path, site.device)
-            self.life, self.writer = life, life.writer
             room.begin(self.writer, self._join(served))
             newest_use = self.catalogue.totals().newest_use
+            self.to_epoch_s = max(time.time(), float(newest_use)) - time.monotonic()
+            """Turns monotonic seconds into those since the epoch: a clock that is set back makes nothing old."""
+            seat = Seat(site, self.catalogue, self.writer)
+            self.unlinker = Unlinker(seat)
+            self.evictor = Evictor(seat, self.unlinker, room)
+            self.follower = Follower(self.catalogue, served, site.world_size)
+            self.recovery = Recovery(seat, served.namespace.fingerprint)
+            self.recovery.start()
         except BaseException:
-            if begun is not None:
-                begun.end()
             self.catalogue.close()
             raise
-        self.to_epoch_s = max(time.time(), float(newest_use)) - time.monotonic()
-        """Turns monotonic seconds into those since the epoch: a clock that is set back makes nothing old."""
-        seat = Seat(site, self.catalogue, self.writer)
-        self.unlinker = Unlinker(seat)
-        self.evictor = Evictor(seat, self.unlinker, room)
-        self.follower = Follower(self.catalogue, served, site.world_size)
-        self.recovery = Recovery(seat, served.namespace.fingerprint)
-        self.recovery.start()
 
     def _join(self, served: ServedNamespace) -> int:
         """Returns what the writer was granted."""
@@ -71,7 +62,7 @@ class Session:
             raise self.recovery.damage
         if not is_in_place(self._site.root):
             raise Superseded("it is not there, or on another disk")
-        if not self.life.is_in_place():
+        if not self._life.is_in_place():
             raise Superseded(f"the lock of writer {self.writer} was removed")
 
     def make_room(self) -> tuple[int, bool]:

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.catalogue.check import check
+from tests.tiers.disk.catalogue.inside import reading
 from tests.tiers.disk.catalogue.objects import (
     MANY,
     MODEL,
     NOW,
     Engine,
     numbers,
+    stored,
 )
-from vllm_overlay.tiers.disk.catalogue import File, Limits, Scored
+from vllm_overlay.tiers.disk.catalogue import File, Limits, Namespace, Scored
 
 
 def test_two_percent_of_a_shared_prefix_with_1000_leaves_cut_off_nothing(tmp_path: Path) -> None:
@@ -48,6 +50,22 @@ def test_what_may_not_go_after_all_stays_with_what_it_needs(tmp_path: Path) -> N
 
     assert numbers(one.catalogue.evict(one.name, Limits(MANY, 10), NOW, may_go)) == [2, 3]
     assert numbers(one.loaded()) == [0, 1] and check(one.catalogue) == []
+
+
+def test_what_thousands_of_resets_have_left_is_no_damage_and_no_eviction_looks_at_all_of_it(tmp_path: Path) -> None:
+    one = Engine(tmp_path, is_complete=False)
+    left = [Namespace(f"{number:064x}", is_private=True) for number in range(10_001)]
+    one.catalogue.adopt([stored(number, namespace=each) for number, each in enumerate(left)], left)
+    one.catalogue.end_rebuild()
+    one.store(one.stored(20_000))
+    statements: list[str] = []
+    with reading(one.catalogue) as db:
+        db.set_trace_callback(statements.append)
+    assert len(one.evicted(3)) == 3
+    assert len(statements) < 50
+    assert numbers(one.loaded()) == [20_000]
+    assert len(one.catalogue.usage()) == 10_002
+    assert check(one.catalogue) == []
 
 
 def test_no_more_than_a_batch_goes_at_once(tmp_path: Path) -> None:

@@ -80,15 +80,13 @@ def test_a_table_without_a_number_left_is_no_full_disk(tmp_path: Path, change_of
 
 def test_more_namespaces_than_anybody_has_are_damage(tmp_path: Path) -> None:
     fuzz.make(tmp_path)
-    many = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 10001)"
+    many = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100001)"
     change(
         Path(path_of(str(tmp_path), 1)),
         f"INSERT INTO namespace SELECT 100 + i, printf('%064x', i), '', NULL, 0 FROM ({many} SELECT i FROM n)",
     )
-    catalogue = Catalogue(str(tmp_path))
-    for call in (catalogue.usage, lambda: list(catalogue.load_all())):
-        with pytest.raises(Damaged, match="namespaces"):
-            call()
+    with pytest.raises(Damaged, match="namespaces"):
+        Catalogue(str(tmp_path)).usage()
 
 
 def test_a_tree_that_takes_too_long_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

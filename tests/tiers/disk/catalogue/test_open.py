@@ -314,6 +314,24 @@ def test_processes_share_a_catalogue_with_a_rollback_journal(tmp_path: Path) -> 
     assert not list(tmp_path.glob("*-wal"))
 
 
+def test_a_commit_of_another_engine_that_fails_has_not_cut_the_catalogue_short(tmp_path: Path) -> None:
+    one = Engine(tmp_path, journal="delete", timeout_s=0.05)
+    other = sqlite3.connect(path := path_of(str(tmp_path), 1), isolation_level=None)
+    before = os.stat(path).st_size
+    other.execute("PRAGMA cache_size = 10")
+    other.execute("BEGIN IMMEDIATE")
+    other.executemany("INSERT INTO garbage VALUES (1, ?, 1, 8192, NULL)", ((number,) for number in range(3000)))
+    assert os.stat(path).st_size > before
+    with pytest.raises(Busy):
+        one.catalogue.totals()
+    other.execute("ROLLBACK")
+    other.close()
+    assert one.catalogue.totals().removing_bytes == 0
+    os.truncate(path, os.stat(path).st_size // 2)
+    with pytest.raises(Damaged):
+        one.catalogue.totals()
+
+
 def test_a_catalogue_with_another_journal_than_its_root_is_made_anew(tmp_path: Path) -> None:
     Engine(tmp_path).close()
     with pytest.raises(Damaged, match="journal"):

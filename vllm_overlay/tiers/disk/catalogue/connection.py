@@ -103,6 +103,7 @@ class Connection:
                     self._cut_log()
                 self._patiently(lambda: self._begin(begin))
                 try:
+                    self._check_size()
                     yield self._db
                     self._patiently(self._commit)
                 except sqlite3.OperationalError as error:
@@ -124,11 +125,15 @@ class Connection:
             raise Unavailable(str(error)) from error
         if not os.path.samestat(found, self._file):
             raise Superseded(f"{self._path} is another file now")
-        if found.st_size < self._num_bytes:  # SQLite may go on for long with what it has in memory
-            raise Damaged("it was cut short", self.generation)
-        self._num_bytes = found.st_size
         if os.path.lexists(self._next_path):
             raise Superseded(f"{self._next_path} took its place")
+
+    def _check_size(self) -> None:
+        """In a transaction: before, it may have what another one has added that then fails."""
+        num_bytes = os.lstat(self._path).st_size
+        if num_bytes < self._num_bytes:  # SQLite may go on for long with what it has in memory
+            raise Damaged("it was cut short")
+        self._num_bytes = num_bytes
 
     def _cut_log(self) -> None:
         """Who is stopped while it reads keeps the log from being used anew. Raises Unavailable once it is too long."""

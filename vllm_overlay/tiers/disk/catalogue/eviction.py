@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes when there is no room: leaves of all namespaces, in one order for everybody.
 
-First what nobody serves, and of that first what is private: nobody will serve it again. Then the lowest ``place``: a
-writer's score of the object while it holds, else its last use. Both are in seconds since the epoch, so they can be
-compared. What loses its last child and has no score of its own takes over the child's.
+First what nobody serves, and of that first what is private, one namespace after another: nobody will serve it again.
+Then the lowest ``place``: a writer's score of the object while it holds, else its last use. Both are in seconds since
+the epoch, so they can be compared. What loses its last child and has no score of its own takes over the child's.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import feed, rows
 from vllm_overlay.tiers.disk.catalogue.connection import Connection
 from vllm_overlay.tiers.disk.catalogue.errors import Busy, Unavailable
-from vllm_overlay.tiers.disk.catalogue.namespaces import find_namespace, read_namespaces, served
+from vllm_overlay.tiers.disk.catalogue.namespaces import find_namespace, served
 from vllm_overlay.tiers.disk.catalogue.objects import BY_NAME
 from vllm_overlay.tiers.disk.catalogue.rows import BATCH_ROWS, MAX_SCORE, File, Garbage, Score, batches, check_value
 from vllm_overlay.tiers.disk.catalogue.writers import act_as, read_grant
@@ -49,6 +49,13 @@ class _Leaf(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 _COLUMNS = ", ".join(f"object.{column}" for column in _Leaf.__struct_fields__)
+_IS_LEFT = "is_private AND id NOT IN (SELECT namespace FROM writer WHERE namespace IS NOT NULL)"
+_LEFT = (
+    f"SELECT id FROM namespace WHERE {_IS_LEFT} AND EXISTS (SELECT 1 FROM object INDEXED BY object_leaf"
+    " WHERE object.namespace = namespace.id AND num_children = 0) ORDER BY id"
+)
+_NOT_LEFT = f"SELECT id FROM namespace WHERE NOT ({_IS_LEFT}) LIMIT 10000"
+"""No root has as many, but a forged one."""
 
 
 class Scored(msgspec.Struct, frozen=True, gc=False):
@@ -155,24 +162,37 @@ class _Choice:
 
     def __init__(self, db: sqlite3.Connection, limits: Limits) -> None:
         self._db, self._limits = db, limits
-        self._namespaces, self._served = read_namespaces(db), served(db)
+        self._served = served(db)
         self._children_left: dict[int, int] = {}
+        self._chosen: list[_Leaf] = []
+        self._num_bytes = 0
 
     def run(self) -> list[_Leaf]:
-        """In the order in which they may go."""
-        chosen: list[_Leaf] = []
-        num_bytes = 0
-        leaves = heapq.merge(*map(self._leaves_of, self._namespaces), key=self._order)
+        """In the order in which they may go. Namespaces that resets have left are many, and worth as little as each
+        other: no more of them are looked at than are needed."""
+        for row in self._db.execute(_LEFT):
+            if not self._is_short:
+                break
+            self._choose([rows.read_value(rows.Id, row)])
+        if self._is_short:
+            self._choose(number for (number,) in rows.read_all(tuple[rows.Id], self._db.execute(_NOT_LEFT)))
+        return self._chosen
+
+    @property
+    def _is_short(self) -> bool:
+        return self._num_bytes < self._limits.num_bytes and len(self._chosen) < self._limits.num_objects
+
+    def _choose(self, namespaces: Iterable[int]) -> None:
+        leaves = heapq.merge(*map(self._leaves_of, namespaces), key=self._order)
         # As many as may be needed: a leaf that is not among the first of all is not chosen before these are.
         heap = [(self._order(leaf), leaf) for leaf, _ in zip(leaves, range(self._limits.num_objects), strict=False)]
         heapq.heapify(heap)
-        while heap and num_bytes < self._limits.num_bytes and len(chosen) < self._limits.num_objects:
+        while heap and self._is_short:
             _, leaf = heapq.heappop(heap)
-            chosen.append(leaf)
-            num_bytes += leaf.num_bytes
+            self._chosen.append(leaf)
+            self._num_bytes += leaf.num_bytes
             for parent in self._new_leaves(leaf):
                 heapq.heappush(heap, (self._order(parent), parent))
-        return chosen
 
     def _leaves_of(self, namespace: int) -> Iterator[_Leaf]:
         found = self._db.execute(
@@ -200,9 +220,5 @@ class _Choice:
                 found.append(parent)
         return found
 
-    def _order(self, leaf: _Leaf) -> tuple[int, float, int]:
-        rank = 2
-        if leaf.namespace not in self._served:
-            row = self._namespaces.get(leaf.namespace)
-            rank = 0 if row is not None and row.is_private else 1
-        return rank, leaf.place, leaf.id
+    def _order(self, leaf: _Leaf) -> tuple[bool, float, int]:
+        return leaf.namespace in self._served, leaf.place, leaf.id

@@ -16,7 +16,7 @@ from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import rows
 from vllm_overlay.tiers.disk.catalogue.connection import Connection
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged, FellBehind
-from vllm_overlay.tiers.disk.catalogue.namespaces import find_namespace, read_namespaces
+from vllm_overlay.tiers.disk.catalogue.namespaces import find_namespace, fingerprint_of
 from vllm_overlay.tiers.disk.catalogue.rows import COLUMNS, File, Id, ObjectRow, StoredObject, read_all, read_objects
 
 MAX_KEPT = 65_536
@@ -107,13 +107,10 @@ def _read_slice(db: sqlite3.Connection, fingerprint: str | None, names: dict[int
     statement = f"SELECT {COLUMNS} FROM object NOT INDEXED WHERE id > ?1 {where} ORDER BY id LIMIT ?2"
     if not (found := read_objects(db.execute(statement, arguments))):
         return []
-    fingerprints = {number: row.fingerprint for number, row in read_namespaces(db).items()}
+    fingerprints = {each: fingerprint_of(db, each) for each in {row.namespace for row in found}}
     names.update((row.id, row.object_id) for row in found)
     parents = _read_parents(db, last, found[-1].id, names)
-    try:
-        return [row.stored(fingerprints[row.namespace], names[row.id], parents.get(row.id, ())) for row in found]
-    except KeyError as error:
-        raise Damaged(f"there is no namespace {error}") from None
+    return [row.stored(fingerprints[row.namespace], names[row.id], parents.get(row.id, ())) for row in found]
 
 
 def _read_parents(

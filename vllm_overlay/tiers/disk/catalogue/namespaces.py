@@ -12,7 +12,8 @@ from vllm_overlay.tiers.disk.catalogue.errors import Damaged
 from vllm_overlay.tiers.disk.catalogue.rows import Fingerprint, Flag, Id, NumBytes, Seconds, read_all, read_value
 from vllm_overlay.tiers.disk.catalogue.schema import MAX_LEARNED_BYTES, MAX_WORDS_BYTES
 
-MAX_NAMESPACES = 10_000
+MAX_NAMESPACES = 100_000
+"""Resets may leave thousands; a forged file must not fill a tool's memory."""
 
 
 class Namespace(msgspec.Struct, frozen=True):
@@ -98,7 +99,7 @@ def check_namespace(namespace: Namespace) -> None:
 
 
 def read_namespaces(db: sqlite3.Connection) -> dict[int, NamespaceRow]:
-    """All of them, by number."""
+    """All of them, by number, for tools."""
     found = db.execute("SELECT id, fingerprint, is_private FROM namespace LIMIT ?", (MAX_NAMESPACES + 1,))
     every = {row.id: row for row in read_all(NamespaceRow, found)}
     if len(every) > MAX_NAMESPACES:
@@ -110,6 +111,12 @@ def find_namespace(db: sqlite3.Connection, fingerprint: str) -> int | None:
     """Its number; None when it is not there."""
     row = db.execute("SELECT id FROM namespace WHERE fingerprint = ?", (fingerprint,)).fetchone()
     return None if row is None else int(read_value(Id, row))
+
+
+def fingerprint_of(db: sqlite3.Connection, number: int) -> str:
+    """Raises Damaged where there is no such namespace."""
+    row = db.execute("SELECT fingerprint FROM namespace WHERE id = ?", (number,)).fetchone()
+    return str(read_value(Fingerprint, row))
 
 
 def add_namespace(db: sqlite3.Connection, namespace: Namespace) -> int:

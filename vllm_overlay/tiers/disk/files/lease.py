@@ -57,7 +57,8 @@ class Lease:
         self._machine = machine
         self._written = ""
         self._fd = -1
-        self._is_held = False
+        self.is_held = False
+        """Whether this machine had it when it last asked."""
         self._renew_at = 0.0
         self._settles_at = 0.0
         self._others = b""
@@ -81,21 +82,21 @@ class Lease:
         Raises OSError, with a sentence, while this machine does not have the lease. Then nothing below the sub-root may
         be touched, and the next call tries to get it.
         """
-        if self._is_held and self._clock() < self._renew_at:
+        if self.is_held and self._clock() < self._renew_at:
             return
-        self._is_held = False
+        self.is_held = False
         if not self._step():
             raise OSError(self._refusal())
 
     def release(self) -> None:
         """At a clean end: the next machine need not wait. Raises OSError."""
         try:
-            if self._is_held and self._fd >= 0:
+            if self.is_held and self._fd >= 0:
                 with contextlib.suppress(BlockingIOError):  # another engine of this machine goes on
                     fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     self._write(_Words())
         finally:
-            self._is_held = False
+            self.is_held = False
             self._close()
 
     def _step(self) -> bool:
@@ -111,7 +112,7 @@ class Lease:
         if self._fd >= 0 and (machine != self._written or not is_in_place(self._path, self._fd)):
             self._close()  # mounted anew, or removed: our lock lies on what is gone
         if words.machine and words.machine in (machine, self._written):
-            self._is_held = now >= self._settles_at
+            self.is_held = now >= self._settles_at
             self._share()
         elif words.machine and raw != self._others:
             self._others_lives = bool(self._others)
@@ -130,9 +131,9 @@ class Lease:
         try:
             self._write(_Words(machine, socket.gethostname()[:64], time.time_ns()))
         except OSError as error:  # on a full disk it goes on: what it is about to evict makes room
-            if not self._is_held or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not self.is_held or error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-        return self._is_held
+        return self.is_held
 
     def _read(self) -> bytes:
         """A new descriptor each time: that is when network file systems ask their server."""
@@ -170,9 +171,10 @@ class Lease:
         )
 
     def _close(self) -> None:
-        if self._fd >= 0:
-            self._device.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # of a server that died: the number is free all the same
+                self._device.close(fd)
 
 
 def take_lease(device: Device, root: Root) -> Lease | None:
@@ -186,6 +188,17 @@ def take_lease(device: Device, root: Root) -> Lease | None:
     except OSError as error:
         logger.warning("disk tier: the lease of %s cannot be had now: %s", root.path, error)
     return lease
+
+
+def host_elsewhere(root: str) -> str:
+    """The host that has a sub-root, if its locks are not seen here; empty where nobody has it, or who has it sees the
+    same. For tools. Raises OSError."""
+    try:
+        with open(os.path.join(root, LEASE), "rb") as file:
+            words = _decode(file.read(_NUM_BYTES))
+    except FileNotFoundError:
+        return ""
+    return "" if words.machine in ("", _this_mount(root)) else words.host or "unknown"
 
 
 def _decode(raw: bytes) -> _Words:

@@ -11,11 +11,13 @@ from blake3 import blake3
 
 from vllm_overlay.planner.objects import SNAPSHOT_TAG, ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue.rows import MAX_KEY_BYTES, Fingerprint, check_value
+from vllm_overlay.tiers.disk.catalogue.schema import MAX_WORDS_BYTES
 
 INTEGRITY = "integrity"
 """The description's word for the checksums' algorithm and key."""
 OBJECT_FORMAT = "object_format"
 """The description's word for the version of the objects' files."""
+_NEEDED = ("model", INTEGRITY)
 _KIND = re.compile(r"s[0-9a-f]{16}|[fw][0-9]{1,3}")
 _FACTS_DIGITS = 16
 
@@ -53,8 +55,11 @@ class DiskNamespace:
 
     @property
     def words(self) -> str:
-        """For people: JSON."""
-        return json.dumps(self.description, default=str)
+        """For people: JSON. Of a description that is too long for a catalogue, what tools need."""
+        words = json.dumps(self.description, default=str)
+        if len(words) <= MAX_WORDS_BYTES:
+            return words
+        return json.dumps({name: self.description.get(name, "") for name in _NEEDED} | {"all else": "too long to keep"})
 
     def since(self, reset: str) -> "DiskNamespace":
         """The namespace of this engine since the reset of that name."""

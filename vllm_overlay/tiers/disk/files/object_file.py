@@ -29,7 +29,7 @@ PIECE_BYTES = 16 << 20
 """What is read at once: other threads read while this one verifies it."""
 _T = TypeVar("_T")
 _own = threading.local()
-_OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors that say what this process lacks. They say nothing of the file, which may be read again at once."""
 
 
@@ -117,7 +117,7 @@ def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lamb
             raise BadObject(Reason.MISSING) from error
         except OSError as error:
             if attempt == READ_ATTEMPTS or not is_wanted():
-                is_unreadable = error.errno not in _OWN_TROUBLE
+                is_unreadable = error.errno not in OWN_TROUBLE
                 raise BadObject(Reason.IO_ERROR, is_bad=False, is_unreadable=is_unreadable) from error
     raise AssertionError
 

@@ -81,9 +81,10 @@ class Life:
 
     def end(self) -> None:
         """Once nobody holds a share, the writer is dead."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # of a server that died: the number is free all the same
+                os.close(fd)
 
 
 _held: "weakref.WeakSet[Life]" = weakref.WeakSet()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells a new catalogue of every whole object under its root, of whatever model, by the headers of its files."""
 
+import contextlib
 import errno
 import logging
 import math
@@ -17,7 +18,7 @@ from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, File, Garbage, Namespace, StoredObject
 from vllm_overlay.tiers.disk.files.format import FormatError, ObjectHeader, file_bytes
-from vllm_overlay.tiers.disk.files.object_file import BadObject, read_header
+from vllm_overlay.tiers.disk.files.object_file import OWN_TROUBLE, BadObject, read_header
 from vllm_overlay.tiers.disk.files.writer import directories_under, parse_name, writers_under
 from vllm_overlay.tiers.disk.site import Seat
 from vllm_overlay.tiers.disk.thread_pool import in_threads
@@ -64,7 +65,7 @@ class Rebuild:
         self._is_closing = is_closing
         self._give_up_at = math.inf
         self._unread: list[str] = []
-        """Files of which nothing is known."""
+        """Files and directories of which nothing is known."""
 
     def run(self) -> bool:
         """The newest whole file of an object counts, and all other whole ones are garbage. Returns whether all was
@@ -82,7 +83,7 @@ class Rebuild:
         if self._is_closing():
             return False
         if self._unread and (time.monotonic() < self._give_up_at or len(self._unread) > len(newest)):
-            raise OSError(errno.EIO, f"{len(self._unread)} files cannot be read now", self._unread[0])
+            raise OSError(errno.EIO, f"{len(self._unread)} files or directories cannot be read now", self._unread[0])
         good, lost = parents_first(newest.values())
         private = {found.item.fingerprint for found in good if found.is_private}
         namespaces = {found.item.fingerprint for found in good}
@@ -99,7 +100,10 @@ class Rebuild:
 
     def _read_all(self) -> Iterator[Found]:
         """Several directories at a time."""
-        places = [(each, place) for each in writers_under(self._root) for place in directories_under(self._root, each)]
+        places: list[tuple[str, str]] = []
+        for writer in writers_under(self._root):
+            with self._listing(os.path.join(self._root, writer)):
+                places += [(writer, directory) for directory in directories_under(self._root, writer)]
         count, logged = 0, time.monotonic()
         for number, found in enumerate(in_threads(self._read_directory, places, _READ_THREADS), 1):
             yield from found
@@ -112,14 +116,26 @@ class Rebuild:
 
     # In the threads that read.
 
+    @contextlib.contextmanager
+    def _listing(self, directory: str) -> Iterator[None]:
+        """Raises OSError where it is this process that lacks something."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in OWN_TROUBLE:
+                raise
+            self._unread.append(directory)
+            _log.warning("directory", "disk tier: not recovered: %s", error)
+
     def _read_directory(self, place: tuple[str, str]) -> list[Found]:
         """What is whole there."""
         writer, directory = place
         ranks: defaultdict[int, set[int]] = defaultdict(set)
         found: list[Found] = []
-        for name in os.listdir(directory):
-            if (parsed := parse_name(name)) is not None:
-                ranks[parsed[0]].add(parsed[1])
+        with self._listing(directory):
+            for name in os.listdir(directory):
+                if (parsed := parse_name(name)) is not None:
+                    ranks[parsed[0]].add(parsed[1])
         for number, of_one in ranks.items():
             if self._is_closing():
                 break

@@ -11,7 +11,6 @@ from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.file_lock import try_lock
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.catalogue import CatalogueError, Damaged
-from vllm_overlay.tiers.disk.files.device import remove_quietly
 from vllm_overlay.tiers.disk.files.writer import alive_path, dead, directories_under, parse_name, writers_under
 from vllm_overlay.tiers.disk.recovery.rebuild import Rebuild
 from vllm_overlay.tiers.disk.site import Seat
@@ -113,7 +112,8 @@ class Recovery:
             return False
         for path in found:
             if (parsed := parse_name(os.path.basename(path))) is not None and parsed[0] not in named:
-                remove_quietly(self._seat.site.device, path)
+                with contextlib.suppress(FileNotFoundError):  # one that stays keeps the grant that it was written into
+                    self._seat.site.device.unlink(path)
         self._catalogue.bury(writer, self._seat.writer)
         for directory in (*directories, os.path.join(self._root, writer)):
             with contextlib.suppress(OSError):  # it has files
