@@ -101,5 +101,5 @@ def test_stats_open_nothing_that_another_machine_has(tmp_path, capsys, monkeypat
         status, (own, others) = run(capsys, "stats", root)
     assert (status, own["num_bytes"]) == (0, 2 * on_disk())
     assert others == {"root": str(root / "host-node-8"), "served_by": socket.gethostname()}
-    assert cli.main(["stats", str(root / "host-node-8"), "--verify", "--remove"]) == 0
+    assert cli.main(["stats", str(root / "host-node-8"), "--verify", "--remove"]) == 1
     assert "run this there" in capsys.readouterr().out

@@ -53,14 +53,18 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         every = [report for report, _ in reports]
         print(json.dumps(every if len(every) > 1 else every[0], indent=2))
-    return SOUND if all(is_sound for _, is_sound in reports) else PROBLEMS
+    is_seen = any("served_by" not in report for report, _ in reports)
+    return SOUND if is_seen and all(is_sound for _, is_sound in reports) else PROBLEMS
 
 
 def _look_at(root: str, integrity: Integrity, arguments: argparse.Namespace) -> tuple[dict[str, Any], bool]:
     """A report on one root, or on one host's in it, and whether it is sound. Prints it unless it is to be JSON."""
     if host := host_elsewhere(root):  # SQLite would take what it is writing for what a killed process has left
         if not arguments.json:
-            print(f"{shown(root)} is in use on {shown(host)}, whose locks are not seen here: run this there")
+            print(
+                f"{shown(root)} is {shown(host)}'s, whose locks are not seen here: run this there (after a reboot once "
+                "a server has started)"
+            )
         return {"root": root, "served_by": host}, True
     found = None
     try:

@@ -78,7 +78,7 @@ class Reason(StrEnum):
     NOT_REPORTED = "not_reported"
     """A rank did not report it within ``report_timeout_s``."""
     CLOSED = "closed"
-    """The engine is shutting down, or gives its cache up (a reset, new weights)."""
+    """The engine ends, or drops its cache."""
     TRANSFER_ERROR = "transfer_error"
     """The copy between the KV cache and host memory failed."""
     HOOK_ERROR = "hook_error"
