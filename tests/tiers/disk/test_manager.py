@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
-from tests.tiers.disk.inside import held_files
+from tests.tiers.disk.inside import held_files, tell
 from tests.tiers.disk.objects import GEOMETRY, OBJECT, chain
 from tests.tiers.disk.tier_pair import TierPair, store_many, tier_pair
 from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue.generations import newest, path_of
+from vllm_overlay.tiers.disk.messages import Found
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,19 @@ def test_what_is_dropped_is_stored_anew_in_another_file_while_a_load_holds_the_o
         assert made.reasons(objects) == [""] * 3
         made.settled()
         assert made.tier.usage().used_bytes == bytes_under(made.root) == counted(made.root)[0]
+
+
+def test_late_news_of_a_file_does_not_bring_it_back_once_its_object_was_stored_anew(tmp_path):
+    with tier_pair(tmp_path / "root") as made:
+        (first,) = chain("p", 1)[:1]
+        made.store([first])
+        before = made.settled().file(first)
+        made.tier.drop(first.object_id)
+        made.store([first])
+        now = made.file(first)
+        tell(made.tier, Found((first,), (before,)))
+        made.tier.advance()
+        assert made.file(first) == now != before
 
 
 def test_a_dropped_chunk_hides_what_lies_on_top_until_it_is_stored_anew(tmp_path):

@@ -176,6 +176,8 @@ class DiskTierManager(TierManager):
         tickets = list(map(self._tickets.ticket, files))
         for planned, ticket in zip(objects, tickets, strict=True):
             entry = self.index.get(planned.object_id)
+            if entry is not None and 0 < ticket < entry.ticket:
+                continue  # the news of a file of ours is late: we have stored it anew since
             if entry is not None and entry.ticket != ticket:  # somebody has stored it anew
                 entry.ticket = ticket
                 self._hidden.discard(planned.object_id)
