@@ -47,7 +47,8 @@ class NaivePlanner:
         if group.kind is GroupKind.FULL:
             return [end for end in ends if end > num_local]
         first_visible = boundary - (boundary % group.window if group.is_chunked else group.window - 1)
-        return [end for end in ends if end - 1 >= first_visible and end > num_local]
+        first_needed = first_visible - first_visible % group.block_size  # vLLM takes its whole block for computed
+        return [end for end in ends if end - 1 >= first_needed and end > num_local]
 
     def needs(self, keys: Sequence[bytes], boundary: int, num_local: int) -> list[ObjectId]:
         """Everything to load to go on at ``boundary``."""

@@ -161,22 +161,31 @@ def test_restore_points_are_multiples_of_every_chunk_when_there_is_no_state_to_s
 
 
 def test_a_window_needs_the_chunks_of_the_tokens_before_the_next_one():
-    geometry = Geometry.build([window(0, 64)], 16, 16)
-    group = Group(0, GroupKind.WINDOW, 64, 3, 192, True, window=17)
+    geometry = Geometry.build([window(0, 16)], 16, 16)
+    group = Group(0, GroupKind.WINDOW, 16, 3, 48, True, window=17)
     assert list(geometry.window_chunks(group, 64)) == [3]
-    group = Group(0, GroupKind.WINDOW, 64, 3, 192, True, window=18)
+    group = Group(0, GroupKind.WINDOW, 16, 3, 48, True, window=18)
     assert list(geometry.window_chunks(group, 64)) == [2, 3]
     assert list(geometry.window_chunks(group, 64, num_local=48)) == [3]
-    group = Group(0, GroupKind.WINDOW, 64, 3, 192, True, window=1)
+    group = Group(0, GroupKind.WINDOW, 16, 3, 48, True, window=1)
     assert list(geometry.window_chunks(group, 64)) == []
 
 
 def test_chunked_local_attention_needs_what_follows_the_last_multiple_of_its_size():
-    geometry = Geometry.build([window(0, 64)], 16, 16)
-    group = Group(0, GroupKind.WINDOW, 64, 3, 192, True, window=48, is_chunked=True)
+    geometry = Geometry.build([window(0, 16)], 16, 16)
+    group = Group(0, GroupKind.WINDOW, 16, 3, 48, True, window=48, is_chunked=True)
     assert list(geometry.window_chunks(group, 32)) == [0, 1]
     assert list(geometry.window_chunks(group, 48)) == []
     assert list(geometry.window_chunks(group, 80)) == [3, 4]
+    assert list(geometry.window_chunks(group, 80, num_local=64)) == [4]
+
+
+def test_a_window_needs_its_first_block_whole():
+    """vLLM takes the block for computed, and what is not loaded of it would be stored as it is."""
+    geometry = Geometry.build([window(0, 64)], 16, 16)
+    group = Group(0, GroupKind.WINDOW, 64, 3, 192, True, window=18)
+    assert list(geometry.window_chunks(group, 128)) == [4, 5, 6, 7]
+    assert list(geometry.window_chunks(group, 80)) == [0, 1, 2, 3, 4]
     assert list(geometry.window_chunks(group, 80, num_local=64)) == [4]
 
 

@@ -74,19 +74,13 @@ class Placer:
             return False
         return block_at(block_ids, group, planned.start_tokens) == NULL_BLOCK
 
-    def left_out(self, num_local: int, restore_point: int, block_ids: BlockIds) -> tuple[Span, ...]:
-        """What a load leaves of the attention blocks that it writes, to be cleared: in each group the rest of the last
-        one, and of a window the beginning of the first. vLLM does not clear what a connector says it loads, and behind
-        an attention mask numbers must be finite."""
+    def beyond(self, restore_point: int, block_ids: BlockIds) -> tuple[Span, ...]:
+        """The rest of the last attention block of each group, to be cleared. vLLM does not clear what a connector says
+        it loads."""
         spans = []
         for group in self._geometry.attention:
-            if not self._geometry.is_splittable(group):
-                continue
-            if not group.is_full:
-                start = self._geometry.window_chunks(group, restore_point, num_local).start * self._geometry.chunk_size
-                if offset := start % group.block_size:
-                    spans.append(Span(group.group_id, block_at(block_ids, group, start), 0, offset))
-            if offset := restore_point % group.block_size:
+            offset = restore_point % group.block_size
+            if offset and self._geometry.is_splittable(group):
                 block_id = block_at(block_ids, group, restore_point)
                 spans.append(Span(group.group_id, block_id, offset, group.block_size - offset))
         return tuple(spans)

@@ -167,7 +167,7 @@ class OffloadScheduler:
         self._pending.add_load(request.request_id, tuple(tickets))
         placements = tuple(self._placer.to_load(planned, block_ids))
         load_id = f"{request.request_id}#{next(self._attempts)}"
-        zeros = self._placer.left_out(tracked.num_local, restore_point, block_ids)
+        zeros = self._placer.beyond(restore_point, block_ids)
         self._new_loads.append(LoadJob(load_id, request.request_id, tuple(tickets), placements, zeros))
         tracked.names.restored(block_id for placement in placements for block_id in placement.block_ids)
 

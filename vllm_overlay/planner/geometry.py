@@ -190,11 +190,12 @@ class Geometry:
     def window_chunks(self, group: Group, boundary: int, num_local: int = 0) -> range:
         """Indices of the chunks that a window group needs to go on at ``boundary`` beyond ``num_local`` local tokens.
 
-        The next token sees what follows ``group.first_visible``. The tail of that range is the snapshot's. What lies
-        below ``num_local`` is in the KV cache already: a local hit holds its own window.
+        The next token sees what follows ``group.first_visible``; its block is needed whole, as vLLM and who stores take
+        it for computed. The tail of that range is the snapshot's. What lies below ``num_local`` is in the KV cache
+        already: a local hit holds its own window.
         """
-        size = self.chunk_size_of(group)
-        return range(max(group.first_visible(boundary), num_local) // size, boundary // size)
+        size, first = self.chunk_size_of(group), group.first_visible(boundary)
+        return range(max(first - first % group.block_size, num_local) // size, boundary // size)
 
     def chunk_id(self, keys: Sequence[bytes], group: Group, index: int) -> ObjectId:
         """Names the ``index``-th chunk of an attention group."""
