@@ -72,26 +72,16 @@ def test_only_full_attention_behind_the_null_block_is_local() -> None:
     assert not placer.is_local(planner.snapshot(KEYS, 64), table)
 
 
-@pytest.mark.parametrize(
-    ("num_local", "restore_point", "spans"),
-    [
-        (0, 80, (Span(0, 12, 16, 48), Span(1, 21, 0, 16), Span(1, 23, 16, 16))),
-        (64, 80, (Span(0, 12, 16, 48), Span(1, 23, 16, 16))),
-        (0, 96, (Span(0, 12, 32, 32),)),
-        (0, 112, (Span(0, 12, 48, 16), Span(1, 22, 0, 16), Span(1, 24, 16, 16))),
-        (0, 128, ()),
-    ],
-)
-def test_what_a_load_leaves_of_its_blocks_lies_before_a_window_and_beyond_the_restore_point(
-    num_local: int, restore_point: int, spans: tuple[Span, ...]
-) -> None:
+def test_what_lies_beyond_a_restore_point_is_the_rest_of_its_blocks() -> None:
     placer, _ = made(FULL, WINDOW, STATE)
-    assert placer.left_out(num_local, restore_point, TABLE) == spans
+    assert placer.beyond(80, TABLE) == (Span(0, 12, 16, 48), Span(1, 23, 16, 16))
+    assert placer.beyond(96, TABLE) == (Span(0, 12, 32, 32),)
+    assert placer.beyond(128, TABLE) == ()
 
 
-def test_of_a_group_that_cannot_be_cut_nothing_is_left_out() -> None:
+def test_a_group_that_cannot_be_cut_has_nothing_beyond() -> None:
     placer, _ = made(WHOLE)
-    assert placer.left_out(0, 64, [[], [], [], [41, 42]]) == ()
+    assert placer.beyond(64, [[], [], [], [41, 42]]) == ()
 
 
 def test_beyond_the_table_is_the_null_block() -> None:

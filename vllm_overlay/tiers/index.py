@@ -15,6 +15,7 @@ place in ``used_bytes`` and its name until the ticket ends or the last pin goes.
 releases it. Its name cannot be reserved before that, so a name never stands for two sets of bytes.
 """
 
+import contextlib
 import copy
 import itertools
 import threading
@@ -303,7 +304,8 @@ class PrefixIndex:
         them. The engine may go on with another index."""
         retired = copy.copy(self)
         self._entries, self._in_flight, self._used_bytes, self._policy = {}, {}, 0, LeastRecentlyUsed()
-        threading.Thread(target=retired.clear, name="closed-index", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # there is no thread to be had, and the process may be about to end
+            threading.Thread(target=retired.clear, name="closed-index", daemon=True).start()
 
     def evict(self, num_bytes: int, keep: Sequence[ObjectId] = ()) -> list[Entry]:
         """Evicts until ``num_bytes`` more fit or nothing may go. Returns the released entries. Ask ``fits`` after that.

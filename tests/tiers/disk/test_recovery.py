@@ -324,6 +324,29 @@ def test_a_directory_that_can_never_be_listed_keeps_nothing_else_from_being_reco
         monkeypatch.undo()
 
 
+def test_a_directory_that_could_not_be_listed_once_is_looked_at_again_however_long_a_look_takes(tmp_path, monkeypatch):
+    for name in ("p", "q"):
+        with tier_pair(tmp_path / "root") as made:
+            made.store(chain(name, 5))
+    bad = str(made.path(chain("q", 5)[0]).parent)
+    lose_catalogue(made.root)
+    real, late_s = os.listdir, [0.0]
+
+    def once(path: str):
+        if str(path) == bad and not late_s[0]:
+            late_s[0] = 2 * rebuild.GIVE_UP_S
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", once)
+    monkeypatch.setattr(
+        rebuild, "time", SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + late_s[0])
+    )
+    with tier_pair(made.root) as again:
+        assert all(again.recovered().coverage([*chain("p", 5), *chain("q", 5)]))
+    assert late_s[0]
+
+
 def test_a_rebuild_that_fails_removes_nothing_and_is_tried_again(lost, said):
     def fail(call: str, path: str) -> None:
         if call == "open" and path == str(bad):

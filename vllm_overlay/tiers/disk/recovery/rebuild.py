@@ -71,7 +71,6 @@ class Rebuild:
         """The newest whole file of an object counts, and all other whole ones are garbage. Returns whether all was
         read. Raises CatalogueError, OSError: then call it again soon."""
         started = time.monotonic()
-        self._give_up_at = min(self._give_up_at, started + GIVE_UP_S)
         self._unread.clear()
         newest: dict[_Name, Found] = {}
         useless: list[Found] = []
@@ -82,6 +81,8 @@ class Rebuild:
             useless += rivals
         if self._is_closing():
             return False
+        if self._unread:
+            self._give_up_at = min(self._give_up_at, time.monotonic() + GIVE_UP_S)  # after another look in any case
         if self._unread and (time.monotonic() < self._give_up_at or len(self._unread) > len(newest)):
             raise OSError(errno.EIO, f"{len(self._unread)} files or directories cannot be read now", self._unread[0])
         good, lost = parents_first(newest.values())
