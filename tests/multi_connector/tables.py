@@ -24,7 +24,7 @@ def of_scheduler(connector: MultiConnector) -> int:
     half = connector._scheduler
     news = half._next
     return _entries((half, half.lookups, half._outstanding, *half._filters), set()) + sum(
-        map(len, (news.loads, news.saves, news.unknown_requests, news.releases))
+        map(len, (news.loads, news.saves, news.releases, *news.unknown_requests.values()))
     )
 
 
