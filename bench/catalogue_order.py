@@ -79,12 +79,6 @@ class CatalogueOrder(EvictionPolicy[Entry]):
                 return item
         return None
 
-    def __contains__(self, item: object) -> bool:
-        return item in self._offered
-
-    def __len__(self) -> int:
-        return len(self._offered)
-
     def _now(self) -> float:
         return float(int(self._clock()))
 

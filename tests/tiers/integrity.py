@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether an index agrees with itself. Each function yields a sentence for every thing that contradicts another."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.entry import Entry, EntryState
@@ -127,11 +127,18 @@ def _chunk_above(entry: Entry) -> Entry | None:
 
 def _of_the_policy(entries: Mapping[ObjectId, Entry], policy: EvictionPolicy[Entry]) -> Iterator[str]:
     """It has exactly the entries that may go."""
+    if (offered := offered_to(policy)) is None:
+        return
     num_evictable = 0
     for entry in entries.values():
         may_go = entry.state is EntryState.COMMITTED and not entry.children and not entry.pins
         num_evictable += may_go
-        if may_go != (entry in policy):
+        if may_go != (entry in offered):
             yield f"{_name(entry)} {'may' if may_go else 'must not'} be evicted, but the policy has it otherwise"
-    if len(policy) != num_evictable:
-        yield f"the policy has {len(policy)} entries, but {num_evictable} may be evicted"
+    if len(offered) != num_evictable:
+        yield f"the policy has {len(offered)} entries, but {num_evictable} may be evicted"
+
+
+def offered_to(policy: EvictionPolicy[Entry]) -> Collection[Entry] | None:
+    """What it has that may be evicted, if it is one of ours that keeps that."""
+    return vars(policy).get("_current", vars(policy).get("_offered"))

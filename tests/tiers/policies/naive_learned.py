@@ -210,9 +210,3 @@ class NaiveLearned(EvictionPolicy[Entry]):
             tokens = sum(64 for _ in run)
         level = self.model.level(record.levels)
         return tokens / (num_bytes or 1) * self.model.worth(record.role, level, self.clock() - record.since)
-
-    def __contains__(self, item: object) -> bool:
-        return item in self.offered
-
-    def __len__(self) -> int:
-        return len(self.offered)

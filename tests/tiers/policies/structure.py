@@ -72,7 +72,7 @@ def check_candidates(policy: LearnedEviction, found: list[Run], entries: list[En
     assert [point.place for point in candidates] == list(range(len(candidates)))
     assert set(candidates) <= points
     for entry in entries:
-        if entry not in policy or entry.object_id.kind is ObjectKind.SLIDING_WINDOW:
+        if entry not in policy._offered or entry.object_id.kind is ObjectKind.SLIDING_WINDOW:
             continue
         unit = entry.unit
         if isinstance(unit, Point):

@@ -14,7 +14,7 @@ from bench.replay_tiers import IndexShelf
 from bench.trace import TraceRequest
 from tests.tiers.integrity import check_integrity
 from tests.tiers.policies.naive_learned import NaiveLearned
-from tests.tiers.policies.structure import check_runs, visible_entries
+from tests.tiers.policies.structure import check_runs
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.planner.planner import HybridOffloadPlanner
@@ -216,7 +216,7 @@ def test_a_ranking_names_all_that_may_go_and_points_once(requests, capacity, geo
     tier.clock.now += UNFINISHED_S
     ranking = list(tier.policy.ranking())
     named = [object_id for item in ranking for object_id in names_of(item)]
-    assert {entry.object_id for entry in visible_entries(tier.shelf.index) if entry in tier.policy} <= set(named)
+    assert {entry.object_id for entry in tier.policy._offered} <= set(named)
     assert geometry is WINDOWS or len(named) == len(set(named))
     assert all(item.until <= tier.clock.now for item in ranking)
     assert all(item.used_at is None or item.used_at <= item.until for item in ranking)

@@ -67,32 +67,15 @@ class EvictionPolicy(ABC, Generic[T]):
         """
         return iter(())
 
-    @abstractmethod
-    def __contains__(self, item: object) -> bool:
-        """Whether ``item`` may be evicted: it was added, and neither discarded nor popped since."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """How many items may be evicted."""
-
 
 class NeverEvicts(EvictionPolicy[T]):
-    """Knows what may go, and lets nothing go. Every call takes the same short time."""
-
-    def __init__(self) -> None:
-        self._offered: dict[T, None] = {}
+    """Lets nothing go, and remembers nothing."""
 
     def add(self, item: T, last_use: int, end_tokens: int) -> None:
-        self._offered[item] = None
+        pass
 
     def discard(self, item: T) -> None:
-        self._offered.pop(item, None)
+        pass
 
     def pop(self) -> T | None:
         return None
-
-    def __contains__(self, item: object) -> bool:
-        return item in self._offered
-
-    def __len__(self) -> int:
-        return len(self._offered)

@@ -72,12 +72,6 @@ class GuardedPolicy(EvictionPolicy[T]):
         except Exception as error:
             self._fall_back(error)
 
-    def __contains__(self, item: object) -> bool:
-        return item in self._offered
-
-    def __len__(self) -> int:
-        return len(self._offered)
-
     def _fall_back(self, error: Exception) -> None:
         logger.error(
             "eviction policy %s failed: from now on the longest unused goes first",

@@ -67,12 +67,6 @@ class LearnedEviction(EvictionPolicy[Entry]):
         """What to start the next policy with."""
         return self._model.learned()
 
-    def __contains__(self, item: object) -> bool:
-        return item in self._offered
-
-    def __len__(self) -> int:
-        return len(self._offered)
-
     # What happens to objects.
 
     def stored(self, items: Sequence[Entry]) -> None:

@@ -50,12 +50,6 @@ class LeastRecentlyUsed(EvictionPolicy[T]):
                 return item
         return None
 
-    def __contains__(self, item: object) -> bool:
-        return item in self._current
-
-    def __len__(self) -> int:
-        return len(self._current)
-
     def _sweep(self) -> None:
         self._heap = [entry for entry in self._heap if self._current.get(entry[3]) == entry[2]]
         heapq.heapify(self._heap)
