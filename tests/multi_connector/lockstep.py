@@ -48,11 +48,11 @@ def answers_it(fake, answer):
     fake.answers["get_num_new_matched_tokens"] = answer if isinstance(answer, tuple) else (answer, True)
 
 
-def admit(connector, name="r", tokens=None):
-    """Looks a request up and allocates what was found, or ``tokens``. Returns what is loaded."""
+def admit(connector, name="r", tokens=None, ids=(1,)):
+    """Looks a request up and allocates what was found, or ``tokens``, in blocks ``ids``. Returns what is loaded."""
     found, _ = connector.get_num_new_matched_tokens(request(name), 0)
     tokens = found if tokens is None else tokens
-    connector.update_state_after_alloc(request(name), blocks(1), tokens)
+    connector.update_state_after_alloc(request(name), blocks(*ids), tokens)
     return tokens
 
 

@@ -24,6 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hisparse.connector import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import RequestStatus
 
 from tests.multi_connector import tables
@@ -99,6 +102,29 @@ class HiSparse(HiSparseConnector):
 
     bind_kv_cache_manager = register_kv_caches = start_load_kv = finish_forward = not_here
     build_connector_worker_meta = get_kv_connector_stats = not_here
+
+
+class Offloading(OffloadingConnector):
+    """The scheduler's half, once a request has finished whose store (job 7) still reads block 5."""
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self.connector_scheduler = object.__new__(OffloadingConnectorScheduler)
+        vars(self.connector_scheduler).update(
+            config=SimpleNamespace(blocks_per_chunk=1),
+            manager=MagicMock(),
+            _sliding_window_groups=(),
+            _req_status={},
+            _current_batch_load_jobs={},
+            _current_batch_jobs_to_flush=set(),
+            _current_batch_allocated_block_ids=set(),
+            _block_id_to_pending_jobs={5: {7}},
+        )
+
+    on_new_request = shutdown = not_here
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        return 0, False
 
 
 def own(name, cls, **extra):
@@ -277,6 +303,24 @@ def test_whatever_a_child_sets_in_its_view_is_taken_back_but_not_what_hides_requ
     connector.sub_connectors[0].answers["build_connector_meta"] = build
     connector.build_connector_meta(output)
     assert {field.name: getattr(output, field.name) for field in dataclasses.fields(output)} == {**before, **mine}
+
+
+@pytest.mark.parametrize("is_hidden", [True, False], ids=["a hidden request", "a sibling's load"])
+def test_offloading_ends_a_store_before_its_blocks_are_written_by_whom_it_does_not_see(is_hidden):
+    """It does not hold the blocks of a finished request. It ends a store when it hears that they have another owner."""
+    connector = multi(own("offloading", "Offloading", store=not is_hidden), child("b"))
+    output = scheduler_output()
+    if is_hidden:
+        admit(connector, "r")
+        output.num_scheduled_tokens, output.total_num_scheduled_tokens = {"r": 1}, 1
+        output.scheduled_cached_reqs = CachedRequestData(["r"], set(), [], {}, [([4, 5],)], [64], [1])
+    else:
+        connector.sub_connectors[1].answers["get_num_new_matched_tokens"] = (64, True)
+        admit(connector, "r", ids=(4, 5))
+    metadata = connector.build_connector_meta(output)
+    assert metadata.children[0].jobs_to_flush == {7}
+    assert output.kv_cache_block_copies is None
+    assert connector.build_connector_meta(scheduler_output()).children[0].jobs_to_flush == set()
 
 
 def test_results_of_the_older_hook_are_taken_too():

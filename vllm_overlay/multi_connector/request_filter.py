@@ -7,11 +7,18 @@
   off it is for requests that another child loads.
 
 Either lasts until the request is finished: a child cannot take up a request in the middle.
+
+vLLM's OffloadingConnector does not hold the blocks that its stores read. It ends a store when it hears that a block of
+it has another owner. So a child is told of the blocks that others write, as if they were copied to.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, TypeVar
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+from vllm_overlay.multi_connector.metadata import NULL_BLOCK
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
@@ -22,10 +29,10 @@ FILTERED = frozenset(
     {
         *("scheduled_new_reqs", "scheduled_cached_reqs", "scheduled_spec_decode_tokens", "scheduled_encoder_inputs"),
         *("num_scheduled_tokens", "total_num_scheduled_tokens", "finished_req_ids", "preempted_req_ids"),
-        "kv_connector_block_state",
+        *("kv_connector_block_state", "kv_cache_block_copies"),
     }
 )
-"""Fields of a view that name requests and so are not those of the scheduler's output."""
+"""Fields of a view that depend on who sees it and so are not those of the scheduler's output."""
 
 
 class RequestFilter:
@@ -69,15 +76,19 @@ class RequestFilter:
         if request_id in self._unknown:
             self._finished_unknown.add(request_id)
 
-    def plan(self, output: "SchedulerOutput", build: "Callable[[SchedulerOutput], Value]") -> Value:
+    def plan(
+        self, output: "SchedulerOutput", build: "Callable[[SchedulerOutput], Value]", loaded: Collection[int] = ()
+    ) -> Value:
         """What ``build`` makes of the step without what the child must not see.
+
+        ``loaded``: the blocks that loads of other children write from this step on.
 
         What it has set in its view is set in ``output``: vLLM's connectors set ``new_block_ids_to_zero`` and
         ``has_sync_kv_loads``.
         """
-        if not (self._unknown or self._without_work or self._after_this_step):
+        if not (self._unknown or self._without_work or self._after_this_step or loaded):
             return build(output)
-        view = _without(output, self._unknown | self._without_work, self._unknown)
+        view = _without(output, self._unknown | self._without_work, self._unknown, loaded)
         built = build(view)
         for field in dataclasses.fields(output):
             if field.name not in FILTERED:
@@ -89,8 +100,11 @@ class RequestFilter:
         return built
 
 
-def _without(output: "SchedulerOutput", hidden: set[str], unknown: set[str]) -> "SchedulerOutput":
+def _without(
+    output: "SchedulerOutput", hidden: set[str], unknown: set[str], loaded: Collection[int]
+) -> "SchedulerOutput":
     scheduled = {r: number for r, number in output.num_scheduled_tokens.items() if r not in hidden}
+    copies = [KVCacheBlockCopy(NULL_BLOCK, block) for block in {*loaded, *_new_blocks(output, hidden)}]
     return dataclasses.replace(
         output,
         scheduled_new_reqs=[request for request in output.scheduled_new_reqs if request.req_id not in hidden],
@@ -102,7 +116,16 @@ def _without(output: "SchedulerOutput", hidden: set[str], unknown: set[str]) -> 
         finished_req_ids=output.finished_req_ids - unknown,
         preempted_req_ids=None if output.preempted_req_ids is None else output.preempted_req_ids - hidden,
         kv_connector_block_state=_state_without(output.kv_connector_block_state, hidden),
+        kv_cache_block_copies=[*(output.kv_cache_block_copies or ()), *copies] or None,
     )
+
+
+def _new_blocks(output: "SchedulerOutput", hidden: set[str]) -> set[int]:
+    """The blocks that this step gives to requests that the child does not see."""
+    cached = output.scheduled_cached_reqs
+    given = [(request.req_id, request.block_ids) for request in output.scheduled_new_reqs]
+    given += zip(cached.req_ids, cached.new_block_ids, strict=True)
+    return {block for name, groups in given if name in hidden for ids in groups or () for block in ids} - {NULL_BLOCK}
 
 
 def _dict_without(of: dict[str, Value], hidden: set[str]) -> dict[str, Value]:

@@ -262,8 +262,13 @@ class SchedulerSide:
         if self._isolate_after_s > 0 and self._outstanding.loads:
             self._end_overdue_loads(now)
         metadata = self._next
-        planned = zip(self._filters, self._builders, strict=True)
-        metadata.children = self._parts = tuple([one.plan(scheduler_output, build) for one, build in planned])
+        loads = metadata.loads.values()
+        metadata.children = self._parts = tuple(
+            [
+                one.plan(scheduler_output, build, {block for load in loads if load.child != i for block in load.blocks})
+                for i, (one, build) in enumerate(zip(self._filters, self._builders, strict=True))
+            ]
+        )
         if scheduler_output.preempted_req_ids:
             metadata.preempted = set(scheduler_output.preempted_req_ids)
             for request_id in metadata.preempted - metadata.loads.keys():
