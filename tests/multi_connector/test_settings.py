@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a MultiConnector makes of its settings at start: children, refusals, the policy of failed loads, and the log."""
 
+from contextlib import nullcontext
+
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -212,6 +214,17 @@ def test_roles_that_share_nothing_are_refused_and_all_others_taken(parents, own)
         f"kv_role={own!r} of connector 'a' contradicts kv_role={parents!r} of the MultiConnector: "
         'set kv_role of the MultiConnector to "kv_both"'
     )
+
+
+@pytest.mark.parametrize(
+    ("own", "num_steps", "is_taken"), [("kv_both", 2, False), ("kv_both", 1, True), ("kv_producer", 2, True)]
+)
+def test_a_child_may_not_load_below_one_that_only_stores_while_another_step_is_under_way(own, num_steps, is_taken):
+    config = vllm_config({**child("a"), "kv_role": own})
+    config.kv_transfer_config.kv_role, config.max_concurrent_batches = "kv_producer", num_steps
+    refusal = pytest.raises(ConfigError, match=r"kv_role='kv_both' of connector 'a' .*: set kv_role .* to \"kv_both\"")
+    with nullcontext() if is_taken else refusal:
+        MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config())
 
 
 def test_a_child_without_hybrid_support_is_refused_by_name_while_the_hybrid_manager_is_on():

@@ -113,6 +113,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
             warn_of_missing_directory(settings.control_file)
         specs = _specs_of(vllm_config.kv_transfer_config)
         _check_hybrid_support(vllm_config, specs)
+        _check_loads(vllm_config, specs)
         self._report_times = ReportTimes()
         self._watchdog = Watchdog(settings.hang_after_s)
         self._children = _build_children(specs, vllm_config, role, kv_cache_config, self._watchdog)
@@ -387,6 +388,19 @@ def _check_hybrid_support(vllm_config: "VllmConfig", specs: list[ChildSpec]) -> 
             raise ConfigError(
                 f"connector {spec.name!r} of the MultiConnector ({spec.cls.__name__}) does not support the hybrid KV "
                 "cache manager, which is on: remove the connector or set --disable-hybrid-kv-cache-manager"
+            )
+
+
+def _check_loads(vllm_config: "VllmConfig", specs: list[ChildSpec]) -> None:
+    """vLLM defers the freeing of blocks that a step under way still writes only if the role at the top may load."""
+    if vllm_config.kv_transfer_config.is_kv_consumer or vllm_config.max_concurrent_batches <= 1:
+        return
+    for spec in specs:
+        if spec.kv_transfer_config.is_kv_consumer:
+            raise ConfigError(
+                f"kv_role={spec.kv_transfer_config.kv_role!r} of connector {spec.name!r} contradicts "
+                "kv_role='kv_producer' of the MultiConnector with asynchronous scheduling, because vLLM would let it "
+                'load into blocks that a step still writes: set kv_role of the MultiConnector to "kv_both"'
             )
 
 
