@@ -76,6 +76,13 @@ def test_a_child_inherits_what_it_does_not_give():
     assert inherited.cls is FakeChild
 
 
+@pytest.mark.parametrize(("engine", "own"), [("engine", "own"), ("engine_dp1", "own_dp1"), (None, "own")])
+def test_a_childs_own_engine_id_is_another_one_in_each_data_parallel_rank(engine, own):
+    """As vLLM's at the top: OffloadingConnector's memory has that name."""
+    (spec,) = child_specs({"connectors": [{**child(), "engine_id": "own"}]}, kv_role="kv_both", engine_id=engine)
+    assert spec.kv_transfer_config.engine_id == own
+
+
 def test_a_child_has_its_own_copy_of_its_settings():
     entry = child("a", nested={"key": 1})
     (spec,) = specs(entry)

@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,9 @@ def _entry(given: Mapping[str, Any], position: int, inherited: Mapping[str, Any]
     # The child gets its own copy of the nested settings: what it changes there is not its siblings' or ours.
     with refused(f"connector {label} cannot be configured"):
         config = KVTransferConfig(**{**inherited, **copy.deepcopy(dict(given))})
+    if given.get("engine_id"):
+        # With data parallelism vLLM makes the id at the top each rank's own in this way.
+        config.engine_id += "".join(re.findall(r"_dp\d+$", inherited["engine_id"] or ""))
     for setting in OURS_ALONE:
         config.kv_connector_extra_config.pop(setting, None)
     where = f" in kv_connector_module_path={path!r}" if (path := config.kv_connector_module_path) else ""
