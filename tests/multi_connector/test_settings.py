@@ -76,6 +76,12 @@ def test_a_child_inherits_what_it_does_not_give():
     assert inherited.cls is FakeChild
 
 
+def test_two_offloading_connectors_with_one_engine_id_are_refused_because_their_memory_has_that_name():
+    offloading = {"kv_connector": "OffloadingConnector"}
+    assert "have one engine_id, 'engine': give each its own, such as \"engine-2\"" in refusal(offloading, offloading)
+    assert len(specs(offloading, {**offloading, "engine_id": "engine-2"})) == 2
+
+
 @pytest.mark.parametrize(("engine", "own"), [("engine", "own"), ("engine_dp1", "own_dp1"), (None, "own")])
 def test_a_childs_own_engine_id_is_another_one_in_each_data_parallel_rank(engine, own):
     """As vLLM's at the top: OffloadingConnector's memory has that name."""

@@ -187,10 +187,12 @@ def _check_exclusive(named: Mapping[str, _Entry]) -> None:
     """No two children may have what a class says that only one may have."""
     holders: dict[tuple[str, str], str] = {}
     for name, entry in named.items():
-        if not entry.takes_name:
-            continue
-        with refused(f"connector {name!r}"):
-            exclusive: Mapping[str, str] = entry.cls.check_child(entry.kv_transfer_config.kv_connector_extra_config)
+        exclusive: dict[str, str] = {}
+        if entry.takes_name:
+            with refused(f"connector {name!r}"):
+                exclusive.update(entry.cls.check_child(entry.kv_transfer_config.kv_connector_extra_config))
+        if any(cls.__name__ == "OffloadingConnector" for cls in entry.cls.__mro__):
+            exclusive["engine_id"] = entry.kv_transfer_config.engine_id  # vLLM's names its shared memory by it
         for setting, value in exclusive.items():
             holder = holders.setdefault((setting, value), name)
             if holder != name:
