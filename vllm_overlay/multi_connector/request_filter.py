@@ -103,10 +103,14 @@ class RequestFilter:
 def _without(
     output: "SchedulerOutput", hidden: set[str], unknown: set[str], loaded: Collection[int]
 ) -> "SchedulerOutput":
+    written = {*loaded, *(_new_blocks(output, hidden) if hidden else ())}
+    copies = [*(output.kv_cache_block_copies or ()), *(KVCacheBlockCopy(NULL_BLOCK, block) for block in written)]
+    view = dataclasses.replace(output, kv_cache_block_copies=copies or None)
+    if not hidden:
+        return view
     scheduled = {r: number for r, number in output.num_scheduled_tokens.items() if r not in hidden}
-    copies = [KVCacheBlockCopy(NULL_BLOCK, block) for block in {*loaded, *_new_blocks(output, hidden)}]
     return dataclasses.replace(
-        output,
+        view,
         scheduled_new_reqs=[request for request in output.scheduled_new_reqs if request.req_id not in hidden],
         scheduled_cached_reqs=_cached_without(output.scheduled_cached_reqs, hidden),
         num_scheduled_tokens=scheduled,
@@ -116,7 +120,6 @@ def _without(
         finished_req_ids=output.finished_req_ids - unknown,
         preempted_req_ids=None if output.preempted_req_ids is None else output.preempted_req_ids - hidden,
         kv_connector_block_state=_state_without(output.kv_connector_block_state, hidden),
-        kv_cache_block_copies=[*(output.kv_cache_block_copies or ()), *copies] or None,
     )
 
 
