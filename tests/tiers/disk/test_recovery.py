@@ -395,7 +395,7 @@ def test_a_rebuild_takes_the_newest_file_and_all_others_are_garbage_also_those_o
         until(lambda: not first.exists(), "the end of the old file, though its writer lives")
         until(lambda: is_served_from(one, planned, second) and is_served_from(other, planned, second))
         assert one.reasons([planned]) == other.reasons([planned]) == [""]
-        assert counted(one.root)[0] == bytes_under(one.root) == on_disk()
+        until(lambda: counted(one.root)[0] == bytes_under(one.root) == on_disk(), "the end of its bytes")
         assert problems(one.root) == []
 
 
