@@ -17,7 +17,7 @@ from tests.tiers.disk.objects import chain, content, fill
 from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.roots import seat_in
-from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
+from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, close_tier, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Limits, Namespace
@@ -147,7 +147,7 @@ def test_a_life_on_a_server_that_died_ends_once(tmp_path, monkeypatch):
 def test_what_a_killed_engine_had_not_committed_goes_and_all_else_stays(tmp_path):
     root = tmp_path / "root"
     writer = start(WRITER, root, "w")
-    until(lambda: len(object_files(root)) > 20)
+    until(lambda: counted(root)[0] > 20 * on_disk(), "objects that are committed")
     kill(writer)
     (dead,) = writers_under(str(root))
     left = put(root, dead, 1 << 30)  # as a rank leaves it that was killed between two writes
@@ -182,12 +182,13 @@ def test_what_a_dead_engine_wanted_to_unlink_and_was_granted_is_its_heirs(tmp_pa
     with tier_pair(root) as made:
         made.store(chain("p", 3))
         until(lambda: counted(root)[0] == 4 * on_disk())
-        dying = Catalogue(str(root))
-        dying.join(DEAD, OF_NAMESPACE)
-        dying.grant(DEAD, 5 * on_disk(), 1, 1 << 40)
-        assert len(dying.evict(DEAD, Limits(1 << 40, 2), 1 << 38)) == 2
+        dying, life = Catalogue(str(root)), begin_life(str(root), Device())
+        dying.join(life.writer, OF_NAMESPACE)
+        dying.grant(life.writer, 5 * on_disk(), 1, 1 << 40)
+        assert len(dying.evict(life.writer, Limits(1 << 40, 2), 1 << 38)) == 2
         dying.close()
-        until(lambda: DEAD not in {row.name for row in catalogue_of(made.tier).writers()}, "a burial")
+        life.end()
+        until(lambda: life.writer not in {row.name for row in catalogue_of(made.tier).writers()}, "a burial")
         until(lambda: counted(root) == (2 * on_disk(), room_bytes(made.tier)), "the end of its garbage")
         assert bytes_under(root) == 2 * on_disk()
         made.settled().store(chain("p", 3)[2:])
@@ -278,7 +279,7 @@ def test_the_file_of_a_store_that_outlives_its_engine_is_looked_after(tmp_path):
         with tier_pair(made.root, device=device) as ending:
             ticket = ending.submit(ending.with_room().tier.reserve(planned))
             assert device.waiting.acquire(timeout=PATIENCE_S)
-            ending.tier.close()
+            close_tier(ending.tier)
             until(lambda: len(catalogue_of(made.tier).writers()) == 2 and has_buried(made.tier))
             (left,) = [row for row in catalogue_of(made.tier).writers() if row.fingerprint is None]
             assert (left.name, left.granted) == (ticket.part.file.writer, on_disk())
