@@ -20,6 +20,8 @@ from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import NAMESPACE, tier_pair
 from tests.waiting import until
 from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue, FellBehind, Limits, Namespace
+from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.writer import begin_life
 
 
 class FailsOnce:
@@ -39,11 +41,12 @@ class FailsOnce:
 
 def evict_as_another(root):
     """Another process takes away the row of the leaf that was used longest ago, and not yet its file."""
-    writer = "e" * 16
+    life = begin_life(str(root), Device())
     with contextlib.closing(Catalogue(str(root))) as other:
-        other.join(writer, Namespace(NAMESPACE.fingerprint))
-        (victim,) = other.evict(writer, Limits(1, 1, frozenset()), int(time.time()))
-        other.leave(writer)
+        other.join(life.writer, Namespace(NAMESPACE.fingerprint))
+        (victim,) = other.evict(life.writer, Limits(1, 1, frozenset()), int(time.time()))
+        other.leave(life.writer)
+    life.end()
     return victim.file
 
 
