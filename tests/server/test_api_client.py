@@ -98,6 +98,17 @@ def test_another_server_than_vllms_is_told(server: Any, body: str) -> None:
         _ = ApiClient(server.url).model
 
 
+def test_an_adapter_is_served_beside_its_model_and_takes_requests_as_long(server: Any) -> None:
+    """vLLM says of an adapter no length of its own."""
+    models = [{"id": "tiny", "max_model_len": 8192}, {"id": "adapter", "max_model_len": None, "parent": "tiny"}]
+    server.answers["/v1/models"] = (200, json.dumps({"data": models}))
+    api = ApiClient(server.url)
+    assert (api.model, api.max_model_len()) == ("tiny", 8192)
+    assert ApiClient(server.url, "adapter").max_model_len() == 8192
+    with pytest.raises(ApiError, match="does not serve 'other'; it serves tiny, adapter"):
+        ApiClient(server.url, "other").max_model_len()
+
+
 def test_a_server_without_development_mode_is_told_what_to_set(server: Any) -> None:
     with pytest.raises(ApiError, match=r"/reset_prefix_cache answered 404 \(VLLM_SERVER_DEV_MODE=1 offers it\)"):
         ApiClient(server.url).reset_prefix_cache()

@@ -130,21 +130,23 @@ class ApiClient:
     def model(self) -> str:
         """The name in requests."""
         if not self._model:
-            with _asking("/v1/models"):
-                self._model, *_ = self._models()
+            (self._model, *_), _ = self._models()
         return self._model
 
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer."""
-        models = self._models()
-        if self.model not in models:
-            raise ApiError(f"the server does not serve {self.model!r}; it serves {', '.join(models)}")
-        return models[self.model]
+        names, num_tokens = self._models()
+        if self.model not in names:
+            raise ApiError(f"the server does not serve {self.model!r}; it serves {', '.join(names)}")
+        return num_tokens
 
-    def _models(self) -> dict[str, int]:
+    def _models(self) -> tuple[list[str], int]:
+        """The names that it serves, and ``max_model_len`` of the first. Adapters come last, and have none of their
+        own."""
         path = "/v1/models"
         with _asking(path):
-            return {model["id"]: int(model["max_model_len"]) for model in self._json("GET", path)["data"]}
+            models = self._json("GET", path)["data"]
+            return [model["id"] for model in models], int(models[0]["max_model_len"])
 
     def tokenize(self, text: str) -> list[int]:
         """The server's own tokens of ``text``, without special ones."""
