@@ -30,6 +30,7 @@ token differs both must have been that nearly likely.
 To see what a restart finds, save the answers, restart the server as you run it, and compare.
 
 The server must have VLLM_SERVER_DEV_MODE=1 and --enable-prompt-tokens-details. It should serve nobody else meanwhile.
+With data parallelism its first engine is asked.
 VLLM_API_KEY is used if it is set. Where load_weight is "auto", what is faster to compute is not restored. So give all
 children numbers for the verification. What is stored stays in the tiers, and no other request finds it.
 

@@ -47,9 +47,8 @@ def compute(api: ApiClient, longest: int, seed: int, say: Say) -> Computed:
     metrics = api.settled_metrics()
     unit, chunk, block = _geometry(metrics)
     longest = min(longest, longest_request - NUM_ANSWER_TOKENS)
-    num_dropped = int(max(metrics.values(_DROPPED, CONNECTOR).values(), default=0))
     try:
-        prompts = make_prompts(alphabet, unit, chunk, block, longest, seed, num_dropped)
+        prompts = make_prompts(alphabet, unit, chunk, block, longest, seed, _largest(metrics, _DROPPED))
     except ValueError as error:
         raise NothingToVerify(f"{error}: raise --longest, or the server's --max-model-len") from error
     answers = []
@@ -98,13 +97,17 @@ def restore(api: ApiClient, computed: Computed, tolerance: float, say: Say) -> l
 
 def _geometry(metrics: Metrics) -> tuple[int, int, int]:
     """Restore unit, chunk and block in tokens: of several connectors the largest. A first request brings them."""
-    values = [metrics.values(name, CONNECTOR) for name in _GAUGES]
-    if not all(values):
+    unit, chunk, block = (_largest(metrics, name) for name in _GAUGES)
+    if not (unit and chunk and block):
         raise NothingToVerify(
             "the server has no HybridOffloadConnector: start it with a --kv-transfer-config that names one"
         )
-    unit, chunk, block = (int(max(of_connectors.values())) for of_connectors in values)
     return unit, chunk, block
+
+
+def _largest(metrics: Metrics, name: str) -> int:
+    """A gauge's value, of several connectors and engines the largest; 0 when nobody has it."""
+    return int(max((sample.value for sample in metrics.samples(name)), default=0))
 
 
 def _compute(api: ApiClient, prompt: Prompt, salt: str) -> Completion:
@@ -117,8 +120,14 @@ def _compute(api: ApiClient, prompt: Prompt, salt: str) -> Completion:
 
 
 def _ask(api: ApiClient, prompt: Prompt, salt: str) -> Completion:
+    """Of the first engine. With several, vLLM would send each request to another one, which has another CPU tier."""
     return api.complete(
-        prompt.tokens, NUM_ANSWER_TOKENS, cache_salt=salt, logprobs=NUM_CANDIDATES, return_tokens_as_token_ids=True
+        prompt.tokens,
+        NUM_ANSWER_TOKENS,
+        engine=0,
+        cache_salt=salt,
+        logprobs=NUM_CANDIDATES,
+        return_tokens_as_token_ids=True,
     )
 
 

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A verification of a server that is played here; tests/http/test_verify.py has real ones."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from vllm_overlay.server.api_client import ApiClient, Completion, Metrics
+from vllm_overlay.verification.comparison import Verdict
+from vllm_overlay.verification.verification import compute, restore
+
+UNIT = 64
+GAUGES = {"restore_unit": UNIT, "chunk": 2 * UNIT, "block": 4 * UNIT}
+
+
+class TwoEngines:
+    """Of data parallelism: each restores what it has stored itself, and requests go to them in turn, as vLLM sends
+    them where nobody else asks."""
+
+    def __init__(self) -> None:
+        self._stored: tuple[set[Any], set[Any]] = set(), set()
+        self._next = 0
+
+    def max_model_len(self) -> int:
+        return 8192
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(range(50))
+
+    def complete(
+        self, prompt: Sequence[int], max_tokens: int, *, cache_salt: str, engine: int | None = None, **options: Any
+    ) -> Completion:
+        if engine is None:
+            engine, self._next = self._next, 1 - self._next
+        ends = range(UNIT, len(prompt), UNIT)
+        beginnings = [(cache_salt, tuple(prompt[:end])) for end in ends]
+        found = sum(beginning in self._stored[engine] for beginning in beginnings)
+        self._stored[engine].update(beginnings)
+        return Completion([7] * max_tokens, [-0.5] * max_tokens, len(prompt), found * UNIT, 0.0)
+
+    def reset_prefix_cache(self) -> None:
+        """What is stored stays."""
+
+    def settled_metrics(self) -> Metrics:
+        engines = [f'{{connector="cpu",engine="{engine}"}}' for engine in (0, 1)]
+        lines = [
+            f"vllm:hybrid_offload_{name}_tokens{of} {tokens}" for name, tokens in GAUGES.items() for of in engines
+        ]
+        return Metrics("\n".join(lines) + "\n")
+
+    wait_for_stores = settled_metrics
+
+
+def test_one_engine_of_several_is_asked_for_all_of_it_at_its_own_restore_points() -> None:
+    api = cast(ApiClient, TwoEngines())
+    computed = compute(api, 1000, seed=0, say=lambda _: None)
+    assert [answers.prompt.boundary for answers in computed.answers][:3] == [UNIT, 2 * UNIT, 3 * UNIT]
+    results = restore(api, computed, tolerance=0, say=lambda _: None)
+    assert {result.comparison.verdict for result in results} == {Verdict.EQUAL}
