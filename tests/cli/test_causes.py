@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each cause of restoring nothing has its sentence. tests/http/test_cleaner.py has the usual ones of a real server."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from vllm_overlay.cli.causes import cause
@@ -45,10 +47,10 @@ def failed(reason: str) -> dict[str, float]:
     return {f'{OURS}failed_loads_total{{reason="{reason}"}}': 3}
 
 
-def scraped(changes: dict[str, float]) -> Interval:
-    """``SCRAPE`` with other values, or more series."""
+def scraped(changes: dict[str, float], lines: Sequence[str] = SCRAPE.splitlines()) -> Interval:
+    """A scrape with other values, or more series."""
     names = {name.partition("{")[0] for name in changes if "{" not in name}
-    kept = [line for line in SCRAPE.splitlines() if line.partition("{")[0] not in names]
+    kept = [line for line in lines if line.partition("{")[0] not in names]
     more = [f"{name if '{' in name else name + DISK} {value}" for name, value in changes.items()]
     return Interval(None, Metrics("\n".join([*kept, *more]) + "\n"))
 
@@ -99,6 +101,25 @@ def scraped(changes: dict[str, float]) -> Interval:
 )  # fmt: skip
 def test_each_cause_has_its_sentence(changes: dict[str, float], words: str | None) -> None:
     found = cause(scraped(changes))
+    assert bool(found) == (words is not None)
+    assert words is None or words in found, found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vllm:external_prefix_cache_hits_total": 640}, None),
+        ({}, "no prompt has come a second time"),
+        (IN_THE_DEVICE, "still in vLLM's own cache (640 tokens)"),
+        ({**dropped("io_error"), **IN_THE_DEVICE}, "the disk tier cannot write"),
+        ({"vllm:prompt_tokens_total": 0}, "no request has come"),
+    ],
+)
+def test_below_vllms_own_connector_vllm_counts_what_was_restored(changes: dict[str, float], words: str | None) -> None:
+    """A secondary tier knows of objects and bytes alone."""
+    without = {f"{OURS}{name}_total" for name in ("queried_tokens", "restored_tokens", "lost_tokens")}
+    lines = [line for line in SCRAPE.splitlines() if line.partition("{")[0] not in without]
+    found = cause(scraped(changes, lines))
     assert bool(found) == (words is not None)
     assert words is None or words in found, found
 

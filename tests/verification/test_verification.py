@@ -42,9 +42,7 @@ class TwoEngines:
 
     def settled_metrics(self) -> Metrics:
         engines = [f'{{connector="cpu",engine="{engine}"}}' for engine in (0, 1)]
-        lines = [
-            f"vllm:hybrid_offload_{name}_tokens{of} {tokens}" for name, tokens in GAUGES.items() for of in engines
-        ]
+        lines = [f"vllm:hybrid_offload_{name}_tokens{of} {tokens}" for name, tokens in GAUGES.items() for of in engines]
         return Metrics("\n".join(lines) + "\n")
 
     wait_for_stores = settled_metrics

@@ -8,6 +8,7 @@ from vllm_overlay.metrics import CONNECTOR, REASON
 from vllm_overlay.server.interval import Interval
 
 MULTI, TIER = "vllm:kv_connector", "vllm:hybrid_offload"
+_QUERIED = f"{TIER}_queried_tokens_total"
 _CONFIG = "vllm:cache_config_info"
 """vLLM's own, whose labels are the settings of its cache."""
 
@@ -33,7 +34,8 @@ _FAILED: dict[str, str] = {
 def cause(interval: Interval) -> str:
     """Empty when something was restored. The first cause that applies is the likeliest: those that keep every request
     from being restored come before those of single prompts."""
-    if interval.amount(f"{TIER}_restored_tokens_total"):
+    restored = f"{TIER}_restored_tokens_total" if _counts_tokens(interval) else "vllm:external_prefix_cache_hits_total"
+    if interval.amount(restored):
         return ""
     return next((sentence for find in _CAUSES if (sentence := find(interval))), "")
 
@@ -42,6 +44,11 @@ def tiers_without_room(interval: Interval) -> list[str]:
     """Those that have no capacity where they are."""
     samples = interval.after.samples(f"{TIER}_capacity_bytes")
     return list(dict.fromkeys(sample.labels.get(CONNECTOR, "") for sample in samples if not sample.value))
+
+
+def _counts_tokens(interval: Interval) -> bool:
+    """A tier below vLLM's OffloadingConnector does not: vLLM counts what that restores."""
+    return bool(interval.after.samples(_QUERIED))
 
 
 def _no_prefix_cache(interval: Interval) -> str:
@@ -68,12 +75,15 @@ def _paused(interval: Interval) -> str:
 
 def _not_asked(interval: Interval) -> str:
     """No tier was asked about a token beyond the device's cache."""
-    if interval.amount(f"{TIER}_queried_tokens_total"):
+    if interval.amount(_QUERIED):
         return ""
-    if hits := interval.amount("vllm:prefix_cache_hits_total"):
-        return _in_the_device(hits)
-    if not interval.amount("vllm:prompt_tokens_total"):
+    hits = interval.amount("vllm:prefix_cache_hits_total")
+    if not (hits or interval.amount("vllm:prompt_tokens_total")):
         return "no request has come"
+    if not _counts_tokens(interval):
+        return ""
+    if hits:
+        return _in_the_device(hits)
     return "no request has reached a tier: prompts with prompt_logprobs read no cache"
 
 
