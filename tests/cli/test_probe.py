@@ -181,13 +181,22 @@ def test_nobody_answers(server, capsys):
     assert "http://127.0.0.1:1/metrics was not answered" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["ftp://x"], ["http://x", "--watch", "0"]])
-def test_wrong_usage(wrong, capsys):
+@pytest.mark.parametrize(
+    ("wrong", "works"),
+    [
+        (["ftp://x"], "give one such as http://"),
+        (["http://x", "--watch", "0"], "give seconds from 0.1, such as --watch 5"),
+        (["http://x", "--watch", "10s"], "'10s' is no interval: give seconds"),
+        (["--watch", "http://x"], "'http://x' is no interval: give seconds from 0.1, such as --watch 5, after the URL"),
+    ],
+)
+def test_wrong_usage(wrong, works, capsys):
     try:
         status = cli.main(["probe", *wrong])
     except SystemExit as left:
         status = left.code
     assert status == 2
+    assert works in capsys.readouterr().err
 
 
 def test_it_watches_until_ctrl_c_and_waits_for_a_server_that_is_away(server, capsys, monkeypatch):

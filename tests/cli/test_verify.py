@@ -44,8 +44,16 @@ def test_what_was_not_saved_is_refused_before_a_server_is_asked(
         assert "leave them out with --against" in refused(capsys, NOBODY, "--against", file, option, "0")
 
 
-@pytest.mark.parametrize("wrong", [["--save", "a", "--against", "b"], ["--tolerance", "-1"], ["--tolerance", "x"]])
-def test_wrong_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--save", "a", "--against", "b"], "not allowed with argument --save"),
+        (["--tolerance", "-1"], "'-1' is not a difference of logprobs: give a number from 0, such as 0.05"),
+        (["--tolerance", "5%"], "'5%' is not a difference of logprobs"),
+    ],
+)
+def test_wrong_usage(wrong: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["verify", NOBODY, *wrong])
     assert left.value.code == 2
+    assert words in capsys.readouterr().err

@@ -2,6 +2,7 @@
 """``vllm-overlay probe``: asks a running server what its connectors and tiers do."""
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -45,10 +46,12 @@ examples:
 
 
 def _interval(text: str) -> float:
-    value = float(text)
-    if not 0.1 <= value <= 86400:
-        raise argparse.ArgumentTypeError(f"{text} is no interval: give seconds from 0.1, such as 5")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0.1 <= (value := float(text)) <= 86400:
+            return value
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no interval: give seconds from 0.1, such as --watch 5, after the URL"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:

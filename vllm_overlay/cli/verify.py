@@ -2,6 +2,7 @@
 """``vllm-overlay verify``: on one's own model and settings, what is restored equals what is computed."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -58,10 +59,10 @@ examples:
 
 
 def _tolerance(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 10:
-        raise argparse.ArgumentTypeError(f"{text} is not a difference of logprobs: give a number from 0, such as 0.05")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 <= (value := float(text)) < 10:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a difference of logprobs: give a number from 0, such as 0.05")
 
 
 def _run(arguments: argparse.Namespace) -> int:
