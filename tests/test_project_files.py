@@ -46,6 +46,8 @@ def test_the_image_has_the_package_and_the_series_and_nothing_else() -> None:
     assert [line.split()[0] for line in commands] == ["ARG", "FROM", "COPY", "RUN"]
     version = (REPOSITORY / "patches" / "vllm_version.txt").read_text().strip()
     assert commands[0].endswith(f":v{version}")
+    # --system would pass over the virtual environment that vLLM's CPU image has.
+    assert '--python "$(command -v python3)"' in commands[3]
     script = re.search(r"python3 /opt/vllm-overlay/(\S+) --installed", commands[3])
     assert script and (REPOSITORY / script[1]).is_file()
 
