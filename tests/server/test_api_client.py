@@ -127,8 +127,17 @@ def test_a_proxy_of_the_environment_is_not_asked_and_a_key_is_sent(
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    assert ApiClient(f"{server.url}/v1/").max_model_len() == 8192
+    for path in ("/v1/", "/metrics"):  # as another client has it, and as Prometheus has it
+        assert ApiClient(server.url + path).max_model_len() == 8192
     assert set(server.asked) == {("/v1/models", "Bearer secret")}
+
+
+@pytest.mark.parametrize("key", ["clé", "secret\n"])
+def test_a_key_that_no_header_can_carry_is_refused_by_its_name_alone(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ApiError, match="VLLM_API_KEY holds a character that HTTP cannot send") as refused:
+        ApiClient("http://127.0.0.1:1").metrics()
+    assert key.strip() not in str(refused.value)
 
 
 @pytest.mark.parametrize("url", ["ftp://there", "http://", "http://[::1", "http://x:y"])

@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import ssl
 import threading
 import time
@@ -104,9 +105,13 @@ class ApiClient:
             base = httpx.URL("")
         if base.scheme not in ("http", "https") or not base.host:
             raise ApiError(f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000")
-        key = os.environ.get("VLLM_API_KEY")
+        key = os.environ.get("VLLM_API_KEY", "")
+        if not re.fullmatch("[ -~]*", key):
+            raise ApiError(
+                "VLLM_API_KEY holds a character that HTTP cannot send, such as a line's end: set it to ASCII alone"
+            )
         self._http = httpx.Client(
-            base_url=base.copy_with(path=base.path.rstrip("/").removesuffix("/v1")),
+            base_url=base.copy_with(path=base.path.rstrip("/").removesuffix("/v1").removesuffix("/metrics")),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=REQUEST_TIMEOUT_S,
             # A connection of its own for each request: the server closes idle ones when it likes.
