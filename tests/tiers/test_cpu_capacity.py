@@ -34,14 +34,23 @@ def test_the_refusal_names_what_vllm_took_on_a_cpu_and_how_much_less_works() -> 
         check_free_memory(1 << 30, 592_000_000)
 
 
+SERVICE = "system.slice/vllm.service"
+
+
 def proc_with(directory: Path, available_kib: int) -> Path:
     (directory / "meminfo").write_text(f"MemTotal: 99999 kB\nMemAvailable: {available_kib} kB\n")
+    (directory / "self").mkdir()
+    (directory / "self" / "cgroup").write_text(f"4:memory:/{SERVICE}\n3:cpu,cpuacct:/\n0::/{SERVICE}\n")
     return directory
 
 
 def v2(limit: int | str, usage: int, active: int = 0, inactive: int = 0) -> dict[str, str]:
     stat = f"anon 5\nactive_file {active}\ninactive_file {inactive}\n"
     return {"memory.max": f"{limit}\n", "memory.current": f"{usage}\n", "memory.stat": stat}
+
+
+def below(group: str, files: dict[str, str]) -> dict[str, str]:
+    return {str(Path(name).parent / group / Path(name).name): text for name, text in files.items()}
 
 
 def v1(limit: int, usage: int, active: int = 0, inactive: int = 0) -> dict[str, str]:
@@ -63,6 +72,10 @@ def v1(limit: int, usage: int, active: int = 0, inactive: int = 0) -> dict[str, 
         (v1(2000, 500), 1500),
         (v1(2000, 1900, active=100, inactive=300), 500),
         (v2(9999999999999, 1), 4096 * 1024),
+        # MemoryMax= of a service, or of the slice that it is in, and a job of Slurm: no container.
+        (below(SERVICE, v2(1000, 400)), 600),
+        (below("system.slice", v2(1000, 400)) | below(SERVICE, v2("max", 300)), 600),
+        (v1(2000, 500) | below(SERVICE, v1(1000, 400)), 600),
     ],
 )
 def test_free_memory_is_the_machines_or_what_the_control_group_leaves(

@@ -51,22 +51,34 @@ def unit_size(smallest_object_bytes: int) -> int:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still take: the machine's, or what its control group leaves if that is less.
+    """Bytes that this process may still take: the machine's, or what its control groups leave if that is less.
 
-    Files' pages that the group has in the page cache count as free, as the machine's do: it gives them up first.
+    Files' pages that a group has in the page cache count as free, as the machine's do: it gives them up first.
     """
     available = _numbers(proc / "meminfo")["MemAvailable:"] * 1024
-    for limit_name, usage_name, stat_name, prefix in (
-        ("memory.max", "memory.current", "memory.stat", ""),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_"),
+    paths = _control_groups(proc)
+    for controller, limit_name, usage_name, prefix in (
+        ("", "memory.max", "memory.current", ""),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     ):
-        with contextlib.suppress(OSError, ValueError):
-            left = int((cgroup / limit_name).read_text()) - int((cgroup / usage_name).read_text())
-            with contextlib.suppress(OSError):  # a sandbox that does not say
-                pages = _numbers(cgroup / stat_name)
-                left += sum(pages.get(prefix + kind, 0) for kind in ("active_file", "inactive_file"))
-            available = min(available, max(0, left))
+        group = cgroup / controller
+        for part in ("", *paths.get(controller, "").split("/")):  # "" is the group itself: a container's has no path
+            group /= part
+            with contextlib.suppress(OSError, ValueError):
+                left = int((group / limit_name).read_text()) - int((group / usage_name).read_text())
+                with contextlib.suppress(OSError):  # a sandbox that does not say
+                    pages = _numbers(group / "memory.stat")
+                    left += sum(pages.get(prefix + kind, 0) for kind in ("active_file", "inactive_file"))
+                available = min(available, max(0, left))
     return available
+
+
+def _control_groups(proc: Path) -> dict[str, str]:
+    """Controllers -> the path of this process's group; the second version has one for all, named ``""``."""
+    with contextlib.suppress(OSError):
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+        return {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    return {}
 
 
 def _numbers(path: Path) -> dict[str, int]:
