@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk tier behind vLLM's OffloadingConnector, job by job."""
 
+import collections
+import functools
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 pytest.importorskip("vllm")
 
@@ -23,9 +25,10 @@ from tests.offloading.lent_rows import ROW_BYTES, LentRows, keys
 from tests.tiers.disk.files import bytes_under
 from tests.waiting import until
 from vllm_overlay import plugin
+from vllm_overlay.common.reasons import FAILED_LOADS
 from vllm_overlay.config import ConfigError
 from vllm_overlay.offloading import tier as module
-from vllm_overlay.offloading.connector import engine_being_built
+from vllm_overlay.offloading.connector import OffloadingConnector, engine_being_built
 from vllm_overlay.offloading.tier import HybridDiskTier
 from vllm_overlay.settings.early_check import check
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
@@ -278,7 +281,7 @@ def test_settings_are_checked_before_weights_are_read(given: dict[str, Any], wor
 
 
 def test_it_counts_what_it_stores_loads_and_gives_up(make: Make, tmp_path: Path) -> None:
-    lent, names, counted = make(), keys(3), Counter[str]()
+    lent, names, counted = make(), keys(3), collections.Counter[str]()
     lent.fill(range(3))
     lent.store(names, range(3))
     until(lambda: len(objects(tmp_path)) == 3)
@@ -300,6 +303,24 @@ def test_it_counts_what_it_stores_loads_and_gives_up(make: Make, tmp_path: Path)
     assert counted["failed_loads checksum"] == 1
     assert (counted["pending_stores"], counted["pending_loads"]) == (0, 0)
     assert counted["chunk_tokens"] == 64
+
+
+def test_its_counters_are_there_before_anything_is_counted(tmp_path: Path) -> None:
+    """Of a counter that begins with its first failure, an alert sees no increase."""
+    registry = CollectorRegistry()
+    kinds = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    tiers = [{"type": "hybrid_disk", "root": str(tmp_path / "root")}]
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30, "secondary_tiers": tiers}
+    config = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    vllm_config: Any = SimpleNamespace(kv_transfer_config=config)
+    plugin.register()
+    OffloadingConnector.build_prom_metrics(vllm_config, kinds, ["engine"], {0: ["0"], 1: ["1"]})
+    for engine in "01":
+        labels = {"engine": engine, "connector": "hybrid_disk"}
+        for reason in FAILED_LOADS:
+            name = "vllm:hybrid_offload_failed_loads_total"
+            assert registry.get_sample_value(name, {**labels, "reason": reason}) == 0
+        assert registry.get_sample_value("vllm:hybrid_offload_stored_objects_total", labels) == 0
 
 
 def test_without_an_engine_it_is_refused() -> None:

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as vllms
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.named_child import NamedChild
-from vllm_overlay.offloading.settings import check_offloading
+from vllm_overlay.offloading.settings import check_offloading, tiers_of_ours
+from vllm_overlay.offloading.stats import zeros
+from vllm_overlay.plugin import SECONDARY_TIER
 from vllm_overlay.tiers.base import TierSpec
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ class OffloadingConnector(vllms.OffloadingConnector, NamedChild):
     """The plug-in makes this the class of ``"kv_connector": "OffloadingConnector"``.
 
     vLLM hands a secondary tier the model's name and the shape of its KV cache. That is too little to tell weights and
-    settings apart that compute other numbers. The rest is vLLM's own.
+    settings apart that compute other numbers. The counters of a tier of ours begin with 0. The rest is vLLM's own.
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
@@ -51,6 +54,20 @@ class OffloadingConnector(vllms.OffloadingConnector, NamedChild):
     def check_child(cls, extra_config: Mapping[str, Any]) -> dict[str, str]:
         check_offloading(extra_config)
         return {}
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        made = super().build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        if tiers_of_ours(vllm_config.kv_transfer_config.kv_connector_extra_config):
+            for engine in per_engine_labelvalues:
+                made.observe(zeros(SECONDARY_TIER).data, engine)
+        return made
 
     @classmethod
     def prior_load_weight(cls, extra_config: Mapping[str, Any]) -> float:

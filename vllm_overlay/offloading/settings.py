@@ -26,10 +26,15 @@ def tier_settings(given: Mapping[str, Any], tier_type: str) -> DiskTierSettings:
     return checked({**given, "name": tier_type}, DiskTierSettings, whose)
 
 
+def tiers_of_ours(extra_config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Their entries in an OffloadingConnector's ``kv_connector_extra_config``."""
+    entries = extra_config.get("secondary_tiers") or []
+    return [entry for entry in entries if isinstance(entry, Mapping) and entry.get("type") == SECONDARY_TIER]
+
+
 def check_offloading(extra_config: Mapping[str, Any]) -> None:
     """Checks an OffloadingConnector's ``kv_connector_extra_config`` as far as it is about us. Raises ConfigError."""
-    entries = extra_config.get("secondary_tiers") or []
-    own = [entry for entry in entries if isinstance(entry, Mapping) and entry.get("type") == SECONDARY_TIER]
+    own = tiers_of_ours(extra_config)
     if own and "spec_name" not in extra_config:
         raise ConfigError(
             f'vLLM does not read secondary_tiers, of which one has "type": "{SECONDARY_TIER}", with its default '

@@ -34,6 +34,21 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     return made
 
 
+def zeros(name: str) -> OffloadingConnectorStats:
+    """Every counter at 0, for the connector of this name: of one that begins with its first failure, Prometheus sees
+    no increase."""
+    stats = OffloadingConnectorStats()
+    for metric in map(HYBRID_OFFLOAD.__getitem__, COUNTED):
+        if metric.kind is Kind.COUNTER:
+            for label in metric.zeros:
+                stats.increase_counter(metric.name, 0, _labels(name, label))
+    return stats
+
+
+def _labels(name: str, label: str) -> tuple[str, ...]:
+    return (name, label) if label else (name,)
+
+
 class TierStats:
     """Called from the scheduler's thread."""
 
@@ -65,5 +80,4 @@ class TierStats:
 
     def _series(self, key: str, value: float) -> tuple[str, float, tuple[str, ...]]:
         """A metric's name, the value, and the values of its own labels."""
-        label = key.partition(":")[2]
-        return HYBRID_OFFLOAD[metric_of(key)].name, value, (self._name, label) if label else (self._name,)
+        return HYBRID_OFFLOAD[metric_of(key)].name, value, _labels(self._name, key.partition(":")[2])
