@@ -3,12 +3,13 @@
 
 import contextlib
 import io
+import os
 import sys
 import time
 
 import pytest
 
-from vllm_overlay.cli.console import age, progress, shown, size
+from vllm_overlay.cli.console import age, progress, show_table, shown, size
 
 CURSOR_SHOWN = "\x1b[?25h"
 
@@ -35,6 +36,17 @@ def test_sizes_are_for_people(num_bytes, text):
 def test_ages_are_for_people(monkeypatch, seconds, text):
     monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
     assert age(1_000_000.0 - seconds) == text
+
+
+def test_a_table_into_a_closed_pipe_is_no_status_of_its_own(monkeypatch):
+    """A command says by 1 that something is wrong."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(BrokenPipeError):
+            show_table("", [("root",)])
+            pipe.flush()
 
 
 def test_progress_is_a_bar_on_a_terminal_and_gives_the_cursor_back(monkeypatch):

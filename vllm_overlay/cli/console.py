@@ -54,7 +54,10 @@ def show_table(title: str, rows: Rows, *, has_header: bool = False) -> None:
         table.add_column(Text(name) if has_header else "", overflow="fold")
     for row in rows[has_header:]:
         table.add_row(*map(Text, row))
-    Console(width=None if is_terminal else _UNLIMITED).print(table)
+    console = Console(width=None if is_terminal else _UNLIMITED)
+    with console.capture() as drawn:  # rich itself would end the process where nobody reads on
+        console.print(table)
+    print(drawn.get(), end="")
 
 
 @contextlib.contextmanager
