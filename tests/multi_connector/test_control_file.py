@@ -92,6 +92,22 @@ def test_bad_content_is_one_warning_and_keeps_the_last_good(tmp_path, warnings):
     assert "the last good switches hold" in line
 
 
+def test_a_place_where_it_cannot_be_looked_for_is_one_warning(tmp_path, warnings):
+    """As below a directory that only its owner may enter."""
+    path = tmp_path / "file" / "switches.json"
+    path.parent.write_text("")
+    switches = ControlFile(str(path), CONFIGURED)
+    for now in (0.0, 1.0, 2.0):
+        switches.look(now)
+    (line,) = warnings
+    assert "Not a directory" in line
+    path.parent.unlink()
+    path.parent.mkdir()
+    write(path, {"cpu": {"load": False}})
+    switches.look(3.0)
+    assert not switches.settings["cpu"].load
+
+
 def test_a_file_that_could_not_be_read_is_read_once_its_mode_allows_it(tmp_path, warnings, monkeypatch):
     """Faked, because nobody keeps root from reading."""
     path = tmp_path / "switches.json"

@@ -66,7 +66,7 @@ class ControlFile:
         """``path`` may be empty: then the settings never change."""
         self._path = Path(path) if path else None
         self._configured = dict(configured)
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, int, int] | str | None = None
         self._looked_at = float("-inf")
         self.settings = self._configured
 
@@ -75,20 +75,29 @@ class ControlFile:
         if self._path is None or now - self._looked_at < LOOK_EVERY_S:
             return
         self._looked_at = now
+        if (seen := self._state()) == self._seen:
+            return
+        self._seen = seen
+        if seen is None:
+            self.settings = self._configured
+            logger.info("%s is gone: the children's switches are as configured", self._path)
+            return
         try:
-            stat = os.stat(self._path)
-            seen = stat.st_ctime_ns, stat.st_size, stat.st_ino  # also a mode that now allows to read it
-            if seen == self._seen:
-                return
-            self._seen = seen
             self.settings = read_switches(self._path.read_bytes(), self._configured)
             logger.info("%s: the children's switches are now %s", self._path, self._changed())
-        except FileNotFoundError:
-            if self._seen is not None:
-                self._seen, self.settings = None, self._configured
-                logger.info("%s is gone: the children's switches are as configured", self._path)
         except Exception as error:  # besides ConfigError and OSError say MemoryError: no file ends the engine
             logger.warning("%s changes nothing, the last good switches hold: %s", self._path, error)
+
+    def _state(self) -> tuple[int, int, int] | str | None:
+        """Another one when the file must be read again: None without a file, a word where the system does not say."""
+        assert self._path is not None
+        try:
+            stat = os.stat(self._path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return str(error)
+        return stat.st_ctime_ns, stat.st_size, stat.st_ino  # also a mode that now allows to read it
 
     def _changed(self) -> dict[str, dict[str, object]]:
         return {
