@@ -114,6 +114,16 @@ def test_a_server_without_development_mode_is_told_what_to_set(server: Any) -> N
         ApiClient(server.url).reset_prefix_cache()
 
 
+def test_a_server_that_counts_nothing_is_told_what_to_change(server: Any) -> None:
+    """It would be waited for, or taken for one without connectors."""
+    server.answers["/metrics"] = (200, "# TYPE python_info gauge\npython_info 1.0\n")
+    for ask in (ApiClient(server.url).metrics, ApiClient(server.url).settled_metrics):
+        with pytest.raises(
+            ApiError, match="/metrics has nothing of vLLM: start the server without --disable-log-stats"
+        ):
+            ask()
+
+
 def test_nobody_listens(server: Any) -> None:
     api = ApiClient("http://127.0.0.1:1")
     assert not api.is_healthy()

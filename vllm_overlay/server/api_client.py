@@ -203,7 +203,10 @@ class ApiClient:
         """As they are; see ``settled_metrics``."""
         path = "/metrics"
         with _asking(path):
-            return Metrics(_accepted(path, self._http.get(path)).text)
+            metrics = Metrics(_accepted(path, self._http.get(path)).text)
+        if not any(name.startswith("vllm:") for name in metrics.kinds):
+            raise ApiError(f"{path} has nothing of vLLM: start the server without --disable-log-stats")
+        return metrics
 
     def settled_metrics(self) -> Metrics:
         """Metrics that count every request that this client has had answered.
