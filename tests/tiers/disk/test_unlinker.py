@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE_S, until
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Garbage, Namespace
 from vllm_overlay.tiers.disk.evictor import Evictor, Unlinker
 from vllm_overlay.tiers.disk.files.device import Device
-from vllm_overlay.tiers.disk.files.writer import paths_of
+from vllm_overlay.tiers.disk.files.writer import FILES_A_DIRECTORY, paths_of
 from vllm_overlay.tiers.disk.messages import ServedNamespace
 from vllm_overlay.tiers.disk.room import Room
 
@@ -75,6 +75,17 @@ def test_a_file_that_cannot_be_unlinked_is_tried_again_and_keeps_its_bytes(tmp_p
     unlinker.run()
     assert object_files(tmp_path) == []
     assert (catalogue.totals().removing_bytes, unlinker.num_stuck) == (0, 0)
+
+
+def test_a_directory_goes_with_its_last_file(tmp_path, garbage):
+    """A server that runs for months would leave one for every 4,096 objects that it has stored."""
+    staying = Path(paths_of(str(tmp_path), File(WRITER, FILES_A_DIRECTORY), 1)[0])
+    staying.parent.mkdir()
+    staying.touch()
+    _, unlinker = unlinker_of(tmp_path, Device(), [*garbage, Garbage(File(WRITER, FILES_A_DIRECTORY + 1), 2, 8192)])
+    unlinker.run()
+    assert list((tmp_path / WRITER).iterdir()) == [staying.parent]
+    assert object_files(tmp_path) == [staying]
 
 
 def test_a_file_that_is_gone_already_is_no_error_and_its_bytes_are_free_once(tmp_path, garbage):

@@ -196,6 +196,21 @@ def test_a_removed_directory_is_a_miss_and_is_made_again(tmp_path):
         assert made.reasons([planned]) == [""]
 
 
+def test_a_directory_that_goes_before_its_first_file_comes_is_made_again(tmp_path):
+    """Whoever evicts removes directories that are empty."""
+    going: list[str] = []
+
+    def meanwhile(call: str, path: str) -> None:
+        if call == "mkdir" and path.endswith("/0"):
+            going.append(path)
+        elif call == "open" and is_object(path) and len(going) == 1:
+            os.rmdir(going[0])
+
+    with tier_pair(tmp_path / "root", device=RuledDevice(meanwhile)) as made:
+        made.store(chain("p", 1)[:1])
+    assert len(going) == 2
+
+
 def test_a_rank_writes_nothing_of_a_writer_that_has_ended(tmp_path):
     """Who buries a writer lists its files, and nobody would look again."""
     planned = chain("p", 1)[0]

@@ -2,12 +2,14 @@
 """Keeps room ahead of the stores: asks the catalogue for it, evicts where there is too little, and unlinks what no row
 names any more. Then its bytes are free."""
 
+import contextlib
 import logging
+import os
 from collections.abc import Sequence
 
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, File, Garbage, Limits, Totals, limit_bytes
-from vllm_overlay.tiers.disk.files.writer import paths_of
+from vllm_overlay.tiers.disk.files.writer import path_of, paths_of
 from vllm_overlay.tiers.disk.messages import ServedNamespace
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.site import Seat, Site
@@ -54,7 +56,7 @@ class Unlinker:
         return item.file if self.unlink(item.file, item.world_size) else None
 
     def unlink(self, file: File, world_size: int) -> bool:
-        """Whether no rank has this file any more. Called in whatever thread."""
+        """Whether no rank has this file any more. Its directory goes with its last one. Called in whatever thread."""
         is_gone = True
         for path in paths_of(self._seat.root, file, world_size):
             try:
@@ -64,6 +66,8 @@ class Unlinker:
             except OSError as error:
                 is_gone = False
                 _log.warning("unlink", "disk tier: a file cannot be removed now: %s", error)
+        with contextlib.suppress(OSError):  # it has files
+            os.rmdir(os.path.dirname(path_of(self._seat.root, file, 0)))
         return is_gone
 
 

@@ -25,6 +25,7 @@ READ_ATTEMPTS = 3
 A stale handle or a path that fails over works by the second time. A bad sector fails each time and takes seconds, of
 which a load has ``load_timeout_s``.
 """
+_CREATE_ATTEMPTS = 4
 PIECE_BYTES = 16 << 20
 """What is read at once: other threads read while this one verifies it."""
 _T = TypeVar("_T")
@@ -92,12 +93,7 @@ def write_object(
     page, _ = _pages()
     page[:] = header.encode(integrity)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
-    try:
-        fd = device.open(path, flags)
-    except FileNotFoundError:  # the writer's directory is there for as long as the writer lives
-        with contextlib.suppress(FileExistsError):
-            device.mkdir(os.path.dirname(path))
-        fd = device.open(path, flags)
+    fd = _create(device, path, flags)
     try:
         try:
             write_all(device, fd, [page, *segments])
@@ -106,6 +102,18 @@ def write_object(
     except BaseException:
         remove_quietly(device, path)
         raise
+
+
+def _create(device: Device, path: str, flags: int) -> int:
+    """The descriptor. Raises OSError. The writer's directory is there for as long as the writer lives; the one below
+    goes whenever somebody has unlinked its last file."""
+    for _ in range(_CREATE_ATTEMPTS):
+        try:
+            return device.open(path, flags)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                device.mkdir(os.path.dirname(path))
+    return device.open(path, flags)
 
 
 def _read_patiently(read: Callable[[], _T], is_wanted: Callable[[], bool] = lambda: True) -> _T:
