@@ -297,6 +297,21 @@ def test_a_clock_that_is_set_back_makes_nothing_old_that_is_stored_afterwards(tm
     assert found == [True] * 50
 
 
+def test_a_clock_that_is_set_forward_makes_nothing_old_that_an_older_engine_stores_afterwards(tmp_path, monkeypatch):
+    capacity, real = 60 * on_disk(), time.time
+    with tier_pair(tmp_path / "root", capacity_bytes=capacity) as made:
+        made.recovered()
+        monkeypatch.setattr("time.time", lambda: real() + 3600)
+        with tier_pair(tmp_path / "root", capacity_bytes=capacity) as newer:
+            store_many(newer.recovered(), 25, lambda: None)
+            found = []
+            for turn in range(20):
+                made.store(chain(f"late-{turn}", 2))
+                if turn >= 5:
+                    found.append(all(made.settled().coverage(chain(f"late-{turn - 5}", 2))))
+    assert found == [True] * 15
+
+
 @pytest.mark.parametrize("use", ["loaded", "used from elsewhere"])
 def test_what_is_used_stays_when_its_engine_was_started_again(tmp_path, use: str, monkeypatch):
     real, ahead_s = time.monotonic, [0]

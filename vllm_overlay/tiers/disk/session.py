@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk import catalogue
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Namespace, StoredObject, Superseded
+from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Namespace, StoredObject, Superseded, Totals
 from vllm_overlay.tiers.disk.evictor import Evictor, Unlinker
 from vllm_overlay.tiers.disk.files.root import is_in_place
 from vllm_overlay.tiers.disk.files.writer import Life
@@ -31,9 +31,10 @@ class Session:
         self.catalogue = Catalogue(site.root.path, site.root.journal)
         try:
             room.begin(self.writer, self._join(served))
-            newest_use = self.catalogue.totals().newest_use
-            self.to_epoch_s = max(time.time(), float(newest_use)) - time.monotonic()
-            """Turns monotonic seconds into those since the epoch: a clock that is set back makes nothing old."""
+            self.to_epoch_s = time.time() - time.monotonic()
+            """Turns monotonic seconds into those since the epoch. No engine is behind another one of its root, so a
+            clock that is set makes nothing old."""
+            self._keep_up(self.catalogue.totals())
             seat = Seat(site, self.catalogue, self.writer)
             self.unlinker = Unlinker(seat)
             self.evictor = Evictor(seat, self.unlinker, room)
@@ -49,6 +50,9 @@ class Session:
         namespace = served.namespace
         row = Namespace(namespace.fingerprint, namespace.words, namespace.is_private)
         return self.catalogue.join(self.writer, row)
+
+    def _keep_up(self, totals: Totals) -> None:
+        self.to_epoch_s = max(self.to_epoch_s, totals.newest_use - time.monotonic())
 
     @property
     def now(self) -> int:
@@ -84,6 +88,7 @@ class Session:
         """Take away what is done, each step once; ``stuck`` has what could not be unlinked. Another thread may append
         to ``steps`` meanwhile. It waits for a rebuild, which has yet to see what lies there: False then."""
         totals = self.catalogue.totals()
+        self._keep_up(totals)
         if not totals.is_complete:
             return False
         if self._room.available < 0:  # stores have outlived the catalogue that granted their bytes
