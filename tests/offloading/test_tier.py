@@ -6,6 +6,7 @@ import functools
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,6 +195,41 @@ def test_stores_that_find_no_room_fail_and_what_is_there_is_not_written_again(ma
     lent.store(names, range(4))
     assert lent.store(names, range(4)).success
     assert len(objects(tmp_path)) == 4
+
+
+def test_stores_that_have_waited_for_the_disk_still_wait_for_room(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    lent, names, real, ahead_s = make(), keys(3), time.monotonic, [0.0]
+    until(lambda: lent.store(keys(1, "first"), [9]).success, "room")
+    monkeypatch.setattr("time.monotonic", lambda: real() + ahead_s[0])
+    with monkeypatch.context() as behind:
+        behind.setattr(lent.tier._worker, "begin_store", lambda ticket: None)
+        job = lent.submit(names, range(3), is_load=False)
+        ahead_s[0] = 2 * module.ROOM_S
+    with monkeypatch.context() as full:
+        full.setattr(lent.tier._manager, "reserve", lambda planned: None)
+        until(lambda: lent.step() or not lent.tier._stores, "the end of the first write")
+        assert lent.tier.has_pending_work()
+    assert lent.result(job).success
+
+
+def test_a_job_that_finds_room_now_and_then_does_not_keep_its_rows_for_longer(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent, real, ahead_s = make(), time.monotonic, [0.0]
+    until(lambda: lent.store(keys(1, "first"), [9]).success, "room")
+    monkeypatch.setattr("time.monotonic", lambda: real() + ahead_s[0])
+    reserve, num_asked = lent.tier._manager.reserve, [0]
+
+    def every_other_time(planned: Any) -> Any:
+        num_asked[0] += 1
+        return reserve(planned) if num_asked[0] % 2 else None
+
+    monkeypatch.setattr(lent.tier._manager, "reserve", every_other_time)
+    lent.submit(keys(20), range(20), is_load=False)
+    for _ in range(4):
+        ahead_s[0] += module.ROOM_S / 2
+        lent.tier._start_stores()
+    assert not lent.tier._queue
 
 
 def test_limits_hold_over_two_engines_and_a_restart(make: Make, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 """``"type": "hybrid_disk"``: the disk tier as a secondary tier of vLLM's OffloadingConnector."""
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
 ROOM_S = 1.0
-"""How long a store waits for room, which an eviction may be making. vLLM does not offer it again."""
+"""How long a job's stores wait for room, which an eviction may be making. vLLM does not offer them again."""
 _LARGEST_UNIT_BYTES = 4 << 20
 """Of the staging memory: what is verified and copied at once, while the processor's caches have it."""
 _log = RateLimitedLog(logging.getLogger(__name__))
@@ -55,6 +56,8 @@ class _Job:
     job_id: int
     is_load: bool
     started: float
+    short_s: float
+    """``HybridDiskTier._short_s`` at that time."""
     keys: tuple[OffloadKey, ...]
     left: set[OffloadKey]
     done: set[OffloadKey] = field(default_factory=set)
@@ -126,6 +129,8 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._stats = TierStats(tier_type, max(self._chunk_tokens))
         self._queue: deque[_Store] = deque()
         """Until there is staging memory for them."""
+        self._short_s, self._short_at = 0.0, math.inf
+        """For how long in all the first of them has waited for room, up to when. Infinity: it waits for none."""
         self._stores: dict[int, _Store] = {}
         """Being written, by ticket."""
         self._loads: dict[str, _Load] = {}
@@ -169,16 +174,26 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         """As many as there is staging memory and room on the disk for. The rows of the others stay lent."""
         while self._queue:
             store = self._queue[0]
-            store.ticket = store.ticket or self._manager.reserve(self._planned(store.key))
+            store.ticket = store.ticket or self._reserve(store)
             if store.ticket is None:
-                if time.monotonic() < store.job.started + ROOM_S and self._is_wanted(_object_id(store.key)):
+                if not self._is_wanted(_object_id(store.key)):  # another job has it under way by now
+                    self._end_key(store.job, store.key)
+                elif self._short_s < store.job.short_s + ROOM_S:
                     return
-                self._end_key(store.job, store.key, Reason.NO_ROOM)
+                else:
+                    self._end_key(store.job, store.key, Reason.NO_ROOM)
             elif (buffer := self._worker.begin_store(store.ticket)) is not None:
                 self._write(store, store.ticket, buffer)
             else:
                 return
             self._queue.popleft()
+
+    def _reserve(self, store: _Store) -> StoreTicket | None:
+        now = time.monotonic()
+        self._short_s += max(0.0, now - self._short_at)
+        ticket = self._manager.reserve(self._planned(store.key))
+        self._short_at = math.inf if ticket else now
+        return ticket
 
     def _write(self, store: _Store, ticket: StoreTicket, buffer: HostBuffer) -> None:
         self._stores[ticket.ticket] = store
@@ -237,7 +252,9 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def _begin(self, job_metadata: TransferJob) -> _Job:
         keys = tuple(job_metadata.keys)
-        job = _Job(job_metadata.job_id, job_metadata.is_promotion, time.monotonic(), keys, set(keys))
+        if not self._queue:
+            self._short_at = math.inf
+        job = _Job(job_metadata.job_id, job_metadata.is_promotion, time.monotonic(), self._short_s, keys, set(keys))
         self._jobs[job.job_id] = job
         return job
 
