@@ -6,6 +6,7 @@ import functools
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,6 +164,24 @@ def test_vllm_can_unmap_its_memory_while_a_disk_holds_what_is_written(make: Make
     del lent.rows, lent.tier  # as vLLM does
     lent.memory.close()  # which fails while somebody has a part of it
     device.gate.set()
+
+
+def test_rows_are_taken_back_while_a_thread_copies_from_another_job_s(make: Make) -> None:
+    worker = make().tier._worker
+    worker.lend(1, 0)
+    worker.lend(2, 1)
+    with worker._row(1):
+        taking = threading.Thread(target=worker.take_back, args=([2],), daemon=True)
+        taking.start()
+        until(lambda: not taking.is_alive(), "the row of the other job")
+
+
+def test_a_load_that_fails_at_once_leaves_no_row_lent(make: Make) -> None:
+    lent, names = make(), keys(2)
+    until(lambda: lent.store(names, range(2)).success, "room")
+    lent.tier._worker.load_was_late("another")
+    assert not lent.load(names, [8, 9]).success
+    assert not lent.tier._worker._row_of
 
 
 def test_after_draining_nothing_touches_a_row_and_nothing_older_is_loaded(make: Make) -> None:

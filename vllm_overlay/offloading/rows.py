@@ -4,7 +4,7 @@
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -39,19 +39,20 @@ class RowWorker(DiskTierWorker):
         self._lent = threading.Condition()
         self._row_of: dict[int | Fetched, int] = {}
         """By the ticket of a store, or by what a load fetches."""
-        self._num_touched = 0
+        self._touched: set[int | Fetched] = set()
+        """Whose rows a thread copies or reads now."""
 
     def lend(self, borrower: int | Fetched, row: int) -> None:
         """Before ``submit_store`` or ``begin_load``."""
         with self._lent:
             self._row_of[borrower] = row
 
-    def take_back(self, borrowers: Iterable[int | Fetched]) -> None:
-        """After this, nothing changes their rows or rests on what they hold. Waits for work in memory alone."""
+    def take_back(self, borrowers: Collection[int | Fetched]) -> None:
+        """After this, nothing changes their rows or rests on what they hold. Waits for work on them in memory alone."""
         with self._lent:
             for borrower in borrowers:
                 self._row_of.pop(borrower, None)
-            self._lent.wait_for(lambda: not self._num_touched)
+            self._lent.wait_for(lambda: self._touched.isdisjoint(borrowers))
 
     def return_rows(self) -> None:
         """After ``close``: vLLM unmaps the memory."""
@@ -68,12 +69,13 @@ class RowWorker(DiskTierWorker):
         """The row, to be touched inside; None if it is not lent any more."""
         with self._lent:
             place = self._row_of.get(borrower)
-            self._num_touched += 1
+            if place is not None:
+                self._touched.add(borrower)
         try:
             yield None if place is None else self._rows[place]
         finally:
             with self._lent:
-                self._num_touched -= 1
+                self._touched.discard(borrower)
                 self._lent.notify_all()
 
     # Stores.
@@ -99,6 +101,10 @@ class RowWorker(DiskTierWorker):
         return reason if self._was_lent(ticket.ticket) else Reason.NOT_REPORTED
 
     # Loads.
+
+    def _forget(self, fetch: Any) -> None:
+        super()._forget(fetch)
+        self._was_lent((fetch.load_id, fetch.position))
 
     def take(self, load_id: str, position: int, begin: int, part: memoryview) -> None:
         with self._row((load_id, position)) as row:
