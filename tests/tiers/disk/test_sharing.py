@@ -17,7 +17,7 @@ from tests.tiers.disk.prompts import KEYS, NUM_TOKENS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
-from vllm_overlay.tiers.disk.catalogue import File, Gone, Limits
+from vllm_overlay.tiers.disk.catalogue import File, Gone, Limits, Namespace, StoredObject
 
 
 def lookup(made: TierPair) -> int:
@@ -90,6 +90,23 @@ def test_two_engines_that_store_the_same_objects_count_them_once_and_the_first_o
     assert counted(one.root)[0] == bytes_under(one.root) == 4 * on_disk()
     assert one.reasons(objects) == other.reasons(objects) == [""] * 4
     assert problems(one.root) == []
+
+
+def test_a_row_of_a_number_that_no_engine_gives_is_a_miss_and_no_error(tmp_path):
+    """A forged one, which came first."""
+    planned, forger = chain("p", 1)[0], "f" * 16
+    with tier_pair(tmp_path / "root") as made:
+        ticket = made.recovered().write(planned)
+        catalogue = catalogue_of(made.tier)
+        catalogue.join(forger, Namespace(made.namespace.fingerprint))
+        assert catalogue.grant(forger, on_disk(), on_disk(), 1 << 30).num_bytes
+        row = StoredObject(
+            made.namespace.fingerprint, made.namespace.stored(planned), File(forger, 1 << 60), 1, on_disk(), 0
+        )
+        assert catalogue.commit(forger, [(row, None)])
+        made.tier.commit(ticket)
+        made.settled()
+        assert made.tier.acquire([planned]) is None
 
 
 def is_offered(made: TierPair, planned: PlannedObject) -> bool:

@@ -11,7 +11,7 @@ from vllm_overlay.tiers.disk import catalogue
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Namespace, StoredObject, Superseded, Totals
 from vllm_overlay.tiers.disk.evictor import Evictor, Unlinker
 from vllm_overlay.tiers.disk.files.root import is_in_place
-from vllm_overlay.tiers.disk.files.writer import Life
+from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER, Life
 from vllm_overlay.tiers.disk.follower import Follower
 from vllm_overlay.tiers.disk.messages import Committed, ServedNamespace, Step, Store
 from vllm_overlay.tiers.disk.recovery.recovery import Recovery
@@ -129,7 +129,7 @@ class Session:
         left: list[Step] = []
         for store, answer in zip(stores, self._answers(stores), strict=True):
             steps.popleft()
-            counts = None if answer is None else answer.file
+            counts = None if answer is None or answer.file.number > MAX_NUMBER else answer.file
             store.served.updates.append(Committed(store.planned.object_id, store.file, counts))
             if counts != store.file:
                 store.is_wanted = False
