@@ -16,7 +16,7 @@ from vllm_overlay.tiers.policies.base import NeverEvicts
 from vllm_overlay.tiers.policies.learned import LearnedEviction
 from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
-NUM_OBJECTS = 2_000
+NUM_OBJECTS = 20_000
 POLICIES = [LeastRecentlyUsed, NeverEvicts, LearnedEviction]
 
 

@@ -336,6 +336,17 @@ def test_an_engine_that_has_begun_while_its_directory_was_listed_is_left_alone(t
     assert {row.name for row in catalogue.writers()} == {DEAD, HEIR}
 
 
+def test_a_directory_that_goes_while_it_is_listed_hinders_no_burial(tmp_path, monkeypatch):
+    """With its last file, which somebody else has evicted."""
+    path = put(tmp_path, DEAD, 1)
+    catalogue, buried = begin_burial(tmp_path)
+    list_all = recovery.directories_under
+    monkeypatch.setattr(recovery, "directories_under", lambda *of: [str(tmp_path / DEAD / "7"), *list_all(*of)])
+    buried.bury_the_dead()
+    assert not path.exists()
+    assert {row.name for row in catalogue.writers()} == {HEIR}
+
+
 def test_nobody_is_buried_while_the_catalogue_does_not_know_all_files(tmp_path):
     path = put(tmp_path, DEAD, 1)
     catalogue, buried = begin_burial(tmp_path, is_complete=False)

@@ -324,6 +324,23 @@ def test_a_directory_that_can_never_be_listed_keeps_nothing_else_from_being_reco
         monkeypatch.undo()
 
 
+def test_a_directory_that_goes_while_it_is_looked_for_is_not_waited_for(lost, monkeypatch, said):
+    """With its last file, which somebody else has evicted."""
+    real, going = rebuild.directories_under, lost / ("1" * 16) / "0"
+    going.mkdir(parents=True)
+
+    def then_it_goes(root: str, writer: str):
+        found = real(root, writer)
+        if str(going) in found:
+            going.rmdir()
+        return found
+
+    monkeypatch.setattr(rebuild, "directories_under", then_it_goes)
+    with tier_pair(lost) as again:
+        assert all(again.recovered().coverage(chain("p", 5)))
+    assert not said("not recovered")
+
+
 def test_a_directory_that_could_not_be_listed_once_is_looked_at_again_however_long_a_look_takes(tmp_path, monkeypatch):
     for name in ("p", "q"):
         with tier_pair(tmp_path / "root") as made:

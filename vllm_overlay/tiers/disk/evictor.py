@@ -47,16 +47,20 @@ class Unlinker:
             self.finish(garbage)
 
     def finish(self, garbage: Sequence[Garbage], keep_bytes: int = 0, capacity_bytes: int = 0) -> int:
-        """Unlink these. Returns how many of their bytes are this writer's room now, up to ``keep_bytes``."""
+        """Unlink these, and the directories whose last ones they are. Returns how many of their bytes are this writer's
+        room now, up to ``keep_bytes``."""
         gone = [file for file in in_threads(self._unlinked, garbage, _THREADS) if file is not None]
         self.num_stuck += len(garbage) - len(gone)
+        for directory in {os.path.dirname(path_of(self._seat.root, file, 0)) for file in gone}:
+            with contextlib.suppress(OSError):  # it has files
+                os.rmdir(directory)
         return self._seat.catalogue.collected(self._seat.writer, gone, keep_bytes, capacity_bytes)
 
     def _unlinked(self, item: Garbage) -> File | None:
         return item.file if self.unlink(item.file, item.world_size) else None
 
     def unlink(self, file: File, world_size: int) -> bool:
-        """Whether no rank has this file any more. Its directory goes with its last one. Called in whatever thread."""
+        """Whether no rank has this file any more. Called in whatever thread."""
         is_gone = True
         for path in paths_of(self._seat.root, file, world_size):
             try:
@@ -66,8 +70,6 @@ class Unlinker:
             except OSError as error:
                 is_gone = False
                 _log.warning("unlink", "disk tier: a file cannot be removed now: %s", error)
-        with contextlib.suppress(OSError):  # it has files
-            os.rmdir(os.path.dirname(path_of(self._seat.root, file, 0)))
         return is_gone
 
 

@@ -122,6 +122,8 @@ class Rebuild:
         """Raises OSError where it is this process that lacks something."""
         try:
             yield
+        except FileNotFoundError:  # it went with its last file
+            pass
         except OSError as error:
             if error.errno in OWN_TROUBLE:
                 raise

@@ -104,7 +104,10 @@ class Recovery:
     def _bury(self, writer: str) -> bool:
         """The order matters: what is listed before the rows are read, and is named by none, was never committed."""
         directories = directories_under(self._root, writer)
-        found = [os.path.join(directory, name) for directory in directories for name in os.listdir(directory)]
+        found = []
+        for directory in directories:
+            with contextlib.suppress(FileNotFoundError):  # it went with its last file
+                found += [os.path.join(directory, name) for name in os.listdir(directory)]
         if os.path.lexists(alive_path(self._root, writer)):  # it was being made when its directory was found
             return True
         named = self._catalogue.numbers_of(writer)
