@@ -217,6 +217,7 @@ def test_stores_that_find_no_room_fail_and_what_is_there_is_not_written_again(ma
 
 
 def test_stores_that_have_waited_for_the_disk_still_wait_for_room(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROOM_S", 10.0)
     lent, names, real, ahead_s = make(), keys(3), time.monotonic, [0.0]
     until(lambda: lent.store(keys(1, "first"), [9]).success, "room")
     monkeypatch.setattr("time.monotonic", lambda: real() + ahead_s[0])
@@ -229,6 +230,22 @@ def test_stores_that_have_waited_for_the_disk_still_wait_for_room(make: Make, mo
         until(lambda: lent.step() or not lent.tier._stores, "the end of the first write")
         assert lent.tier.has_pending_work()
     assert lent.result(job).success
+
+
+def test_a_job_does_not_pay_for_the_time_that_another_waited_for_room(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ROOM_S", 10.0)
+    lent, real, ahead_s = make(), time.monotonic, [0.0]
+    until(lambda: lent.store(keys(1, "first"), [9]).success, "room")
+    monkeypatch.setattr("time.monotonic", lambda: real() + ahead_s[0])
+    monkeypatch.setattr(lent.tier._manager, "reserve", lambda planned: None)
+    lent.submit(keys(1, "a"), [0], is_load=False)
+    ahead_s[0] = 6.0
+    later = lent.submit(keys(1, "b"), [1], is_load=False)
+    ahead_s[0] = 12.0
+    lent.tier._start_stores()
+    assert [store.job.job_id for store in lent.tier._queue] == [later]
 
 
 def test_a_job_that_finds_room_now_and_then_does_not_keep_its_rows_for_longer(
@@ -306,6 +323,7 @@ def test_what_it_does_not_take_is_refused(make: Make, given: dict[str, Any], wor
     [
         ({"capcity_bytes": 1}, "did you mean capacity_bytes?"),
         ({"spec_name": None}, '"spec_name": "TieringOffloadingSpec"'),
+        ({"spec_name": "CPUOffloadingSpec"}, '"spec_name": "TieringOffloadingSpec"'),
         ({"twice": True}, "give one of them"),
         ({"backpressure": {}, "read_threads": 0}, "read_threads=0"),
         ({"backpressure": {}}, ""),
@@ -314,9 +332,9 @@ def test_what_it_does_not_take_is_refused(make: Make, given: dict[str, Any], wor
 @pytest.mark.parametrize("is_child", [False, True])
 def test_settings_are_checked_before_weights_are_read(given: dict[str, Any], words: str, is_child: bool) -> None:
     """As the disk tier's are: by vLLM's call when it makes its configuration, or by our MultiConnector."""
-    given, extra = dict(given), {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30}
-    if "spec_name" in given:
-        del extra["spec_name"], given["spec_name"]
+    given, extra = dict(given), dict[str, Any](cpu_bytes_to_use=1 << 30)
+    if spec_name := given.pop("spec_name", "TieringOffloadingSpec"):
+        extra["spec_name"] = spec_name
     entries = [{"type": "hybrid_disk", "root": "/kv", **given}] * (1 + given.pop("twice", False))
     config: dict[str, Any] = {
         "kv_connector": "OffloadingConnector",

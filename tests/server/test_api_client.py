@@ -142,7 +142,7 @@ def test_a_proxy_of_the_environment_is_not_asked_and_a_key_is_sent(
     assert set(server.asked) == {("/v1/models", "Bearer secret")}
 
 
-@pytest.mark.parametrize("key", ["clé", "secret\n"])
+@pytest.mark.parametrize("key", ["clé", "secret\n", "secret "])
 def test_a_key_that_no_header_can_carry_is_refused_by_its_name_alone(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", key)
     with pytest.raises(ApiError, match="VLLM_API_KEY holds a character that HTTP cannot send") as refused:

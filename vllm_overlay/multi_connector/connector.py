@@ -399,8 +399,9 @@ def _check_loads(vllm_config: "VllmConfig", specs: list[ChildSpec]) -> None:
         if spec.kv_transfer_config.is_kv_consumer:
             raise ConfigError(
                 f"kv_role={spec.kv_transfer_config.kv_role!r} of connector {spec.name!r} contradicts "
-                "kv_role='kv_producer' of the MultiConnector with asynchronous scheduling, because vLLM would let it "
-                'load into blocks that a step still writes: set kv_role of the MultiConnector to "kv_both"'
+                "kv_role='kv_producer' of the MultiConnector with asynchronous scheduling or pipeline parallelism, "
+                "because vLLM would let it load into blocks that a step still writes: set kv_role of the "
+                'MultiConnector to "kv_both"'
             )
 
 

@@ -95,7 +95,7 @@ class ControlFile:
             stat = os.stat(self._path)
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return str(error)
         return stat.st_ctime_ns, stat.st_size, stat.st_ino  # also a mode that now allows to read it
 

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.named_child import NamedChild
-from vllm_overlay.offloading.settings import check_offloading, tiers_of_ours
+from vllm_overlay.offloading.settings import check_offloading
 from vllm_overlay.offloading.stats import zeros
 from vllm_overlay.plugin import SECONDARY_TIER
 from vllm_overlay.tiers.base import TierSpec
@@ -64,9 +64,11 @@ class OffloadingConnector(vllms.OffloadingConnector, NamedChild):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
         made = super().build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        if tiers_of_ours(vllm_config.kv_transfer_config.kv_connector_extra_config):
+        begun = zeros(SECONDARY_TIER).data
+        # A spec that reads no secondary tiers does not know their metrics.
+        if made._offloading_metric_metadata.keys() >= begun["data"].keys():
             for engine in per_engine_labelvalues:
-                made.observe(zeros(SECONDARY_TIER).data, engine)
+                made.observe(begun, engine)
         return made
 
     @classmethod

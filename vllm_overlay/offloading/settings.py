@@ -17,6 +17,7 @@ _SETTINGS = (
 """Of the disk tier, where vLLM cuts the chunks and picks what to restore."""
 _OF_VLLM = ("type", "module_path", "backpressure")
 """What vLLM takes out of an entry of ``secondary_tiers`` before the tier sees it."""
+_DEFAULT_SPEC = "CPUOffloadingSpec"
 
 
 def tier_settings(given: Mapping[str, Any], tier_type: str) -> DiskTierSettings:
@@ -26,19 +27,14 @@ def tier_settings(given: Mapping[str, Any], tier_type: str) -> DiskTierSettings:
     return checked({**given, "name": tier_type}, DiskTierSettings, whose)
 
 
-def tiers_of_ours(extra_config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Their entries in an OffloadingConnector's ``kv_connector_extra_config``."""
-    entries = extra_config.get("secondary_tiers") or []
-    return [entry for entry in entries if isinstance(entry, Mapping) and entry.get("type") == SECONDARY_TIER]
-
-
 def check_offloading(extra_config: Mapping[str, Any]) -> None:
     """Checks an OffloadingConnector's ``kv_connector_extra_config`` as far as it is about us. Raises ConfigError."""
-    own = tiers_of_ours(extra_config)
-    if own and "spec_name" not in extra_config:
+    entries = extra_config.get("secondary_tiers") or []
+    own = [entry for entry in entries if isinstance(entry, Mapping) and entry.get("type") == SECONDARY_TIER]
+    if own and extra_config.get("spec_name", _DEFAULT_SPEC) == _DEFAULT_SPEC:
         raise ConfigError(
             f'vLLM does not read secondary_tiers, of which one has "type": "{SECONDARY_TIER}", with its default '
-            'spec_name: write "spec_name": "TieringOffloadingSpec" beside them'
+            f'spec_name, {_DEFAULT_SPEC}: write "spec_name": "TieringOffloadingSpec" beside them'
         )
     if len(own) > 1:
         raise ConfigError(f'secondary_tiers has {len(own)} of "type": "{SECONDARY_TIER}": give one of them')

@@ -254,7 +254,9 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         keys = tuple(job_metadata.keys)
         if not self._queue:
             self._short_at = math.inf
-        job = _Job(job_metadata.job_id, job_metadata.is_promotion, time.monotonic(), self._short_s, keys, set(keys))
+        now = time.monotonic()
+        short_s = self._short_s + max(0.0, now - self._short_at)
+        job = _Job(job_metadata.job_id, job_metadata.is_promotion, now, short_s, keys, set(keys))
         self._jobs[job.job_id] = job
         return job
 

@@ -106,9 +106,10 @@ class ApiClient:
         if base.scheme not in ("http", "https") or not base.host:
             raise ApiError(f"{url!r} is no URL of a server: give one such as http://127.0.0.1:8000")
         key = os.environ.get("VLLM_API_KEY", "")
-        if not re.fullmatch("[ -~]*", key):
+        if not re.fullmatch("([ -~]*[!-~])?", key):
             raise ApiError(
-                "VLLM_API_KEY holds a character that HTTP cannot send, such as a line's end: set it to ASCII alone"
+                "VLLM_API_KEY holds a character that HTTP cannot send, such as a line's end, or ends in a blank: "
+                "set it to ASCII alone"
             )
         self._http = httpx.Client(
             base_url=base.copy_with(path=base.path.rstrip("/").removesuffix("/v1").removesuffix("/metrics")),

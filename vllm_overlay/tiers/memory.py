@@ -75,7 +75,7 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
 
 def _control_groups(proc: Path) -> dict[str, str]:
     """Controllers -> the path of this process's group; the second version has one for all, named ``""``."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         lines = (proc / "self" / "cgroup").read_text().splitlines()
         return {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
     return {}
