@@ -10,6 +10,7 @@ import yaml
 
 from tests.python_path import REPOSITORY
 from tests.transfer_config import accepted_tiers
+from vllm_overlay.config import parse_bytes
 
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.json"))
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
@@ -22,22 +23,31 @@ def test_an_example_is_accepted(path: Path) -> None:
     assert accepted_tiers(json.loads(path.read_text()))
 
 
-def test_kubernetes_serves_with_both_tiers_on_the_volume_that_it_mounts() -> None:
+def test_kubernetes_serves_with_memory_and_disk_that_it_mounts() -> None:
     claim, deployment = yaml.safe_load_all((REPOSITORY / "examples" / "kubernetes.yaml").read_text())
     pod = deployment["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     (text,) = (each for each in container["args"] if each.startswith("--kv-transfer-config="))
     config = json.loads(text.removeprefix("--kv-transfer-config="))
-    assert accepted_tiers(config) == ["cpu", "disk"]
-    root = Path(config["kv_connector_extra_config"]["connectors"][1]["kv_connector_extra_config"]["root"])
+    assert accepted_tiers(config) == ["hybrid_disk"]
+    memory = config["kv_connector_extra_config"]["cpu_bytes_to_use"]
+    (disk,) = config["kv_connector_extra_config"]["secondary_tiers"]
     mounts = {mount["name"]: Path(mount["mountPath"]) for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-    assert root.is_relative_to(mounts["kv"])
+    assert Path(disk["root"]).is_relative_to(mounts["kv"])
+    assert mounts["shm"] == Path("/dev/shm")
+    limit = container["resources"]["limits"]["memory"]
+    assert memory < gibibytes(volumes["shm"]["emptyDir"]["sizeLimit"]) < gibibytes(limit)
+    assert parse_bytes(disk["capacity_bytes"], "") < gibibytes(claim["spec"]["resources"]["requests"]["storage"])
     assert volumes["kv"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     port = container["ports"][0]["containerPort"]
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(port)
     shutdown = next(int(each.split("=")[1]) for each in container["args"] if each.startswith("--shutdown-timeout="))
     assert pod["spec"]["terminationGracePeriodSeconds"] > shutdown
+
+
+def gibibytes(quantity: str) -> int:
+    return parse_bytes(f"{quantity}B", quantity)
 
 
 def test_the_image_has_the_package_and_the_series_and_nothing_else() -> None:

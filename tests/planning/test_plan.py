@@ -46,6 +46,7 @@ def test_for_a_gpu_it_is_vllms_connector_over_our_disk_tier_with_rows_that_fit(m
     assert on_disk.num_conversations > 10 * in_memory.num_conversations
     of_platform = [[item.severity for item in plan.advice if item.setting == "--platform"] for plan in (one, two)]
     assert of_platform == [[Severity.NOTE, Severity.WARNING], [Severity.NOTE]]
+    assert ["/dev/shm" in item.sentence for item in one.advice if item.setting == "--cpu"] == [True]
     halves = plan_for_cuda(monkeypatch, halved(QWEN_35B), tensor_parallel_size=2)
     assert halves.tiers[1].num_conversations == on_disk.num_conversations
 

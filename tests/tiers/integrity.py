@@ -7,6 +7,9 @@ from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.entry import Entry, EntryState
 from vllm_overlay.tiers.index import PrefixIndex
 from vllm_overlay.tiers.policies.base import EvictionPolicy
+from vllm_overlay.tiers.policies.guarded import GuardedPolicy
+from vllm_overlay.tiers.policies.learned import LearnedEviction
+from vllm_overlay.tiers.policies.lru import LeastRecentlyUsed
 
 _UNPINNED = (EntryState.RESERVED, EntryState.STORED)
 
@@ -140,5 +143,10 @@ def _of_the_policy(entries: Mapping[ObjectId, Entry], policy: EvictionPolicy[Ent
 
 
 def offered_to(policy: EvictionPolicy[Entry]) -> Collection[Entry] | None:
-    """What it has that may be evicted, if it is one of ours that keeps that."""
-    return vars(policy).get("_current", vars(policy).get("_offered"))
+    """What it has that may be evicted, if it keeps that."""
+    match policy:
+        case LeastRecentlyUsed():
+            return policy._current
+        case LearnedEviction() | GuardedPolicy():
+            return policy._offered
+    return None

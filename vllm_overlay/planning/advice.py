@@ -80,6 +80,10 @@ def _of_offloading(layout: EngineLayout) -> Iterator[Advice]:
         "vLLM's OffloadingConnector copies, and ours keeps the disk: no junctions, no learned eviction, no LoRA, no "
         f"speculative decoding, and inside a block of {layout.block_size} tokens no hit but at a prompt's end",
     )
+    yield _note(
+        "--cpu",
+        "vLLM keeps it in /dev/shm, which must be larger: docker's is 64 MiB unless --shm-size or --ipc=host says more",
+    )
     if layout.platform != CUDA:
         yield _warning(
             "--platform",
