@@ -19,8 +19,9 @@ from tests.tiers.disk.objects import OBJECT, UNIT, chain, content
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
 from tests.waiting import until
 from vllm_overlay.config import ConfigError
-from vllm_overlay.tiers.disk.files.checksum import XXH3, EncryptedIntegrity, Seal, integrity_of
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Seal, integrity_of
 from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.encryption import EncryptedIntegrity
 from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.object_file import BadObject, read_object

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import File, StoredObject
 from vllm_overlay.tiers.disk.catalogue.rows import MAX_RANKS, MAX_TOKENS, check_objects
-from vllm_overlay.tiers.disk.files.checksum import XXH3, EncryptedIntegrity, Seal
+from vllm_overlay.tiers.disk.files.checksum import XXH3, Seal
+from vllm_overlay.tiers.disk.files.encryption import EncryptedIntegrity
 from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER, is_writer_name, parse_name, path_of, paths_of
