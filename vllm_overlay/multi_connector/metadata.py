@@ -75,7 +75,7 @@ class MultiMetadata(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
         """Whether a rank that knows the orders has nothing to do."""
         if self.arrived or self.departed or self.loads or self.saves or self.releases or self.unknown_requests:
             return False
-        return all(isinstance(part, QuietStep) for part in self.children)
+        return set(map(type, self.children)) <= {QuietStep}
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ Which child loads is in ``lookup.py``, which children are in service in ``lifecy
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -265,7 +265,7 @@ class SchedulerSide:
         loads = metadata.loads.values()
         metadata.children = self._parts = tuple(
             [
-                one.plan(scheduler_output, build, {block for load in loads if load.child != i for block in load.blocks})
+                one.plan(scheduler_output, build, _blocks_of_others(loads, i) if loads else ())
                 for i, (one, build) in enumerate(zip(self._filters, self._builders, strict=True))
             ]
         )
@@ -371,6 +371,11 @@ class SchedulerSide:
     def record_gauges(self) -> None:
         """Puts what has changed since the last report into the children's tallies."""
         self.supervisor.record_gauges(self._outstanding)
+
+
+def _blocks_of_others(loads: Iterable[Load], index: int) -> set[int]:
+    """What loads of a child's siblings write."""
+    return {block for load in loads if load.child != index for block in load.blocks}
 
 
 def _check_unchanged(view: "KVConnectorOutput", shown: tuple[Any, Any], _answer: object) -> None:
