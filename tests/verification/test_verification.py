@@ -4,7 +4,9 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
-from vllm_overlay.server.api_client import ApiClient, Completion, Metrics
+import pytest
+
+from vllm_overlay.server.api_client import ApiClient, ApiError, Completion, Metrics
 from vllm_overlay.verification.comparison import Verdict
 from vllm_overlay.verification.verification import compute, restore
 
@@ -46,6 +48,20 @@ class TwoEngines:
         return Metrics("\n".join(lines) + "\n")
 
     wait_for_stores = settled_metrics
+
+
+class Serving(TwoEngines):
+    """Its device cache cannot be emptied."""
+
+    def reset_prefix_cache(self) -> None:
+        raise ApiError("/reset_prefix_cache answered 404")
+
+
+def test_a_server_whose_device_cache_cannot_be_emptied_is_asked_for_nothing() -> None:
+    said: list[str] = []
+    with pytest.raises(ApiError, match="404"):
+        compute(cast(ApiClient, Serving()), 1000, seed=0, say=said.append)
+    assert not said
 
 
 def test_one_engine_of_several_is_asked_for_all_of_it_at_its_own_restore_points() -> None:

@@ -39,6 +39,7 @@ def compute(api: ApiClient, longest: int, seed: int, say: Say) -> Computed:
     A salt of the run's own keeps the prompts apart from everything that was stored before: nothing of them is found
     unless this run has stored it.
     """
+    api.reset_prefix_cache()  # whether it can be, before minutes are spent
     salt = secrets.token_hex(16)
     longest_request = api.max_model_len()
     alphabet = sorted(set(api.tokenize(TEXT)))
