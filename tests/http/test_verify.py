@@ -99,7 +99,7 @@ def test_zeroed_snapshots_fail_and_the_prompt_and_the_first_token_are_named(
         assert cli.main(["verify", server.url, "--longest", "200"]) == 1
     said = capsys.readouterr().out
     assert "69 tokens " in said and "DIFFERENT" in said and ": token " in said
-    assert "FAILED: 3 restored answers: 3 DIFFERENT (tolerance 0.05)" in said
+    assert "FAILED: 3 answers: 3 DIFFERENT (tolerance 0.05)" in said
     assert "not looked at: what a restart finds" in said
 
 

@@ -2,12 +2,13 @@
 """A verification of a server that is played here; tests/http/test_verify.py has real ones."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from vllm_overlay.server.api_client import ApiClient, ApiError, Completion, Metrics
-from vllm_overlay.verification.comparison import Verdict
+from vllm_overlay.verification.comparison import Verdict, is_passed
 from vllm_overlay.verification.verification import compute, restore
 
 UNIT = 64
@@ -21,6 +22,7 @@ class TwoEngines:
     def __init__(self) -> None:
         self._stored: tuple[set[Any], set[Any]] = set(), set()
         self._next = 0
+        self.num_left = 0
 
     def max_model_len(self) -> int:
         return 8192
@@ -45,9 +47,41 @@ class TwoEngines:
     def settled_metrics(self) -> Metrics:
         engines = [f'{{connector="cpu",engine="{engine}"}}' for engine in (0, 1)]
         lines = [f"vllm:hybrid_offload_{name}_tokens{of} {tokens}" for name, tokens in GAUGES.items() for of in engines]
-        return Metrics("\n".join(lines) + "\n")
+        return Metrics(
+            "\n".join([*lines, f'vllm:kv_connector_too_slow_total{{connector="cpu"}} {self.num_left}']) + "\n"
+        )
 
     wait_for_stores = settled_metrics
+
+
+class Hurried(TwoEngines):
+    """Once its device cache is emptied, it computes a prompt of up to so many tokens rather than load it."""
+
+    def __init__(self, longest_left: int) -> None:
+        super().__init__()
+        self._longest_left, self._num_resets = longest_left, 0
+
+    def reset_prefix_cache(self) -> None:
+        self._num_resets += 1
+
+    def complete(self, prompt: Sequence[int], max_tokens: int, **options: Any) -> Completion:
+        answer = super().complete(prompt, max_tokens, **options)
+        if self._num_resets < 2 or len(prompt) > self._longest_left:
+            return answer
+        self.num_left += 1
+        return replace(answer, num_cached_tokens=0)
+
+
+@pytest.mark.parametrize(("longest_left", "num_left", "passes"), [(2 * UNIT, 1, True), (1000, 7, False)])
+def test_what_is_left_because_computing_is_faster_does_not_fail_unless_all_is(
+    longest_left: int, num_left: int, passes: bool
+) -> None:
+    api = cast(ApiClient, Hurried(longest_left))
+    results = restore(api, compute(api, 500, seed=0, say=lambda _: None), tolerance=0, say=lambda _: None)
+    verdicts = [result.comparison.verdict for result in results]
+    assert verdicts == [Verdict.LEFT] * num_left + [Verdict.EQUAL] * (len(verdicts) - num_left)
+    assert is_passed(verdicts) == passes
+    assert not is_passed([*verdicts, Verdict.NOT_RESTORED]) and not is_passed([*verdicts, Verdict.DIFFERENT])
 
 
 class Serving(TwoEngines):

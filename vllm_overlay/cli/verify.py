@@ -14,7 +14,7 @@ from vllm_overlay.cli.console import show_table, shown, size
 from vllm_overlay.config import ConfigError
 from vllm_overlay.server.api_client import ApiClient
 from vllm_overlay.verification.answers import Computed
-from vllm_overlay.verification.comparison import PASSED, Verdict
+from vllm_overlay.verification.comparison import Verdict, is_passed
 from vllm_overlay.verification.verification import Result, compute, require_restart, restore
 
 _LONGEST, _SEED = 8192, 0
@@ -32,8 +32,8 @@ To see what a restart finds, save the answers, restart the server as you run it,
 
 The server must have VLLM_SERVER_DEV_MODE=1 and --enable-prompt-tokens-details. It should serve nobody else meanwhile.
 With data parallelism its first engine is asked.
-VLLM_API_KEY is used if it is set. Where load_weight is "auto", what is faster to compute is not restored. So give all
-children numbers for the verification. What is stored stays in the tiers, and no other request finds it.
+VLLM_API_KEY is used if it is set. What is stored stays in the tiers, and no other request finds it. Where load_weight
+is "auto", what is faster to compute is not restored, and neither passes nor fails.
 
 examples:
   vllm-overlay verify http://127.0.0.1:8000 --save answers.json
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps([_plain(result) for result in results], indent=2))
     else:
         _print(computed, results, arguments)
-    return SOUND if all(result.comparison.verdict in PASSED for result in results) else PROBLEMS
+    return SOUND if is_passed(result.comparison.verdict for result in results) else PROBLEMS
 
 
 def _verify(arguments: argparse.Namespace) -> tuple[Computed, list[Result]]:
@@ -130,6 +130,8 @@ def _print(computed: Computed, results: Sequence[Result], arguments: argparse.Na
         print("bytes were loaded, but no cached tokens reported: start the server with --enable-prompt-tokens-details")
     elif lost and arguments.against:
         print("if nothing outlives the server: add a child with a disk tier")
+    if all(result.comparison.verdict is Verdict.LEFT for result in results):
+        print('nothing was restored: give every child "load_weight": 1.0 for the verification')
     if arguments.save:
         print(f"saved: restart the server, then give --against {shown(str(arguments.save))} in place of --save")
     elif not arguments.against:
@@ -145,8 +147,8 @@ def _answer(result: Result) -> str:
 def _verdict(results: Sequence[Result], tolerance: float) -> str:
     verdicts = [result.comparison.verdict for result in results]
     summary = ", ".join(f"{count} {verdict}" for verdict in Verdict if (count := verdicts.count(verdict)))
-    word = "passed" if set(verdicts) <= set(PASSED) else "FAILED"
-    return f"{word}: {len(results)} restored answers: {summary} (tolerance {tolerance})"
+    word = "passed" if is_passed(verdicts) else "FAILED"
+    return f"{word}: {len(results)} answers: {summary} (tolerance {tolerance})"
 
 
 VERIFY = Command(

@@ -2,6 +2,7 @@
 """How a restored answer compares with the recomputed one."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,11 +18,16 @@ class Verdict(StrEnum):
     """Not those of the recomputed answer, but those that vLLM's own cache gives with as many cached tokens."""
     NEAR = "within the tolerance"
     """Logprobs are near, and where a token differs both were nearly as likely."""
+    LEFT = "not worth a load"
+    """``load_weight: "auto"`` expected computing to be faster. It says nothing of what a restore gives."""
     NOT_RESTORED = "not restored"
     DIFFERENT = "DIFFERENT"
 
 
-PASSED = (Verdict.EQUAL, Verdict.AS_DEVICE, Verdict.NEAR)
+def is_passed(verdicts: Iterable[Verdict]) -> bool:
+    """Whether something was restored, and all of that right."""
+    found = set(verdicts) - {Verdict.LEFT}
+    return bool(found) and found.isdisjoint({Verdict.NOT_RESTORED, Verdict.DIFFERENT})
 
 
 @dataclass(frozen=True, slots=True)
