@@ -37,8 +37,8 @@ def test_kubernetes_serves_with_memory_and_disk_that_it_mounts() -> None:
     assert Path(disk["root"]).is_relative_to(mounts["kv"])
     assert mounts["shm"] == Path("/dev/shm")
     limit = container["resources"]["limits"]["memory"]
-    assert memory < gibibytes(volumes["shm"]["emptyDir"]["sizeLimit"]) < gibibytes(limit)
-    assert parse_bytes(disk["capacity_bytes"], "") < gibibytes(claim["spec"]["resources"]["requests"]["storage"])
+    assert memory < in_bytes(volumes["shm"]["emptyDir"]["sizeLimit"]) < in_bytes(limit)
+    assert parse_bytes(disk["capacity_bytes"], "") < in_bytes(claim["spec"]["resources"]["requests"]["storage"])
     assert volumes["kv"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     port = container["ports"][0]["containerPort"]
     assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(port)
@@ -46,7 +46,7 @@ def test_kubernetes_serves_with_memory_and_disk_that_it_mounts() -> None:
     assert pod["spec"]["terminationGracePeriodSeconds"] > shutdown
 
 
-def gibibytes(quantity: str) -> int:
+def in_bytes(quantity: str) -> int:
     return parse_bytes(f"{quantity}B", quantity)
 
 
