@@ -183,10 +183,7 @@ def _common_page_map(
     contexts = vllm_config.compilation_config.static_forward_context
     is_plain = first.dtype.is_floating_point and first.element_size() > 1
     token = TokenShape(
-        spec.num_kv_heads,
-        spec.head_size,
-        spec.head_size_v,
-        first.dtype if is_plain else vllm_config.model_config.dtype,
+        spec.num_kv_heads, spec.head_size, spec.head_size_v, first.dtype if is_plain else vllm_config.model_config.dtype
     )
     common: PageMap | None = None
     for name, layer in zip(layer_names, layers, strict=True):

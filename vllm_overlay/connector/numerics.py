@@ -54,44 +54,21 @@ _PROCESSOR_FILES = (
 have."""
 
 NO_FACTS_OF_MEDIA = {
-    "allow_missing_mm_embeddings",
-    "enable_mm_embeds",
-    "interleave_mm_strings",
-    "language_model_only",
-    "limit_per_prompt",
-    "mm_encoder_attn_backend",
-    "mm_encoder_fp8_scale_path",
-    "mm_encoder_fp8_scale_save_margin",
-    "mm_encoder_fp8_scale_save_path",
-    "mm_encoder_only",
-    "mm_encoder_tp_mode",
-    "mm_hasher_algorithm",
-    "mm_ipc_gpu_memory_gb",
-    "mm_processor_cache_gb",
-    "mm_processor_cache_type",
-    "mm_shm_cache_max_object_size_mb",
-    "mm_tensor_ipc",
-    "skip_mm_profiling",
-}
+    "allow_missing_mm_embeddings", "enable_mm_embeds", "interleave_mm_strings", "language_model_only",
+    "limit_per_prompt", "mm_encoder_attn_backend", "mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_margin",
+    "mm_encoder_fp8_scale_save_path", "mm_encoder_only", "mm_encoder_tp_mode", "mm_hasher_algorithm",
+    "mm_ipc_gpu_memory_gb", "mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb",
+    "mm_tensor_ipc", "skip_mm_profiling",
+}  # fmt: skip
 """Fields of vLLM's ``MultiModalConfig`` that change no number, or that change tokens and hashes too. All others are
 facts."""
 
 _ROTATIONS_OF_THE_CONFIGURATION = {
-    "BailingMRotaryEmbedding",
-    "DeepseekScalingRotaryEmbedding",
-    "DeepseekV4ScalingRotaryEmbedding",
-    "DualChunkRotaryEmbedding",
-    "DynamicNTKAlphaRotaryEmbedding",
-    "Gemma4RotaryEmbedding",
-    "LinearScalingRotaryEmbedding",
-    "Llama3RotaryEmbedding",
-    "Llama4VisionRotaryEmbedding",
-    "MRotaryEmbedding",
-    "MRotaryEmbeddingInterleaved",
-    "NTKScalingRotaryEmbedding",
-    "RotaryEmbedding",
-    "YaRNScalingRotaryEmbedding",
-}
+    "BailingMRotaryEmbedding", "DeepseekScalingRotaryEmbedding", "DeepseekV4ScalingRotaryEmbedding",
+    "DualChunkRotaryEmbedding", "DynamicNTKAlphaRotaryEmbedding", "Gemma4RotaryEmbedding",
+    "LinearScalingRotaryEmbedding", "Llama3RotaryEmbedding", "Llama4VisionRotaryEmbedding", "MRotaryEmbedding",
+    "MRotaryEmbeddingInterleaved", "NTKScalingRotaryEmbedding", "RotaryEmbedding", "YaRNScalingRotaryEmbedding",
+}  # fmt: skip
 """Rotary embeddings in which a position's rotation follows from the model's configuration. Other limits only give
 longer tables."""
 

@@ -52,13 +52,7 @@ class OffloadWorker:
     """Serves one tier in one rank."""
 
     def __init__(
-        self,
-        transfer: KVTransfer,
-        tier: TierWorker,
-        adapters: LoadedAdapters,
-        *,
-        load_timeout_s: float,
-        tally: Tally,
+        self, transfer: KVTransfer, tier: TierWorker, adapters: LoadedAdapters, *, load_timeout_s: float, tally: Tally
     ) -> None:
         self._transfer = transfer
         self._tier = tier
