@@ -2,7 +2,7 @@
 """HybridOffloadConnector: vLLM's connector interface in front of one tier. No exception leaves it at run time."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,34 +53,22 @@ _UNGUARDED = (
     "set_xfer_handshake_metadata",
     "build_kv_connector_stats",
     "build_prom_metrics",
+    "requires_kv_delivery",
 )
-"""Hooks that vLLM calls at start or of the class. What cannot work is refused there, with a sentence."""
+"""Members that vLLM asks for at start or of the class. What cannot work is refused there, with a sentence."""
 
 _ANSWERS: dict[str, Callable[[], Any]] = {
-    "requires_kv_delivery": lambda: False,
-    "completes_local_attention": lambda: False,
     "get_num_new_matched_tokens": lambda: (0, False),
-    "update_state_after_alloc": lambda: None,
     "build_connector_meta": OffloadMetadata,
     "_plan_stores": tuple,
-    "update_connector_output": lambda: None,
-    "request_finished": lambda: (False, None),
-    "request_finished_all_groups": lambda: (False, None),
-    "has_pending_push_work": lambda: False,
-    "reset_cache": lambda: False,
-    "bind_connector_metadata": lambda: None,
-    "start_load_kv": lambda: None,
-    "_check_adapters": lambda: None,
-    "wait_for_layer_load": lambda: None,
-    "save_kv_layer": lambda: None,
-    "wait_for_save": lambda: None,
     "get_transfer_results": KVConnectorTransferResults,
     "get_block_ids_with_load_errors": set,
-    "build_connector_worker_meta": lambda: None,
-    "get_kv_connector_stats": lambda: None,
-    "take_events": tuple,
-    "shutdown": lambda: None,
-    "_close_worker": lambda: None,
+    **dict.fromkeys(("request_finished", "request_finished_all_groups"), lambda: (False, None)),
+    **dict.fromkeys(("completes_local_attention", "has_pending_push_work", "reset_cache"), lambda: False),
+    **dict.fromkeys(("update_state_after_alloc", "update_connector_output", "bind_connector_metadata"), lambda: None),
+    **dict.fromkeys(("start_load_kv", "_check_adapters", "wait_for_layer_load", "save_kv_layer"), lambda: None),
+    **dict.fromkeys(("wait_for_save", "build_connector_worker_meta", "get_kv_connector_stats"), lambda: None),
+    **dict.fromkeys(("shutdown", "_close_worker"), lambda: None),
 }
 """What a hook answers when it fails. The answer does no harm: for that call the engine goes on without this tier."""
 
@@ -339,10 +327,6 @@ class HybridOffloadConnector(KVConnectorBase_V1, SupportsHMA, NamedChild):  # ty
     ) -> KVConnectorPromMetrics | None:
         name = tier_spec(vllm_config.kv_transfer_config.kv_connector_extra_config).settings.name
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues, name)
-
-    @empty_hook
-    def take_events(self) -> Iterable[Any]:
-        return ()
 
     def shutdown(self) -> None:
         self._close_worker()

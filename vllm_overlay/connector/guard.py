@@ -4,28 +4,22 @@ it."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from vllm_overlay.common.fence import SHUTDOWN
 
 Answer = Callable[[], Any]
 
 
-class Guarded(Protocol):
-    """What a guarded class has beside its hooks."""
-
-    def hook_failed(self, hook: str, error: BaseException) -> None:
-        """Called with every exception that a hook lets out. Must not raise."""
-
-
 C = TypeVar("C", bound=type[Any])
 
 
 def never_fatal(interface: type, *, answers: Mapping[str, Answer], unguarded: Collection[str]) -> Callable[[C], C]:
-    """A class decorator: no exception of a method or property in ``answers`` leaves it, except for a shutdown's.
+    """A class decorator: no exception of a method in ``answers`` leaves it, except for a shutdown's.
 
     ``answers`` says what each returns instead. A method ``_recover_<name>`` is called first, with the same arguments,
-    and is fenced in the same way. ``unguarded`` names the members whose exceptions are meant to be seen.
+    and is fenced in the same way. ``hook_failed(hook, error)`` of the class hears of each exception; it must not raise.
+    ``unguarded`` names the members whose exceptions are meant to be seen, or that raise none.
 
     Every member of ``interface`` that the class defines must be in one of the two. Raises TypeError at import when one
     is in neither.
@@ -36,22 +30,15 @@ def never_fatal(interface: type, *, answers: Mapping[str, Answer], unguarded: Co
         if forgotten := own - set(answers) - set(unguarded):
             raise TypeError(f"{cls.__name__} says nothing of what answers for {', '.join(sorted(forgotten))}")
         for name, answer in answers.items():
-            setattr(cls, name, _guarded_member(name, vars(cls)[name], answer))
+            setattr(cls, name, _guarded(name, vars(cls)[name], answer))
         return cls
 
     return decorate
 
 
-def _guarded_member(name: str, member: Any, answer: Answer) -> Any:
-    if isinstance(member, property):
-        assert member.fget is not None
-        return property(_guarded(name, member.fget, answer), doc=member.__doc__)
-    return _guarded(name, member, answer)
-
-
 def _guarded(name: str, function: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
     @functools.wraps(function)
-    def guarded(self: Guarded, *args: Any, **kwargs: Any) -> Any:
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return function(self, *args, **kwargs)
         except SHUTDOWN:
