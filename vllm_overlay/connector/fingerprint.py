@@ -55,25 +55,7 @@ def compute_fingerprints(
     import vllm
 
     weights = weights_identity(vllm_config.model_config, vllm_config.load_config, weights_name, cache_directory)
-    attention = {
-        **_attention_facts(vllm_config, kv_cache_config, weights, geometry, page_facts, cell_facts),
-        **_drafter_facts(vllm_config, geometry, weights_name, cache_directory),
-        **facts,
-    }
-    snapshot = {**attention, "vllm": vllm.__version__, "pages": page_facts}
-    description = {"model": str(vllm_config.model_config.model), **snapshot}
-    return Fingerprints(_digest(attention), _digest(snapshot), description)
-
-
-def _attention_facts(
-    vllm_config: "VllmConfig",
-    kv_cache_config: "KVCacheConfig",
-    weights: str,
-    geometry: Geometry,
-    page_facts: tuple[str, ...],
-    cell_facts: Mapping[int, str],
-) -> dict[str, Any]:
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    cache = vllm_config.cache_config
     groups = [
         {
             "tag": geometry.tag(group),
@@ -84,17 +66,22 @@ def _attention_facts(
         }
         for group in geometry.attention
     ]
-    return {
+    attention = {
         "format": versions.FINGERPRINT,
         "weights": weights,
         **model_facts(vllm_config.model_config),
         "cache_dtype": cache_dtype(vllm_config),
-        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
         "hash": [cache.prefix_caching_hash_algo, os.getenv("PYTHONHASHSEED"), geometry.match_unit],
         "chunk_size": geometry.chunk_size,
         "groups": groups,
         **numeric_facts(vllm_config, kv_cache_config),
+        **_drafter_facts(vllm_config, geometry, weights_name, cache_directory),
+        **facts,
     }
+    snapshot = {**attention, "vllm": vllm.__version__, "pages": page_facts}
+    description = {"model": str(vllm_config.model_config.model), **snapshot}
+    return Fingerprints(_digest(attention), _digest(snapshot), description)
 
 
 def _drafter_facts(
