@@ -19,16 +19,12 @@ class Placer:
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._groups = {group.group_id: group for group in geometry.groups}
+        self._full: dict[int | None, Group] = {group.group_id: group for group in geometry.full}
         self._splittable = {group.group_id for group in geometry.attention if geometry.is_splittable(group)}
-
-    def group_of(self, planned: PlannedObject) -> Group | None:
-        """The group that ``planned`` is a chunk of; None for a snapshot."""
-        return None if planned.group_id is None else self._groups[planned.group_id]
 
     def is_full(self, planned: PlannedObject) -> bool:
         """Whether ``planned`` is a chunk of full attention, without which no later one can be found."""
-        group = self.group_of(planned)
-        return group is not None and group.is_full
+        return planned.group_id in self._full
 
     def to_store(
         self, planned: Sequence[PlannedObject], block_ids: BlockIds, states: Mapping[int, int] | None = None
@@ -69,10 +65,8 @@ class Placer:
 
     def is_local(self, planned: PlannedObject, block_ids: BlockIds) -> bool:
         """Whether the device cache has this attention already: the request's table has the null block there."""
-        group = self.group_of(planned)
-        if group is None or not group.is_full:
-            return False
-        return block_at(block_ids, group, planned.start_tokens) == NULL_BLOCK
+        group = self._full.get(planned.group_id)
+        return group is not None and block_at(block_ids, group, planned.start_tokens) == NULL_BLOCK
 
     def beyond(self, restore_point: int, block_ids: BlockIds) -> tuple[Span, ...]:
         """The rest of the last attention block of each group, to be cleared. vLLM does not clear what a connector says

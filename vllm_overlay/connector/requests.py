@@ -2,6 +2,7 @@
 """What the scheduler's half remembers of one request between its first lookup and its end."""
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -101,7 +102,7 @@ class StoreCursor:
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """One request. ``cursors`` are by vLLM's id of the attention group."""
+    """One request. ``cursors`` are by vLLM's id of the attention group; a new one is at the beginning of the prompt."""
 
     request: "Request"
     names: RequestNames
@@ -114,18 +115,11 @@ class TrackedRequest:
     failed_loads: int = 0
     state_tokens: int | None = None
     """Where its last state lies that is kept: it went on from there, or it was to be stored. None: no step yet."""
-    cursors: dict[int, StoreCursor] = field(default_factory=dict)
+    cursors: defaultdict[int, StoreCursor] = field(default_factory=lambda: defaultdict(StoreCursor))
     stalled_at: ObjectId | None = None
     """The chunk that got no room. Kept so that it is counted once."""
     next_chunk_tokens: float = 0
     """Before so many tokens are computed it has no chunk to store; none at all while this is infinite."""
-
-    def cursor(self, group_id: int) -> StoreCursor:
-        """The cursor of one group; a new one is at the beginning of the prompt."""
-        cursor = self.cursors.get(group_id)
-        if cursor is None:
-            cursor = self.cursors[group_id] = StoreCursor()
-        return cursor
 
     @property
     def is_retrying(self) -> bool:
@@ -134,5 +128,5 @@ class TrackedRequest:
 
     def find_next_chunk(self, geometry: Geometry, storable_tokens: float) -> None:
         """Sets ``next_chunk_tokens``, from where the cursors are. Of the request ``storable_tokens`` may be stored."""
-        ends = [self.cursor(group.group_id).tokens + geometry.chunk_size_of(group) for group in geometry.attention]
+        ends = [self.cursors[group.group_id].tokens + geometry.chunk_size_of(group) for group in geometry.attention]
         self.next_chunk_tokens = min([end for end in ends if end <= storable_tokens], default=math.inf)

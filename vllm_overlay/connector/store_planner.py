@@ -122,7 +122,7 @@ class StorePlanner:
         for group in self._geometry.full:
             if group.group_id not in ready:
                 continue
-            cursor, size = tracked.cursor(group.group_id), self._geometry.chunk_size_of(group)
+            cursor, size = tracked.cursors[group.group_id], self._geometry.chunk_size_of(group)
             first = -(-cursor.tokens // size)
             end = min(computed, len(keys) * self._geometry.match_unit) // size
             names = self._geometry.chunk_ids(keys, group, range(first, end))
