@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's OffloadingConnector, which tells a secondary tier of ours which engine it is built for."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +41,11 @@ class OffloadingConnector(vllms.OffloadingConnector, NamedChild):
     """
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
-        with _building(ServedEngine(vllm_config, kv_cache_config)):
+        _being_built.append(ServedEngine(vllm_config, kv_cache_config))
+        try:
             super().__init__(vllm_config, role, kv_cache_config)
+        finally:
+            _being_built.pop()
         self.reads_while_looking = bool(vllm_config.kv_transfer_config.kv_connector_extra_config.get("secondary_tiers"))
 
     @classmethod
@@ -74,15 +76,6 @@ class OffloadingConnector(vllms.OffloadingConnector, NamedChild):
     @classmethod
     def prior_load_weight(cls, extra_config: Mapping[str, Any]) -> float:
         return TierSpec.prior_load_weight
-
-
-@contextlib.contextmanager
-def _building(engine: ServedEngine) -> Iterator[None]:
-    _being_built.append(engine)
-    try:
-        yield
-    finally:
-        _being_built.remove(engine)
 
 
 def engine_being_built() -> ServedEngine:

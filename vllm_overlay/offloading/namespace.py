@@ -52,6 +52,7 @@ def namespace_of(
             "a hybrid_disk tier cannot tell the weights of LoRA adapters apart, because vLLM names their chunks by the "
             'adapter\'s name: serve without --enable-lora, or use HybridOffloadConnector with "tier": "disk"'
         )
+    groups = engine.kv_cache_config.kv_cache_groups
     facts = {
         "rows": _FORMAT,
         "weights": weights_identity(vllm_config.model_config, vllm_config.load_config, weights_name, root),
@@ -66,7 +67,7 @@ def namespace_of(
         ],
         "row": [row_bytes, offloading.cache.blocks_per_chunk],
         "layout": [offloading.kv_cache_layout, offloading.canonical_layout, offloading.replicated_layout],
-        "groups": [[list(group.layer_names), str(group.kv_cache_spec)] for group in _groups(engine)],
+        "groups": [[list(group.layer_names), str(group.kv_cache_spec)] for group in groups],
         "attention_backend": str(vllm_config.attention_config.backend),
         "device": _device(),
         **numeric_facts(vllm_config, engine.kv_cache_config),
@@ -74,10 +75,6 @@ def namespace_of(
     }
     digest = blake3(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return DiskNamespace(digest, digest, {"model": str(vllm_config.model_config.model), **facts})
-
-
-def _groups(engine: ServedEngine) -> Any:
-    return engine.kv_cache_config.kv_cache_groups
 
 
 def _device() -> list[str]:

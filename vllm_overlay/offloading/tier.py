@@ -37,7 +37,7 @@ from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY, OBJECT_FORMAT
 from vllm_overlay.tiers.disk.files.root import open_root
 from vllm_overlay.tiers.disk.manager import DiskTierManager
-from vllm_overlay.tiers.memory import PAGE_BYTES, HostBuffer
+from vllm_overlay.tiers.memory import PAGE_BYTES
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -67,10 +67,6 @@ class _Job:
     def failures(self) -> str:
         """The metric of them."""
         return "failed_loads" if self.is_load else "dropped_stores"
-
-    @property
-    def late(self) -> Reason:
-        return Reason.TIMEOUT if self.is_load else Reason.NOT_REPORTED
 
 
 @dataclass(slots=True, eq=False)
@@ -183,7 +179,9 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
                 else:
                     self._end_key(store.job, store.key, Reason.NO_ROOM)
             elif (buffer := self._worker.begin_store(store.ticket)) is not None:
-                self._write(store, store.ticket, buffer)
+                self._stores[store.ticket.ticket] = store
+                self._worker.lend(store.ticket.ticket, store.row)
+                self._worker.submit_store(store.ticket, buffer)
             else:
                 return
             self._queue.popleft()
@@ -194,11 +192,6 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         ticket = self._manager.reserve(self._planned(store.key))
         self._short_at = math.inf if ticket else now
         return ticket
-
-    def _write(self, store: _Store, ticket: StoreTicket, buffer: HostBuffer) -> None:
-        self._stores[ticket.ticket] = store
-        self._worker.lend(ticket.ticket, store.row)
-        self._worker.submit_store(ticket, buffer)
 
     def _end_store(self, result: StoreResult) -> None:
         if result.reason is None:
@@ -317,7 +310,8 @@ class HybridDiskTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
                 "late", "%s: %d jobs were not done in load_timeout_s=%g", self.tier_type, len(jobs), self._timeout_s
             )
         for job in jobs:
-            self._stats.tally.count(job.failures, len(job.left), reason or job.late)
+            late = Reason.TIMEOUT if job.is_load else Reason.NOT_REPORTED
+            self._stats.tally.count(job.failures, len(job.left), reason or late)
             job.failed, job.left = True, set()
             self._end_if_done(job)
 
