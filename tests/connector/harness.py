@@ -8,7 +8,7 @@ from typing import Any, Literal
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.naive_twin import block_hashes
-from vllm_overlay.connector.explanations import Explanations
+from vllm_overlay.config import TierSettings
 from vllm_overlay.connector.lora.metadata import AdapterWeights
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata, StoreJob
 from vllm_overlay.connector.scheduler import OffloadScheduler
@@ -45,14 +45,17 @@ class Harness:
             geometry,
             self.tier,
             2,
-            store_decoded_tokens=store_decoded_tokens,
-            max_load_attempts=3,
-            report_timeout_s=report_timeout_s,
+            TierSettings(
+                tier="cpu",
+                name="test",
+                store_decoded_tokens=store_decoded_tokens,
+                report_timeout_s=report_timeout_s,
+                log_lost_tokens=log_lost_tokens,
+            ),
+            self.tally,
             speculative_snapshot_tokens=speculative_snapshot_tokens,
             num_concurrent_steps=num_concurrent_steps,
             lookahead_units=lookahead_units,
-            tally=self.tally,
-            explanations=Explanations("test", log_lost_tokens),
         )
 
     def request(self, name: str, num_tokens: int = 200, adapter_id: int = 0) -> Any:

@@ -11,7 +11,6 @@ import torch
 
 from vllm_overlay.common.log_summary import in_bytes
 from vllm_overlay.config import ConfigError, TierSettings, parse_bytes
-from vllm_overlay.connector.explanations import Explanations
 from vllm_overlay.connector.fingerprint import compute_fingerprints
 from vllm_overlay.connector.kv_cache_groups import cell_facts, group_tensors, page_facts, planner_groups
 from vllm_overlay.connector.lookahead import lookahead_units
@@ -127,14 +126,11 @@ def build_scheduler(
             first.geometry, world_size, vllm_config.scheduler_config.max_num_batched_tokens, first.tier_part
         ),
         world_size,
-        store_decoded_tokens=settings.store_decoded_tokens,
-        max_load_attempts=settings.max_load_attempts,
-        report_timeout_s=settings.report_timeout_s,
+        settings,
+        tally,
         speculative_snapshot_tokens=speculative_snapshot_tokens(spec, first.geometry, world_size),
         num_concurrent_steps=vllm_config.max_concurrent_batches,
         lookahead_units=lookahead_units(vllm_config, first.geometry.match_unit),
-        tally=tally,
-        explanations=Explanations(settings.name, settings.log_lost_tokens),
     )
 
 

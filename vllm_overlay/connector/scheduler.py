@@ -6,12 +6,13 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.reasons import Reason
+from vllm_overlay.config import TierSettings
 from vllm_overlay.connector.explanations import Explanations
 from vllm_overlay.connector.first_tokens import FirstTokens
 from vllm_overlay.connector.gauges import Gauges
@@ -43,38 +44,40 @@ class OffloadScheduler:
         geometry: Geometry,
         tier: TierManager,
         world_size: int,
-        *,
-        store_decoded_tokens: bool | Literal["auto"],
-        max_load_attempts: int,
-        report_timeout_s: float,
-        speculative_snapshot_tokens: int = 0,
-        num_concurrent_steps: int = 1,
-        lookahead_units: int = 0,
+        settings: TierSettings,
         tally: Tally,
-        explanations: Explanations,
+        *,
+        speculative_snapshot_tokens: int,
+        num_concurrent_steps: int,
+        lookahead_units: int,
     ) -> None:
-        """``num_concurrent_steps`` and ``lookahead_units``: see ``LoraNames``."""
+        """``speculative_snapshot_tokens`` is what that setting stands for. The last two: see ``LoraNames``."""
         self._geometry = geometry
         self._planner = HybridOffloadPlanner(geometry)
         self._placer = Placer(geometry)
         self._tier = tier
-        self._max_load_attempts = max_load_attempts
+        self._max_load_attempts = settings.max_load_attempts
         self._tally = tally
         self._account = TokenAccount(tally)
         self._first_tokens = FirstTokens(tally)
-        self._explanations = explanations
-        self._gauges = Gauges(tally, geometry, tier, world_size, lookahead_units)
-        self._lora = LoraNames(world_size, num_concurrent_steps, lookahead_units)
-        self._pending = PendingReports(world_size, report_timeout_s)
-        self._store_planner = StorePlanner(
-            self._planner,
-            self._placer,
-            tier,
-            self._pending,
+        self._explanations = Explanations(settings.name, settings.log_lost_tokens)
+        self._gauges = Gauges(
             tally,
-            stores_decoded_tokens=not geometry.recurrent if store_decoded_tokens == "auto" else store_decoded_tokens,
-            speculative_snapshot_tokens=speculative_snapshot_tokens,
+            token_bytes=geometry.token_bytes * world_size,
+            state_bytes=geometry.state_bytes * world_size,
+            chunk_tokens=geometry.chunk_size,
+            restore_unit_tokens=geometry.restore_unit,
+            dropped_tokens=lookahead_units * geometry.match_unit,
+            block_tokens=max(group.block_size for group in geometry.groups),
         )
+        self._lora = LoraNames(world_size, num_concurrent_steps, lookahead_units)
+        self._pending = PendingReports(world_size, settings.report_timeout_s)
+        decoded = settings.store_decoded_tokens
+        self._store_planner = StorePlanner(
+            self._planner, self._placer, tier, self._pending, tally,
+            stores_decoded_tokens=not geometry.recurrent if decoded == "auto" else decoded,
+            speculative_snapshot_tokens=speculative_snapshot_tokens,
+        )  # fmt: skip
         self._ended_stores: deque[PendingStore] = deque()
         """Empty, but for what an exception kept from being taken in."""
         self._tracked: dict[str, TrackedRequest] = {}
@@ -356,7 +359,12 @@ class OffloadScheduler:
 
     def record_gauges(self) -> None:
         """Puts the tier's usage into the tally."""
-        self._gauges.record(self._pending, are_loads_paused=time.monotonic() < self._loads_resume_at)
+        self._gauges.record(
+            self._tier.usage(),
+            pending_stores=self._pending.num_stores,
+            pending_loads=self._pending.num_loads,
+            loads_paused=int(time.monotonic() < self._loads_resume_at),
+        )
 
     def completes_local_attention(self, request: "Request") -> bool:
         """See ``Geometry``. Called after an offer for ``request``."""

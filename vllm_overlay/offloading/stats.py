@@ -10,6 +10,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from vllm_overlay.connector.gauges import Gauges
 from vllm_overlay.metrics import HYBRID_OFFLOAD, Kind
 from vllm_overlay.tally import Tally, metric_of
 from vllm_overlay.tiers.base import TierUsage
@@ -55,26 +56,21 @@ class TierStats:
     def __init__(self, name: str, tokens: int) -> None:
         """``name``: what the label ``connector`` says. ``tokens``: of the largest chunk, where restores end."""
         self._name = name
-        self._sizes = dict.fromkeys(("chunk_tokens", "restore_unit_tokens", "block_tokens"), tokens)
-        self._num_evicted = 0
-        self._levels: dict[str, float] = {}
         self.tally = Tally()
+        self._gauges = Gauges(self.tally, chunk_tokens=tokens, restore_unit_tokens=tokens, block_tokens=tokens)
 
     def take(self, usage: TierUsage, **levels: float) -> OffloadingConnectorStats | None:
         """All since the last call; None when nothing has changed. ``levels``: what is under way."""
-        self.tally.count("evicted_objects", usage.evicted_objects - self._num_evicted)
-        self._num_evicted = usage.evicted_objects
-        held = {"objects": usage.num_objects, "used_bytes": usage.used_bytes, "capacity_bytes": usage.capacity_bytes}
-        if (now := {**held, **levels, **self._sizes}) == self._levels and self.tally.is_empty():
+        self._gauges.record(usage, **levels)
+        if self.tally.is_empty():
             return None
-        self._levels = now
         taken, stats = self.tally.take(), OffloadingConnectorStats()
         for key, amount in taken.counters.items():
             stats.increase_counter(*self._series(key, amount))
         for key, buckets in taken.histograms.items():
             for observation in buckets.observations():
                 stats.observe_histogram(*self._series(key, observation))
-        for key, level in now.items():
+        for key, level in taken.gauges.items():
             stats.set_gauge(*self._series(key, level))
         return stats
 
