@@ -3,7 +3,6 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,6 @@ NEW_ON_GPUS = (
     "tools/gpu_smoke.py and vllm-overlay verify (docs/gpu.md)"
 )
 """Logged once at start on a GPU. docs/gpu.md and the README say the same."""
-
 
 AUTO_SPECULATIVE_TOKENS = 8192
 AUTO_SPECULATIVE_STATES = 512
@@ -77,7 +75,7 @@ def build_worker(
         load_timeout_s=settings.load_timeout_s,
         tally=tally,
     )
-    return worker, OffloadHandshake(rank, geometry, part)
+    return worker, OffloadHandshake(geometry, part)
 
 
 def _ask_for_amx() -> None:
@@ -118,7 +116,7 @@ def build_scheduler(
         raise ConfigError(
             f"{settings.name}: only {len(handshakes)} of {world_size} workers told the layout of their KV cache"
         )
-    if any(replace(handshake, rank=first.rank) != first for handshake in handshakes):
+    if any(handshake != first for handshake in handshakes):
         raise ConfigError(f"{settings.name}: the ranks' KV caches differ in layout, so they cannot share objects")
     return OffloadScheduler(
         first.geometry,

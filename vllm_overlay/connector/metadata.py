@@ -121,11 +121,8 @@ class OffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc, un
 
 @dataclass(frozen=True, slots=True)
 class OffloadHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc, unused-ignore]
-    """Worker to scheduler, once at start: what only a worker knows.
+    """Worker to scheduler, once at start: what only a worker knows, which must be equal in all ranks. ``tier_part`` is
+    the tier's own."""
 
-    ``tier_part`` is the tier's own. All but ``rank`` must be equal in all ranks.
-    """
-
-    rank: int
     geometry: Geometry
     tier_part: Any = None

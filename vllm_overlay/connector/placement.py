@@ -87,14 +87,10 @@ class Placer:
                 for group in self._geometry.recurrent
             ]
         )
-        has_tail = planned.start_tokens < planned.end_tokens
-        groups = [group for group in self._geometry.attention if has_tail and self._geometry.is_splittable(group)]
-        return Placement(pages, tuple(self._span(planned, group, block_ids) for group in groups))
-
-    def _span(self, planned: PlannedObject, group: Group, block_ids: BlockIds) -> Span:
-        start = planned.start_tokens
-        block_id = block_at(block_ids, group, start)
-        return Span(group.group_id, block_id, start % group.block_size, planned.end_tokens - start)
+        start, tail = planned.start_tokens, planned.end_tokens - planned.start_tokens
+        groups = [group for group in self._geometry.attention if tail and self._geometry.is_splittable(group)]
+        spans = [Span(one.group_id, block_at(block_ids, one, start), start % one.block_size, tail) for one in groups]
+        return Placement(pages, tuple(spans))
 
 
 def block_at(block_ids: BlockIds, group: Group, token: int) -> int:
