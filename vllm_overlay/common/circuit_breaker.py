@@ -15,9 +15,7 @@ logger = logging.getLogger(__name__)
 
 class CircuitBreaker:
     """Opens after ``FAULTS_TO_OPEN`` faults in a row. After a pause it is half open: one attempt decides. Thread-safe.
-
-    ``name`` says what it guards, for the log. Every attempt that ``allows`` let pass is followed by one ``report``.
-    """
+    ``name`` says what it guards, for the log. Every attempt that ``allows`` let pass is followed by one ``report``."""
 
     def __init__(self, name: str) -> None:
         self._name = name

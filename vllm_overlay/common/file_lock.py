@@ -23,11 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 def lock(path: str, shared: bool = False, timeout_s: float | None = None) -> int:
-    """The descriptor that holds the lock on ``path`` until it is closed.
-
-    Waits at most ``timeout_s`` (None: ``LOCK_WAIT_S``). Raises TimeoutError, which says whom it has waited for, and
-    any other OSError.
-    """
+    """The descriptor that holds the lock on ``path`` until it is closed. Waits at most ``timeout_s`` (None:
+    ``LOCK_WAIT_S``). Raises TimeoutError, which says whom it has waited for, and any other OSError."""
     deadline = time.monotonic() + (LOCK_WAIT_S if timeout_s is None else timeout_s)
     while True:
         fd = os.open(path, _OPEN, _FILE_MODE)
@@ -42,10 +39,8 @@ def lock(path: str, shared: bool = False, timeout_s: float | None = None) -> int
 
 
 def wait_for_lock(fd: int, path: str, shared: bool = False, deadline: float | None = None) -> None:
-    """Locks an open file. ``path`` is for messages, ``deadline`` on the monotonic clock; raises as ``lock`` does.
-
-    It asks again and again, because no thread can be called back from a lock that waits.
-    """
+    """Locks an open file. ``path`` is for messages, ``deadline`` on the monotonic clock; raises as ``lock`` does. It
+    asks again and again, because no thread can be called back from a lock that waits."""
     started = time.monotonic()
     deadline = started + LOCK_WAIT_S if deadline is None else deadline
     pause, is_said = _FIRST_PAUSE_S, False
@@ -88,9 +83,7 @@ def _name_of(pid: int) -> str:
 @contextlib.contextmanager
 def locked_if_possible(path: str) -> Iterator[None]:
     """Holds the lock on ``path``; where the file system has no locks, or after ``LONG_WAIT_S``, the body runs without.
-
-    Raises OSError when ``path`` cannot be opened.
-    """
+    Raises OSError when ``path`` cannot be opened."""
     fd = os.open(path, _OPEN, _FILE_MODE)
     try:
         with contextlib.suppress(OSError):

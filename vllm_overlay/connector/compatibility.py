@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 
 def states_end_with_requests(kv_cache_config: "KVCacheConfig") -> bool:
-    """Whether vLLM keeps a recurrent state only while its request runs (``mamba_cache_mode`` "none").
-
-    That is the mode of every such model without a prefix cache. Nothing can be restored then: a connector is idle.
-    """
+    """Whether vLLM keeps a recurrent state only while its request runs (``mamba_cache_mode`` "none"). That is the mode
+    of every such model without a prefix cache. Nothing can be restored then: a connector is idle."""
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
     return any(isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "none" for spec in specs)
 

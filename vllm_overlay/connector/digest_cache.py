@@ -28,10 +28,8 @@ _Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 
 class FileIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What shows that a file has changed. No program can set ``ctime_ns`` back.
-
-    ``path`` is the BLAKE3 of the path, because a path has any length and need not be UTF-8.
-    """
+    """What shows that a file has changed. No program can set ``ctime_ns`` back. ``path`` is the BLAKE3 of the path,
+    because a path has any length and need not be UTF-8."""
 
     path: _Hex
     device: int

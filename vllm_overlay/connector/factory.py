@@ -143,10 +143,8 @@ def speculative_snapshot_tokens(spec: TierSpec[Any], geometry: Geometry, world_s
 
 
 def start_line(name: str, geometry: Geometry, world_size: int, capacity_bytes: int | None) -> str:
-    """What the log says of a tier at start: its configuration, and what follows from it for this model.
-
-    ``name`` is the connector's. ``capacity_bytes`` is of all ranks, and None when the tier does not say.
-    """
+    """What the log says of a tier at start: its configuration, and what follows from it for this model. ``name`` is the
+    connector's. ``capacity_bytes`` is of all ranks, and None when the tier does not say."""
     blocks = " and ".join(str(size) for size in sorted({group.block_size for group in geometry.groups}))
     line = f"{name}: {geometry.describe()}; blocks of {blocks} tokens"
     if capacity_bytes is None:

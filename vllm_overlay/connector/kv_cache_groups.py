@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 def group_tensors(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", kv_caches: dict[str, torch.Tensor], match_unit: int
 ) -> dict[int, GroupTensors]:
-    """The registered tensors of each group, with the map that its pages obey (None where they are moved whole).
-
-    Raises ConfigError for a layer that can be neither cut nor copied whole.
-    """
+    """The registered tensors of each group, with the map that its pages obey (None where they are moved whole). Raises
+    ConfigError for a layer that can be neither cut nor copied whole."""
     groups = {}
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         for name in group.layer_names:
@@ -100,10 +98,8 @@ def _processor(device: torch.device) -> str:
 
 
 def _prefill_kernel(layer: Any) -> str:
-    """The kernel that computes the states of a prompt, where it is not vLLM's own Triton kernel.
-
-    ``auto`` means another one by the device (FlashInfer's on SM90). Layers that have such a choice say what was chosen.
-    """
+    """The kernel that computes the states of a prompt, where it is not vLLM's own Triton kernel. ``auto`` means another
+    one by the device (FlashInfer's on SM90). Layers that have such a choice say what was chosen."""
     found = getattr(layer, "gdn_prefill_backend", "triton")
     return "" if found == "triton" else f" prefill={found}"
 

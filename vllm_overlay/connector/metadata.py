@@ -31,10 +31,8 @@ class StoreJob(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Bring one request's objects into its blocks, then clear ``zeros``.
-
-    ``load_id`` names this attempt. A request that is loaded again after a failure gets another one.
-    """
+    """Bring one request's objects into its blocks, then clear ``zeros``. ``load_id`` names this attempt. A request that
+    is loaded again after a failure gets another one."""
 
     load_id: str
     request_id: str

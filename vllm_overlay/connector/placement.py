@@ -29,10 +29,8 @@ class Placer:
     def to_store(
         self, planned: Sequence[PlannedObject], block_ids: BlockIds, states: Mapping[int, int] | None = None
     ) -> list[Placement | None]:
-        """Where each of these objects is to be copied from, or None when a block of it is gone.
-
-        For a snapshot ``states`` has the block that vLLM offers for each recurrent group.
-        """
+        """Where each of these objects is to be copied from, or None when a block of it is gone. For a snapshot
+        ``states`` has the block that vLLM offers for each recurrent group."""
         found = self._find(planned, block_ids, states)
         return [None if NULL_BLOCK in blocks else placement for placement, blocks in found]
 

@@ -93,10 +93,8 @@ class OffloadScheduler:
     # Lookups and loads.
 
     def lookup(self, request: "Request", num_local: int) -> int | None:
-        """Tokens that a load would add to ``num_local``; sets the request's junction when attention runs ahead.
-
-        None asks for another lookup after this step, which may bring the weights of the request's adapter.
-        """
+        """Tokens that a load would add to ``num_local``; sets the request's junction when attention runs ahead. None
+        asks for another lookup after this step, which may bring the weights of the request's adapter."""
         started = time.perf_counter()
         try:
             return self._answer(request, num_local)
@@ -346,10 +344,8 @@ class OffloadScheduler:
             self._tally.count("failed_loads", label=Reason.NOT_REPORTED)
 
     def clear(self) -> None:
-        """Nothing that was stored before is loaded any more, and nothing that was computed before is stored.
-
-        A request that vLLM preempts for the reset is looked up again, and all of it computed anew.
-        """
+        """Nothing that was stored before is loaded any more, and nothing that was computed before is stored. A request
+        that vLLM preempts for the reset is looked up again, and all of it computed anew."""
         for tracked in self._tracked.values():
             tracked.names.pass_by()
         self._tier.clear()

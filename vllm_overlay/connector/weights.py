@@ -101,10 +101,8 @@ def _opened_identity(path: Path, file: FileIO) -> FileIdentity:
 
 
 def _digest_of(path: Path, known: dict[FileIdentity, str]) -> _FileDigest:
-    """Reads a file that is not known, and again while it changes or is replaced.
-
-    Raises ConfigError when that does not end.
-    """
+    """Reads a file that is not known, and again while it changes or is replaced. Raises ConfigError when that does not
+    end."""
     identity = _identity_of(path)
     if identity in known:
         return _FileDigest(identity, known[identity])
@@ -124,9 +122,7 @@ def _digest_of(path: Path, known: dict[FileIdentity, str]) -> _FileDigest:
 
 def read_digest(file: FileIO, num_bytes: int) -> str:
     """The BLAKE3 of an unbuffered file that has ``num_bytes``. If the file grows meanwhile, only a little more is read.
-
-    Not through a memory map: a file that gets shorter would end the process (SIGBUS).
-    """
+    Not through a memory map: a file that gets shorter would end the process (SIGBUS)."""
     started = time.monotonic()
     digest = blake3(max_threads=blake3.AUTO)
     buffer = memoryview(bytearray(_BUFFER_BYTES))

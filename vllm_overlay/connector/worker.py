@@ -144,9 +144,7 @@ class OffloadWorker:
 
     def start_loads(self, jobs: tuple[LoadJob, ...], unplanned: tuple[str, ...]) -> None:
         """Called after the pass: this step's loads, which have begun, and all others may write to their blocks.
-
-        ``unplanned`` requests were promised a load that cannot happen.
-        """
+        ``unplanned`` requests were promised a load that cannot happen."""
         for request_id in unplanned:
             self.fail_request(request_id, Reason.NOT_PLANNED)
         for job in jobs:

@@ -40,10 +40,8 @@ class ApiError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one request answered. ``num_cached_tokens`` is the server's usage: device and external hits.
-
-    ``candidates`` holds, for each token, the logprobs of the most likely ones by id, as far as they were asked for.
-    """
+    """What one request answered. ``num_cached_tokens`` is the server's usage: device and external hits. ``candidates``
+    holds, for each token, the logprobs of the most likely ones by id, as far as they were asked for."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -164,10 +162,8 @@ class ApiClient:
     def complete(
         self, prompt: str | Sequence[int], max_tokens: int = 8, *, engine: int | None = None, **options: Any
     ) -> Completion:
-        """Greedy completion with logprobs. ``options`` go into the request.
-
-        ``engine`` is the data-parallel rank that is to answer; without one the server chooses.
-        """
+        """Greedy completion with logprobs. ``options`` go into the request. ``engine`` is the data-parallel rank that
+        is to answer; without one the server chooses."""
         body = {
             "model": self.model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),

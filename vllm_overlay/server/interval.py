@@ -14,10 +14,8 @@ class Interval:
     after: Metrics
 
     def amount(self, name: str, **labels: str) -> float:
-        """By how much a counter, or a histogram's ``_sum`` or ``_count``, has grown.
-
-        A server that was restarted in between began with 0 again, as Prometheus has it.
-        """
+        """By how much a counter, or a histogram's ``_sum`` or ``_count``, has grown. A server that was restarted in
+        between began with 0 again, as Prometheus has it."""
         after = self.after.value(name, **labels)
         before = 0.0 if self.before is None else self.before.value(name, **labels)
         return after - before if after >= before else after

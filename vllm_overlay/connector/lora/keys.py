@@ -169,10 +169,7 @@ class LoraNames:
 
     def begin_step(self, step: int, scheduled: Collection[str]) -> tuple[AdapterCheck, ...]:
         """A step's metadata goes to the workers. Returns what they have to check of restored requests that the step
-        computes.
-
-        Steps count up from 1.
-        """
+        computes. Steps count up from 1."""
         self._step = step
         if not self._requests:
             return ()

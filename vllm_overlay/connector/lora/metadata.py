@@ -22,10 +22,8 @@ class AdapterWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCheck:
-    """A restored request that this pass computes with for the first time, and the blocks that were loaded for it.
-
-    The blocks are bad unless the request's adapter is still ``weights``.
-    """
+    """A restored request that this pass computes with for the first time, and the blocks that were loaded for it. The
+    blocks are bad unless the request's adapter is still ``weights``."""
 
     request_id: str
     weights: AdapterWeights
