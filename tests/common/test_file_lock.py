@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A lock is waited for, but not for ever, and who holds it is named."""
 
-import errno
 import itertools
 import os
 import signal
@@ -17,9 +16,9 @@ import pytest
 
 from tests.tiers.disk.objects import chain
 from tests.tiers.disk.tier_pair import tier_pair
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 from vllm_overlay.common import file_lock, rate_limited_log
-from vllm_overlay.common.file_lock import lock, locked_if_possible, try_lock
+from vllm_overlay.common.file_lock import locked_if_possible, try_lock
 
 HOLDER = """
 import fcntl, os, sys
@@ -51,69 +50,50 @@ def is_listed(path: Path) -> bool:
     return name in Path("/proc/locks").read_text()
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_wait_ends_and_names_the_process_that_is_stopped(tmp_path, shared):
+def waits_for(path: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [message for message in caplog.messages if str(path) in message]
+
+
+def test_a_wait_ends_and_names_the_process_that_is_stopped(tmp_path, monkeypatch, caplog):
     path = tmp_path / "lock"
+    monkeypatch.setattr(file_lock, "_SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(file_lock, "LONG_WAIT_S", 0.05)
     with held_by_another(path) as holder:
         os.kill(holder.pid, signal.SIGSTOP)
         os.waitpid(holder.pid, os.WUNTRACED)
-        with pytest.raises(TimeoutError, match=r"locked for .* s by ") as caught:
-            lock(str(path), shared, timeout_s=0.05)
-        assert caught.value.errno == errno.ETIMEDOUT
-        assert str(path) in str(caught.value)
+        with locked_if_possible(str(path)):
+            (said,) = waits_for(path, caplog)
         if is_listed(path):
-            assert f"process {holder.pid} (" in str(caught.value) and ", which is stopped: continue or end it)" in str(
-                caught.value
-            )
+            assert f"process {holder.pid} (" in said and ", which is stopped: continue or end it)" in said
 
 
-@pytest.fixture
-def taken_late(tmp_path, monkeypatch, caplog):
-    """The lock that a thread got once the other process let go, for which it had to wait. What is called with its path
-    happens while it waits."""
+def test_a_lock_comes_as_soon_as_the_other_lets_go_and_ends_with_the_body(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(file_lock, "_SAID_AFTER_S", 0.0)
     path, got = tmp_path / "lock", []
 
-    def take(meanwhile=lambda path: None) -> int:
-        with held_by_another(path) as holder:
-            waiting = threading.Thread(target=lambda: got.append(lock(str(path), timeout_s=PATIENCE_S)))
-            waiting.start()
-            until(lambda: any(str(path) in message for message in caplog.messages), "a word of the wait")
-            meanwhile(path)
-            assert got == []
-            holder.communicate("")
-            waiting.join()
-        return got[0]
+    def take() -> None:
+        with locked_if_possible(str(path)):
+            got.append(try_lock(str(path)))
 
-    return take
-
-
-def test_a_lock_comes_as_soon_as_the_other_lets_go(tmp_path, taken_late):
-    fd = taken_late()
-    assert try_lock(str(tmp_path / "lock")) is None
+    with held_by_another(path) as holder:
+        waiting = threading.Thread(target=take)
+        waiting.start()
+        until(lambda: waits_for(path, caplog), "a word of the wait")
+        assert got == []
+        holder.communicate("")
+        waiting.join()
+    assert got == [None]
+    fd = try_lock(str(path))
+    assert fd is not None
     os.close(fd)
-
-
-def test_a_file_that_was_removed_while_one_waited_is_not_the_one_that_is_locked(tmp_path, taken_late):
-    fd = taken_late(Path.unlink)
-    assert os.fstat(fd).st_ino == (tmp_path / "lock").stat().st_ino
-    os.close(fd)
-
-
-def test_what_can_do_without_a_lock_does_so_after_a_while(tmp_path, monkeypatch):
-    path = tmp_path / "lock"
-    monkeypatch.setattr(file_lock, "LONG_WAIT_S", 0.05)
-    with held_by_another(path), locked_if_possible(str(path)):
-        pass
 
 
 def test_a_long_wait_is_told_once(tmp_path, monkeypatch, caplog):
     path, seconds = tmp_path / "lock", itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None)
     monkeypatch.setattr(file_lock, "time", clock)
-    with held_by_another(path), pytest.raises(TimeoutError):
-        lock(str(path), timeout_s=3 * file_lock._SAID_AFTER_S)
-    words = [message.partition(", which")[0] for message in caplog.messages if str(path) in message]
+    with held_by_another(path), locked_if_possible(str(path)):
+        words = [message.partition(", which")[0] for message in waits_for(path, caplog)]
     assert words == [f"Waiting for the lock on {path}"]
 
 

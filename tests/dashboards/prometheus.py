@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real Prometheus: the machine's own, or Debian's package, unpacked in the work tree without root."""
 
-import os
 import shutil
 import socket
 import subprocess
@@ -15,7 +14,7 @@ import yaml
 from tests.dashboards.prometheus_api import PrometheusApi
 from tests.waiting import PATIENCE_S, until
 from tools.server_process import hold_port, port_of
-from vllm_overlay.common.file_lock import lock
+from vllm_overlay.common.file_lock import locked_if_possible
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALERTS = REPOSITORY / "dashboards" / "alerts.yml"
@@ -42,14 +41,11 @@ def _fetch() -> None:
     if missing := [tool for tool in ("apt-get", "dpkg-deb") if shutil.which(tool) is None]:
         raise NotToBeHadError(f"no prometheus on the PATH, and no {' and no '.join(missing)} to fetch it with")
     UNPACKED.mkdir(exist_ok=True)
-    holder = lock(str(UNPACKED / "lock"), timeout_s=DOWNLOAD_TIMEOUT_S)
-    try:
+    with locked_if_possible(str(UNPACKED / "lock")):
         if not (UNPACKED / "usr" / "bin" / "promtool").exists():
             _run("apt-get", "download", "prometheus")
             package = max(UNPACKED.glob("prometheus_*.deb"), key=lambda path: path.stat().st_mtime)
             _run("dpkg-deb", "--extract", str(package), str(UNPACKED))
-    finally:
-        os.close(holder)
 
 
 def _run(*command: str) -> None:
