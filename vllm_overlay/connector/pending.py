@@ -66,7 +66,9 @@ class PendingReports:
     @property
     def are_awaited(self) -> bool:
         """Whether a report that is not overdue is still to come."""
-        return not all(one.is_overdue for one in itertools.chain(self._stores.values(), self._loads.values()))
+        return any(not store.is_overdue for store in self._stores.values()) or any(
+            not load.is_overdue for load in self._loads.values()
+        )
 
     def add_stores(self, request_id: str, tickets: Iterable[StoreTicket]) -> None:
         """These tickets of one request go out now."""
@@ -158,6 +160,8 @@ class PendingReports:
         late = itertools.takewhile(lambda store: store.deadline < now, self._stores.values())
         stores = [store for store in late if not store.is_overdue]
         loads = [load for load in self._loads.values() if load.deadline < now and not load.is_overdue]
-        for one in (*stores, *loads):
-            one.is_overdue = self._has_overdue = True
+        for store in stores:
+            store.is_overdue = self._has_overdue = True
+        for load in loads:
+            load.is_overdue = self._has_overdue = True
         return stores, loads
