@@ -119,9 +119,6 @@ def rotary_facts() -> list[dict[str, Any]]:
 
     LongRoPE takes its long factors if ``max_model_len`` is above the trained length. Some models make tables of dynamic
     scaling for ``max_model_len``. A class that nobody has looked at counts as such.
-
-    Called once the model is there. What it computes with is read from the modules, so it need not be worked out a
-    second time.
     """
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
