@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.disk.catalogue.inside import granted
 from tests.tiers.disk.devices import FailingDevice, GatedDevice
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk, writers_of
 from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, has_buried, room_bytes
@@ -188,7 +189,7 @@ def test_what_a_dead_engine_wanted_to_unlink_and_was_granted_is_its_heirs(tmp_pa
         assert len(dying.evict(life.writer, Limits(1 << 40, 2), 1 << 38)) == 2
         dying.close()
         life.end()
-        until(lambda: life.writer not in {row.name for row in catalogue_of(made.tier).writers()}, "a burial")
+        until(lambda: life.writer not in catalogue_of(made.tier).writers(), "a burial")
         until(lambda: counted(root) == (2 * on_disk(), room_bytes(made.tier)), "the end of its garbage")
         assert bytes_under(root) == 2 * on_disk()
         made.settled().store(chain("p", 3)[2:])
@@ -226,10 +227,10 @@ def test_a_rank_that_outlives_its_killed_engine_leaves_nothing_that_nobody_count
         num_files = len(files_of(root, dead))
         until(lambda: len(files_of(root, dead)) > num_files + 20, "more of its files")
         assert os.path.lexists(alive_path(str(root), dead))
-        assert dead in {row.name for row in catalogue_of(made.tier).writers()}, "its grant is what it writes into"
+        assert dead in catalogue_of(made.tier).writers(), "its grant is what it writes into"
         assert rank.poll() is None
         kill(rank)
-        until(lambda: dead not in {row.name for row in catalogue_of(made.tier).writers()}, "its burial")
+        until(lambda: dead not in catalogue_of(made.tier).writers(), "its burial")
         until(lambda: problems(root) == [], "a sound root")
         assert not any(int(path.name[:-3]) >= 1 << 30 for path in files_of(root, dead))
 
@@ -281,8 +282,7 @@ def test_the_file_of_a_store_that_outlives_its_engine_is_looked_after(tmp_path):
             assert device.waiting.acquire(timeout=PATIENCE_S)
             close_tier(ending.tier)
             until(lambda: len(catalogue_of(made.tier).writers()) == 2 and has_buried(made.tier))
-            (left,) = [row for row in catalogue_of(made.tier).writers() if row.fingerprint is None]
-            assert (left.name, left.granted) == (ticket.part.file.writer, on_disk())
+            assert granted(catalogue_of(made.tier))[ticket.part.file.writer] == (None, on_disk())
             device.gate.set()
             ending.end_of_store()
         until(lambda: object_files(made.root) == [], "a burial")
@@ -333,7 +333,7 @@ def test_an_engine_that_has_begun_while_its_directory_was_listed_is_left_alone(t
     monkeypatch.setattr(recovery, "directories_under", directories_under)
     buried.bury_the_dead()
     assert len(files_of(tmp_path, DEAD)) == 1
-    assert {row.name for row in catalogue.writers()} == {DEAD, HEIR}
+    assert catalogue.writers() == {DEAD, HEIR}
 
 
 def test_a_directory_that_goes_while_it_is_listed_hinders_no_burial(tmp_path, monkeypatch):
@@ -344,7 +344,7 @@ def test_a_directory_that_goes_while_it_is_listed_hinders_no_burial(tmp_path, mo
     monkeypatch.setattr(recovery, "directories_under", lambda *of: [str(tmp_path / DEAD / "7"), *list_all(*of)])
     buried.bury_the_dead()
     assert not path.exists()
-    assert {row.name for row in catalogue.writers()} == {HEIR}
+    assert catalogue.writers() == {HEIR}
 
 
 def test_nobody_is_buried_while_the_catalogue_does_not_know_all_files(tmp_path):
@@ -353,11 +353,11 @@ def test_nobody_is_buried_while_the_catalogue_does_not_know_all_files(tmp_path):
     catalogue.join(DEAD, OF_NAMESPACE)
     assert not buried.bury_the_dead()
     assert path.exists()
-    assert {row.name for row in catalogue.writers()} == {DEAD, HEIR}
+    assert catalogue.writers() == {DEAD, HEIR}
     catalogue.end_rebuild()
     assert buried.bury_the_dead()
     assert not path.exists()
-    assert {row.name for row in catalogue.writers()} == {HEIR}
+    assert catalogue.writers() == {HEIR}
 
 
 def test_what_a_living_engine_has_yet_to_commit_is_nobody_elses_to_unlink(tmp_path):

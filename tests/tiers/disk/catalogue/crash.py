@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.inside import find
+from tests.tiers.disk.catalogue.inside import find, granted
 from tests.tiers.disk.catalogue.objects import MODEL, NOW, OTHERS, PRIVATE, Engine
 from tests.waiting import PATIENCE_S
 from vllm_overlay.planner.objects import ObjectId
@@ -138,10 +138,10 @@ def examine(root: Path, logs: list[Path], tally: Tally) -> None:
     assert said["committed"] - said["removed"] - garbage <= there
     assert len(garbage - said["may_replace"] - said["removed"]) <= len(logs) * 64, "more than one eviction each"
     assert not said["collected"] & there
-    for dead in one.catalogue.writers():
-        if dead.name != one.name:
-            one.catalogue.bury(dead.name, one.name)
-            tally.granted_bytes += dead.granted
+    for dead, (_, num_bytes) in granted(one.catalogue).items():
+        if dead != one.name:
+            one.catalogue.bury(dead, one.name)
+            tally.granted_bytes += num_bytes
     unlinked = one.catalogue.garbage(one.name)
     tally.interrupted_unlinks += len(unlinked)
     while unlinked:
@@ -149,7 +149,7 @@ def examine(root: Path, logs: list[Path], tally: Tally) -> None:
         unlinked = one.catalogue.garbage(one.name)
     totals = one.catalogue.totals()
     assert totals.num_bytes == totals.object_bytes and check(one.catalogue) == []
-    assert [row.name for row in one.catalogue.writers()] == [one.name]
+    assert one.catalogue.writers() == {one.name}
     tally.committed += len(said["committed"])
     one.catalogue.leave(one.name)
     one.close()

@@ -26,6 +26,15 @@ def find(catalogue: Catalogue, fingerprint: str, object_ids: Collection[ObjectId
     return [item for part in catalogue.load(fingerprint)[1] for item in part if item.object_id in object_ids]
 
 
+def granted(catalogue: Catalogue) -> dict[str, tuple[str | None, int]]:
+    """What each writer serves, nothing if it has ended, and the bytes that it was granted."""
+    with reading(catalogue) as db:
+        found = db.execute(
+            "SELECT writer.id, fingerprint, granted FROM writer LEFT JOIN namespace ON namespace.id = writer.namespace"
+        ).fetchall()
+    return {name_of(writer): (fingerprint, num_bytes) for writer, fingerprint, num_bytes in found}
+
+
 def collectors(catalogue: Catalogue) -> dict[File, str | None]:
     """Who unlinks each file that is garbage."""
     with reading(catalogue) as db:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.inside import collectors, find
+from tests.tiers.disk.catalogue.inside import collectors, find, granted
 from tests.tiers.disk.catalogue.objects import (
     MODEL,
     NOW,
@@ -145,9 +145,8 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def bury(self, data: Any) -> None:
         heir = self.pick(data)
-        rows = {row.name: row.granted for row in heir.catalogue.writers()}
-        assert rows == {name: row.granted for name, row in self.twin.writers.items()}
-        for dead in sorted({*rows, writer_name(1)} - set(self.open)):
+        assert heir.catalogue.writers() == set(self.twin.writers)
+        for dead in sorted({*self.twin.writers, writer_name(1)} - set(self.open)):
             heir.catalogue.bury(dead, heir.name)
             self.twin.bury(dead, heir.name)
 
@@ -163,8 +162,9 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), num_bytes=some_bytes, at_least=st.sampled_from((UNIT, 2 * UNIT, 6 * UNIT)))
     def grant(self, data: Any, num_bytes: int, at_least: int) -> None:
         engine = self.pick(data)
-        granted = engine.grant(num_bytes, at_least, CAPACITY).num_bytes
-        assert granted == self.twin.grant(engine.name, num_bytes, at_least, CAPACITY)
+        assert engine.grant(num_bytes, at_least, CAPACITY).num_bytes == self.twin.grant(
+            engine.name, num_bytes, at_least, CAPACITY
+        )
 
     @rule(data=st.data(), num_bytes=some_bytes)
     def give_back(self, data: Any, num_bytes: int) -> None:
@@ -345,7 +345,7 @@ class Machine(RuleBasedStateMachine):
             found = find(self.reader, namespace.fingerprint, IDS)
             assert {item.object_id: item for item in found} == self.of_namespace(namespace)
         expected = {name: (row.served, row.granted) for name, row in self.twin.writers.items()}
-        assert {row.name: (row.fingerprint, row.granted) for row in self.reader.writers()} == expected
+        assert granted(self.reader) == expected
         assert collectors(self.reader) == {file: of for file, (_, of) in self.twin.garbage.items()}
         self.twin.forget_scores(self.now)
         there = [entry.item.file for entry in self.twin.objects.values()]

@@ -19,12 +19,12 @@ from vllm_overlay.tiers.disk.catalogue.generations import replace_damaged
 from vllm_overlay.tiers.disk.catalogue.namespaces import Namespace, Namespaces, NamespaceUsage
 from vllm_overlay.tiers.disk.catalogue.objects import Committed, Objects
 from vllm_overlay.tiers.disk.catalogue.rows import BATCH_ROWS, File, Garbage, StoredObject
-from vllm_overlay.tiers.disk.catalogue.writers import HELD_PARTS, Grant, Totals, WriterRow, Writers, limit_bytes
+from vllm_overlay.tiers.disk.catalogue.writers import HELD_PARTS, Grant, Totals, Writers, limit_bytes
 
 __all__ = [
     "BATCH_ROWS", "HELD_PARTS", "Busy", "Catalogue", "CatalogueError", "Changes", "Committed", "Damaged", "FellBehind",
     "File", "Garbage", "Gone", "Grant", "Limits", "Namespace", "NamespaceUsage", "Scored", "StoredObject",
-    "Superseded", "Totals", "Unavailable", "WriterRow", "limit_bytes", "replace_damaged",
+    "Superseded", "Totals", "Unavailable", "limit_bytes", "replace_damaged",
 ]  # fmt: skip
 
 

@@ -29,14 +29,6 @@ _TOTALS = (
 )
 
 
-class WriterRow(msgspec.Struct, frozen=True):
-    """``granted`` are bytes for files that are no objects yet. Without ``fingerprint`` it has ended."""
-
-    name: str
-    fingerprint: str | None
-    granted: int
-
-
 class Totals(msgspec.Struct, array_like=True, frozen=True):
     """In bytes. ``granted_bytes`` is for files that are no objects yet, ``removing_bytes`` are files to unlink.
 
@@ -111,16 +103,11 @@ class Writers(Connection):
             db.execute("DELETE FROM writer WHERE id = ?", (dead,))
             drop_unused(db)
 
-    def writers(self) -> list[WriterRow]:
+    def writers(self) -> set[str]:
         """Who serves a namespace or was granted bytes. What has ended and left nothing but files has no row."""
         with self.reading() as db:
-            found = db.execute(
-                "SELECT writer.id, fingerprint, granted FROM writer LEFT JOIN namespace"
-                " ON namespace.id = writer.namespace ORDER BY writer.id LIMIT ?",
-                (_MAX_WRITERS,),
-            )
-            every = rows.read_all(tuple[rows.WriterId, rows.Fingerprint | None, NumBytes], found)
-            return [WriterRow(name_of(number), fingerprint, granted) for number, fingerprint, granted in every]
+            found = db.execute("SELECT id FROM writer LIMIT ?", (_MAX_WRITERS,))
+            return {name_of(number) for (number,) in rows.read_all(tuple[rows.WriterId], found)}
 
     def grant(self, writer: str, num_bytes: int, at_least: int, capacity_bytes: int) -> Grant:
         """Ask for room before files are written. ``at_least`` is what the next objects take in all ranks.

@@ -87,10 +87,9 @@ class Recovery:
 
     def bury_the_dead(self) -> bool:
         """Everybody, with a row or without one. False where that has to wait for a complete catalogue."""
-        known = {row.name for row in self._catalogue.writers() if row.fingerprint is not None or row.granted}
-        there = set(writers_under(self._root))
-        self._buried &= there | known
-        for writer in sorted((there | known) - self._buried - {self._seat.writer}):
+        known = self._catalogue.writers() | set(writers_under(self._root))
+        self._buried &= known
+        for writer in sorted(known - self._buried - {self._seat.writer}):
             if self._is_closing:
                 return False
             try:
