@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from tests.tiers.disk.catalogue.inside import reading
 from vllm_overlay.tiers.disk.catalogue import Catalogue
-from vllm_overlay.tiers.disk.catalogue.namespaces import read_namespaces
 from vllm_overlay.tiers.disk.catalogue.rows import (
     COLUMNS,
     MAX_PARENTS,
@@ -44,8 +43,12 @@ def _pages(db: sqlite3.Connection) -> Iterator[str]:
             yield f"SQLite: {sentence}"
 
 
+def _namespaces(db: sqlite3.Connection) -> set[int]:
+    return {number for (number,) in read_all(tuple[Id], db.execute("SELECT id FROM namespace"))}
+
+
 def _objects(db: sqlite3.Connection) -> Iterator[str]:
-    namespaces = read_namespaces(db)
+    namespaces = _namespaces(db)
     num_bytes = num_objects = newest = 0
     cursor = db.execute(f"SELECT {COLUMNS} FROM object NOT INDEXED")
     while chunk := cursor.fetchmany(_ROWS):
@@ -84,7 +87,7 @@ def _parents(db: sqlite3.Connection) -> Iterator[str]:
 
 
 def _writers(db: sqlite3.Connection) -> Iterator[str]:
-    namespaces = read_namespaces(db)
+    namespaces = _namespaces(db)
     for writer, namespace in read_all(
         tuple[WriterId, Id], db.execute("SELECT id, namespace FROM writer WHERE namespace IS NOT NULL")
     ):

@@ -70,17 +70,13 @@ class Connection:
                 raise
             return db
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
         """A transaction that others see as a whole or not at all. Raises CatalogueError."""
-        with self._transaction("BEGIN IMMEDIATE", DEFAULT_CALLS) as db:
-            yield db
+        return self._transaction("BEGIN IMMEDIATE", DEFAULT_CALLS)
 
-    @contextlib.contextmanager
-    def reading(self, num_calls: int = DEFAULT_CALLS) -> Iterator[sqlite3.Connection]:
+    def reading(self, num_calls: int = DEFAULT_CALLS) -> contextlib.AbstractContextManager[sqlite3.Connection]:
         """One state of the file, whoever writes meanwhile. Raises CatalogueError."""
-        with self._transaction("BEGIN", num_calls) as db:
-            yield db
+        return self._transaction("BEGIN", num_calls)
 
     def close(self) -> None:
         """The rows of writers stay. In a child process it leaves the parent's connection alone."""

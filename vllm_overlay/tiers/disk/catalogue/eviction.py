@@ -121,7 +121,7 @@ class Eviction(Connection):
             return [leaf.victim for leaf in _Choice(db, limits).run()]
 
     def evict(
-        self, writer: str, limits: Limits, now: int, may_go: Callable[[list[File]], Set[File]] | None = None
+        self, writer: str, limits: Limits, now: int, may_go: Callable[[list[File]], Set[File]] = frozenset
     ) -> list[Garbage]:
         """Take out at most 256 objects, those that are worth the least over all namespaces, leaves first.
 
@@ -136,9 +136,10 @@ class Eviction(Connection):
         with self.writing() as db:
             read_grant(db, number)
             chosen = _Choice(db, limits).run()
-            allowed = None if may_go is None else may_go([leaf.file for leaf in chosen])
+            allowed = may_go([leaf.file for leaf in chosen])
             act_as(db, number)
-            gone = [leaf.victim for leaf in chosen if (allowed is None or leaf.file in allowed) and _delete(db, leaf)]
+            delete = "DELETE FROM object WHERE id = ? AND num_children = 0"
+            gone = [each.victim for each in chosen if each.file in allowed and db.execute(delete, (each.id,)).rowcount]
             feed.trim(db)
             return gone
 
@@ -151,10 +152,6 @@ class Eviction(Connection):
             with self.writing() as db:
                 statement = f"UPDATE object SET score = NULL, score_expiry = NULL WHERE id IN (SELECT id {expired})"
                 has_more = db.execute(statement, (now, BATCH_ROWS)).rowcount >= BATCH_ROWS
-
-
-def _delete(db: sqlite3.Connection, leaf: _Leaf) -> bool:
-    return db.execute("DELETE FROM object WHERE id = ? AND num_children = 0", (leaf.id,)).rowcount > 0
 
 
 class _Choice:

@@ -24,12 +24,6 @@ class Namespace(msgspec.Struct, frozen=True):
     is_private: bool = False
 
 
-class NamespaceRow(msgspec.Struct, array_like=True, frozen=True):
-    id: Id
-    fingerprint: Fingerprint
-    is_private: Flag
-
-
 @dataclass(slots=True)
 class NamespaceUsage:
     """``kinds`` has [objects, bytes] for each kind. Times are in seconds since the epoch."""
@@ -71,12 +65,14 @@ class Namespaces(Connection):
     def usage(self) -> list[NamespaceUsage]:
         """One a namespace, the largest first, for tools. Reads every row."""
         with self.reading(LONG_CALLS) as db:
-            serving, namespaces = served(db), read_namespaces(db)
-            all_words = read_all(tuple[Id, str], db.execute("SELECT id, words FROM namespace"))
+            serving = served(db)
+            statement = "SELECT id, fingerprint, words, is_private FROM namespace LIMIT ?"
+            every = read_all(tuple[Id, Fingerprint, str, Flag], db.execute(statement, (MAX_NAMESPACES + 1,)))
+            if len(every) > MAX_NAMESPACES:
+                raise Damaged(f"it has more than {MAX_NAMESPACES} namespaces")
             usages = {
-                each: NamespaceUsage(row.fingerprint, words, bool(row.is_private), each in serving)
-                for each, words in all_words
-                if (row := namespaces.get(each)) is not None
+                each: NamespaceUsage(fingerprint, words, bool(is_private), each in serving)
+                for each, fingerprint, words, is_private in every
             }
             kinds = db.execute(
                 "SELECT namespace, kind, count(*), sum(num_bytes), min(last_use), max(last_use) FROM object NOT INDEXED"
@@ -96,15 +92,6 @@ def check_namespace(namespace: Namespace) -> None:
     rows.check_value(Fingerprint, namespace.fingerprint)
     if len(namespace.words.encode()) > MAX_WORDS_BYTES:
         raise ValueError(f"the words of a namespace have at most {MAX_WORDS_BYTES} bytes")
-
-
-def read_namespaces(db: sqlite3.Connection) -> dict[int, NamespaceRow]:
-    """All of them, by number, for tools."""
-    found = db.execute("SELECT id, fingerprint, is_private FROM namespace LIMIT ?", (MAX_NAMESPACES + 1,))
-    every = {row.id: row for row in read_all(NamespaceRow, found)}
-    if len(every) > MAX_NAMESPACES:
-        raise Damaged(f"it has more than {MAX_NAMESPACES} namespaces")
-    return every
 
 
 def find_namespace(db: sqlite3.Connection, fingerprint: str) -> int | None:

@@ -125,7 +125,7 @@ class _Arrivals:
             return None
         if found is None:
             raise Damaged(f"{item.object_id} is there and is not found")
-        self._db.execute(_REPLACE, (*_fields(item), found[0]))
+        self._db.execute(_REPLACE, (*rows.fields_of(item), found[0]))
         return self._paid(item)
 
     def _paid(self, item: StoredObject) -> Committed:
@@ -135,7 +135,7 @@ class _Arrivals:
     def _insert(self, namespace: int, item: StoredObject, parents: Sequence[int | None]) -> bool:
         """False, and nothing changed, when a row of this name is there."""
         object_id = item.object_id
-        cursor = self._db.execute(_INSERT, (namespace, object_id.tag, object_id.key, *_fields(item)))
+        cursor = self._db.execute(_INSERT, (namespace, object_id.tag, object_id.key, *rows.fields_of(item)))
         if not cursor.rowcount:
             return False
         self._ids[namespace, object_id] = number = cursor.lastrowid or 0
@@ -165,11 +165,3 @@ class _Arrivals:
         if (namespace, object_id) not in self._ids and self._find_file(namespace, object_id) is None:
             return None
         return self._ids[namespace, object_id]
-
-
-def _fields(item: StoredObject) -> tuple[int, ...]:
-    planned, file = item.planned, item.file
-    return (
-        number_of(file.writer), file.number, item.world_size, item.num_bytes, planned.num_bytes, planned.start_tokens,
-        planned.end_tokens, item.last_use,
-    )  # fmt: skip

@@ -126,6 +126,15 @@ def file_columns(file: File) -> tuple[int, int]:
     return number_of(file.writer), file.number
 
 
+def fields_of(item: StoredObject) -> tuple[int, ...]:
+    """As the columns from ``writer`` on."""
+    planned, file = item.planned, item.file
+    return (
+        number_of(file.writer), file.number, item.world_size, item.num_bytes, planned.num_bytes, planned.start_tokens,
+        planned.end_tokens, item.last_use,
+    )  # fmt: skip
+
+
 def read_all(kind: type[Row], rows: Iterable[Any]) -> list[Row]:
     """Rows of the file as ``kind``; raises msgspec.ValidationError, which a transaction turns into Damaged."""
     of_one: Any = kind
@@ -164,16 +173,8 @@ def _tuple_of(kind: Any) -> Any:
 
 def check_objects(items: Sequence[StoredObject]) -> None:
     """Raise ValueError unless the rows of all of them could be read back."""
-    found = [
-        (
-            1, 1, planned.object_id.tag, planned.object_id.key, number_of(item.file.writer), item.file.number,
-            item.world_size, item.num_bytes, planned.num_bytes, planned.start_tokens, planned.end_tokens, item.last_use,
-        )
-        for item in items
-        for planned in (item.planned,)
-    ]  # fmt: skip
     try:
-        read_objects(found)
+        read_objects((1, 1, item.object_id.tag, item.object_id.key, *fields_of(item)) for item in items)
     except msgspec.ValidationError as error:
         raise ValueError(f"an object cannot be kept: {error}") from None
     check_value(Fingerprint, *{item.fingerprint for item in items})

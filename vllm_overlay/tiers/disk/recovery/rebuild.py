@@ -16,7 +16,7 @@ import msgspec
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.objects import ObjectId
-from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, File, Garbage, Namespace, StoredObject
+from vllm_overlay.tiers.disk.catalogue import File, Garbage, Namespace, StoredObject
 from vllm_overlay.tiers.disk.files.format import FormatError, ObjectHeader, file_bytes
 from vllm_overlay.tiers.disk.files.object_file import OWN_TROUBLE, BadObject, read_header
 from vllm_overlay.tiers.disk.files.writer import directories_under, parse_name, writers_under
@@ -86,11 +86,8 @@ class Rebuild:
         if self._unread and (time.monotonic() < self._give_up_at or len(self._unread) > len(newest)):
             raise OSError(errno.EIO, f"{len(self._unread)} files or directories cannot be read now", self._unread[0])
         good, lost = parents_first(newest.values())
-        private = {found.item.fingerprint for found in good if found.is_private}
-        namespaces = {found.item.fingerprint for found in good}
-        self._catalogue.adopt((), [Namespace(each, is_private=each in private) for each in sorted(namespaces)])
-        for start in range(0, len(good), BATCH_ROWS):
-            self._catalogue.adopt([found.item for found in good[start : start + BATCH_ROWS]])
+        private = sorted({found.item.fingerprint for found in good if found.is_private})
+        self._catalogue.adopt((found.item for found in good), [Namespace(each, is_private=True) for each in private])
         useless += lost
         self._catalogue.discard(Garbage(each.item.file, each.item.world_size, each.item.num_bytes) for each in useless)
         logger.info(
