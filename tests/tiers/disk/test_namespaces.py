@@ -56,7 +56,7 @@ def test_a_neighbour_that_needs_a_little_room_leaves_what_others_share(tmp_path,
 
 
 def test_engines_whose_states_differ_share_chunks_and_not_snapshots(tmp_path):
-    other_states = DiskNamespace(NAMESPACE.attention, "e" * 64, NAMESPACE.description)
+    other_states = DiskNamespace(NAMESPACE.fingerprint, "e" * 64, NAMESPACE.description)
     with tier_pair(tmp_path / "root") as made, tier_pair(tmp_path / "root", namespace=other_states) as other:
         made.store(chain("p", 3))
         until(lambda: other.tier.advance() or other.coverage(chain("p", 3)) == [True, True, True, False], "the chunks")

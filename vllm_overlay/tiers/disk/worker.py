@@ -147,7 +147,7 @@ class DiskTierWorker(TierWorker):
             return Reason.CLOSED if self._is_closed else Reason.BREAKER
         reason = None
         try:
-            part = _part_of(ticket)
+            part: DiskPart = ticket.part
             self._take_part(part.file.writer)
             path = path_of(self._root, part.file, self._rank)
             planned = self._namespace.stored(ticket.planned)
@@ -288,7 +288,8 @@ class DiskTierWorker(TierWorker):
         return failure
 
     def _read(self, fetch: _Fetch, buffer: HostBuffer) -> BadObject | None:
-        ticket, part = fetch.ticket, _part_of(fetch.ticket)
+        ticket = fetch.ticket
+        part: DiskPart = ticket.part
         path = path_of(self._root, part.file, self._rank)
         try:
             stored_id = self._namespace.stored_id(ticket.object_id)
@@ -346,8 +347,3 @@ class DiskTierWorker(TierWorker):
         if self._life is not None and not self._num_writing:
             self._life.end()
         return given_up
-
-
-def _part_of(ticket: StoreTicket | LoadTicket) -> DiskPart:
-    assert isinstance(ticket.part, DiskPart)
-    return ticket.part

@@ -32,22 +32,18 @@ def check_stored_id(stored: ObjectId) -> None:
 class DiskNamespace:
     """What one engine's objects depend on, and what that means in words.
 
-    ``attention`` and ``snapshot`` are fingerprints, 64 hex digits each. The first is the namespace. Of the second 16
+    ``fingerprint`` (of chunks) and ``snapshot`` have 64 hex digits each. The first is the namespace. Of the second 16
     digits are part of a snapshot's *kind*: engines whose states differ share their chunks. ``is_private``: a reset
     began it, and no file may know its weights, so it belongs to one life of one engine.
     """
 
-    attention: str
+    fingerprint: str
     snapshot: str
     description: dict[str, Any]
     is_private: bool = False
 
     def __post_init__(self) -> None:
-        check_value(Fingerprint, self.attention, self.snapshot)
-
-    @property
-    def fingerprint(self) -> str:
-        return self.attention
+        check_value(Fingerprint, self.fingerprint, self.snapshot)
 
     @property
     def snapshot_kind(self) -> str:
@@ -63,7 +59,7 @@ class DiskNamespace:
 
     def since(self, reset: str) -> "DiskNamespace":
         """The namespace of this engine since the reset of that name."""
-        fingerprint = blake3(f"{self.attention}:{reset}".encode()).hexdigest()
+        fingerprint = blake3(f"{self.fingerprint}:{reset}".encode()).hexdigest()
         return DiskNamespace(fingerprint, self.snapshot, self.description, is_private=True)
 
     def stored_id(self, object_id: ObjectId) -> ObjectId:

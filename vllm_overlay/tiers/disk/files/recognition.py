@@ -8,12 +8,12 @@ import stat
 from vllm_overlay.tiers.disk.catalogue.generations import is_catalogue_name
 from vllm_overlay.tiers.disk.files.marker import MARKER, NotARootError, marked_journal
 from vllm_overlay.tiers.disk.files.mounts import ROLLBACK, file_system_of, journal_of
+from vllm_overlay.tiers.disk.files.writer import is_writer_name
 
 HOST_ROOT = re.compile(r"host-[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
 LEASE = "lease.json"
 _UNLINKED = re.compile(r"\.nfs[0-9a-f]{8,}|\.fuse_hidden[0-9a-f]{8,}")
 """What NFS and FUSE call a file that was removed while somebody has it open, as a cleaner does below a server."""
-_WRITER = re.compile(r"[0-9a-f]{16}")
 _IN_WRITER = re.compile(rf"alive|[0-9]{{1,20}}|{_UNLINKED.pattern}")
 _WEIGHTS = re.compile(r"weights\.json|\.weights\.json-[0-9a-z_]+")
 _FILES = frozenset({MARKER, LEASE, "rebuild.lock", "weights.lock"})
@@ -80,7 +80,7 @@ def _is_unmarked(root: str, names: list[str]) -> bool:
 
 def _is_ours(root: str, name: str, state: os.stat_result) -> bool:
     if stat.S_ISDIR(state.st_mode):
-        if _WRITER.fullmatch(name):
+        if is_writer_name(name):
             return all(map(_IN_WRITER.fullmatch, os.listdir(os.path.join(root, name))))
         return name in _OF_MOUNTS or HOST_ROOT.fullmatch(name) is not None
     is_known = name in _FILES or is_catalogue_name(name) or _WEIGHTS.fullmatch(name) or _UNLINKED.fullmatch(name)

@@ -82,6 +82,7 @@ class Inspection:
         return all(problem.is_removed for problem in self.problems)
 
 
+@dataclass(slots=True)
 class Inspector:
     """One run over one root, which others may serve meanwhile. It changes nothing but what ``remove`` unlinks.
 
@@ -89,52 +90,44 @@ class Inspector:
     and stores it anew.
     """
 
-    def __init__(
-        self,
-        root: str,
-        catalogue: Catalogue,
-        integrity: Integrity,
-        remove: bool = False,
-        on_bytes: Callable[[int, int], None] = lambda done, total: None,
-        device: Device | None = None,
-    ) -> None:
-        self._root = root
-        self._catalogue = catalogue
-        self._known = {each.name: each for each in (integrity, XXH3)}
-        self._remove = remove
-        self._on_bytes = on_bytes
-        self._device = device or Device()
-        self._found = Inspection()
+    root: str
+    catalogue: Catalogue
+    integrity: Integrity
+    remove: bool = False
+    on_bytes: Callable[[int, int], None] = lambda done, total: None
+    device: Device = field(default_factory=Device)
+    _found: Inspection = field(default_factory=Inspection, init=False)
 
     def run(self) -> Inspection:
         """Raises CatalogueError."""
-        needed = {usage.fingerprint: str(description_of(usage).get(INTEGRITY, "")) for usage in self._catalogue.usage()}
-        total, done = self._catalogue.totals().object_bytes, 0
-        for item in itertools.chain.from_iterable(self._catalogue.load_all()):
+        known = {each.name: each for each in (self.integrity, XXH3)}
+        needed = {usage.fingerprint: str(description_of(usage).get(INTEGRITY, "")) for usage in self.catalogue.usage()}
+        total, done = self.catalogue.totals().object_bytes, 0
+        for item in itertools.chain.from_iterable(self.catalogue.load_all()):
             key = needed.get(item.fingerprint, "")
-            if (integrity := self._known.get(key)) is None:
+            if (integrity := known.get(key)) is None:
                 self._found.unverified[item.fingerprint] = key
             else:
                 for rank in range(item.world_size):
                     self._look_at(item, rank, integrity)
             done += item.num_bytes
-            self._on_bytes(done, total)
+            self.on_bytes(done, total)
         return self._found
 
     def _look_at(self, item: StoredObject, rank: int, integrity: Integrity) -> None:
-        path = path_of(self._root, item.file, rank)
+        path = path_of(self.root, item.file, rank)
         try:
             self._read(item, rank, path, integrity)
         except BadObject as bad:
-            if not self._catalogue.named([item.file]):
+            if not self.catalogue.named([item.file]):
                 return  # it was evicted meanwhile
             if bad.reason is Reason.MISSING:
                 self._found.num_missing += 1
                 return
-            problem = Problem(os.path.relpath(path, self._root), bad.reason.value, bad.is_bad)
-            if self._remove and bad.is_bad:
+            problem = Problem(os.path.relpath(path, self.root), bad.reason.value, bad.is_bad)
+            if self.remove and bad.is_bad:
                 with contextlib.suppress(FileNotFoundError):
-                    self._device.unlink(path)
+                    self.device.unlink(path)
                 problem.is_removed = True
             self._found.problems.append(problem)
         else:
@@ -151,4 +144,4 @@ class Inspector:
         buffer = HostPool(len(units), unit_bytes).buffer(tuple(units), payload_bytes)
         fingerprint = bytes.fromhex(item.fingerprint)
         identity = Identity(fingerprint, item.object_id, item.file, rank, item.world_size, payload_bytes)
-        read_object(self._device, path, identity, buffer, direct=False, integrity=integrity)
+        read_object(self.device, path, identity, buffer, direct=False, integrity=integrity)
