@@ -16,7 +16,7 @@ from vllm_overlay.tiers.disk.files.checksum import XXH3, Seal
 from vllm_overlay.tiers.disk.files.encryption import EncryptedIntegrity
 from vllm_overlay.tiers.disk.files.format import HEADER_BYTES, FormatError, ObjectHeader, file_bytes
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
-from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER, is_writer_name, parse_name, path_of, paths_of
+from vllm_overlay.tiers.disk.files.writer import MAX_NUMBER, is_writer_name, parse_name, path_of
 
 WRITER = "0123456789abcdef"
 HEADER = ObjectHeader(
@@ -223,7 +223,6 @@ def test_a_file_is_a_header_and_whole_pages():
 def test_a_file_is_a_number_in_the_directory_of_its_writer():
     file = File(WRITER, 4096 * 3 + 5)
     assert path_of("/kv", file, 1) == f"/kv/{WRITER}/3/12293.r1"
-    assert paths_of("/kv", file, 2) == [f"/kv/{WRITER}/3/12293.r0", f"/kv/{WRITER}/3/12293.r1"]
     assert path_of("/kv", File(WRITER, 4095), 0) == f"/kv/{WRITER}/0/4095.r0"
 
 

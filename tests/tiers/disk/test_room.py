@@ -37,7 +37,7 @@ def test_room_is_what_was_granted_less_what_stores_have_taken_and_never_negative
                     in_flight.append(num_bytes)
             case "commit" if in_flight:
                 granted -= in_flight[0]
-                room.commit(in_flight.pop(0))
+                room.release(in_flight.pop(0), is_paid=True)
             case "release" if in_flight:
                 room.release(in_flight.pop())
             case "take_back":

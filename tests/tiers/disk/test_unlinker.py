@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE_S, until
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Garbage, Namespace
 from vllm_overlay.tiers.disk.evictor import Evictor, Unlinker
 from vllm_overlay.tiers.disk.files.device import Device
-from vllm_overlay.tiers.disk.files.writer import FILES_A_DIRECTORY, paths_of
+from vllm_overlay.tiers.disk.files.writer import FILES_A_DIRECTORY, path_of
 from vllm_overlay.tiers.disk.messages import ServedNamespace
 from vllm_overlay.tiers.disk.room import Room
 
@@ -34,7 +34,8 @@ def garbage(tmp_path) -> list[Garbage]:
     """Files of two ranks that a catalogue wants to be unlinked."""
     found = [Garbage(File(WRITER, number), 2, 8192) for number in range(NUM_OBJECTS)]
     for item in found:
-        for path in map(Path, paths_of(str(tmp_path), item.file, 2)):
+        for rank in range(2):
+            path = Path(path_of(str(tmp_path), item.file, rank))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     return found
@@ -79,7 +80,7 @@ def test_a_file_that_cannot_be_unlinked_is_tried_again_and_keeps_its_bytes(tmp_p
 
 def test_a_directory_goes_with_its_last_file(tmp_path, garbage):
     """A server that runs for months would leave one for every 4,096 objects that it has stored."""
-    staying = Path(paths_of(str(tmp_path), File(WRITER, FILES_A_DIRECTORY), 1)[0])
+    staying = Path(path_of(str(tmp_path), File(WRITER, FILES_A_DIRECTORY), 0))
     staying.parent.mkdir()
     staying.touch()
     _, unlinker = unlinker_of(tmp_path, Device(), [*garbage, Garbage(File(WRITER, FILES_A_DIRECTORY + 1), 2, 8192)])

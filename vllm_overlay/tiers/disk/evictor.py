@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, File, Garbage, Limits, Totals, limit_bytes
-from vllm_overlay.tiers.disk.files.writer import path_of, paths_of
+from vllm_overlay.tiers.disk.files.writer import path_of
 from vllm_overlay.tiers.disk.messages import ServedNamespace
 from vllm_overlay.tiers.disk.room import Room
 from vllm_overlay.tiers.disk.site import Seat, Site
@@ -62,9 +62,9 @@ class Unlinker:
     def unlink(self, file: File, world_size: int) -> bool:
         """Whether no rank has this file any more. Called in whatever thread."""
         is_gone = True
-        for path in paths_of(self._seat.root, file, world_size):
+        for rank in range(world_size):
             try:
-                self._seat.site.device.unlink(path)
+                self._seat.site.device.unlink(path_of(self._seat.root, file, rank))
             except FileNotFoundError:
                 pass
             except OSError as error:

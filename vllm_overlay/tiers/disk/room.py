@@ -51,16 +51,12 @@ class Room:
             self.in_flight += num_bytes
             return self._writer
 
-    def commit(self, num_bytes: int) -> None:
-        """A store's files are in the catalogue, which took their bytes from the grant."""
+    def release(self, num_bytes: int, is_paid: bool = False) -> None:
+        """A store has left no file that is not counted already: others may take its bytes, unless the catalogue has
+        taken them from the grant for its files."""
         with self._lock:
             self.in_flight -= num_bytes
-            self._granted -= num_bytes
-
-    def release(self, num_bytes: int) -> None:
-        """A store has left no file that is not counted already: others may take its bytes."""
-        with self._lock:
-            self.in_flight -= num_bytes
+            self._granted -= num_bytes if is_paid else 0
 
     def grow(self, num_bytes: int) -> None:
         """The catalogue has granted so much more."""

@@ -135,7 +135,7 @@ class Session:
                 store.is_wanted = False
                 left.append(store)
                 continue
-            (self._room.commit if answer is not None and answer.is_paid else self._room.release)(store.num_bytes)
+            self._room.release(store.num_bytes, is_paid=answer is not None and answer.is_paid)
             store.served.holds.release(store.parents)
         steps.extendleft(reversed(left))
 

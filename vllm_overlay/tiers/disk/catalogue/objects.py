@@ -65,11 +65,9 @@ class Objects(Connection):
 
         A file whose object has another file by now, or lacks a parent, is garbage.
         """
-        checked = list(served)
-        for namespace in checked:
-            check_namespace(namespace)
         with self._rebuilding() as db:
-            for namespace in checked:
+            for namespace in served:
+                check_namespace(namespace)
                 add_namespace(db, namespace)
         for part in batches(batch):
             check_objects(part)
@@ -85,9 +83,8 @@ class Objects(Connection):
     def discard(self, files: Iterable[Garbage]) -> None:
         """Files that a rebuild has found and that no row names are garbage."""
         for part in batches(files):
-            for item in part:
-                rows.check_value(rows.WorldSize, item.world_size)
-                rows.check_value(rows.ObjectBytes, item.num_bytes)
+            rows.check_value(rows.WorldSize, *(item.world_size for item in part))
+            rows.check_value(rows.ObjectBytes, *(item.num_bytes for item in part))
             with self._rebuilding() as db:
                 garbage.discard(db, part)
 

@@ -36,11 +36,6 @@ def path_of(root: str, file: File, rank: int) -> str:
     return os.path.join(directory, f"{file.number}.r{rank}")
 
 
-def paths_of(root: str, file: File, world_size: int) -> list[str]:
-    """The files of all ranks of an object."""
-    return [path_of(root, file, rank) for rank in range(world_size)]
-
-
 def parse_name(name: str) -> tuple[int, int] | None:
     """Number and rank of a file. None when it is no object's."""
     match = _FILE_NAME.fullmatch(name)
