@@ -4,6 +4,7 @@
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from types import GenericAlias
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -137,8 +138,7 @@ def fields_of(item: StoredObject) -> tuple[int, ...]:
 
 def read_all(kind: type[Row], rows: Iterable[Any]) -> list[Row]:
     """Rows of the file as ``kind``; raises msgspec.ValidationError, which a transaction turns into Damaged."""
-    of_one: Any = kind
-    found: list[Row] = msgspec.convert(list(rows), _list_of(of_one), builtin_types=(bytes,))
+    found: list[Row] = msgspec.convert(list(rows), GenericAlias(list, (kind,)), builtin_types=(bytes,))
     return found
 
 
@@ -158,17 +158,8 @@ def read_one(kind: type[Row], row: Any) -> Row:
 
 def read_value(kind: Any, row: Any) -> Any:
     """The only column of a row that must be there, as ``kind``."""
-    return read_one(_tuple_of(kind), row)[0]
-
-
-@functools.cache
-def _list_of(kind: Any) -> Any:
-    return list[kind]
-
-
-@functools.cache
-def _tuple_of(kind: Any) -> Any:
-    return tuple[kind]
+    of_one: Any = GenericAlias(tuple, (kind,))
+    return read_one(of_one, row)[0]
 
 
 def check_objects(items: Sequence[StoredObject]) -> None:
