@@ -4,14 +4,7 @@
 The objects' files are the truth: a row is what we believe. A catalogue that is damaged or lost is rebuilt from them.
 """
 
-from vllm_overlay.tiers.disk.catalogue.errors import (
-    Busy,
-    CatalogueError,
-    Damaged,
-    FellBehind,
-    Superseded,
-    Unavailable,
-)
+from vllm_overlay.tiers.disk.catalogue.errors import Busy, CatalogueError, Damaged, FellBehind, Superseded, Unavailable
 from vllm_overlay.tiers.disk.catalogue.eviction import Eviction, Limits, Scored
 from vllm_overlay.tiers.disk.catalogue.feed import Changes, Feed, Gone
 from vllm_overlay.tiers.disk.catalogue.garbage import GarbageList
