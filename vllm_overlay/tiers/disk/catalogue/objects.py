@@ -73,9 +73,10 @@ class Objects(Connection):
             check_objects(part)
             with self._rebuilding() as db:
                 act_as(db, None)
+                for fingerprint in sorted({item.fingerprint for item in part}):
+                    add_namespace(db, Namespace(fingerprint))
                 arrivals = _Arrivals(db, sum(item.num_bytes for item in part), part)
                 for item in part:
-                    arrivals.add_namespace(item.fingerprint)
                     arrivals.add(item, None)
                     garbage.discard(db, [Garbage(item.file, item.world_size, item.num_bytes)])
                 feed.trim(db)
@@ -109,7 +110,9 @@ class _Arrivals:
 
     def add(self, item: StoredObject, replaced: File | None) -> Committed | None:
         """Take one object in, or say who was first."""
-        if (namespace := self._find_namespace(item.fingerprint)) is None:
+        if item.fingerprint not in self._namespaces:
+            self._namespaces[item.fingerprint] = find_namespace(self._db, item.fingerprint)
+        if (namespace := self._namespaces[item.fingerprint]) is None:
             return None
         parents = [self._find_id(namespace, each) for each in item.planned.parents]
         may_come = item.num_bytes <= self.room_bytes and item.file not in self._unwanted
@@ -139,15 +142,6 @@ class _Arrivals:
         for place, parent in enumerate(parents):
             self._db.execute("INSERT INTO parent VALUES (?, ?, ?)", (number, place, parent))
         return True
-
-    def add_namespace(self, fingerprint: str) -> None:
-        if self._find_namespace(fingerprint) is None:
-            self._namespaces[fingerprint] = add_namespace(self._db, Namespace(fingerprint))
-
-    def _find_namespace(self, fingerprint: str) -> int | None:
-        if fingerprint not in self._namespaces:
-            self._namespaces[fingerprint] = find_namespace(self._db, fingerprint)
-        return self._namespaces[fingerprint]
 
     def _find_file(self, namespace: int, object_id: ObjectId) -> tuple[int, File] | None:
         """The number of an object's row and its file; None when it is not there."""
