@@ -38,7 +38,8 @@ set_host_xfer_buffer_ops, bind_kv_cache_manager, bind_gpu_block_pool, shutdown |
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -46,13 +47,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.outputs import KVConnectorOutput
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector import validation
@@ -60,12 +58,7 @@ from vllm_overlay.multi_connector.child import Child, at_start
 from vllm_overlay.multi_connector.children import ChildSpec, announce, child_specs
 from vllm_overlay.multi_connector.control_file import warn_of_missing_directory
 from vllm_overlay.multi_connector.hooks import LAYER_HOOKS, Watchdog
-from vllm_overlay.multi_connector.metadata import (
-    MultiHandshakeMetadata,
-    MultiKVEvents,
-    MultiMetadata,
-    MultiWorkerMetadata,
-)
+from vllm_overlay.multi_connector.metadata import MultiMetadata
 from vllm_overlay.multi_connector.prom_metrics import MultiPromMetrics
 from vllm_overlay.multi_connector.scheduler import SchedulerSide
 from vllm_overlay.multi_connector.settings import multi_settings
@@ -80,8 +73,6 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -96,6 +87,11 @@ def _call_all(hook: str) -> Callable[..., None]:
             child.call(hook, None, *args, **options)
 
     return call_all
+
+
+def _by(half: str, hook: str) -> Any:
+    """A hook that one half answers: from its second call on nothing of ours lies between."""
+    return cached_property(attrgetter(f"{half}.{hook}"))
 
 
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unused-ignore]
@@ -242,11 +238,12 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         for child in self._children:
             child.start(hook, argument, again=True)
 
-    def get_handshake_metadata(self) -> MultiHandshakeMetadata | None:
-        return self._worker.get_handshake_metadata()
-
-    def handle_preemptions(self, kv_connector_metadata: MultiMetadata | QuietStep) -> None:
-        self._worker.handle_preemptions(kv_connector_metadata)
+    get_handshake_metadata = _by("_worker", "get_handshake_metadata")
+    handle_preemptions = _by("_worker", "handle_preemptions")
+    get_transfer_results = _by("_worker", "get_transfer_results")
+    get_block_ids_with_load_errors = _by("_worker", "get_block_ids_with_load_errors")
+    get_kv_connector_kv_cache_events = _by("_worker", "get_kv_connector_kv_cache_events")
+    build_connector_worker_meta = _by("_worker", "build_connector_worker_meta")
 
     def bind_connector_metadata(self, connector_metadata: MultiMetadata | QuietStep) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -266,26 +263,22 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     reset_capture_state = _call_all("reset_capture_state")
     wait_for_save = _call_all("wait_for_save")
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._worker.get_transfer_results(finished_req_ids)
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.get_block_ids_with_load_errors()
-
-    def get_kv_connector_kv_cache_events(self) -> MultiKVEvents | None:
-        return self._worker.get_kv_connector_kv_cache_events()
-
-    def build_connector_worker_meta(self) -> MultiWorkerMetadata | None:
-        return self._worker.build_connector_worker_meta()
-
     # ---- Scheduler side: vLLM calls these on the scheduler's thread.
 
-    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
-        self._scheduler.bind_kv_cache_manager(kv_cache_manager)
+    bind_kv_cache_manager = _by("_scheduler", "bind_kv_cache_manager")
+    on_new_request = _by("_scheduler", "on_new_request")
+    get_num_new_matched_tokens = _by("_scheduler", "get_num_new_matched_tokens")
+    get_external_cache_hit_sources = _by("_scheduler", "get_external_cache_hit_sources")
+    update_state_after_alloc = _by("_scheduler", "update_state_after_alloc")
+    build_connector_meta = _by("_scheduler", "build_connector_meta")
+    update_connector_output = _by("_scheduler", "update_connector_output")
+    request_finished_all_groups = _by("_scheduler", "request_finished")
+    register_finished_partial_tail = _by("_scheduler", "register_finished_partial_tail")
+    has_pending_push_work = _by("_scheduler", "has_pending_push_work")
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         for child in self._children:
@@ -311,49 +304,18 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
     ) -> None:
         self._scheduler.set_handshake("set_xfer_handshake_metadata_pp_aware", metadata)
 
-    def on_new_request(self, request: "Request") -> None:
-        self._scheduler.on_new_request(request)
-
-    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         return self._scheduler.get_loaded_kv_cache_group_ids(
             request, by_default=tuple(self._kv_cache_config.prefix_cacheable_group_ids)
         )
 
-    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
-        return self._scheduler.get_external_cache_hit_sources(request, num_external_tokens)
-
     def completes_local_attention(self, request: "Request") -> bool:
         child = self._scheduler.lookups.chosen(request.request_id)
         return child is not None and child.call("completes_local_attention", False, request, parse=validation.truth)
 
-    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
-
-    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> MultiMetadata | QuietStep:
-        return self._scheduler.build_connector_meta(scheduler_output)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.update_connector_output(connector_output)
-
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Not called by vLLM 0.32 on a connector with hybrid support; the same as for all groups with one."""
         return self._scheduler.request_finished(request, (block_ids,))
-
-    def request_finished_all_groups(
-        self, request: "Request", block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, block_ids)
-
-    def register_finished_partial_tail(
-        self,
-        request: "Request",
-        block_ids: tuple[list[int], ...],
-        partial_tail_offloads: list[tuple[int, int, int]],
-    ) -> bool:
-        return self._scheduler.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         self._scheduler.step_ended()
@@ -364,9 +326,6 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
 
     def has_pending_block_frees(self) -> bool:
         return any(child.call("has_pending_block_frees", False, parse=validation.truth) for child in self._children)
-
-    def has_pending_push_work(self) -> bool:
-        return self._scheduler.has_pending_push_work()
 
     def reset_cache(self) -> bool:
         """A child out of service comes back empty anyway."""
