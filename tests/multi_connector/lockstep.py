@@ -143,7 +143,7 @@ class Lockstep:
         output = self.run(self.plan())
         self.scheduler.update_connector_output(output)
         for stats in (output.kv_connector_stats, self.scheduler.get_kv_connector_stats()):
-            for name, tally in stats.data["*"].tallies.items() if stats is not None else ():
+            for name, tally in stats.tallies.items() if stats is not None else ():
                 self.tallies[name].add(tally)
         return output
 

@@ -144,7 +144,7 @@ def test_a_childs_exception_is_counted_and_isolates_it_and_stops_neither_engine_
     if not isinstance(public_hooks()[hook], property):
         assert bool(good.called(name)) == is_asked[1 - faulty]
     counted = connector.get_kv_connector_stats() if hook != "get_kv_connector_stats" else answer
-    tallies = counted.data["*"].tallies if counted is not None else {}
+    tallies = counted.tallies if counted is not None else {}
     errors = [by_label(tallies[name], "errors") if name in tallies else {} for name in "ab"]
     assert errors[1 - faulty] == {}
     assert errors[faulty] == ({name: 1} if is_asked[faulty] else {})

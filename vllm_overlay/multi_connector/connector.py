@@ -206,7 +206,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
             own = None if is_quiet else child.call("get_kv_connector_stats", None, parse=_STATS)
             tally = child.take_tally(with_hook_seconds=is_due)
             if own is not None or not tally.is_empty():
-                stats.aggregate(MultiStats.of(child.name, tally, own, child.connector))
+                stats.put(child.name, tally, own, child.connector)
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:

@@ -12,7 +12,7 @@ from vllm_overlay.exporter import Exporter
 from vllm_overlay.metrics import CONNECTOR, MULTI_CONNECTOR
 from vllm_overlay.multi_connector.child import harmless
 from vllm_overlay.multi_connector.hooks import HOOKS
-from vllm_overlay.multi_connector.stats import OWN, OwnStats
+from vllm_overlay.multi_connector.stats import OWN, tallies_of
 
 
 class _ChildMetric:
@@ -92,7 +92,7 @@ class MultiPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc, unused-ign
         for name, part in transfer_stats_data.items():
             with harmless(f"Statistics of connector {name!r} could not be exported."):
                 if name == OWN:
-                    for child, tally in OwnStats.from_dict(part).tallies.items():
+                    for child, tally in tallies_of(part).items():
                         self._exporter.observe(engine_idx, child, tally)
                 elif name in self._children:
                     self._children[name].observe(part, engine_idx)

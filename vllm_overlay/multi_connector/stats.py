@@ -27,43 +27,6 @@ MOST_WORDS = 20
 _PHASES = {phase.value: phase.name.lower().replace("_", " ") for phase in Phase if phase is not Phase.SERVING}
 
 
-class OwnStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
-    """The MultiConnector's own part, by children's names.
-
-    The class of a child, as "module:qualname", is there when the child has stats, so that another process can rebuild
-    them without a registered name.
-    """
-
-    def __init__(self, tallies: dict[str, Tally], classes: dict[str, str]) -> None:
-        super().__init__()
-        self.tallies, self.classes = tallies, classes
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """From what ``to_dict`` wrote in another process."""
-        return cls({name: Tally.from_dict(tally) for name, tally in data["tallies"].items()}, data["classes"])
-
-    def to_dict(self) -> dict[str, Any]:
-        tallies = {name: tally.to_dict() for name, tally in self.tallies.items() if not tally.is_empty()}
-        return {"tallies": tallies, "classes": self.classes}
-
-    def aggregate(self, other: KVConnectorStats) -> "OwnStats":
-        assert isinstance(other, OwnStats)
-        for name, tally in other.tallies.items():
-            self.tallies.setdefault(name, Tally()).add(tally)
-        self.classes.update(other.classes)
-        return self
-
-    def reset(self) -> None:
-        self.tallies.clear()
-
-    def reduce(self) -> dict[str, Any]:
-        return {name: words for name, tally in self.tallies.items() if (words := _words(tally))}
-
-    def is_empty(self) -> bool:
-        return all(tally.is_empty() for tally in self.tallies.values())
-
-
 def _words(tally: Tally) -> dict[str, Any]:
     """What vLLM's log line says of a child: nothing when it was not asked and nothing is wrong with it."""
     tokens, seconds = tally.total("loaded_tokens"), tally.histograms.get("load_seconds")
@@ -79,19 +42,24 @@ def _words(tally: Tally) -> dict[str, Any]:
 
 
 class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
-    """``data``: {child name: the child's own stats}, as the shipped MultiConnector has it, and OwnStats under OWN."""
+    """``data``: {child name: the child's own stats}, as the shipped MultiConnector has it; what we count is beside."""
 
     data: dict[str, KVConnectorStats]
 
-    @classmethod
-    def of(cls, name: str, tally: Tally, stats: KVConnectorStats | None, connector: object) -> "MultiStats":
+    def __init__(self, data: dict[str, KVConnectorStats] | None = None) -> None:
+        super().__init__({} if data is None else data)
+        self.tallies: dict[str, Tally] = {}
+        """What we count of each child, by its name."""
+        self.classes: dict[str, str] = {}
+        """Child that has stats -> its class as "module:qualname": so another process rebuilds them without a registered
+        name."""
+
+    def put(self, name: str, tally: Tally, stats: KVConnectorStats | None, connector: object) -> None:
         """One child's part, as its process sees it."""
-        own = OwnStats({name: tally}, {})
-        if stats is None:
-            return cls(data={OWN: own})
-        connector_cls = type(connector)
-        own.classes[name] = f"{connector_cls.__module__}:{connector_cls.__qualname__}"
-        return cls(data={OWN: own, name: stats})
+        self.tallies[name] = tally
+        if stats is not None:
+            self.data[name] = stats
+            self.classes[name] = f"{type(connector).__module__}:{type(connector).__qualname__}"
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> Self:
@@ -100,25 +68,30 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
         A payload without our own part is none of ours: as with the shipped MultiConnector its names are those of
         registered connectors, and one that is not registered raises ValueError.
         """
-        parts = dict(data)
-        own = parts.pop(OWN, None)
-        if own is not None and not isinstance(own, OwnStats):
-            own = OwnStats.from_dict(own)
-        found: dict[str, KVConnectorStats] = {} if own is None else {OWN: own}
+        found, parts = cls(), dict(data)
+        if (own := parts.pop(OWN, None)) is not None:
+            found.tallies, found.classes = tallies_of(own), own["classes"]
         for name, part in parts.items():
-            stats = _rebuilt(name, part, None if own is None else own.classes.get(name, ""))
+            stats = _rebuilt(name, part, None if own is None else found.classes.get(name, ""))
             if stats is not None:
-                found[name] = stats
-        return cls(data=found)
+                found.data[name] = stats
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         wire: dict[str, Any] = {}
+        if self.tallies or self.classes:
+            tallies = {name: tally.to_dict() for name, tally in self.tallies.items() if not tally.is_empty()}
+            wire[OWN] = {"tallies": tallies, "classes": self.classes}
         for name, part in self.data.items():
             with harmless(f"Stats of connector {name!r} could not be written. They are lost."):
                 wire[name] = part.to_dict()
         return wire
 
     def aggregate(self, other: KVConnectorStats) -> "MultiStats":
+        assert isinstance(other, MultiStats)
+        for name, tally in other.tallies.items():
+            self.tallies.setdefault(name, Tally()).add(tally)
+        self.classes.update(other.classes)
         for name, part in other.data.items():
             mine = self.data.setdefault(name, part)
             if mine is not part:
@@ -127,6 +100,7 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
         return self
 
     def reset(self) -> None:
+        self.tallies.clear()
         for name, part in self.data.items():
             with harmless(f"Stats of connector {name!r} could not be reset."):
                 part.reset()
@@ -136,10 +110,8 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
 
         Ours come first, then the child's own. Where both have a word, ours holds.
         """
-        parts = dict(self.data)
-        own = parts.pop(OWN, None)
-        reduced: dict[str, Any] = {} if own is None else own.reduce()
-        for name, part in parts.items():
+        reduced = {name: words for name, tally in self.tallies.items() if (words := _words(tally))}
+        for name, part in self.data.items():
             with harmless(f"Stats of connector {name!r} could not be reduced. They are not logged."):
                 ours = reduced.get(name, {})
                 theirs = {} if part.is_empty() else part.reduce()
@@ -149,6 +121,8 @@ class MultiStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
         return reduced
 
     def is_empty(self) -> bool:
+        if not all(tally.is_empty() for tally in self.tallies.values()):
+            return False
         for name, part in self.data.items():
             with harmless(f"Stats of connector {name!r} could not say whether they are empty. They count as not."):
                 if part.is_empty():
@@ -162,6 +136,11 @@ class LoggedStats(MultiStats):
 
     def is_empty(self) -> bool:
         return not self.reduce()
+
+
+def tallies_of(own: Mapping[str, Any]) -> dict[str, Tally]:
+    """Our part of what ``MultiStats.to_dict`` wrote in another process, by children's names."""
+    return {name: Tally.from_dict(tally) for name, tally in own["tallies"].items()}
 
 
 def _rebuilt(name: str, part: object, class_name: str | None) -> KVConnectorStats | None:
