@@ -86,7 +86,7 @@ COMPUTE_S = 0.001
 def choice_of(*weights, knows_computing=True):
     choice = Choice(weights)
     for _ in range(3 * knows_computing):
-        choice.step_ended(2000, 2000 * COMPUTE_S)
+        choice.prefill.step_ended(2000, 2000 * COMPUTE_S)
     return choice
 
 
@@ -233,7 +233,7 @@ def test_in_a_long_queue_the_most_tokens_load_whatever_they_take():
 def test_an_offer_that_spares_less_than_a_step_is_not_taken(compute_s, step_s):
     choice = Choice([AUTO, LoadWeight(0.5)])
     for _ in range(3):
-        choice.step_ended(2000, 2000 * compute_s)
+        choice.prefill.step_ended(2000, 2000 * compute_s)
     assert admit(choice, 128, 0) == 0
     choice.about_to_decide(100, (), step_s)
     assert admit(choice, 128, 0) is None

@@ -71,9 +71,9 @@ def test_by_weight_zero_measured_a_child_is_counted_as_too_slow_and_tried_now_an
 
 def test_a_step_that_verifies_drafts_is_no_prefill():
     """Three for one request: of four tokens it computes one."""
-    assert measured(4)._scheduler.choice._prefill.seconds_per_token == 0.25
+    assert measured(4)._scheduler.choice.prefill.seconds_per_token == 0.25
     verified = measured(4, drafts=(1, 2, 3))._scheduler
-    assert verified.choice._prefill.seconds_per_token is None
+    assert verified.choice.prefill.seconds_per_token is None
     assert verified._step_times.one_more_s == 1.0
 
 
@@ -89,7 +89,7 @@ def test_steps_without_tokens_leave_their_neighbours_their_times(answer):
         plan(connector, 1)
         answered(connector, 1.0, KVConnectorOutput())
         answered(connector, 0.01, KVConnectorOutput())
-    assert connector._scheduler.choice._prefill.seconds_per_token == pytest.approx(0.001)
+    assert connector._scheduler.choice.prefill.seconds_per_token == pytest.approx(0.001)
     assert connector._scheduler._step_times.one_more_s == pytest.approx(0.01)
 
 

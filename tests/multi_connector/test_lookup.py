@@ -92,7 +92,7 @@ def finds_after(connector, seconds):
 def test_a_child_that_may_be_reading_is_waited_for_as_long_as_what_it_could_spare_takes_to_compute():
     connector = reading(16, None, weights=[1.0, 0.5])
     for _ in range(3):
-        connector._scheduler.choice.step_ended(1000, 4.0)
+        connector._scheduler.choice.prefill.step_ended(1000, 4.0)
     assert [finds_after(connector, seconds) for seconds in (0.0, 1.9, 2.1)] == [None, None, 16]
 
 
@@ -105,7 +105,7 @@ def test_what_it_could_spare_is_no_reason_to_wait_longer_than_for_a_load_or_shor
     connector = reading(16, None, isolate_after_s=5.0, lookup_timeout_ms=2000)
     for seconds, last in ((1000.0, 5.0), (0.001, 2.0)):
         for _ in range(16):
-            connector._scheduler.choice.step_ended(1000, seconds)
+            connector._scheduler.choice.prefill.step_ended(1000, seconds)
         assert [finds_after(connector, after) for after in (0.0, last - 0.1, last + 0.1)] == [None, None, 16]
         admit(connector)
 

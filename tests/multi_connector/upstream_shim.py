@@ -7,6 +7,7 @@ views of where our class keeps the same. Nothing of what our class does is chang
 
 import os
 from collections.abc import Iterator, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -52,14 +53,11 @@ class _Chosen(MutableMapping[str, int]):
 
 def _set_connectors(self: MultiConnector, connectors: list[Any]) -> None:
     self._children = [Child(i, str(i), connector, lambda: None) for i, connector in enumerate(connectors)]
-    settings = {child.name: ChildSettings() for child in self._children}
-    self._scheduler = SchedulerSide(
-        self._children,
-        MultiSettings(connectors=[{}]),
-        settings,
-        has_recurrent_groups=False,
-        load_weights=[LoadWeight(1.0)] * len(connectors),
-    )
+    specs = [
+        SimpleNamespace(name=child.name, settings=ChildSettings(), load_weight=LoadWeight(1.0))
+        for child in self._children
+    ]
+    self._scheduler = SchedulerSide(self._children, MultiSettings(connectors=[{}]), specs, has_recurrent_groups=False)
 
 
 def _extra_saves(held: dict[str, set[int]]) -> dict[str, int]:

@@ -72,11 +72,6 @@ class _Entry:
         return issubclass(self.cls, NamedChild)
 
     @property
-    def default_name(self) -> str:
-        named = self.cls.child_name(self.extra_config) if self.takes_name else None
-        return named or str(self.given["kv_connector"])
-
-    @property
     def load_failure_policy(self) -> str | None:
         """What an operator wrote for this child, or None."""
         own = self.extra_config.get("load_failure_policy") if self.takes_name else None
@@ -175,7 +170,7 @@ def _names(entries: list[_Entry]) -> list[str]:
     names: list[str] = []
     for entry, name in zip(entries, given, strict=True):
         if name is None:
-            base = entry.default_name
+            base = (entry.takes_name and entry.cls.child_name(entry.extra_config)) or str(entry.given["kv_connector"])
             candidates = [base, *(f"{base}#{n}" for n in range(2, len(entries) + 2))]
             name = next(candidate for candidate in candidates if candidate not in taken)
             taken.add(name)

@@ -52,7 +52,7 @@ class Choice:
         """``load_weights``: each child's setting."""
         self._weights = [weight.number for weight in load_weights]
         self._measured = {i: LoadTimes(weight.number) for i, weight in enumerate(load_weights) if weight.is_measured}
-        self._prefill = PrefillRate()
+        self.prefill = PrefillRate()
         self._credits = dict.fromkeys(self._measured, 0.0)
         """In tokens' worth of computing."""
         self._num_delayed = 1
@@ -60,7 +60,7 @@ class Choice:
 
     def worth(self, child: int, tokens: int) -> float:
         """What loading ``tokens`` > 0 from ``child`` is worth, in tokens' worth of computing."""
-        compute_s = self._prefill.seconds_per_token
+        compute_s = self.prefill.seconds_per_token
         if compute_s is None or child not in self._measured:
             return tokens * self._weights[child]
         worth = tokens - self._measured[child].seconds(tokens, compute_s) / (compute_s * self._num_delayed)
@@ -69,13 +69,13 @@ class Choice:
     def spared_s(self, child: int, tokens: int) -> float:
         """The seconds of computing that loading ``tokens`` > 0 from ``child`` spares; infinite until these are
         measured."""
-        compute_s = self._prefill.seconds_per_token
+        compute_s = self.prefill.seconds_per_token
         return math.inf if compute_s is None else self.worth(child, tokens) * compute_s
 
     def decide(self, offers: Sequence[int | None], ceiling: int) -> Verdict:
         """As the function below, or a child that is tried instead."""
         verdict = decide(offers, self.worth, ceiling)
-        if verdict.wait or self._prefill.seconds_per_token is None:
+        if verdict.wait or self.prefill.seconds_per_token is None:
             return verdict
         best = verdict.chosen
         to_beat = 0.0 if best is None else self.worth(best, offers[best] or 0)
@@ -116,14 +116,10 @@ class Choice:
         """An asynchronous load has ended, ``seconds`` after its blocks were allocated."""
         if child not in self._measured:
             return
-        compute_s = self._prefill.seconds_per_token
+        compute_s = self.prefill.seconds_per_token
         # What has failed is computed after all.
         wasted = tokens * (compute_s or 0.0) if failed else 0.0
         self._measured[child].ended(tokens, seconds + wasted, compute_s)
-
-    def step_ended(self, tokens: int, seconds: float) -> None:
-        """An engine step that mostly computed prompts has ended; it computed ``tokens``."""
-        self._prefill.step_ended(tokens, seconds)
 
 
 def best_offer(offers: Sequence[int | None], worth: Worth) -> int | None:

@@ -123,9 +123,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         recurrent = any(
             isinstance(spec, MambaSpec) for group in groups for spec in iter_layer_specs(group.kv_cache_spec)
         )
-        child_settings = {spec.name: spec.settings for spec in specs}
-        load_weights = [spec.load_weight for spec in specs]
-        self._scheduler = SchedulerSide(self._children, settings, child_settings, recurrent, load_weights)
+        self._scheduler = SchedulerSide(self._children, settings, specs, recurrent)
         self._worker = WorkerSide(self._children, settings)
 
     @property

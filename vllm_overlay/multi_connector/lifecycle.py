@@ -36,12 +36,7 @@ class Phase(Enum):
     """The scheduler has a new instance, which waits for the ranks' new instances."""
 
 
-_DUTIES = {
-    Phase.SERVING: Duty.SERVE,
-    Phase.STOPPING: Duty.STOP,
-    Phase.OPEN: Duty.STOP,
-    Phase.HALF_OPEN: Duty.STAND_BY,
-}
+_DUTIES = {Phase.SERVING: Duty.SERVE, Phase.STOPPING: Duty.STOP, Phase.OPEN: Duty.STOP, Phase.HALF_OPEN: Duty.STAND_BY}
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's lookup: every child is asked, the best offer is chosen, and the decision is kept until it is counted."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.choice import Choice
 from vllm_overlay.multi_connector.control_file import ControlFile
 from vllm_overlay.multi_connector.request_filter import RequestFilter
+from vllm_overlay.multi_connector.settings import MultiSettings
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -54,16 +56,12 @@ class Lookups:
         control: ControlFile,
         filters: Sequence[RequestFilter],
         choice: Choice,
-        timeout_s: float,
-        load_timeout_s: float,
+        settings: MultiSettings,
         has_recurrent_groups: bool,
     ) -> None:
-        """``timeout_s``: how long a request waits for children that are still looking.
-
-        ``load_timeout_s``: the longest for one that may be reading meanwhile.
-        """
         self._children, self._control, self._filters, self._choice = children, control, filters, choice
-        self._timeout_s, self._load_timeout_s = timeout_s, load_timeout_s
+        self._timeout_s = settings.lookup_timeout_ms / 1000
+        self._load_timeout_s = settings.isolate_after_s or math.inf
         self._has_recurrent_groups = has_recurrent_groups
         self.by_request: dict[str, Lookup] = {}
         self._waiting_since: dict[str, float] = {}

@@ -4,7 +4,6 @@
 Which child loads is in ``lookup.py``, which children are in service in ``lifecycle.py``.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -19,21 +18,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child
+from vllm_overlay.multi_connector.children import ChildSpec
 from vllm_overlay.multi_connector.choice import Choice
 from vllm_overlay.multi_connector.control_file import ControlFile
 from vllm_overlay.multi_connector.lifecycle import Phase, Supervisor
 from vllm_overlay.multi_connector.lookup import Lookups
-from vllm_overlay.multi_connector.metadata import (
-    NULL_BLOCK,
-    Load,
-    MultiKVEvents,
-    MultiMetadata,
-    MultiWorkerMetadata,
-)
+from vllm_overlay.multi_connector.metadata import NULL_BLOCK, Load, MultiKVEvents, MultiMetadata, MultiWorkerMetadata
 from vllm_overlay.multi_connector.outstanding import OpenLoad, OutstandingReports
 from vllm_overlay.multi_connector.request_filter import RequestFilter
-from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
-from vllm_overlay.multi_connector.weights import LoadWeight, StepTimes
+from vllm_overlay.multi_connector.settings import MultiSettings
+from vllm_overlay.multi_connector.weights import StepTimes
 from vllm_overlay.named_child import QuietStep
 
 if TYPE_CHECKING:
@@ -54,33 +48,17 @@ class SchedulerSide:
     """Every method is called from the scheduler's thread; those with the name of a hook, by that hook."""
 
     def __init__(
-        self,
-        children: Sequence[Child],
-        settings: MultiSettings,
-        child_settings: Mapping[str, ChildSettings],
-        has_recurrent_groups: bool,
-        load_weights: Sequence[LoadWeight],
+        self, children: Sequence[Child], settings: MultiSettings, specs: Sequence[ChildSpec], has_recurrent_groups: bool
     ) -> None:
-        """``has_recurrent_groups``: a hit of a whole prompt cannot be used, as a state cannot be rewound by a token.
-
-        ``load_weights``: each child's.
-        """
+        """``has_recurrent_groups``: a hit of a whole prompt cannot be used, as a state cannot be rewound by a token."""
         self._children = children
         self._isolate_after_s = settings.isolate_after_s
         self._clock: Callable[[], float] = time.monotonic
-        self._control = ControlFile(settings.control_file, child_settings)
+        self._control = ControlFile(settings.control_file, {spec.name: spec.settings for spec in specs})
         self._filters = [RequestFilter() for _ in children]
         self._builders = [partial(child.call, "build_connector_meta", None, parse=_METADATA) for child in children]
-        self.choice = Choice(load_weights)
-        self.lookups = Lookups(
-            children,
-            self._control,
-            self._filters,
-            self.choice,
-            timeout_s=settings.lookup_timeout_ms / 1000,
-            load_timeout_s=settings.isolate_after_s or math.inf,
-            has_recurrent_groups=has_recurrent_groups,
-        )
+        self.choice = Choice([spec.load_weight for spec in specs])
+        self.lookups = Lookups(children, self._control, self._filters, self.choice, settings, has_recurrent_groups)
         self.supervisor = Supervisor(children, settings.retry_first_s, settings.retry_longest_s)
         self._outstanding = OutstandingReports()
         self._step_times = StepTimes()
@@ -328,7 +306,7 @@ class SchedulerSide:
         ``update_connector_output`` it calls for a step without tokens only where several ranks answer, or has news.
         """
         if (measured := self._step_times.ended(self._clock())) is not None:
-            self.choice.step_ended(*measured)
+            self.choice.prefill.step_ended(*measured)
 
     def _show_reports(self, child: Child, output: "KVConnectorOutput", ranks: MultiWorkerMetadata | None) -> None:
         """A child that changes them is isolated: the reports are its siblings' too."""

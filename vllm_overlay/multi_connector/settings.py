@@ -100,14 +100,11 @@ class ChildSettings(msgspec.Struct, kw_only=True, frozen=True):
 
 
 OURS_ALONE = ("min_tokens", "load", "store", "promote")
-"""Settings that the child itself is not shown: it may refuse what it does not know."""
-
-SHARED = ("load_weight", "max_load_attempts")
-"""Settings that the child is shown too: our own tiers have them under the same names."""
-
+"""Settings that the child itself is not shown: it may refuse what it does not know. Our own tiers have the others under
+the same names."""
 
 THE_MULTI_CONNECTOR = "the MultiConnector"
-_OF_A_CHILD = dict.fromkeys((*SHARED, *OURS_ALONE, "name"), "the kv_connector_extra_config of each child")
+_OF_A_CHILD = dict.fromkeys((*ChildSettings.__struct_fields__, "name"), "the kv_connector_extra_config of each child")
 
 
 def multi_settings(extra_config: Mapping[str, Any]) -> MultiSettings:
@@ -136,5 +133,5 @@ def multi_settings(extra_config: Mapping[str, Any]) -> MultiSettings:
 
 
 def child_settings(extra: Mapping[str, Any], name: str) -> ChildSettings:
-    given = {setting: extra[setting] for setting in (*SHARED, *OURS_ALONE) if setting in extra}
+    given = {setting: extra[setting] for setting in ChildSettings.__struct_fields__ if setting in extra}
     return checked({**given, "load_weight": load_weight_of(extra, name)}, ChildSettings, f"connector {name!r}")
