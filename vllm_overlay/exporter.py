@@ -41,22 +41,24 @@ class Exporter:
             for connector in connectors:
                 for field, metric in family.items():
                     for label in hooks if HOOK in metric.labels else sorted(metric.zeros):
-                        series = self._series(engine, connector, field, label)
+                        series = self._series(engine, connector, f"{field}:{label}")
                         if metric.kind is Kind.GAUGE:
                             _set(series, 0, _BEFORE_ANY_REPORT)
 
     def observe(self, engine: int, connector: str, tally: Tally) -> None:
         """Adds one report."""
         for key, amount in tally.counters.items():
-            self._series(engine, connector, *_parts(key)).inc(amount)
+            self._series(engine, connector, key).inc(amount)
         for key, buckets in tally.histograms.items():
-            histogram = self._series(engine, connector, *_parts(key))
+            histogram = self._series(engine, connector, key)
             for observation in buckets.observations():
                 histogram.observe(observation)
         for key, level in tally.gauges.items():
-            _set(self._series(engine, connector, *_parts(key)), level, tally.sent_at)
+            _set(self._series(engine, connector, key), level, tally.sent_at)
 
-    def _series(self, engine: int, connector: str, field: str, label: str) -> Any:
+    def _series(self, engine: int, connector: str, key: str) -> Any:
+        """``key``: as a tally has it."""
+        field, _, label = key.partition(":")
         labels = [*self._engines[engine], connector, *([label] if label else [])]
         if GROUP_KIND in self._family[field].labels:
             labels.append(GROUP_KINDS.get(Reason(label), ""))
@@ -82,8 +84,3 @@ def _make(metric: Metric, metric_types: Mapping[Any, Any], labelnames: Sequence[
     return metric_types[_TYPES[metric.kind]](
         name=metric.name, documentation=metric.documentation, labelnames=[*labelnames, *metric.labels], **options
     )
-
-
-def _parts(key: str) -> tuple[str, str]:
-    metric, _, label = key.partition(":")
-    return metric, label

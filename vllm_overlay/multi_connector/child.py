@@ -153,9 +153,7 @@ class Child:
         Until all is done the child counts as isolated, so that a new instance may take its time.
         """
         self.generation, self.isolated = generation, True
-        if self.call("__init__", _FAILED, always=True) is _FAILED:
-            return False
-        for hook, args in self._start_hooks.items():
+        for hook, args in {"__init__": (), **self._start_hooks}.items():
             if self.call(hook, _FAILED, *args, always=True) is _FAILED:
                 return False
         self.isolated, self.standing_by = False, True

@@ -112,7 +112,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         _check_loads(vllm_config, specs)
         self._report_times = ReportTimes()
         self._watchdog = Watchdog(settings.hang_after_s)
-        self._children = _build_children(specs, vllm_config, role, kv_cache_config, self._watchdog)
+        self._children = self._build(specs)
         if role == KVConnectorRole.SCHEDULER:
             announce(settings, specs)
             # The scheduler reads the policy of the configuration it gave us, right after this constructor.
@@ -125,6 +125,19 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         )
         self._scheduler = SchedulerSide(self._children, settings, specs, recurrent)
         self._worker = WorkerSide(self._children, settings)
+
+    def _build(self, specs: list[ChildSpec]) -> list[Child]:
+        """All children or none: when one cannot be built, those before it are shut down again."""
+        children: list[Child] = []
+        with contextlib.ExitStack() as built:
+            for index, spec in enumerate(specs):
+                cls: Callable[..., Any] = spec.cls
+                build = partial(cls, spec.vllm_config(self._vllm_config), self._role, self._kv_cache_config)
+                child = Child(index, spec.name, at_start(spec.name, "__init__", build), build, self._watchdog)
+                built.callback(child.stop)
+                children.append(child)
+            built.pop_all()
+        return children
 
     @property
     def sub_connectors(self) -> list[Any]:
@@ -303,9 +316,10 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc, unu
         self._scheduler.set_handshake("set_xfer_handshake_metadata_pp_aware", metadata)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        return self._scheduler.get_loaded_kv_cache_group_ids(
-            request, by_default=tuple(self._kv_cache_config.prefix_cacheable_group_ids)
-        )
+        if (child := self._scheduler.lookups.chosen(request.request_id)) is None:
+            return tuple(self._kv_cache_config.prefix_cacheable_group_ids)
+        # After an exception: none, so that vLLM zeroes all blocks, which a load overwrites anyway.
+        return child.call("get_loaded_kv_cache_group_ids", (), request, parse=validation.integers)
 
     def completes_local_attention(self, request: "Request") -> bool:
         child = self._scheduler.lookups.chosen(request.request_id)
@@ -360,27 +374,6 @@ def _check_loads(vllm_config: "VllmConfig", specs: list[ChildSpec]) -> None:
                 "because vLLM would let it load into blocks that a step still writes: set kv_role of the "
                 'MultiConnector to "kv_both"'
             )
-
-
-def _build_children(
-    specs: list[ChildSpec],
-    vllm_config: "VllmConfig",
-    role: KVConnectorRole,
-    kv_cache_config: "KVCacheConfig",
-    watchdog: Watchdog,
-) -> list[Child]:
-    """All of them or none: when one cannot be built, those before it are shut down again."""
-    children: list[Child] = []
-    with contextlib.ExitStack() as built:
-        for index, spec in enumerate(specs):
-            own_config = spec.vllm_config(vllm_config)
-            cls: Callable[..., Any] = spec.cls
-            build = partial(cls, own_config, role, kv_cache_config)
-            child = Child(index, spec.name, at_start(spec.name, "__init__", build), build, watchdog)
-            built.callback(child.stop)
-            children.append(child)
-        built.pop_all()
-    return children
 
 
 def _words(by_name: Mapping[str, object]) -> str:

@@ -41,11 +41,6 @@ class Lookup:
     local_tokens: int = 0
     is_trial: bool = False
 
-    @property
-    def offers(self) -> list[int]:
-        """Each child's tokens."""
-        return [reply.tokens or 0 for reply in self.replies]
-
 
 class Lookups:
     """The lookups of all unfinished requests. ``now``: seconds of one monotonic clock."""
@@ -156,7 +151,7 @@ class Lookups:
             return
         lookup.counted = True
         loader = lookup.chosen if num_external_tokens > 0 else None
-        self._choice.decided(lookup.offers, lookup.asked_tokens, loader)
+        self._choice.decided([reply.tokens or 0 for reply in lookup.replies], lookup.asked_tokens, loader)
         for child, reply in zip(self._children, lookup.replies, strict=True):
             tally = child.tally
             offered = reply.tokens or 0

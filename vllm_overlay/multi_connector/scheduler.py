@@ -83,9 +83,10 @@ class SchedulerSide:
             child.start("bind_kv_cache_manager", kv_cache_manager, again=True)
 
     def set_handshake(self, hook: str, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
-        """Gives each child its own part of every rank's."""
+        """Gives each child its own part of every rank's; empty, as vLLM gives it to a child alone, if it has none."""
         for child in self._children:
-            child.start(hook, _own_handshake(metadata, child.index))
+            parts = {rank: part.children[child.index] for rank, part in metadata.items()}
+            child.start(hook, {rank: part for rank, part in parts.items() if part is not None})
 
     # ---- A request's way.
 
@@ -112,12 +113,6 @@ class SchedulerSide:
             num_waiting, step_s = PAID_ELSEWHERE, 0.0
         self.choice.about_to_decide(num_waiting, self._outstanding.loads_under_way(now), step_s)
         return self.lookups.find(request, num_computed_tokens, now)
-
-    def get_loaded_kv_cache_group_ids(self, request: "Request", by_default: tuple[int, ...]) -> tuple[int, ...]:
-        if (child := self.lookups.chosen(request.request_id)) is None:
-            return by_default
-        # After an exception: none, so that vLLM zeroes all blocks, which a load overwrites anyway.
-        return child.call("get_loaded_kv_cache_group_ids", (), request, parse=validation.integers)
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         unspecified = {CacheHitSource.EXTERNAL_UNSPECIFIED: num_external_tokens} if num_external_tokens else {}
@@ -238,7 +233,8 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> MultiMetadata | QuietStep:
         now = self._clock()
         if self._isolate_after_s > 0 and self._outstanding.loads:
-            self._end_overdue_loads(now)
+            for index in self._outstanding.overdue(now - self._isolate_after_s):
+                self._children[index].isolate("a load has been under way for longer than isolate_after_s")
         metadata = self._next
         loads = metadata.loads.values()
         metadata.children = self._parts = tuple(
@@ -263,10 +259,6 @@ class SchedulerSide:
         metadata.orders = self.supervisor.send_orders()
         self._next = MultiMetadata()
         return metadata
-
-    def _end_overdue_loads(self, now: float) -> None:
-        for index in self._outstanding.overdue(now - self._isolate_after_s):
-            self._children[index].isolate("a load has been under way for longer than isolate_after_s")
 
     @property
     def _held_for(self) -> set[int]:
@@ -360,8 +352,3 @@ def _check_unchanged(view: "KVConnectorOutput", shown: tuple[Any, Any], _answer:
     """``shown``: what the child was shown of saves and loads. Both sets are frozen."""
     if (view.finished_sending or None, view.finished_recving or None) != shown:
         raise TypeError("it changed the reports of the step, which are its siblings' too")
-
-
-def _own_handshake(metadata: Mapping[Any, KVConnectorHandshakeMetadata], index: int) -> dict[Any, Any]:
-    """One child's part of every rank's handshake metadata; empty, as vLLM gives it to a child alone, if it has none."""
-    return {rank: part.children[index] for rank, part in metadata.items() if part.children[index] is not None}
