@@ -63,11 +63,6 @@ class Child:
         return not self.isolated and not self.standing_by
 
     @property
-    def reads_while_looking(self) -> bool:
-        """See ``NamedChild``."""
-        return getattr(self.connector, "reads_while_looking", False) is True
-
-    @property
     def can_be_stopped(self) -> bool:
         """Whether ``shutdown`` ends its transfers: the interface's own does nothing."""
         own_shutdown = getattr(type(self.connector), "shutdown", None) is not KVConnectorBase_V1.shutdown

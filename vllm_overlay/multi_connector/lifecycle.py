@@ -88,9 +88,6 @@ class Supervisor:
                 lifecycle.backoff.failed(now)
                 lifecycle.enter(Phase.STOPPING)
 
-    def phase(self, child: int) -> Phase:
-        return self.lifecycles[child].phase
-
     @property
     def needs_steps(self) -> bool:
         """Whether an idle engine should go on stepping: to send an order, or to hear an answer that will come.

@@ -134,7 +134,7 @@ class Lookups:
         For a read that may be under way it is what the best answer would spare. So in all it takes no longer than twice
         what the best choice would have taken.
         """
-        if not (ceiling and child.reads_while_looking):
+        if not ceiling or getattr(child.connector, "reads_while_looking", False) is not True:  # see ``NamedChild``
             return self._timeout_s
         return max(self._timeout_s, min(self._choice.spared_s(child.index, ceiling), self._load_timeout_s))
 

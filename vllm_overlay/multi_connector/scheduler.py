@@ -214,7 +214,7 @@ class SchedulerSide:
 
     def _may_still_read(self, child: Child) -> bool:
         self.supervisor.notice_isolations(self._clock())
-        return self.supervisor.phase(child.index) is Phase.STOPPING
+        return self.supervisor.lifecycles[child.index].phase is Phase.STOPPING
 
     def _forget(self, request_id: str) -> None:
         self.lookups.forget(request_id)
@@ -330,7 +330,7 @@ class SchedulerSide:
         working = any(child.call("has_pending_push_work", False, parse=validation.truth) for child in self._children)
         self.supervisor.notice_isolations(self._clock())
         # Or the workers do not know yet of blocks that are held for a child that is being stopped.
-        holds = any(self.supervisor.phase(index) is not Phase.SERVING for index in self._held_for)
+        holds = any(self.supervisor.lifecycles[index].phase is not Phase.SERVING for index in self._held_for)
         return working or self.supervisor.needs_steps or holds
 
     @property
