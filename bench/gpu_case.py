@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +15,9 @@ from vllm_overlay.tiers.memory import Bytes, HostPool
 from vllm_overlay.transfer.base import KVTransfer, Placement
 from vllm_overlay.transfer.copy_table import CopyTable
 from vllm_overlay.transfer.cuda import CudaTransfer
-from vllm_overlay.transfer.device import Device
+
+if TYPE_CHECKING:
+    from vllm_overlay.transfer.cuda_device import CudaDevice
 
 POISON = 0xA5
 _CLOSE_S = 60.0
@@ -24,7 +27,7 @@ _CLOSE_S = 60.0
 class Rig:
     """What the copies run on. ``pin`` registers host memory and returns how to take that back."""
 
-    device: Device
+    device: "CudaDevice"
     torch_device: torch.device
     synchronize: Callable[[], None]
     """Waits for all that was submitted."""

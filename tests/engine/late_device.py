@@ -14,7 +14,6 @@ from vllm_overlay.connector.connector import HybridOffloadConnector
 from vllm_overlay.tiers.memory import Bytes
 from vllm_overlay.transfer.base import KVTransfer
 from vllm_overlay.transfer.cuda import CudaTransfer
-from vllm_overlay.transfer.device import Event
 from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.self_check import check_round_trips
 
@@ -30,14 +29,14 @@ class _Now(FakeStream):
 
 
 class _LateEvent(FakeEvent):
-    def has_passed(self) -> bool:
+    def query(self) -> bool:
         assert isinstance(self._device, LateDevice)
         self._device.advance()
-        return super().has_passed()
+        return super().query()
 
 
 class _Late(FakeStream):
-    def record(self) -> Event:
+    def record(self) -> FakeEvent:
         event = _LateEvent(self._device)
         self.submit(event.come)
         return event

@@ -14,19 +14,18 @@ import torch
 
 from tests.transfer.execution import clear, execute
 from vllm_overlay.transfer.copy_table import CopyTable
-from vllm_overlay.transfer.device import Device, Event, Stream
 
 
 class DeviceError(RuntimeError):
     """Stands for CUDA's sticky errors."""
 
 
-class FakeEvent(Event):
+class FakeEvent:
     def __init__(self, device: "FakeDevice") -> None:
         self._device = device
         self.has_come = False
 
-    def has_passed(self) -> bool:
+    def query(self) -> bool:
         self._device.check()
         return self.has_come
 
@@ -34,7 +33,7 @@ class FakeEvent(Event):
         self.has_come = True
 
 
-class FakeStream(Stream):
+class FakeStream:
     """Operations one after the other; each is an event to wait for, or single actions in any order."""
 
     def __init__(self, device: "FakeDevice") -> None:
@@ -61,14 +60,13 @@ class FakeStream(Stream):
         self._device.check()
         self._operations.append(list(actions))
 
-    def record(self) -> Event:
+    def record(self) -> FakeEvent:
         event = FakeEvent(self._device)
         self.submit(event.come)
         return event
 
-    def wait_for(self, event: Event) -> None:
+    def wait_for(self, event: FakeEvent) -> None:
         self._device.check()
-        assert isinstance(event, FakeEvent)
         self._operations.append(event)
 
     def copy(self, table: CopyTable, *, source_is_stable: bool) -> None:
@@ -80,19 +78,19 @@ class FakeStream(Stream):
         self.submit(*copies)
         self.engine_copies += table.row_bytes.tolist()
 
-    def run(self, table: CopyTable) -> None:
+    def run(self, table: CopyTable, *, only_clear: bool = False) -> None:
+        if only_clear:
+            self.submit(partial(clear, table))
+            return
         self.submit(*[partial(execute, CopyTable(table.fields[:, [place]])) for place in range(len(table))])
         self.kernels += 1
-
-    def clear(self, table: CopyTable) -> None:
-        self.submit(partial(clear, table))
 
 
 def write(address: int, data: bytes) -> None:
     ctypes.memmove(address, data, len(data))
 
 
-class FakeDevice(Device):
+class FakeDevice:
     def __init__(self) -> None:
         self.error: DeviceError | None = None
         self.streams = [FakeStream(self)]
@@ -109,7 +107,7 @@ class FakeDevice(Device):
     def lose(self) -> None:
         self.error = DeviceError("an illegal memory access was encountered")
 
-    def compute_stream(self) -> Stream:
+    def compute_stream(self) -> FakeStream:
         return self.compute
 
     def new_stream(self) -> FakeStream:

@@ -24,8 +24,8 @@ MEMORY_BYTES = 1 << 17
 
 
 def launch(table: CopyTable, *, only_clear: bool = False) -> None:
-    run = copy_kernel.clear_rows if only_clear else copy_kernel.copy_rows
-    run(torch.tensor(table.fields).contiguous(), table.vector_bytes, table.largest_bytes)
+    fields = torch.tensor(table.fields).contiguous()
+    copy_kernel.copy_rows(fields, table.vector_bytes, table.largest_bytes, only_clear=only_clear)
 
 
 @st.composite
@@ -105,8 +105,8 @@ def test_chunks_of_any_layout_there_and_back(data: st.DataObject) -> None:
 class KernelStream(FakeStream):
     """Its kernels are the real one, interpreted."""
 
-    def run(self, table: CopyTable) -> None:
-        self.submit(partial(launch, table))
+    def run(self, table: CopyTable, *, only_clear: bool = False) -> None:
+        self.submit(partial(launch, table, only_clear=only_clear))
 
 
 class KernelDevice(FakeDevice):

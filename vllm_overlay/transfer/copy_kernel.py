@@ -21,36 +21,28 @@ _MAX_PROGRAMS_A_COPY = 64
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
-def copy_rows(table: torch.Tensor, vector_bytes: int, largest_bytes: int) -> None:
+def copy_rows(table: torch.Tensor, vector_bytes: int, largest_bytes: int, *, only_clear: bool = False) -> None:
     """Launch the copies of a table on the current stream.
 
     Args:
         table: ``CopyTable.fields`` where the device can read them, (6, copies) int64.
         vector_bytes: ``CopyTable.vector_bytes``.
         largest_bytes: ``CopyTable.largest_bytes``; a copy has fewer than 2**31 vectors.
+        only_clear: Zeros to the targets; the sources are not looked at.
     """
-    _launch(table, vector_bytes, largest_bytes, only_clear=False)
-
-
-def clear_rows(table: torch.Tensor, vector_bytes: int, largest_bytes: int) -> None:
-    """The same, but zeros to the targets; the sources are not looked at."""
-    _launch(table, vector_bytes, largest_bytes, only_clear=True)
+    num_fields, num_copies = table.shape
+    assert num_fields == NUM_FIELDS and table.is_contiguous()
+    programs = -(-largest_bytes // (_STRIDES * LANES * vector_bytes))
+    grid = (num_copies, min(programs, _MAX_PROGRAMS_A_COPY))
+    _copy_kernel[grid](table, num_copies, **variant(vector_bytes, only_clear=only_clear))
 
 
 def prepare(device: torch.device) -> None:
     """Compile all variants before the first step needs one. Called at start. Each copies nothing, once."""
     table = torch.zeros((NUM_FIELDS, 1), dtype=torch.int64, device=device)
     for vector_bytes in (16, 8, 4, 2, 1):
-        copy_rows(table, vector_bytes, 1)
-        clear_rows(table, vector_bytes, 1)
-
-
-def _launch(table: torch.Tensor, vector_bytes: int, largest_bytes: int, *, only_clear: bool) -> None:
-    num_fields, num_copies = table.shape
-    assert num_fields == NUM_FIELDS and table.is_contiguous()
-    programs = -(-largest_bytes // (_STRIDES * LANES * vector_bytes))
-    grid = (num_copies, min(programs, _MAX_PROGRAMS_A_COPY))
-    _copy_kernel[grid](table, num_copies, **variant(vector_bytes, only_clear=only_clear))
+        for only_clear in (False, True):
+            copy_rows(table, vector_bytes, 1, only_clear=only_clear)
 
 
 def variant(vector_bytes: int, *, only_clear: bool) -> dict[str, Any]:

@@ -15,15 +15,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.tiers.memory import HostBuffer
 from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer, Placement, Span, error_of
 from vllm_overlay.transfer.descriptors import Descriptors
-from vllm_overlay.transfer.device import Device, Event, Stream
 from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.host_units import HostUnits
 from vllm_overlay.transfer.regions import Regions
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_overlay.transfer.cuda_device import CudaDevice, CudaStream
 
 RING_BYTES = 512 << 20
 MAX_COPY_BYTES = 4 << 20
@@ -38,7 +43,7 @@ _CLOSE_INTERVAL_S = 0.001
 class _Running:
     """A submitted copy. It has ended when the event has passed, and failed if there is an error."""
 
-    event: Event
+    event: "torch.cuda.Event"
     region: int | None
     error: BaseException | None
 
@@ -62,7 +67,7 @@ class CudaTransfer(KVTransfer):
     def __init__(
         self,
         groups: Mapping[int, GroupTensors],
-        device: Device,
+        device: "CudaDevice",
         *,
         ring_bytes: int = RING_BYTES,
         host_is_pinned: bool = True,
@@ -144,9 +149,9 @@ class CudaTransfer(KVTransfer):
         if not by_engine.all():
             stream.run(table.chosen(~by_engine))
         if len(cleared):
-            stream.clear(cleared)
+            stream.run(cleared, only_clear=True)
 
-    def _submit(self, copy: Callable[[], None], stream: Stream, region: int | None = None) -> Handle:
+    def _submit(self, copy: Callable[[], None], stream: "CudaStream", region: int | None = None) -> Handle:
         """The copy ends when ``stream`` has done what it has now. After an error that includes what was submitted
         before it."""
         handle = Handle(next(self._handles))
@@ -165,7 +170,7 @@ class CudaTransfer(KVTransfer):
     def _collect(self) -> None:
         """Move what has ended to ``_finished``, in any order."""
         try:
-            ended = [handle for handle, copy in self._running.items() if copy.event.has_passed()]
+            ended = [handle for handle, copy in self._running.items() if copy.event.query()]
         except SHUTDOWN:
             raise
         except BaseException as error:
