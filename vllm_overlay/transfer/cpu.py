@@ -45,12 +45,12 @@ class CpuTransfer(KVTransfer):
         }
 
     def gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> Handle:
-        return self._finish(partial(self._gather, placements, buffers))
+        return self._finish(partial(self._copy, placements, buffers, to_host=True))
 
     def scatter(
         self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], zeros: Sequence[Span] = ()
     ) -> Handle:
-        return self._finish(partial(self._scatter, placements, buffers, zeros))
+        return self._finish(partial(self._copy, placements, buffers, zeros, to_host=False))
 
     def poll(self) -> list[FinishedCopy]:
         finished, self._finished = self._finished, []
@@ -62,52 +62,36 @@ class CpuTransfer(KVTransfer):
         self._finished.append(FinishedCopy(handle, error_of(copy)))
         return handle
 
-    def _gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> None:
+    def _copy(
+        self,
+        placements: Sequence[Placement],
+        buffers: Sequence[HostBuffer],
+        zeros: Sequence[Span] = (),
+        *,
+        to_host: bool,
+    ) -> None:
         for item in _plan(placements, buffers):
             if isinstance(item, _Run):
-                self._copy_run(item, to_host=True)
+                for part in self._parts[item.span.group_id]:
+                    part.copy(item, range(len(self._groups[item.span.group_id].layers)), to_host=to_host)
             else:
-                self._gather_object(*item)
-
-    def _scatter(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer], zeros: Sequence[Span]) -> None:
-        for item in _plan(placements, buffers):
-            if isinstance(item, _Run):
-                self._copy_run(item, to_host=False)
-            else:
-                self._scatter_object(*item)
-        self._zero(zeros)
-
-    def _zero(self, spans: Sequence[Span]) -> None:
-        for span in spans:
+                self._copy_object(*item, to_host=to_host)
+        for span in zeros:
             for part in self._parts[span.group_id]:
                 part.zero(span)
 
-    def _copy_run(self, run: _Run, *, to_host: bool) -> None:
-        for part in self._parts[run.span.group_id]:
-            part.copy(run, range(len(self._groups[run.span.group_id].layers)), to_host=to_host)
-
-    def _gather_object(self, placement: Placement, buffer: HostBuffer) -> None:
+    def _copy_object(self, placement: Placement, buffer: HostBuffer, *, to_host: bool) -> None:
         stream = ObjectStream(buffer)
         for group_id, block_id in placement.pages:
             for pages in self._pages[group_id]:
-                pages.gather(block_id, stream)
+                pages.copy(block_id, stream, to_host)
         for span, layers, data, in_place in self._slabs(placement, stream):
+            if not in_place and not to_host:
+                stream.copy(data.ctypes.data, data.size, to_host)
             for part in self._parts[span.group_id]:
-                part.copy(_Run(span, data[None], [0]), layers, to_host=True)
-            if not in_place:
-                stream.write(data.ctypes.data, data.size)
-        stream.check_end()
-
-    def _scatter_object(self, placement: Placement, buffer: HostBuffer) -> None:
-        stream = ObjectStream(buffer)
-        for group_id, block_id in placement.pages:
-            for pages in self._pages[group_id]:
-                pages.scatter(block_id, stream)
-        for span, layers, data, in_place in self._slabs(placement, stream):
-            if not in_place:
-                stream.read(data.ctypes.data, data.size)
-            for part in self._parts[span.group_id]:
-                part.copy(_Run(span, data[None], [0]), layers, to_host=False)
+                part.copy(_Run(span, data[None], [0]), layers, to_host=to_host)
+            if not in_place and to_host:
+                stream.copy(data.ctypes.data, data.size, to_host)
         stream.check_end()
 
     def _scratch_of(self, num_bytes: int) -> Bytes:
@@ -243,29 +227,19 @@ class _WholePages:
         self._step = layer.stride(0) * layer.element_size()
         self._page_bytes = layer[:1].numel() * layer.element_size()
 
-    def gather(self, block_id: int, stream: ObjectStream) -> None:
-        """Copies a block's page to where the stream is. Raises IndexError when there is no such block."""
-        self._check(block_id)
-        if self._is_contiguous:
-            stream.write(self._address + block_id * self._step, self._page_bytes)
-        else:
-            page = self._layer[block_id].contiguous()
-            stream.write(page.data_ptr(), self._page_bytes)
-
-    def scatter(self, block_id: int, stream: ObjectStream) -> None:
-        """Copies a block's page from where the stream is. Raises IndexError when there is no such block."""
-        self._check(block_id)
-        if self._is_contiguous:
-            stream.read(self._address + block_id * self._step, self._page_bytes)
-        else:
-            page = torch.empty(self._layer.shape[1:], dtype=self._layer.dtype)
-            stream.read(page.data_ptr(), self._page_bytes)
-            self._layer[block_id].copy_(page)
-
-    def _check(self, block_id: int) -> None:
-        """A compiled copy would go on beyond the layer's end."""
-        if not 0 <= block_id < self._num_blocks:
+    def copy(self, block_id: int, stream: ObjectStream, to_host: bool) -> None:
+        """Copies a block's page to or from where the stream is. Raises IndexError when there is no such block."""
+        if not 0 <= block_id < self._num_blocks:  # a compiled copy would go on beyond the layer's end
             raise IndexError(f"block {block_id} is not among the layer's {self._num_blocks}")
+        if self._is_contiguous:
+            stream.copy(self._address + block_id * self._step, self._page_bytes, to_host)
+            return
+        page = torch.empty(self._layer.shape[1:], dtype=self._layer.dtype)
+        if to_host:
+            page.copy_(self._layer[block_id])
+        stream.copy(page.data_ptr(), self._page_bytes, to_host)
+        if not to_host:
+            self._layer[block_id].copy_(page)
 
 
 def _plan(

@@ -2,7 +2,6 @@
 """An object's bytes in host memory from its first to its last, across the borders of its units."""
 
 import ctypes
-from collections.abc import Iterator
 
 from vllm_overlay.tiers.memory import Bytes, HostBuffer
 from vllm_overlay.transfer import cpu_kernels
@@ -36,15 +35,17 @@ class ObjectStream:
         start = self._advance(num_bytes)
         return self._flat[start : start + num_bytes]
 
-    def write(self, address: int, num_bytes: int) -> None:
-        """Copies bytes from there into the object. Raises ValueError when it is shorter."""
-        for done, place, size in self._pieces(num_bytes):
-            _copy(address + done, place, size)
-
-    def read(self, address: int, num_bytes: int) -> None:
-        """Copies bytes of the object to there. Raises ValueError when it is shorter."""
-        for done, place, size in self._pieces(num_bytes):
-            _copy(place, address + done, size)
+    def copy(self, address: int, num_bytes: int, to_host: bool) -> None:
+        """Copies bytes from there into the object, or the object's to there. Raises ValueError when it is shorter."""
+        end = address + num_bytes
+        while address < end:
+            size = min(end - address, self.piece_bytes)
+            if not size:
+                raise ValueError("the object's placement is longer than its buffer")
+            place = self._address + self._advance(size)
+            source, target = (address, place) if to_host else (place, address)
+            _copy(source, target, size)
+            address += size
 
     def check_end(self) -> None:
         """Raises ValueError when bytes are left."""
@@ -60,16 +61,6 @@ class ObjectStream:
             self._index += 1
             self._offset = 0
         return start
-
-    def _pieces(self, num_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """The next ``num_bytes``: how many come before each piece, its address, its size."""
-        done = 0
-        while done < num_bytes:
-            size = min(num_bytes - done, self.piece_bytes)
-            if not size:
-                raise ValueError("the object's placement is longer than its buffer")
-            yield done, self._address + self._advance(size), size
-            done += size
 
 
 def _ranges(buffer: HostBuffer) -> list[tuple[int, int]]:
