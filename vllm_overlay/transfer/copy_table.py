@@ -6,6 +6,7 @@ A place is an address, or an offset where a docstring says so. All numbers but t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,11 @@ NUM_FIELDS = 6
 MAX_VECTOR_BYTES = 16
 
 
+def _field(place: int) -> Any:
+    """These numbers of all copies of a table."""
+    return property(lambda table: table.fields[place])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyTable:
     """Copies that do not overlap, each of ``rows`` rows of ``row_bytes``.
@@ -26,6 +32,13 @@ class CopyTable:
     """
 
     fields: Numbers
+
+    sources = _field(_SOURCE)
+    targets = _field(_TARGET)
+    rows = _field(_ROWS)
+    row_bytes = _field(_ROW_BYTES)
+    source_steps = _field(_SOURCE_STEP)
+    target_steps = _field(_TARGET_STEP)
 
     @classmethod
     def of(cls, copies: Sequence[tuple[int, int, int, int, int, int]]) -> "CopyTable":
@@ -41,34 +54,6 @@ class CopyTable:
 
     def __len__(self) -> int:
         return int(self.fields.shape[1])
-
-    @property
-    def sources(self) -> Numbers:
-        return self._field(_SOURCE)
-
-    @property
-    def targets(self) -> Numbers:
-        return self._field(_TARGET)
-
-    @property
-    def rows(self) -> Numbers:
-        return self._field(_ROWS)
-
-    @property
-    def row_bytes(self) -> Numbers:
-        return self._field(_ROW_BYTES)
-
-    @property
-    def source_steps(self) -> Numbers:
-        return self._field(_SOURCE_STEP)
-
-    @property
-    def target_steps(self) -> Numbers:
-        return self._field(_TARGET_STEP)
-
-    def _field(self, place: int) -> Numbers:
-        field: Numbers = self.fields[place]
-        return field
 
     @property
     def num_bytes(self) -> int:

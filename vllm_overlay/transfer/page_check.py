@@ -5,8 +5,9 @@
 times, and takes the map that explains every byte of the scratch each time. A page that no map explains is moved whole.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -99,8 +100,7 @@ class _Round:
     """Where, one for each that is chosen."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounds:
+class _Rounds(NamedTuple):
     """Four rounds of writes. Together they show where every token of a block goes, if a write puts each slot's bytes at
     one place.
 
@@ -130,9 +130,6 @@ class _Rounds:
             _Round(second, half, half),
             _Round(first.with_one_head_of(second), in_first, in_first),
         )
-
-    def __iter__(self) -> Iterator[_Round]:
-        return iter((self.in_order, self.moved, self.other, self.one_head))
 
 
 class _Check:

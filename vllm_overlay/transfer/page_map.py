@@ -22,10 +22,8 @@ class PageMap(ABC):
     order: ClassVar[str]
     """The canonical order of a span's bytes, from the outermost dimension to the innermost."""
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """What logs and fingerprints call it."""
+    name: str
+    """What logs and fingerprints call it."""
 
     @property
     @abstractmethod
@@ -52,14 +50,8 @@ class CellMap(PageMap):
     """
 
     order = "layer, token, head, cell"
-
-    @property
-    def name(self) -> str:
-        return "cells"
-
-    @property
-    def token_unit(self) -> int:
-        return 1
+    name = "cells"
+    token_unit = 1
 
     def parts(self, layer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """One part, of bytes."""
@@ -120,13 +112,9 @@ class KeyValueMap(PageMap):
 
     order = "layer, key/value, token, head, dimension"
 
-    layout: str
+    name: str
     keys: Packing
     values: Packing
-
-    @property
-    def name(self) -> str:
-        return self.layout
 
     @property
     def token_unit(self) -> int:
