@@ -2,8 +2,8 @@
 """``vllm-overlay plan``: what a server will have, before it is started, and the command that starts it."""
 
 import argparse
-import dataclasses
 import json
+import shlex
 from typing import Any
 
 import msgspec
@@ -14,7 +14,6 @@ from vllm_overlay.cli.tier_flags import add_tier_flags, children_of, server_argu
 from vllm_overlay.config import ConfigError
 from vllm_overlay.planning.capacity import Conversation
 from vllm_overlay.planning.plan import Plan, make_plan
-from vllm_overlay.planning.server_command import shell_line
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,10 +61,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _plain(plan: Plan) -> dict[str, Any]:
     """The plan as one JSON object, with the command also as one line for a shell."""
-    plain: dict[str, Any] = msgspec.to_builtins(
-        {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    )
-    return plain | {"shell_line": shell_line(plan.command)}
+    plain: dict[str, Any] = msgspec.to_builtins(plan)
+    return plain | {"shell_line": shlex.join(plan.command)}
 
 
 def _show(plan: Plan) -> None:
@@ -80,7 +77,7 @@ def _show(plan: Plan) -> None:
         print(f"{item.severity.value}: {item.setting}: {shown(item.sentence)}")
     if plan.advice:
         print()
-    print(shell_line(plan.command))
+    print(shlex.join(plan.command))
 
 
 def _engine_rows(plan: Plan) -> Rows:

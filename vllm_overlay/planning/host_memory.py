@@ -28,7 +28,8 @@ class HostMemory:
     @property
     def vllm_bytes(self) -> int:
         """What vLLM will take for its own KV cache, with its weights where a share says how much. 0 on a GPU."""
-        return self._num_workers * (self.flags.kv_cache_memory_bytes or int(self._share * self.layout.node_bytes))
+        share = self.flags.gpu_memory_utilization or _VLLM_SHARE
+        return self._num_workers * (self.flags.kv_cache_memory_bytes or int(share * self.layout.node_bytes))
 
     @property
     def is_short(self) -> bool:
@@ -49,10 +50,6 @@ class HostMemory:
         """What a command should have that says nothing itself. None: vLLM's own is right, or nothing would be."""
         says = self.flags.kv_cache_memory_bytes or self.flags.gpu_memory_utilization
         return None if says or not self.is_short else self.share_that_fits
-
-    @property
-    def _share(self) -> float:
-        return self.flags.gpu_memory_utilization or _VLLM_SHARE
 
     @property
     def _num_workers(self) -> int:

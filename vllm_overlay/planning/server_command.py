@@ -2,7 +2,6 @@
 """The command that serves a plan: the arguments that were given, what they lack, and the transfer configuration."""
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,7 +53,3 @@ def server_command(
         added += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]
     program = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     return [*program, *arguments, *added, "--kv-transfer-config", json.dumps(config)]
-
-
-def shell_line(command: Sequence[str]) -> str:
-    return shlex.join(command)

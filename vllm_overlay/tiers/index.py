@@ -315,7 +315,9 @@ class PrefixIndex:
         if self.fits(num_bytes) or self.capacity_bytes is None or num_bytes > self.capacity_bytes:
             return []
         released: list[Entry] = []
-        kept = self._hold_visible(keep)
+        kept = [entry for object_id in keep if (entry := self.get(object_id)) is not None]
+        for entry in kept:
+            self._hold(entry)
         room = self.capacity_bytes - num_bytes
         while self._used_bytes > room and (leaf := self._policy.pop()) is not None:
             gone = [leaf] if leaf.unit is None else self._with_its_unit(leaf, self._used_bytes - room)
@@ -347,12 +349,6 @@ class PrefixIndex:
             freed += parent.num_bytes
             last = parent
         return gone
-
-    def _hold_visible(self, object_ids: Sequence[ObjectId]) -> list[Entry]:
-        entries = [entry for object_id in object_ids if (entry := self.get(object_id)) is not None]
-        for entry in entries:
-            self._hold(entry)
-        return entries
 
     # How it is done. No recursion anywhere: chains are as deep as prompts are long.
 

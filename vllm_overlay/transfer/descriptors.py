@@ -99,16 +99,13 @@ class Descriptors:
         if not (0 <= span.block_id < num_blocks and 0 <= span.offset < span.offset + span.num_tokens <= block_size):
             raise IndexError(f"{span} is not in {num_blocks} blocks of {block_size} tokens")
         if pattern is None:
-            pattern = self._spans[key] = _span_pattern(group, span.offset, span.num_tokens)
+            # Layer by layer, in the canonical order of the group's page map.
+            first = span._replace(block_id=0)
+            parts = [part for layer in group.layers for part in group.page_map.parts(layer)]
+            pattern = self._spans[key] = _pattern(
+                (piece, part) for part in parts for _, piece in span_pieces(part, first)
+            )
         return pattern
-
-
-def _span_pattern(group: GroupTensors, offset: int, num_tokens: int) -> _Pattern:
-    """Layer by layer, in the canonical order of the group's page map."""
-    assert group.page_map is not None
-    span = Span(0, 0, offset, num_tokens)
-    parts = [part for layer in group.layers for part in group.page_map.parts(layer)]
-    return _pattern((piece, part) for part in parts for _, piece in span_pieces(part, span))
 
 
 def _pattern(pieces: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> _Pattern:

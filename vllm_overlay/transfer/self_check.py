@@ -8,7 +8,6 @@ engine's own work.
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -45,8 +44,9 @@ def check_round_trips(transfer: KVTransfer, groups: Mapping[int, GroupTensors], 
             bytes.
     """
     for group_id, group in groups.items():
-        blocks = [_Block(layer, layer.shape[0] - 1) for layer in group.layers]
-        saved = [block.bytes.clone() for block in blocks]
+        # The bytes of each layer's last block and the one before it, if there is one.
+        blocks = [layer[-2:].view(torch.uint8) for layer in group.layers]
+        saved = [block.clone() for block in blocks]
         try:
             for placement, num_bytes in _placements(group_id, group):
                 if (buffer := _buffer(memory, num_bytes)) is not None:
@@ -54,23 +54,7 @@ def check_round_trips(transfer: KVTransfer, groups: Mapping[int, GroupTensors], 
         finally:
             with contextlib.suppress(RuntimeError):  # of a device that is lost: what was raised before says so
                 for block, before in zip(blocks, saved, strict=True):
-                    block.bytes.copy_(before)
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """One block of a layer and the one before it, if there is one."""
-
-    layer: torch.Tensor
-    block_id: int
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        return self.layer[max(0, self.block_id - 1) :].view(torch.uint8)
-
-    @property
-    def own(self) -> torch.Tensor:
-        return self.layer[self.block_id].view(torch.uint8)
+                    block.copy_(before)
 
 
 def _placements(group_id: int, group: GroupTensors) -> Iterator[tuple[Placement, int]]:
@@ -93,11 +77,11 @@ def _buffer(memory: Bytes | None, num_bytes: int) -> HostBuffer | None:
 
 
 def _check(
-    transfer: KVTransfer, group: GroupTensors, blocks: list[_Block], placement: Placement, buffer: HostBuffer
+    transfer: KVTransfer, group: GroupTensors, blocks: list[torch.Tensor], placement: Placement, buffer: HostBuffer
 ) -> None:
     for block in blocks:
-        block.bytes.copy_(torch.randint_like(block.bytes, 256))
-    stored = [block.bytes.clone() for block in blocks]
+        block.copy_(torch.randint_like(block, 256))
+    stored = [block.clone() for block in blocks]
     handle = transfer.gather([placement], [buffer])
     if handle is None:
         raise TransferError(
@@ -105,14 +89,14 @@ def _check(
         )
     _wait(transfer, handle)
     for block in blocks:
-        block.own.fill_(_POISON)
+        block[-1].fill_(_POISON)
     _wait(transfer, transfer.scatter([placement], [buffer]))
     for layer, block, before in zip(group.layers, blocks, stored, strict=True):
-        loaded = block.bytes.clone()
-        block.bytes.copy_(before)
+        loaded = block.clone()
+        block.copy_(before)
         if placement.spans:
             _expect_span(group, layer, placement.spans[0])
-        if not torch.equal(loaded, block.bytes):
+        if not torch.equal(loaded, block):
             raise TransferError(f"{placement} came back with other bytes than were stored: {_WAY_OUT}")
 
 
