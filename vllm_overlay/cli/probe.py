@@ -130,11 +130,12 @@ def _connectors(interval: Interval) -> Rows:
     for name in interval.connectors(f"{MULTI}_state"):
         amount = _amount_of(interval, MULTI, name)
         of = {CONNECTOR: name}
+        weight = interval.worst_known(f"{MULTI}_load_weight", **of)
         rows.append(
             (
                 shown(name),
                 _PHASES[int(interval.worst(f"{MULTI}_state", **of))],
-                _weight(interval.worst_known(f"{MULTI}_load_weight", **of)),
+                "-" if weight is None else f"{weight:.2f}",  # None: it has offered nothing yet
                 _share(amount("offered_tokens"), amount("asked_tokens")),
                 f"{amount('loaded_tokens'):,.0f} tokens",
                 f"{amount('chosen'):,.0f}",
@@ -222,11 +223,6 @@ def _amount_of(interval: Interval, prefix: str, name: str) -> Callable[[str], fl
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
-
-
-def _weight(weight: float | None) -> str:
-    """None: the connector has offered nothing yet."""
-    return "-" if weight is None else f"{weight:.2f}"
 
 
 def _seconds(seconds: float | None) -> str:

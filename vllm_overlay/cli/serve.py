@@ -52,7 +52,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(json.dumps(plan.kv_transfer_config, indent=2))
         return SOUND
-    _become(plan)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(plan.command[0], plan.command)
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
@@ -120,12 +122,6 @@ def _say(sentence: str) -> None:
 def _shell_line(plan: Plan) -> str:
     line = shlex.join(plan.command)
     return f"{_PLUGINS}={shlex.quote(os.environ[_PLUGINS])} {line}" if _PLUGINS in os.environ else line
-
-
-def _become(plan: Plan) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(plan.command[0], plan.command)
 
 
 SERVE = Command(

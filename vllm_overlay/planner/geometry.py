@@ -121,7 +121,6 @@ class Geometry:
         cls, groups: Sequence[Group], match_unit: int, setting: int | str, target_bytes: int | None = None
     ) -> "Geometry":
         """The geometry of ``groups`` under ``hybrid_chunk_size`` = ``setting``; raises GeometryError."""
-        check_groups(groups, match_unit)
         chunk_size = resolve_chunk_size(groups, match_unit, setting, target_bytes=target_bytes)
         return cls(tuple(groups), match_unit, chunk_size)
 

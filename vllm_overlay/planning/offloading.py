@@ -2,7 +2,6 @@
 """The plan for a GPU: vLLM's OffloadingConnector, whose copies run there, over our disk tier."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_overlay.config import ConfigError, parse_bytes
@@ -35,38 +34,33 @@ def offloading_config(children: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+def row_bytes(layout: EngineLayout, num_ranks: int) -> int:
     """vLLM cuts a prompt into rows of one size: a block of one KV cache group, all ranks together."""
+    largest = max(group.page_bytes for group in layout.groups) * num_ranks
+    return -(-largest // _PAGE) * _PAGE
 
-    num_bytes: int
-    block_size: int
-    num_attention: int
-    num_recurrent: int
 
-    @classmethod
-    def of(cls, layout: EngineLayout, num_ranks: int) -> "Rows":
-        largest = max(group.page_bytes for group in layout.groups) * num_ranks
-        num_attention = sum(group.is_attention for group in layout.groups)
-        return cls(-(-largest // _PAGE) * _PAGE, layout.block_size, num_attention, len(layout.groups) - num_attention)
+def capacities(
+    layout: EngineLayout, num_bytes: int, cpu_bytes: int, disk: DiskTierSpec, conversation: Conversation, unit: int
+) -> list[TierCapacity]:
+    """Of vLLM's CPU tier and of ours on the disk, in rows of ``num_bytes``. ``unit``: tokens between restore points.
 
-    def capacities(
-        self, cpu_bytes: int, disk: DiskTierSpec, conversation: Conversation, restore_unit: int
-    ) -> tuple[TierCapacity, ...]:
-        """Of vLLM's CPU tier and of ours on the disk. Raises ConfigError for a size that cannot work."""
-        rooms = {
-            "vLLM's cpu": TierRoom(cpu_bytes, lambda num_bytes: num_bytes),
-            "hybrid_disk": room_of(disk.settings, self.num_bytes, 1),
-        }
-        return tuple(
-            TierCapacity.of(
-                name,
-                room,
-                [(row := room.object_bytes(self.num_bytes), self.block_size)] * self.num_attention,
-                row * self.num_recurrent,
-                conversation,
-                (self.block_size, restore_unit),
-                f"rows of {self.num_bytes} bytes, one for each block of {self.block_size} tokens of a KV cache group",
-            )
-            for name, room in rooms.items()
+    Raises ConfigError for a size that cannot work.
+    """
+    num_attention = sum(group.is_attention for group in layout.groups)
+    rooms = {
+        "vLLM's cpu": TierRoom(cpu_bytes, lambda num_bytes: num_bytes),
+        "hybrid_disk": room_of(disk.settings, num_bytes, 1),
+    }
+    return [
+        TierCapacity.of(
+            name,
+            room,
+            [(row := room.object_bytes(num_bytes), layout.block_size)] * num_attention,
+            row * (len(layout.groups) - num_attention),
+            conversation,
+            (layout.block_size, unit),
+            f"rows of {num_bytes} bytes, one for each block of {layout.block_size} tokens of a KV cache group",
         )
+        for name, room in rooms.items()
+    ]

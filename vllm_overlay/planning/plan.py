@@ -12,7 +12,7 @@ from vllm_overlay.planning.advice import CUDA, Advice, Severity, advice
 from vllm_overlay.planning.ask_vllm import ask_vllm
 from vllm_overlay.planning.capacity import Conversation, TierCapacity, geometry_of, tier_capacity
 from vllm_overlay.planning.host_memory import HostMemory
-from vllm_overlay.planning.offloading import Rows, offloading_config
+from vllm_overlay.planning.offloading import capacities, offloading_config, row_bytes
 from vllm_overlay.planning.question import EngineLayout, Flags, Question
 from vllm_overlay.planning.server_command import server_command, transfer_config
 from vllm_overlay.tiers.disk.files.device import Device
@@ -54,15 +54,13 @@ def make_plan(
     """Takes as long as an import of vLLM.
 
     ``arguments``: of vLLM's server, ``--model`` among them. ``children``: the ``kv_connector_extra_config`` of each
-    tier, in order. ``may_fetch``: whether vLLM may load the model's configuration from where it would. ``platform``:
-    "cuda" plans vLLM's own copies over our disk tier.
+    tier, in order; there is one. ``may_fetch``: whether vLLM may load the model's configuration from where it would.
+    ``platform``: "cuda" plans vLLM's own copies over our disk tier.
 
     Raises:
         ConfigError: no engine can have these settings; the sentence is the connector's where it would say one.
         GeometryError: the same, of the sizes of blocks and chunks.
     """
-    if not children:
-        raise ConfigError("there is no tier: give --cpu 32GiB, --disk /mnt/kv:1TiB or both")
     specs = [tier_spec(child) for child in children]
     config = asked = transfer_config(children)
     if platform == CUDA:
@@ -88,11 +86,11 @@ def make_plan(
         spec.host_bytes(geometry, ranks, step_tokens) for spec, geometry in zip(specs, geometries, strict=True)
     )
     if platform == CUDA:
-        rows = Rows.of(layout, ranks)
+        num_bytes = row_bytes(layout, ranks)
         (disk,) = (spec for spec in specs if isinstance(spec, DiskTierSpec))
         cpu_bytes = config["kv_connector_extra_config"]["cpu_bytes_to_use"]
-        tiers = list(rows.capacities(cpu_bytes, disk, conversation, match_unit))
-        disks = [(disk, quota_of(disk.settings, rows.num_bytes, 1))]
+        tiers = capacities(layout, num_bytes, cpu_bytes, disk, conversation, match_unit)
+        disks = [(disk, quota_of(disk.settings, num_bytes, 1))]
         host_bytes = cpu_bytes + staging_size(disk.settings.staging_bytes)
         layout = replace(layout, node_bytes=0)
     shortages = [said for spec, quota in disks if (said := _shortage(spec.settings.root, quota))]
