@@ -17,13 +17,7 @@ from vllm_overlay.tiers.disk.files.checksum import XXH3, Integrity, integrity_of
 from vllm_overlay.tiers.disk.files.lease import host_elsewhere
 from vllm_overlay.tiers.disk.files.namespace import INTEGRITY
 from vllm_overlay.tiers.disk.files.recognition import host_roots, require_root
-from vllm_overlay.tiers.disk.recovery.inspection import (
-    Inspection,
-    Inspector,
-    description_of,
-    kind_name,
-    open_existing,
-)
+from vllm_overlay.tiers.disk.recovery.inspection import Inspection, Inspector, description_of, kind_name, open_existing
 
 _SHOWN = 1000
 

@@ -47,11 +47,7 @@ examples:
     )
     parser.add_argument("--model", default="", help="name in requests (default: the first that the server serves)")
     parser.add_argument(
-        "--tolerance",
-        type=_tolerance,
-        default=0.05,
-        metavar="LOGPROB",
-        help="0: equal bits (default: %(default)s)",
+        "--tolerance", type=_tolerance, default=0.05, metavar="LOGPROB", help="0: equal bits (default: %(default)s)"
     )
     parser.add_argument("--longest", type=int, metavar="TOKENS", help=f"of a prompt (default: {_LONGEST})")
     parser.add_argument("--seed", type=int, help=f"of the prompts' tokens (default: {_SEED})")

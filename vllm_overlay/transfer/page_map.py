@@ -163,23 +163,9 @@ def known_page_maps(block_size: int, head_size: int) -> list[KeyValueMap]:
         KeyValueMap("row_keys", Packing(0, head_size, 1), rows),
     ]
     if head_size % 16 == 0 and block_size % 32 == 0:
-        amx_keys = Packing(
-            0,
-            16 * head_size,
-            32,
-            token_inner=16,
-            inner_token_stride=2,
-            dim_inner=2,
-            inner_dim_stride=1,
-        )
+        amx_keys = Packing(0, 16 * head_size, 32, token_inner=16, inner_token_stride=2, dim_inner=2, inner_dim_stride=1)
         amx_values = Packing(
-            half,
-            32,
-            16 * block_size,
-            token_inner=2,
-            inner_token_stride=1,
-            dim_inner=16,
-            inner_dim_stride=2,
+            half, 32, 16 * block_size, token_inner=2, inner_token_stride=1, dim_inner=16, inner_dim_stride=2
         )
         maps.append(KeyValueMap("amx_tiles", amx_keys, amx_values))
     return maps
