@@ -151,17 +151,14 @@ class CoverageSearch:
         size = self._geometry.chunk_size_of(anchor)
         index = top // size - 1
         while True:
-            end = self._nearest_snapshot_chunk(anchor, index)
+            end = 0
+            if index >= 0:
+                end = self._view.nearest_snapshot_chunk(self._geometry.chunk_id(self._keys, anchor, index))
             last = self._geometry.floor_to_restore_point(min(top, end + size - 1))
             boundary = self._snapshot_between(max(self._num_local, end - 1), last)
             if boundary or end <= self._num_local:
                 return boundary
             index = end // size - 2
-
-    def _nearest_snapshot_chunk(self, anchor: Group, index: int) -> int:
-        if index < 0:
-            return 0
-        return self._view.nearest_snapshot_chunk(self._geometry.chunk_id(self._keys, anchor, index))
 
     def _snapshot_between(self, low: int, high: int) -> int:
         """The highest boundary in (``low``, ``high``] with a snapshot, 0 when none; ``high`` is a restore point."""
@@ -174,14 +171,12 @@ class CoverageSearch:
         """The first missing chunk that a window needs at ``boundary``: its group and its end in tokens."""
         for group in self._geometry.windows:
             for index in self._geometry.window_chunks(group, boundary, self._num_local):
-                if not self._has_window_chunk(self._geometry.chunk_id(self._keys, group, index)):
+                object_id = self._geometry.chunk_id(self._keys, group, index)
+                if object_id not in self._window_probes:
+                    self._window_probes[object_id] = self._view.has(object_id)
+                if not self._window_probes[object_id]:
                     return group, (index + 1) * self._geometry.chunk_size_of(group)
         return None
-
-    def _has_window_chunk(self, object_id: ObjectId) -> bool:
-        if object_id not in self._window_probes:
-            self._window_probes[object_id] = self._view.has(object_id)
-        return self._window_probes[object_id]
 
     def _limited_by(
         self, reached: int, tokens: dict[int, int], reach: int, blamed: Group | None

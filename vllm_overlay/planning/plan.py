@@ -62,29 +62,26 @@ def make_plan(
         GeometryError: the same, of the sizes of blocks and chunks.
     """
     specs = [tier_spec(child) for child in children]
-    config = asked = transfer_config(children)
-    if platform == CUDA:
-        config = offloading_config(children)
+    asked = transfer_config(children)
+    config = offloading_config(children) if platform == CUDA else asked
     reply = ask_vllm(Question(arguments=tuple(arguments), kv_transfer_config=asked, may_fetch=may_fetch))
     flags, layout = reply.flags, reply.layout
     match_unit = choose_match_unit(flags, layout)
     check_retention(flags, layout)
-    geometries = [geometry_of(layout, match_unit, spec) for spec in specs]
+    cut = [(spec, geometry_of(layout, match_unit, spec)) for spec in specs]
     conversation = replace(conversation, retention_interval=flags.prefix_cache_retention_interval or 0)
     ranks, step_tokens = flags.tensor_parallel_size, layout.max_num_batched_tokens
     tiers = [
         capacity
-        for spec, geometry in zip(specs, geometries, strict=True)
+        for spec, geometry in cut
         if (capacity := tier_capacity(spec, geometry, ranks, step_tokens, conversation))
     ]
     disks = [
         (spec, quota_of(spec.settings, geometry.largest_object_bytes, ranks))
-        for spec, geometry in zip(specs, geometries, strict=True)
+        for spec, geometry in cut
         if isinstance(spec, DiskTierSpec)
     ]
-    host_bytes = sum(
-        spec.host_bytes(geometry, ranks, step_tokens) for spec, geometry in zip(specs, geometries, strict=True)
-    )
+    host_bytes = sum(spec.host_bytes(geometry, ranks, step_tokens) for spec, geometry in cut)
     if platform == CUDA:
         num_bytes = row_bytes(layout, ranks)
         (disk,) = (spec for spec in specs if isinstance(spec, DiskTierSpec))

@@ -227,17 +227,10 @@ class CpuTierWorker(TierWorker):
     def begin_load(self, load_id: str, tickets: Sequence[LoadTicket]) -> None:
         for position, ticket in enumerate(tickets):
             whole = all(map(ticket.ticket.__eq__, map(self._tags.__getitem__, ticket.part)))
+            buffer = self._pool.buffer(ticket.part, ticket.num_bytes) if whole else None
+            reason = None if whole else Reason.GENERATION
             self._fetched.append(
-                FetchResult(
-                    load_id,
-                    position,
-                    ticket.object_id,
-                    ticket.num_bytes,
-                    0.0,
-                    self._pool.buffer(ticket.part, ticket.num_bytes) if whole else None,
-                    None if whole else Reason.GENERATION,
-                    not whole,
-                )
+                FetchResult(load_id, position, ticket.object_id, ticket.num_bytes, 0.0, buffer, reason, not whole)
             )
 
     def end_fetch(self, load_id: str, position: int) -> None:

@@ -283,11 +283,12 @@ class LearnedEviction(EvictionPolicy[Entry]):
         self._ghosts.pass_by(run, [chunk.object_id.key for chunk in chunks])
 
     def _begin(self, chunk: Entry, parent: Run | None) -> Run:
+        run = Run(0 if parent is None else parent.tail.end_tokens, parent, chunk)
         if parent is not None:
+            parent.children[run] = None
             for point in parent.points:
                 if point.entry is None and not self._shape.window_bytes:
                     self._candidates.discard(point)
-        run = runs.begin(chunk, parent)
         self._open(run)
         return run
 

@@ -124,14 +124,6 @@ def point_above(run: Run, passes: Sequence[Role] = ()) -> Point | None:
     return None
 
 
-def begin(chunk: Entry, parent: Run | None) -> Run:
-    """A new run below ``parent``, which must end where it begins. ``chunk`` is to be its first."""
-    run = Run(0 if parent is None else parent.tail.end_tokens, parent, chunk)
-    if parent is not None:
-        parent.children[run] = None
-    return run
-
-
 def split(run: Run, chunk: Entry) -> Run:
     """Cuts a run after ``chunk``, which is not its last; returns the new run that ends there."""
     head = Run(run.start_tokens, run.parent, chunk, children={run: None})
@@ -149,8 +141,8 @@ def split(run: Run, chunk: Entry) -> Run:
     return head
 
 
-def join(run: Run) -> Run:
-    """Makes a run part of the only one on top of it, and returns that."""
+def join(run: Run) -> None:
+    """Makes a run part of the only one on top of it."""
     (below,) = run.children
     for chunk in chunks_of(run):
         chunk.unit = below
@@ -162,4 +154,3 @@ def join(run: Run) -> Run:
         run.parent.children[below] = None
     run.children.clear()
     run.parent = None
-    return below
