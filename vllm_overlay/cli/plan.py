@@ -4,7 +4,6 @@
 import argparse
 import json
 import shlex
-from typing import Any
 
 import msgspec
 
@@ -53,16 +52,10 @@ def _run(arguments: argparse.Namespace) -> int:
     children = children_of(arguments)
     plan = make_plan(server_arguments(arguments), children, conversation, platform=arguments.platform)
     if arguments.json:
-        print(json.dumps(_plain(plan), indent=2))
+        print(json.dumps(msgspec.to_builtins(plan) | {"shell_line": shlex.join(plan.command)}, indent=2))
     else:
         _show(plan)
     return PROBLEMS if plan.has_warnings else SOUND
-
-
-def _plain(plan: Plan) -> dict[str, Any]:
-    """The plan as one JSON object, with the command also as one line for a shell."""
-    plain: dict[str, Any] = msgspec.to_builtins(plan)
-    return plain | {"shell_line": shlex.join(plan.command)}
 
 
 def _show(plan: Plan) -> None:

@@ -39,10 +39,7 @@ class StoreTicket(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoadTicket(msgspec.Struct, frozen=True, gc=False):
-    """Permission to read one object, which stays pinned until released. ``ticket`` is the tag it was stored under.
-
-    ``part`` is the tier's own: what its manager tells its workers.
-    """
+    """Permission to read one object, which stays pinned until released. ``ticket`` is the tag it was stored under."""
 
     ticket: int
     object_id: ObjectId
