@@ -131,10 +131,7 @@ class SetView:
 
 
 def nearest_snapshot_chunk(
-    object_id: ObjectId,
-    held: set[ObjectId],
-    parents: dict[ObjectId, tuple[ObjectId, ...]],
-    ends: dict[ObjectId, int],
+    object_id: ObjectId, held: set[ObjectId], parents: dict[ObjectId, tuple[ObjectId, ...]], ends: dict[ObjectId, int]
 ) -> int:
     """Walks up from one chunk to the next, asking every snapshot whether it hangs there."""
     chain: ObjectId | None = object_id if object_id in held else None

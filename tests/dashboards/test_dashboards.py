@@ -9,10 +9,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from devtools.metrics_page import METRICS
 from tests.dashboards.boards import NAMES, Target, panels, read, targets
 
-OF_VLLM = {
-    "vllm:prompt_tokens_by_source": ("counter", {"source"}),
-    "vllm:num_requests_running": ("gauge", set[str]()),
-}
+OF_VLLM = {"vllm:prompt_tokens_by_source": ("counter", {"source"}), "vllm:num_requests_running": ("gauge", set[str]())}
 """vLLM's own metrics that panels use, with their labels; a real server has them (test_panels.py)."""
 EVERYWHERE = {"model_name", "engine", "instance", "job"}
 """Labels of every series: vLLM's, and those that Prometheus adds."""

@@ -57,11 +57,7 @@ def disk_child(root: Path, **settings: Any) -> dict[str, Any]:
 def _child(settings: dict[str, Any], load_weight: float) -> dict[str, Any]:
     # A number, because "auto" rests on what this machine measures.
     settings = {"load_weight": load_weight, **settings}
-    return {
-        "kv_connector": "HybridOffloadConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": settings,
-    }
+    return {"kv_connector": "HybridOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
 
 
 def multi(*children: dict[str, Any], **settings: Any) -> dict[str, Any]:

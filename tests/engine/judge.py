@@ -113,10 +113,7 @@ def drafting(speculation: dict[str, Any] | None, known: Path | None, runner: Map
 
 def small_engine(model: Path, states: States, root: Path, cpu: str, disk: str, **arguments: Any) -> Engine:
     """One that evicts all the time; ``cpu`` and ``disk`` are the capacities of its tiers."""
-    children = (
-        cpu_child(capacity_bytes=cpu),
-        disk_child(root, capacity_bytes=disk, min_free_bytes=0, load_weight=0.9),
-    )
+    children = (cpu_child(capacity_bytes=cpu), disk_child(root, capacity_bytes=disk, min_free_bytes=0, load_weight=0.9))
     arguments = {**_shape(states), **arguments, "kv_transfer_config": multi(*children)}
     num_blocks = _num_blocks(arguments.get("speculative_config"))
     return Engine(model, num_gpu_blocks_override=num_blocks, **arguments)

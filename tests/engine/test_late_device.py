@@ -16,10 +16,7 @@ LENGTHS = (65, 640, 1153, 2305, 3900)
 
 
 def late(child: dict[str, Any]) -> dict[str, Any]:
-    return child | {
-        "kv_connector": "LateDeviceConnector",
-        "kv_connector_module_path": "tests.engine.late_device",
-    }
+    return child | {"kv_connector": "LateDeviceConnector", "kv_connector_module_path": "tests.engine.late_device"}
 
 
 def test_restores_equal_the_cold_run_though_copies_end_late(tiny_model: Path, tmp_path: Path, states: States) -> None:

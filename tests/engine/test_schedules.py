@@ -112,8 +112,7 @@ def test_no_schedule_is_answered_otherwise_than_without_a_cache(tiny_model: Path
         small_engine(tiny_model, FLOAT32, tmp_path, "8 MiB", "32 MiB") as engine,
     ):
         run_state_machine_as_test(
-            lambda: Schedule(engine, judge),
-            settings=settings(max_examples=num_schedules, stateful_step_count=12),
+            lambda: Schedule(engine, judge), settings=settings(max_examples=num_schedules, stateful_step_count=12)
         )
         counters = counters_of(engine)
     happened = ("cpu: restored_tokens", "cpu: evicted_objects", "disk: restored_tokens", "disk: evicted_objects")

@@ -38,10 +38,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def engine(tiny_model: Path, roots: tuple[Path, Path]) -> Iterator[Engine]:
     """Both disks are much smaller than the tiers' capacity. What is restored comes from the first."""
     root, roomy = roots
-    children = (
-        disk_child(root, min_free_bytes=0),
-        disk_child(roomy, name="roomy", min_free_bytes="8 MiB", load=False),
-    )
+    children = (disk_child(root, min_free_bytes=0), disk_child(roomy, name="roomy", min_free_bytes="8 MiB", load=False))
     launcher = (*on_small_disk(roomy, "16m"), *on_small_disk(root, "16m", max_files=1000))
     options = {**FLOAT32.arguments, "kv_transfer_config": multi(*children)}
     with Engine(tiny_model, launcher=launcher, **options) as running:

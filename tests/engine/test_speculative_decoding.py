@@ -28,12 +28,7 @@ U = 64
 ANSWER = 12
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
 EAGLE3: dict[str, Any] = {"method": "eagle3", "num_speculative_tokens": 2}
-NGRAM: dict[str, Any] = {
-    "method": "ngram",
-    "num_speculative_tokens": 3,
-    "prompt_lookup_min": 1,
-    "prompt_lookup_max": 2,
-}
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 ASYNCHRONOUS = {**V2_RUNNER, "async_scheduling": True}
 WITHOUT_STATES = {"block_size": U}
 TWO_RANKS: dict[str, Any] = {"environment": BINDING, "tensor_parallel_size": 2}

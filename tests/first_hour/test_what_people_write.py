@@ -129,12 +129,7 @@ SIZES = [
         "every size of a tier",
         disk(capacity_bytes="1Ti", min_free_bytes="2G", staging_bytes="64Mi", device_buffer_bytes="1gi"),
         taken=(
-            {
-                "capacity_bytes": TIB,
-                "min_free_bytes": 2 * 10**9,
-                "staging_bytes": 64 * MIB,
-                "device_buffer_bytes": GIB,
-            },
+            {"capacity_bytes": TIB, "min_free_bytes": 2 * 10**9, "staging_bytes": 64 * MIB, "device_buffer_bytes": GIB},
         ),
     ),
     Row("a size below a MultiConnector", multi(tier(capacity_bytes="6Gi")), taken=({"capacity_bytes": 6 * GIB},)),

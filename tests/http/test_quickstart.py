@@ -16,10 +16,7 @@ from tests.python_path import REPOSITORY, python_path
 from tools.server_process import hold_port, port_of
 
 PAGE = Page.read(REPOSITORY, REPOSITORY / "docs" / "quickstart.md")
-INSTALLS = (
-    "make setup\n. .venv/bin/activate",
-    "pip install .\npython tools/apply_patches.py --installed",
-)
+INSTALLS = ("make setup\n. .venv/bin/activate", "pip install .\npython tools/apply_patches.py --installed")
 """Not run: a test must not change what it runs in. ``make test`` begins with the first."""
 DIRECTORY, PORT = "/tmp/quickstart", "8000"
 """What a reader has and a test cannot: the test takes a directory of its own and a free port."""

@@ -67,12 +67,7 @@ def _bare(context_tokens: int) -> Settings:
 
 def _small(context_tokens: int) -> Settings:
     """A small decoder with attention."""
-    return {
-        **_bare(context_tokens),
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    return {**_bare(context_tokens), "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def _gdn(context_tokens: int) -> Settings:

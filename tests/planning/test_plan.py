@@ -72,8 +72,7 @@ def test_two_ranks_together_keep_the_bytes_that_one_does(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "staging", "each"),
-    [(1, {}, 4 * 2048 * 32 * 4096), (2, {"staging_bytes": "512 MiB"}, 512 << 20)],
+    ("num_ranks", "staging", "each"), [(1, {}, 4 * 2048 * 32 * 4096), (2, {"staging_bytes": "512 MiB"}, 512 << 20)]
 )
 def test_the_staging_of_each_rank_is_memory_too(
     monkeypatch: pytest.MonkeyPatch, num_ranks: int, staging: dict[str, str], each: int

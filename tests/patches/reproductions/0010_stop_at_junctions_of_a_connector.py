@@ -40,12 +40,7 @@ def main() -> None:
     hits = [answer["cached"] for answer in short]
     right = all(same(one, other) for one, other in zip(short, cold, strict=True))
 
-    conclude(
-        max(hits) == 0,
-        hits[:2] == [0, 0] and min(hits[2:]) >= 896 and right,
-        hits=hits,
-        right=right,
-    )
+    conclude(max(hits) == 0, hits[:2] == [0, 0] and min(hits[2:]) >= 896 and right, hits=hits, right=right)
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> Any:
