@@ -69,22 +69,8 @@ def drop_snapshots(driver: "Driver") -> int:
     return len(found)
 
 
-def zero_last(driver: "Driver", kind: str) -> int:
-    """The object of a kind that ends last becomes zeros."""
-    array, units = _rows(_entries(driver, kind)[-1])
-    array[units] = 0
-    return len(units)
-
-
-def zero_snapshot(driver: "Driver") -> int:
-    """The last snapshot's bytes become zeros."""
-    array, units = _rows(_entries(driver, SNAPSHOT_TAG)[-1])
-    array[units] = 0
-    return len(units)
-
-
-def zero_chunk(driver: "Driver", position: int, kind: str = "f0") -> int:
-    """One attention chunk's bytes become zeros."""
+def zero(driver: "Driver", kind: str, position: int = -1) -> int:
+    """The bytes of one object of a kind become zeros: of the one that ends last, unless ``position`` says otherwise."""
     array, units = _rows(_entries(driver, kind)[position])
     array[units] = 0
     return len(units)
@@ -255,16 +241,19 @@ def _replace(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def disk_raises(driver: "Driver", calls: list[str], error: str) -> int:
-    """These methods of the device raise OSError for the files of objects."""
+def _raise(owner: Any, name: str, error: str) -> int:
     number = getattr(errno, error)
 
     def faulty(*_: Any) -> Any:
         raise OSError(number, os.strerror(number))
 
-    for call in calls:
-        _replace(Device, call, faulty)
+    _replace(owner, name, faulty)
     return number
+
+
+def disk_raises(driver: "Driver", calls: list[str], error: str) -> list[int]:
+    """These methods of the device raise OSError for the files of objects."""
+    return [_raise(Device, call, error) for call in calls]
 
 
 def disk_delays(driver: "Driver", seconds: float) -> float:
@@ -290,13 +279,7 @@ def disk_delays(driver: "Driver", seconds: float) -> float:
 
 def locks_raise(driver: "Driver", error: str) -> int:
     """No file can be locked."""
-    number = getattr(errno, error)
-
-    def faulty(*_: Any) -> Any:
-        raise OSError(number, os.strerror(number))
-
-    _replace(fcntl, "flock", faulty)
-    return number
+    return _raise(fcntl, "flock", error)
 
 
 def catalogue_raises(driver: "Driver", error: str) -> str:

@@ -116,9 +116,9 @@ def test_of_local_attention_only_what_is_needed_is_loaded_and_its_bytes_matter(
             return answer.same_as(by_device), int(loaded)
 
         assert restore() == (True, num_bytes)
-        engine.call("fault", name="zero_chunk", kind="w0", position=needless)
+        engine.call("fault", name="zero", kind="w0", position=needless)
         assert restore()[0]
-        engine.call("fault", name="zero_chunk", kind="w0", position=needed)
+        engine.call("fault", name="zero", kind="w0", position=needed)
         assert not restore()[0]
 
 
@@ -126,11 +126,11 @@ def test_of_local_attention_only_what_is_needed_is_loaded_and_its_bytes_matter(
 def test_a_zeroed_state_and_a_zeroed_chunk_of_attention_change_the_answer(tmp_path: Path) -> None:
     with NEMOTRON_H.engine(make_nemotron_h(tmp_path / "model"), cpu_child()) as engine:
         tokens = prompt(130, seed=1)
-        for fault in ({"name": "zero_snapshot"}, {"name": "zero_chunk", "position": 0}):
+        for zeroed in ({"kind": "s"}, {"kind": "f0", "position": 0}):
             engine.call("reset_everything")
             cold = engine.generate(tokens)
             engine.evict()
-            engine.call("fault", **fault)
+            engine.call("fault", name="zero", **zeroed)
             restored = engine.generate(tokens)
             assert restored.num_cached_tokens == 128
-            assert not restored.same_as(cold, tolerance=0.1), fault
+            assert not restored.same_as(cold, tolerance=0.1), zeroed

@@ -47,18 +47,10 @@ def test_without_a_fault_the_restored_output_is_equal(engine: Engine) -> None:
     assert restored.same_as(cold)
 
 
-def test_a_zeroed_snapshot_changes_the_output(engine: Engine) -> None:
-    tokens, cold = stored(engine, seed=2)
-    engine.call("fault", name="zero_snapshot")
-    restored = engine.generate(tokens)
-    assert restored.num_cached_tokens == 2 * N
-    assert not restored.same_as(cold)
-
-
-@pytest.mark.parametrize("position", [0, 17, 35])
-def test_a_zeroed_attention_chunk_changes_the_output(engine: Engine, position: int) -> None:
-    tokens, cold = stored(engine, seed=10 + position)
-    engine.call("fault", name="zero_chunk", position=position)
+@pytest.mark.parametrize(("kind", "position"), [("s", -1), ("f0", 0), ("f0", 17), ("f0", 35)])
+def test_a_zeroed_snapshot_or_attention_chunk_changes_the_output(engine: Engine, kind: str, position: int) -> None:
+    tokens, cold = stored(engine, seed=11 + position)
+    engine.call("fault", name="zero", kind=kind, position=position)
     restored = engine.generate(tokens)
     assert restored.num_cached_tokens == 2 * N
     assert not restored.same_as(cold)
@@ -122,10 +114,10 @@ def test_a_slot_of_another_generation_is_never_loaded_and_the_request_recomputes
 
 def test_the_bar_for_concurrent_requests_sees_faults_too(engine: Engine, states: States, judges: Judges) -> None:
     restored = []
-    for seed, fault in enumerate([{}, {"name": "zero_snapshot"}, {"name": "zero_chunk", "position": 3}], start=50):
+    for seed, zeroed in enumerate([{}, {"kind": "s"}, {"kind": "f0", "position": 3}], start=50):
         tokens, _ = stored(engine, seed, num_tokens=N + 10)
-        if fault:
-            engine.call("fault", **fault)
+        if zeroed:
+            engine.call("fault", name="zero", **zeroed)
         restored.append((tokens, engine.generate(tokens, 16)))
         engine.call("reset_everything")
     distances = [distance(judges(states, UNCACHED), tokens, output) for tokens, output in restored]

@@ -26,30 +26,19 @@ def counted(engine: Engine, name: str, **labels: str) -> float:
     return engine.metric(f"vllm:hybrid_offload_{name}", connector="cpu", **labels)
 
 
-def test_a_request_whose_loads_keep_failing_is_computed_after_three(engine: Engine) -> None:
-    tokens = prompt(LENGTH, seed=1)
+@pytest.mark.parametrize(("name", "reason"), [("set_loads_broken", "injected"), ("set_loads_silent", "timeout")])
+def test_a_request_whose_loads_keep_failing_or_never_end_is_computed_after_three(
+    engine: Engine, name: str, reason: str
+) -> None:
+    tokens = prompt(LENGTH, seed=len(reason))
     cold = engine.generate(tokens)
     engine.reset_device_cache()
-    engine.call("fault", name="set_loads_broken", on=True)
+    engine.call("fault", name=name, on=True)
     try:
         assert engine.generate(tokens).same_as(cold)
     finally:
-        engine.call("fault", name="set_loads_broken", on=False)
-    assert counted(engine, "failed_loads", reason="injected") == 3
-    engine.reset_device_cache()
-    assert_restored(cold, engine.generate(tokens), LENGTH)
-
-
-def test_a_load_that_never_ends_is_given_up_and_computed(engine: Engine) -> None:
-    tokens = prompt(LENGTH, seed=2)
-    cold = engine.generate(tokens)
-    engine.reset_device_cache()
-    engine.call("fault", name="set_loads_silent", on=True)
-    try:
-        assert engine.generate(tokens).same_as(cold)
-    finally:
-        engine.call("fault", name="set_loads_silent", on=False)
-    assert counted(engine, "failed_loads", reason="timeout") == 3
+        engine.call("fault", name=name, on=False)
+    assert counted(engine, "failed_loads", reason=reason) == 3
     engine.reset_device_cache()
     assert_restored(cold, engine.generate(tokens), LENGTH)
 

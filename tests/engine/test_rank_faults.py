@@ -2,8 +2,6 @@
 """One of two ranks fails a load or a store: the object has failed, in all ranks; the engine goes on."""
 
 import itertools
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, pr
 from tests.engine.damage import DAMAGES
 from tests.engine.restore import assert_restored, restorable
 from tests.engine.states import FLOAT32
+from tests.engine.test_switches import switch
 from tests.tiers.disk import oracle
 from tests.tiers.disk.files import object_files
 from tests.waiting import until
@@ -25,8 +24,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.faults]
 
 LENGTH = 150
 RANKS = (0, 1)
-SEEN = "the children's switches are "
-"""What the log says when the control file was looked at: once a second, in engine steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,7 @@ class TwoRanks:
         """From now on this tier alone stores and loads."""
         if self._tier != tier:
             other = {"cpu": "disk", "disk": "cpu"}[tier]
-            fresh = self._control.with_suffix(".new")
-            fresh.write_text(json.dumps({other: {"load": False, "store": False}}))
-            os.replace(fresh, self._control)
-            said = self.engine.log.count(SEEN)
-            until(lambda: self.engine.generate([1], 1) and self.engine.log.count(SEEN) > said, "a look at it")
+            switch(self.engine, self._control, {other: {"load": False, "store": False}})
             self._tier = tier
 
     def counted(self, name: str, **labels: str) -> float:

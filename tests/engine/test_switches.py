@@ -4,6 +4,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,18 @@ RESTORABLE = (LENGTH - 1) // 64 * 64
 SEEN = "the children's switches are "
 
 
+def switch(engine: Engine, control: Path, switches: dict[str, dict[str, Any]] | None) -> None:
+    """Without ``switches`` there is no file. It is looked at once a second, in engine steps; the log says that."""
+    said = engine.log.count(SEEN)
+    if switches is None:
+        control.unlink()
+    else:
+        fresh = control.with_suffix(".new")
+        fresh.write_text(json.dumps(switches))
+        os.replace(fresh, control)
+    until(lambda: engine.generate([1], 1) and engine.log.count(SEEN) > said, "a look at it")
+
+
 class Switched:
     """One prompt, sent to an engine whose device cache is empty, under changing switches."""
 
@@ -25,9 +38,9 @@ class Switched:
         self._tokens = prompt(LENGTH, seed=1)
         self._cold: Output | None = None
 
-    def sends(self, switches: dict[str, dict[str, object]] | None) -> str:
+    def sends(self, switches: dict[str, dict[str, Any]] | None) -> str:
         """From which child the prompt was restored; empty when it was computed. The answer is always the same."""
-        self._switch(switches)
+        switch(self._engine, self._control, switches)
         before = {child: self._loaded(child) for child in ("cpu", "disk")}
         answer = self._engine.generate(self._tokens)
         self._engine.evict()
@@ -36,17 +49,6 @@ class Switched:
         sources = [child for child, num_bytes in before.items() if self._loaded(child) > num_bytes]
         assert answer.num_cached_tokens == (RESTORABLE if sources else 0)
         return " ".join(sources)
-
-    def _switch(self, switches: dict[str, dict[str, object]] | None) -> None:
-        """The file is looked at once a second, in steps of requests; the log says what was seen."""
-        said = self._engine.log.count(SEEN)
-        if switches is None:
-            self._control.unlink()
-        else:
-            fresh = self._control.with_suffix(".new")
-            fresh.write_text(json.dumps(switches))
-            os.replace(fresh, self._control)
-        until(lambda: self._engine.generate([1], 1) and self._engine.log.count(SEEN) > said, "a look at it")
 
     def _loaded(self, child: str) -> float:
         return self._engine.metric("vllm:hybrid_offload_loaded_bytes", connector=child)

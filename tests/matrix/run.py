@@ -70,16 +70,16 @@ class RowRun:
             engine.generate(tokens)
         self.cells[Column.DEVICE] = judge.verdict(_LONG, engine.generate(_LONG), self._restorable(len(_LONG)))
         for column, tokens in ((Column.CPU, _LONG), (Column.SUB_BLOCK, _SHORT)):
-            self._forget(engine)
+            engine.evict()
             self.cells[column] = judge.verdict(tokens, engine.generate(tokens), self._restorable(len(tokens)))
-        self._forget(engine)
+        engine.evict()
         self.cells[Column.EXTENSION] = judge.verdict(
             _EXTENDED, engine.generate(_EXTENDED), self._restorable(len(_LONG))
         )
         for sibling in _SIBLINGS[:2]:
-            self._forget(engine)
+            engine.evict()
             engine.generate(sibling)
-        self._forget(engine)
+        engine.evict()
         third = engine.generate(_SIBLINGS[2])
         self.cells[Column.SHARED_PREFIX] = judge.verdict(
             _SIBLINGS[2], third, self._restorable(len(_SHARED) + 1), _SIBLINGS[:2]
@@ -87,10 +87,6 @@ class RowRun:
         if self._row.misses_shared_prefix and third.num_cached_tokens == 0:
             self.cells[Column.SHARED_PREFIX] = Cell(Verdict.NO_HIT, self._row.misses_shared_prefix)
         engine.wait_for_stores()
-
-    @staticmethod
-    def _forget(engine: Engine) -> None:
-        engine.evict()
 
     def _wrong_bytes(self, engine: Engine) -> Cell:
         """Zeros the last object of each kind in turn."""
@@ -100,14 +96,14 @@ class RowRun:
             tokens = prompt(len(_LONG), seed=100 + attempt)
             engine.call("reset_everything")
             engine.generate(tokens)
-            self._forget(engine)
+            engine.evict()
             restored = engine.generate(tokens)
             kinds = engine.call("fault", name="kinds")
             missing = [kind for kind in kinds if kind not in seen]
             if not missing:
                 return Cell(Verdict.EXACT, ", ".join(seen))
-            self._forget(engine)
-            engine.call("fault", name="zero_last", kind=missing[0])
+            engine.evict()
+            engine.call("fault", name="zero", kind=missing[0])
             if engine.generate(tokens).same_as(restored):
                 return Cell(Verdict.UNSEEN, f"zeros in the last {missing[0]!r}")
             seen.append(missing[0])
@@ -120,7 +116,7 @@ class RowRun:
         with self._engine(cpu_child(), disk_child(root), **more) as engine:
             cold = engine.generate(_LONG)
             by_device = engine.generate(_LONG)
-            self._forget(engine)
+            engine.evict()
             from_cpu = engine.generate(_LONG)
             engine.wait_for_stores()
         with self._engine(disk_child(root), **more) as engine:
