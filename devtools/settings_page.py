@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of docs/configuration.md, from the classes that check the settings.
 
-python -m devtools.settings_page    # writes them; tests/test_configuration.py says if they are stale
+python -m devtools.settings_page    # writes them; tests/test_docs.py says if they are stale
 """
 
 from pathlib import Path

@@ -103,27 +103,18 @@ class NaivePlanner:
 
 
 class SetView:
-    """A tier that is a set of names, with every question counted."""
+    """A tier that is a set of names."""
 
     def __init__(
-        self,
-        held: Iterable[ObjectId],
-        parents: dict[ObjectId, tuple[ObjectId, ...]],
-        ends: dict[ObjectId, int],
-        evicted: Iterable[ObjectId] = (),
-    ):
-        self.held = set(held)
-        self.evicted = set(evicted)
-        self.parents = parents
-        self.ends = ends
-        self.probes = 0
+        self, held: Iterable[ObjectId], parents: dict[ObjectId, tuple[ObjectId, ...]], ends: dict[ObjectId, int]
+    ) -> None:
+        self.held, self.parents, self.ends = set(held), parents, ends
+        self.evicted: set[ObjectId] = set()
 
     def has(self, object_id: ObjectId) -> bool:
-        self.probes += 1
         return object_id in self.held
 
     def nearest_snapshot_chunk(self, object_id: ObjectId) -> int:
-        self.probes += 1
         return nearest_snapshot_chunk(object_id, self.held, self.parents, self.ends)
 
     def was_evicted(self, object_id: ObjectId) -> bool:

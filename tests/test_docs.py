@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from devtools import settings_page
 from devtools.docs.commands import commands
+from devtools.docs.generated import parts_of
 from devtools.docs.page import Page
 from devtools.docs_check import check, files_of, main, pages_of
 from tests.python_path import REPOSITORY
@@ -21,6 +23,10 @@ SERVERS = (("vllm", "serve"), ("python", "-m", "vllm.entrypoints.openai.api_serv
 FILE = re.compile(r"\$\(cat (\S+)\)")
 PLACEHOLDER_FILES = ("config.json",)
 """What a reader would have made."""
+
+
+def test_the_page_of_settings_lists_each_with_its_default_and_meaning() -> None:
+    assert parts_of(settings_page.PAGE.read_text()) == {"settings": settings_page.tables()}
 
 
 def test_nothing_is_wrong_with_the_pages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,9 +77,7 @@ def test_a_workflow_runs_targets_and_files_that_are_there(path: Path) -> None:
     assert all((REPOSITORY / script).is_file() for script in re.findall(r"python (tools/\S+)", "\n".join(runs)))
 
 
-@pytest.mark.parametrize(
-    "path", sorted((REPOSITORY / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
 def test_an_issue_form_has_what_it_must(path: Path) -> None:
     form = yaml.safe_load(path.read_text())
     assert {"name", "description", "body"} <= set(form)

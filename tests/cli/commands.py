@@ -32,6 +32,14 @@ def run(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
+def refused(capsys, *arguments) -> str:
+    """What a command of wrong usage says; it prints nothing else."""
+    assert cli.main([*map(str, arguments)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
 def path_of(root, planned, namespace=NAMESPACE):
     """Where the catalogue says that an object lies."""
     with contextlib.closing(Catalogue(str(root))) as catalogue:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands on a root with encrypted objects."""
 
-import json
-
 import pytest
 
+from tests.cli.commands import run
+from tests.cli.damage import flip
 from tests.tiers.disk.files import object_files
 from tests.tiers.disk.keys import OTHER_SECRET, make_key
 from tests.tiers.disk.objects import OBJECT, chain
@@ -38,12 +38,6 @@ def roots(tmp_path, key):
     return made, other
 
 
-def run(capsys, *arguments):
-    capsys.readouterr()
-    status = cli.main([*map(str, arguments), "--json"])
-    return status, json.loads(capsys.readouterr().out)
-
-
 def test_verify_reads_with_the_key_and_without_it_touches_nothing(roots, key, other_key, capsys):
     made, _ = roots
     status, report = run(capsys, "stats", made.root, "--verify", "--encryption-key-file", key)
@@ -61,9 +55,7 @@ def test_verify_reads_with_the_key_and_without_it_touches_nothing(roots, key, ot
 def test_a_changed_byte_is_found_and_its_file_removed(roots, key, capsys):
     made, _ = roots
     path = made.path(chain("p", 3)[2])
-    raw = bytearray(path.read_bytes())
-    raw[4096 + OBJECT - 1] ^= 1
-    path.write_bytes(raw)
+    flip(path, 4096 + OBJECT - 1)
     status, report = run(capsys, "stats", made.root, "--encryption-key-file", key, "--verify", "--remove")
     assert (status, path.exists()) == (0, False)
     assert [found["why"] for found in report["verified"]["problems"]] == ["checksum"]

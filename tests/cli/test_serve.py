@@ -16,6 +16,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from tests.cli import commands
 from tests.planning.layouts import QWEN_35B_EXACT
 from tests.waiting import PATIENCE_S, until
 from vllm_overlay import cli
@@ -59,10 +60,7 @@ def command_of(*arguments) -> list[str]:
 
 
 def refused(capsys, *arguments) -> str:
-    assert cli.main(["serve", *map(str, arguments)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    return said.err.splitlines()[-1]
+    return commands.refused(capsys, "serve", *arguments).splitlines()[-1]
 
 
 def test_it_says_what_to_mind_then_the_command_and_becomes_it(tmp_path, capsys):

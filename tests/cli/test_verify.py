@@ -5,31 +5,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.commands import refused
 from vllm_overlay import cli
 
 NOBODY = "http://127.0.0.1:1"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    assert cli.main(["verify", *map(str, arguments)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    return said.err
-
-
 def test_no_server_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"{NOBODY}/v1/models was not answered: " in refused(capsys, NOBODY)
-    assert "is no URL of a server: give one such as http://127.0.0.1:8000" in refused(capsys, "ftp://there")
+    assert f"{NOBODY}/v1/models was not answered: " in refused(capsys, "verify", NOBODY)
+    assert "is no URL of a server: give one such as http://127.0.0.1:8000" in refused(capsys, "verify", "ftp://there")
 
 
 def test_a_place_that_cannot_be_written_is_said_before_a_server_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     absent = tmp_path / "absent" / "answers.json"
-    assert f"--save {absent} cannot be written: give a name in a directory" in refused(capsys, NOBODY, "--save", absent)
+    assert f"--save {absent} cannot be written: give a name in a directory" in refused(
+        capsys, "verify", NOBODY, "--save", absent
+    )
     for place in (tmp_path, Path("/dev/null")):
-        assert f"--save {place} is there and is no file" in refused(capsys, NOBODY, "--save", place)
-    assert "was not answered" in refused(capsys, NOBODY, "--save", tmp_path / "answers.json")
+        assert f"--save {place} is there and is no file" in refused(capsys, "verify", NOBODY, "--save", place)
+    assert "was not answered" in refused(capsys, "verify", NOBODY, "--save", tmp_path / "answers.json")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -37,11 +33,13 @@ def test_what_was_not_saved_is_refused_before_a_server_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "answers.json"
-    assert "No such file" in refused(capsys, NOBODY, "--against", file)
+    assert "No such file" in refused(capsys, "verify", NOBODY, "--against", file)
     file.write_text("[]")
-    assert f"{file} was not written by verify --save, or not whole" in refused(capsys, NOBODY, "--against", file)
+    assert f"{file} was not written by verify --save, or not whole" in refused(
+        capsys, "verify", NOBODY, "--against", file
+    )
     for option in ("--longest", "--seed"):
-        assert "leave them out with --against" in refused(capsys, NOBODY, "--against", file, option, "0")
+        assert "leave them out with --against" in refused(capsys, "verify", NOBODY, "--against", file, option, "0")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 
 import yaml
 
@@ -94,9 +93,7 @@ class Prometheus:
             raise
         return PrometheusApi(self.url)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def _is_ready(self) -> bool:

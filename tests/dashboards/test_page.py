@@ -10,8 +10,7 @@ import yaml
 
 from tests.dashboards.boards import DIRECTORY, NAMES
 from tests.dashboards.test_alerts import rules
-from vllm_overlay.multi_connector.children import child_specs
-from vllm_overlay.plugin import register
+from tests.transfer_config import accepted_tiers
 
 PAGE = DIRECTORY.parent / "docs" / "operations.md"
 
@@ -56,9 +55,7 @@ def test_composes_server_gets_a_configuration_that_is_accepted() -> None:
     command = parsed("compose.yaml")["services"]["vllm"]["command"]
     (text,) = (argument for argument in command if argument.startswith("--kv-transfer-config="))
     config = json.loads(text.removeprefix("--kv-transfer-config="))
-    register()
-    specs = child_specs(config["kv_connector_extra_config"], kv_role="kv_both", engine_id=None)
-    tiers = [spec.kv_transfer_config.kv_connector_extra_config for spec in specs]
-    assert [tier["tier"] for tier in tiers] == ["cpu", "disk"]
+    assert accepted_tiers(config) == ["cpu", "disk"]
+    _, disk = config["kv_connector_extra_config"]["connectors"]
     mounted = {volume.split(":")[1] for volume in parsed("compose.yaml")["services"]["vllm"]["volumes"]}
-    assert Path(tiers[1]["root"]) in {Path(target) for target in mounted}
+    assert Path(disk["kv_connector_extra_config"]["root"]) in {Path(target) for target in mounted}

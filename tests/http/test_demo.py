@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.damage import flip
 from tests.http.demo_process import DemoProcess
+from tests.tiers.disk.files import object_files
 from tools import demo
 from tools.demo import Demo, Geometry, Row, restorable_tokens
 from vllm_overlay.server.api_client import Completion
@@ -32,16 +34,6 @@ def test_the_demo_restores_from_cpu_then_from_disk_and_leaves_nothing(demo_direc
     assert not (demo_directory / "run").exists()
 
 
-def flip_a_byte_of_every_object(root: Path) -> int:
-    """In the payload, behind the header. Returns how many objects there were."""
-    objects = [path for path in root.rglob("*.r0") if path.is_file()]
-    for path in objects:
-        data = bytearray(path.read_bytes())
-        data[5000] ^= 0xFF
-        path.write_bytes(data)
-    return len(objects)
-
-
 @pytest.mark.faults
 @pytest.mark.engine
 def test_the_demo_fails_when_what_lies_on_disk_is_damaged_between_the_servers(
@@ -50,7 +42,9 @@ def test_the_demo_fails_when_what_lies_on_disk_is_damaged_between_the_servers(
     second_life = Demo.second_life
 
     def after_damage(self: Demo) -> list[Row]:
-        assert flip_a_byte_of_every_object(self.root) > 0
+        objects = object_files(self.root)
+        assert objects
+        flip(objects)
         return second_life(self)
 
     monkeypatch.setattr(Demo, "second_life", after_damage)

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from devtools.docs.page import CodeBlock, Page
 from tests.python_path import REPOSITORY
@@ -83,9 +82,7 @@ class Walk:
     def __enter__(self) -> "Walk":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._server is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended, and all of its group
                 os.killpg(self._server.pid, signal.SIGKILL)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planner.test_planner import asked, set_view, tiers
+from tests.planner.test_planner import add, asked, set_view, tiers
 from tests.tiers.entries import evict_one
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
@@ -76,10 +76,7 @@ def lost(
     geometry = Geometry.build(groups, 16, chunk)
     planner, index = HybridOffloadPlanner(geometry), PrefixIndex(None)
     keys = [bytes([1]) * (n + 1) for n in range(num_tokens // 16 - lookahead)]
-    plan = planner.store_plan(keys, {}, covered) + ([planner.snapshot(keys, snapshot)] if snapshot else [])
-    for ticket, item in enumerate(plan):
-        assert index.reserve(item, ticket) is not None
-        index.commit(ticket)
+    add(index, planner.store_plan(keys, {}, covered) + ([planner.snapshot(keys, snapshot)] if snapshot else []))
     return dict(planner.lookup(keys, num_tokens, 0, index).lost)
 
 
@@ -116,16 +113,10 @@ def test_attention_that_was_evicted_is_told_from_attention_that_never_came() -> 
     planner, index = HybridOffloadPlanner(geometry), PrefixIndex(None)
     keys = [bytes([1]) * (n + 1) for n in range(20)]
     stored = planner.store_plan(keys[:16], {}, 256)
-    for ticket, item in enumerate(stored):
-        assert index.reserve(item, ticket) is not None
-        index.commit(ticket)
+    add(index, stored)
     evicted = [evict_one(index), evict_one(index)]
     assert [entry.end_tokens for entry in evicted if entry is not None] == [256, 192]
-    assert dict(planner.lookup(keys, 320, 0, index).lost) == {
-        "state": 128,
-        "evicted": 128,
-        "attention": 48,
-        "prompt_end": 16,
-    }
+    reasons = {"state": 128, "evicted": 128, "attention": 48, "prompt_end": 16}
+    assert dict(planner.lookup(keys, 320, 0, index).lost) == reasons
     index.drop(stored[0].object_id)  # no eviction: it did not verify, say
     assert dict(planner.lookup(keys, 320, 0, index).lost) == {"attention": 304, "prompt_end": 16}

@@ -17,19 +17,24 @@ from vllm_overlay.planning.plan import Plan, make_plan
 from vllm_overlay.planning.question import EngineLayout, Flags, Reply
 
 CHILDREN = [{"tier": "cpu", "capacity_bytes": "8GiB"}]
-
-
 BOTH = [*CHILDREN, {"tier": "disk", "root": "/kv", "capacity_bytes": "100GiB"}]
 
 
-def plan_for_cuda(monkeypatch: pytest.MonkeyPatch, answer: EngineLayout, **given: int) -> Plan:
+def plan_for(
+    monkeypatch: pytest.MonkeyPatch,
+    answer: EngineLayout,
+    children: Sequence[dict[str, str]] = CHILDREN,
+    platform: str = "",
+    **given: int,
+) -> Plan:
     reply = Reply(Flags(model="m", **given), answer)
     monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: reply)
-    return make_plan(["--model", "m"], BOTH, Conversation(8000), platform="cuda")
+    return make_plan(["--model", "m"], children, Conversation(8000), platform=platform)
 
 
 def test_for_a_gpu_it_is_vllms_connector_over_our_disk_tier_with_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = (plan_for_cuda(monkeypatch, answer) for answer in (QWEN_35B, replace(QWEN_35B, platform="cuda")))
+    here_and_there = (QWEN_35B, replace(QWEN_35B, platform="cuda"))
+    one, two = (plan_for(monkeypatch, answer, BOTH, "cuda") for answer in here_and_there)
     extra = one.kv_transfer_config["kv_connector_extra_config"]
     assert extra == {
         "spec_name": "TieringOffloadingSpec",
@@ -47,21 +52,13 @@ def test_for_a_gpu_it_is_vllms_connector_over_our_disk_tier_with_rows_that_fit(m
     of_platform = [[item.severity for item in plan.advice if item.setting == "--platform"] for plan in (one, two)]
     assert of_platform == [[Severity.NOTE, Severity.WARNING], [Severity.NOTE]]
     assert ["/dev/shm" in item.sentence for item in one.advice if item.setting == "--cpu"] == [True]
-    halves = plan_for_cuda(monkeypatch, halved(QWEN_35B), tensor_parallel_size=2)
+    halves = plan_for(monkeypatch, halved(QWEN_35B), BOTH, "cuda", tensor_parallel_size=2)
     assert halves.tiers[1].num_conversations == on_disk.num_conversations
 
 
 def test_for_a_gpu_both_sizes_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="needs --cpu and --disk"):
         make_plan(["--model", "m"], CHILDREN, Conversation(8000), platform="cuda")
-
-
-def plan_for(
-    monkeypatch: pytest.MonkeyPatch, answer: EngineLayout, children: Sequence[dict[str, str]] = CHILDREN, **given: int
-) -> Plan:
-    reply = Reply(Flags(model="m", **given), answer)
-    monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: reply)
-    return make_plan(["--model", "m"], children, Conversation(8000))
 
 
 def test_two_ranks_together_keep_the_bytes_that_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
