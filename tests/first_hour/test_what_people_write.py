@@ -153,9 +153,7 @@ VALUES = [
     Row("YAML's off", disk(direct_io=False), taken=({"direct_io": "off"},)),
     Row("switches in quotes", multi(tier(load="true", promote="False", min_tokens="512")), taken=({},)),
     Row("a boolean as a word", multi(tier(load="yes")), ("load='yes' of connector 'cpu' must be true or false",)),
-    Row(
-        "no whole number", disk(read_threads=2.5), ("read_threads=2.5 of the disk tier must be a whole number from 1",)
-    ),
+    Row("a fraction", disk(read_threads=2.5), ("read_threads=2.5 of the disk tier must be a whole number from 1",)),
     Row("a number that is none", disk(read_threads="four"), ("read_threads='four' of the disk tier must be a whole",)),
     Row("a boolean for a number", disk(read_threads=True), ("read_threads=True of the disk tier must be a whole",)),
     Row("a whole float for attempts", alone(max_load_attempts="3.0"), taken=({"max_load_attempts": 3},)),
@@ -170,47 +168,21 @@ VALUES = [
     Row("tier by its device", alone("nvme", root=ROOT), ("tier='nvme' is not known", "did you mean disk?")),
     Row("two tiers in one", alone("cpu,disk"), ("tier='cpu,disk' is not known", '"cpu" or "disk"')),
     Row("a list of tiers", alone(["cpu", "disk"]), ("tier=['cpu', 'disk'] is not known", '"cpu" or "disk"')),
-    Row(
-        "an octal number",
-        disk(read_threads="010"),
-        ("read_threads='010' of the disk tier must be a whole number from 1",),
-    ),
-    Row("another octal number", disk(read_threads="0o4"), ("read_threads='0o4' of the disk tier must be a whole",)),
+    Row("octal 010", disk(read_threads="010"), ("read_threads='010' of the disk tier must be a whole number from 1",)),
+    Row("octal 0o4", disk(read_threads="0o4"), ("read_threads='0o4' of the disk tier must be a whole",)),
     Row("no thread", disk(read_threads=0), ("read_threads=0 of the disk tier must be a whole number from 1 to 64",)),
-    Row(
-        "many threads",
-        disk(write_threads=10**9),
-        ("write_threads=1000000000", "a whole number from 1 to 64, such as 2"),
-    ),
+    Row("too many", disk(write_threads=10**9), ("write_threads=1000000000", "a whole number from 1 to 64, such as 2")),
     Row("YAML's on", disk(direct_io=True), ('direct_io=True of the disk tier must be "auto" or "off"',)),
     Row("a word in capitals, for a number", alone(hybrid_chunk_size="AUTO"), taken=({"hybrid_chunk_size": "auto"},)),
     Row("yes for true", alone(store_decoded_tokens="yes"), ("store_decoded_tokens='yes'", "must be true or false or")),
-    Row(
-        "seconds with a unit",
-        alone(load_timeout_s="30s"),
-        ("load_timeout_s='30s' of the cpu tier must be a number above",),
-    ),
-    Row(
-        "no seconds",
-        alone(load_timeout_s=0),
-        ("load_timeout_s=0 of the cpu tier must be a number above 0, such as 30",),
-    ),
-    Row(
-        "no number as a weight", alone(load_weight="nan"), ("load_weight=nan of connector 'cpu' must be \"auto\" or a",)
-    ),
-    Row(
-        "an endless weight",
-        alone(load_weight=float("inf")),
-        ("load_weight=inf of connector 'cpu' must be \"auto\" or",),
-    ),
+    Row("seconds 30s", alone(load_timeout_s="30s"), ("load_timeout_s='30s' of the cpu tier must be a number above",)),
+    Row("0 s", alone(load_timeout_s=0), ("load_timeout_s=0 of the cpu tier must be a number above 0, such as 30",)),
+    Row("a weight of NaN", alone(load_weight="nan"), ("load_weight=nan of connector 'cpu' must be \"auto\" or a",)),
+    Row("weight of inf", alone(load_weight=float("inf")), ("load_weight=inf of connector 'cpu' must be \"auto\" or",)),
     Row("a weight below 0", multi(tier(load_weight=-0.5)), ("load_weight=-0.5 of connector 'cpu'", "of at least 0")),
     Row("a share as a size", disk(min_free_bytes="10%"), ("min_free_bytes='10%' is not a size",)),
     Row("no number as a size", alone(capacity_bytes=float("nan")), ("capacity_bytes=nan is not a size",)),
-    Row(
-        "another cache's policy",
-        disk(eviction_policy="LRU"),
-        ("eviction_policy='LRU' is not known", "did you mean lru?"),
-    ),
+    Row("capitals in LRU", disk(eviction_policy="LRU"), ("eviction_policy='LRU' is not known", "did you mean lru?")),
 ]
 
 KEYS = [
@@ -267,9 +239,7 @@ KEYS = [
         ("unknown setting 'tier' of connector 0", "tier belongs in this connector's kv_connector_extra_config"),
     ),
     Row("no settings", multi({"kv_connector": "HybridOffloadConnector"}), ("tier is not set", '"cpu" or "disk"')),
-    Row(
-        "no settings, alone", given({"kv_connector": "HybridOffloadConnector", "kv_role": "kv_both"}), ("tier is not",)
-    ),
+    Row("none, alone", given({"kv_connector": "HybridOffloadConnector", "kv_role": "kv_both"}), ("tier is not",)),
     Row(
         "JSON in a string",
         multi({"kv_connector": "HybridOffloadConnector", "kv_connector_extra_config": '{"tier": "cpu"}'}),
@@ -315,11 +285,7 @@ ROOTS = [
     _root("/mnt/kv:1TiB", "ends with a size, which has a setting of its own", "/mnt/kv"),
     _root("/host/kv:/kv", "is more than one path", "/host/kv"),
     _root("/mnt/a, /mnt/b", "is more than one path", "/mnt/a"),
-    Row(
-        "a list of roots",
-        disk(root=["/mnt/a", "/mnt/b"]),
-        ("root=['/mnt/a', '/mnt/b'] of the disk tier must be a string",),
-    ),
+    Row("2 roots", disk(root=["/mnt/a", "/mnt/b"]), ("root=['/mnt/a', '/mnt/b'] of the disk tier must be a string",)),
     Row("a root from a file of Windows", disk(root="\ufeff/tmp/kv\r\n"), taken=({"root": "/tmp/kv"},)),
     Row("a root with a colon", disk(root="/mnt/kv:a"), taken=({"root": "/mnt/kv:a"},)),
     Row("a root in the home", disk(root="~/kv"), taken=({"root": "/home/somebody/kv"},)),
@@ -337,9 +303,7 @@ ROOTS = [
         ("have one root, '/tmp/kv'",),
     ),
     Row("another file", disk(encryption_key_file="$HOME/key"), ("encryption_key_file='$HOME/key' holds $HOME",)),
-    Row(
-        "a file in the home", disk(encryption_key_file="~/key"), taken=({"encryption_key_file": "/home/somebody/key"},)
-    ),
+    Row("a file at home", disk(encryption_key_file="~/key"), taken=({"encryption_key_file": "/home/somebody/key"},)),
     Row("a file of the MultiConnector", multi(tier(), control_file="sw.json"), ("control_file='sw.json' depends on",)),
     Row("no file", multi(tier(), control_file=""), taken=({"tier": "cpu"},)),
 ]
@@ -367,11 +331,7 @@ CONNECTORS = [
     ),
     Row("the flag beside a tier", [*alone(), "--kv-offloading-size", "1"], (FLAG, '"capacity_bytes": "1 GiB"')),
     Row("the flag beside ours", [*multi(tier()), "--kv-offloading-size", "1"], (FLAG, "remove the flag")),
-    Row(
-        "the flag with a backend",
-        [*multi(tier()), "--kv-offloading-size", "1", "--kv-offloading-backend", "lmcache"],
-        (FLAG,),
-    ),
+    Row("and a backend", [*multi(tier()), "--kv-offloading-size", "1", "--kv-offloading-backend", "lmcache"], (FLAG,)),
     Row(
         "the flag, and the hybrid manager on",
         [*alone(), "--kv-offloading-size", "1", "--no-disable-hybrid-kv-cache-manager"],
@@ -387,9 +347,7 @@ CONNECTORS = [
         (VLLMS_MULTI,),
     ),
     Row("the same, misspelt", multi({**tier(), "kv_connector": "HybridOfloadConnector"}, path=None), (VLLMS_MULTI,)),
-    Row(
-        "our setting in vLLM's", multi(OFFLOADING, path=None, control_file="/x"), (VLLMS_MULTI, "setting control_file")
-    ),
+    Row("ours in vLLM's", multi(OFFLOADING, path=None, control_file="/x"), (VLLMS_MULTI, "setting control_file")),
     Row(
         "a child's setting in vLLM's",
         multi({**OFFLOADING, "kv_connector_extra_config": {"load_weight": 1}}, path=None),
@@ -443,15 +401,9 @@ CONNECTORS = [
     Row("children of null", multi(connectors=None), ("the MultiConnector has no children",)),
     Row("a child of null", multi(connectors=[tier(), None]), ("must be a list of mappings",)),
     Row("a child by its name alone", multi(connectors=["cpu"]), ("connectors=['cpu']", "must be a list of mappings")),
-    Row(
-        "a child without a class",
-        multi({"kv_role": "kv_both"}),
-        ("kv_connector=None of connector 0 must be a class name",),
-    ),
+    Row("no class", multi({"kv_role": "kv_both"}), ("kv_connector=None of connector 0 must be a class name",)),
     Row("one tier twice", multi(tier(), tier()), taken=({"name": "cpu"}, {"name": "cpu#2"})),
-    Row(
-        "a control file that is a directory", multi(tier(), control_file="/tmp"), ("control_file='/tmp' of the Multi",)
-    ),
+    Row("a directory as control file", multi(tier(), control_file="/tmp"), ("control_file='/tmp' of the Multi",)),
     Row("underscores", ["--kv_transfer_config", alone()[1]], taken=({"tier": "cpu"},)),
 ]
 
