@@ -3,14 +3,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.python_path import python_path
+from tests.python_path import python_path, run_python
 from vllm_overlay.server.api_client import Metrics
 from vllm_overlay.tally import Tally
 
@@ -42,8 +40,7 @@ sys.stdout.write(generate_latest(registry).decode())
 def shown(directory: Path, *told: list[dict[str, Any]]) -> Metrics:
     """What any API server shows. ``told``: of each, the reports that it gets, one API server after the other."""
     environment = {**os.environ, "PYTHONPATH": python_path(), "PROMETHEUS_MULTIPROC_DIR": str(directory)}
-    command = [sys.executable, "-c", API_SERVERS]
-    done = subprocess.run(command, env=environment, input=json.dumps(told), capture_output=True, text=True)
+    done = run_python("-c", API_SERVERS, env=environment, input=json.dumps(told))
     assert done.returncode == 0, done.stderr
     return Metrics(done.stdout)
 

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of the CUDA copy engine, on a fake device: what it checks, and that it says what it needs."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from bench.gpu_case import Case, Rig
 from bench.gpu_transfer import Scale, measure
 from bench.gpu_workloads import LAYOUTS, Model, Workload, chunks, snapshots
+from tests.python_path import run_python
 from tests.transfer.fake_device import FakeDevice, FakeStream
 from vllm_overlay.transfer.copy_table import CopyTable
 
-REPOSITORY = Path(__file__).parents[2]
 HYBRID = Model("hybrid", 32, layers=2, heads=2, cell_bytes=1024, state_layers=2, state_bytes=40_000)
 DENSE = Model("dense", 16, layers=2, heads=3, cell_bytes=256)
 NUM_BLOCKS = 4
@@ -93,6 +89,6 @@ def test_wrong_bytes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gpu_it_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    done = subprocess.run([sys.executable, "-m", "bench.gpu_transfer"], cwd=REPOSITORY, capture_output=True, text=True)
+    done = run_python("-m", "bench.gpu_transfer")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "bench.gpu_transfer needs a CUDA device, and torch finds none here.\n"

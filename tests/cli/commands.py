@@ -11,7 +11,6 @@ from vllm_overlay import cli
 from vllm_overlay.tiers.disk.catalogue import Catalogue
 from vllm_overlay.tiers.disk.files import writer
 
-REPOSITORY = Path(__file__).parents[2]
 WITHOUT_VLLM = """
 import sys
 class Forbid:

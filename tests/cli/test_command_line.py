@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.cli.commands import REPOSITORY, WITHOUT_VLLM
+from tests.cli.commands import WITHOUT_VLLM
+from tests.python_path import REPOSITORY, run_python
 from tests.waiting import PATIENCE_S
 from vllm_overlay import cli
 from vllm_overlay.cli import command_line
@@ -17,9 +18,7 @@ from vllm_overlay.cli.command import SOUND, Command
 
 @pytest.mark.parametrize("command", [["stats"], ["stats", "--verify", "--remove"]])
 def test_it_needs_neither_torch_nor_vllm(root, command):
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_VLLM, *command, str(root)], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    done = run_python("-c", WITHOUT_VLLM, *command, root)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
 
@@ -41,9 +40,7 @@ def test_help_says_what_each_exit_status_means(capsys):
 
 
 def test_python_m_is_the_same_command(root):
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_overlay", "stats", str(root)], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    done = run_python("-m", "vllm_overlay", "stats", root)
     assert (done.returncode, done.stderr) == (0, "")
     assert "4 chunks of full attention group 0" in done.stdout
 

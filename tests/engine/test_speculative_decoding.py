@@ -15,6 +15,7 @@ from tests.engine import oracle
 from tests.engine.binding import BINDING
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
 from tests.engine.interpreted_triton import V2_RUNNER
+from tests.engine.random_workload import DRAFTERS
 from tests.engine.states import FLOAT32
 from tests.models.eagle import make_head
 from tests.models.families import make_llama
@@ -211,11 +212,7 @@ def knowing_engine(model: Path, directory: Path, **arguments: Any) -> Iterator[E
     """What it knows lies in the directory."""
     known = directory / "known.json"
     is_new = not known.exists()
-    speculation = {
-        "method": "custom_class",
-        "model": "tests.engine.oracle.Oracle",
-        "num_speculative_tokens": NUM_DRAFTS,
-    }
+    speculation = {**DRAFTERS["oracle"], "num_speculative_tokens": NUM_DRAFTS}
     if is_new:
         known.write_text("[]")
     with Engine(model, {oracle.KNOWN: str(known)}, speculative_config=speculation, **arguments) as engine:

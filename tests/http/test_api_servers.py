@@ -3,8 +3,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +13,7 @@ from prometheus_client import multiprocess
 from tests.engine.client import cpu_child, disk_child, multi, prompt
 from tests.engine.states import FLOAT32
 from tests.http.plugin import plugin
+from tests.python_path import run_python
 from tests.waiting import until
 from tools.server import Server
 from vllm_overlay.metrics import HYBRID_OFFLOAD, MULTI_CONNECTOR, Kind
@@ -23,12 +22,7 @@ from vllm_overlay.server.api_client import ApiClient, Metrics
 pytestmark = [pytest.mark.engine, pytest.mark.faults]
 
 STATE = "vllm:kv_connector_state"
-GAUGES = [
-    metric.name
-    for family in (HYBRID_OFFLOAD, MULTI_CONNECTOR)
-    for metric in family.values()
-    if metric.kind is Kind.GAUGE
-]
+GAUGES = [one.name for family in (HYBRID_OFFLOAD, MULTI_CONNECTOR) for one in family.values() if one.kind is Kind.GAUGE]
 ALL_SERVE, DISK_IS_OUT = {"cpu": [0.0], "disk": [0.0]}, {"cpu": [0.0], "disk": [2.0]}
 QUERIES = "vllm:kv_connector_queries_total"
 SCRAPES, AT_ONCE = 24, 8
@@ -118,8 +112,7 @@ def scrapes(api: ApiClient) -> list[Metrics]:
 
 def probe(server: Server) -> tuple[int, dict[str, str]]:
     """Its exit status, and the state of each child in its words."""
-    command = [sys.executable, "-m", "vllm_overlay", "probe", server.url, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python("-m", "vllm_overlay", "probe", server.url, "--json")
     return done.returncode, {row["connector"]: row["state"] for row in json.loads(done.stdout)["connectors"]}
 
 

@@ -3,13 +3,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.config.kv_transfer import hisparse_host_pool_gib
+
+from tests.python_path import run_python
 
 pytestmark = pytest.mark.patches
 
@@ -39,8 +39,7 @@ def composite(name: str, *children: dict[str, Any]) -> dict[str, Any]:
 
 def shown_by_a_frontend(config: dict[str, Any] | None) -> Any:
     """What a fresh process makes of stats of a child, with the configuration of the composite or without one."""
-    command = [sys.executable, "-c", FRONTEND, json.dumps(config)]
-    done = subprocess.run(command, env={**os.environ, "VLLM_PLUGINS": ""}, capture_output=True, text=True)
+    done = run_python("-c", FRONTEND, json.dumps(config), env={**os.environ, "VLLM_PLUGINS": ""})
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -2,18 +2,14 @@
 """The check at start: is the vLLM of this environment the one that the series makes?"""
 
 import importlib.util
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.patches.trees import ORIGINALS, A, B, make_tree
+from tests.python_path import REPOSITORY, run_python
 from vllm_overlay.patching import advice, installed
 from vllm_overlay.patching.tree import apply, status
-
-REPO = Path(__file__).resolve().parents[2]
 
 
 def test_an_unpatched_vllm_is_refused_in_one_sentence_with_the_command(tree, series, is_installed, monkeypatch):
@@ -21,7 +17,7 @@ def test_an_unpatched_vllm_is_refused_in_one_sentence_with_the_command(tree, ser
         installed.require()
     sentence = str(error.value)
     assert "lacks the 3 patches" in sentence and "\n" not in sentence
-    assert f"`python {REPO}/tools/apply_patches.py --installed`" in sentence
+    assert f"`python {REPOSITORY}/tools/apply_patches.py --installed`" in sentence
     monkeypatch.setattr(advice, "_TOOL", tree / "site-packages" / "tools" / "apply_patches.py")
     assert advice.command("--installed") == "python -m vllm_overlay.patching --installed"
     apply(tree, series)
@@ -57,7 +53,7 @@ def test_the_check_imports_neither_vllm_nor_torch():
         "import sys; from vllm_overlay.patching import installed; print(installed.require());"
         "assert not {'vllm', 'torch', 'msgspec', 'numpy'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "series" in done.stdout
 

@@ -3,15 +3,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 
 from tests.patches.trees import linked_originals
-from tests.python_path import python_path
+from tests.python_path import python_path, run_python
 from vllm_overlay.patching.installed import installed_root
 
 SEEDS = 8
@@ -19,9 +17,8 @@ SEEDS = 8
 
 def traced(root: Path) -> list[str]:
     """The trace of random runs under the vLLM in ``root``."""
-    command = [sys.executable, "-m", "tests.patches.schedule_traces", str(SEEDS)]
     environment = {**os.environ, "PYTHONPATH": python_path(root), "PYTHONHASHSEED": "0", "VLLM_PLUGINS": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run_python("-m", "tests.patches.schedule_traces", SEEDS, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     first, *trace = done.stdout.splitlines()
     assert json.loads(first)["vllm"].startswith(str(root))

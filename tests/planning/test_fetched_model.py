@@ -2,8 +2,6 @@
 """A model that is not here: ``serve`` has its configuration fetched as vLLM would, ``plan`` asks no network."""
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.python_path import REPOSITORY
+from tests.python_path import run_python
 
 pytestmark = pytest.mark.slow
 CONFIG = b"{}"
@@ -67,13 +65,7 @@ def test_a_model_is_fetched_where_that_is_allowed(
 ) -> None:
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
     environment.pop("HF_HUB_OFFLINE", None)
-    done = subprocess.run(
-        [sys.executable, "-c", _REQUIRE, model, str(may_fetch)],
-        env=environment,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
+    done = run_python("-c", _REQUIRE, model, may_fetch, env=environment)
     assert (done.returncode != 0) == bool(refusal), done.stderr
     assert refusal in done.stderr
     assert bool(list(tmp_path.rglob("config.json"))) == (not refusal)

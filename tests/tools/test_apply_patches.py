@@ -3,26 +3,21 @@
 
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.patches.trees import contents, installed_originals, make_unpatched
+from tests.python_path import REPOSITORY
+from tests.python_path import run_python as run
 from vllm_overlay.patching.cli import main
 from vllm_overlay.patching.series import load
 
-REPO = Path(__file__).resolve().parents[2]
-TOOL = REPO / "tools" / "apply_patches.py"
+TOOL = REPOSITORY / "tools" / "apply_patches.py"
 
 
 @pytest.fixture
 def checkout(tmp_path):
     return make_unpatched(tmp_path / "checkout")
-
-
-def run(*arguments, cwd=None):
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=cwd)
 
 
 def test_a_checkout_is_checked_patched_and_put_back(checkout, tmp_path):
@@ -42,7 +37,7 @@ def test_a_checkout_is_checked_patched_and_put_back(checkout, tmp_path):
 
 
 def test_the_module_does_the_same_without_tools(checkout):
-    done = run("-m", "vllm_overlay.patching", "--target", checkout, "--check", cwd=REPO)
+    done = run("-m", "vllm_overlay.patching", "--target", checkout, "--check")
     assert done.returncode == 0 and "The series would apply." in done.stdout, done
 
 
@@ -63,9 +58,7 @@ def test_a_series_that_is_in_only_in_part_is_told_with_the_command_that_repairs_
 
 
 def test_installed_is_the_vllm_that_this_python_would_import(checkout):
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    command = [sys.executable, str(TOOL), "--installed", "--status"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = run(TOOL, "--installed", "--status", env={**os.environ, "PYTHONPATH": str(checkout)})
     assert done.stdout.startswith(f"{checkout / 'vllm'}: vLLM 0.32.0"), done
 
 
@@ -90,8 +83,8 @@ def test_a_reader_that_goes_away_is_no_refusal(checkout):
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, str(TOOL), "--target", str(checkout), "--status"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    output = {"capture_output": False, "stdout": writer, "stderr": subprocess.PIPE}
+    done = run(TOOL, "--target", checkout, "--status", env=environment, **output)
     os.close(writer)
     assert done.stderr == ""
 

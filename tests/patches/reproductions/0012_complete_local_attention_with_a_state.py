@@ -12,11 +12,8 @@ SYMPTOM = "local attention 2304, local state 0, external state at 2304: the atte
 
 def main() -> None:
     lab = Lab()
-    recurrent = [
-        i
-        for i, group in enumerate(lab.scheduler.kv_cache_config.kv_cache_groups)
-        if "Mamba" in repr(group.kv_cache_spec)
-    ]
+    groups = lab.scheduler.kv_cache_config.kv_cache_groups
+    recurrent = [i for i, group in enumerate(groups) if "Mamba" in repr(group.kv_cache_spec)]
     hits, attention_pages, right = [], [], []
 
     def hit_without_states(tokens: list[int], cold: dict[str, Any]) -> None:

@@ -8,13 +8,8 @@ SYMPTOM = "'function' object is not subscriptable: the first step ends the engin
 
 
 def main() -> None:
-    error, distances = speculate([prompt(length, seed=length) for length in (300, N - 3, N - 8, 2 * N - 5)], 24)
-    conclude(
-        "not subscriptable" in error and not distances,
-        not error and max(distances) < NEAR,
-        error=error,
-        distances=distances,
-    )
+    error, far = speculate([prompt(length, seed=length) for length in (300, N - 3, N - 8, 2 * N - 5)], 24)
+    conclude("not subscriptable" in error and not far, not error and max(far) < NEAR, error=error, distances=far)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,8 @@ SYMPTOM = "must be contiguous at last dimension: a prompt of 1 more than the mat
 
 
 def main() -> None:
-    error, distances = speculate([prompt(MATCH_UNIT + 1, seed=1)], 8)
-    conclude(
-        "must be contiguous" in error and not distances,
-        not error and max(distances) < NEAR,
-        error=error,
-        distances=distances,
-    )
+    error, far = speculate([prompt(MATCH_UNIT + 1, seed=1)], 8)
+    conclude("must be contiguous" in error and not far, not error and max(far) < NEAR, error=error, distances=far)
 
 
 if __name__ == "__main__":
