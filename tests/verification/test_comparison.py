@@ -24,31 +24,15 @@ COMPUTED = answer([1, 2, 3], [-1.0, -1.0, -1.0], cached=0, t7=-1.02)
 @pytest.mark.parametrize(
     ("restored", "verdict", "detail"),
     [
-        pytest.param(answer([1, 2, 3], [-1.0, -1.0, -1.0]), Verdict.EQUAL, "", id="equal"),
-        pytest.param(answer([1, 2, 3], [-1.0, -1.04, -1.0]), Verdict.NEAR, "", id="near"),
-        pytest.param(
-            answer([1, 2, 3], [-1.0, -1.2, -1.0]),
-            Verdict.DIFFERENT,
-            "token 2 has logprob -1.2000 and not -1.0000",
-            id="a logprob",
-        ),
-        pytest.param(
-            answer([1, 2, 3], [-1.0, math.nan, -1.0]),
-            Verdict.DIFFERENT,
-            "token 2 has logprob nan and not -1.0000",
-            id="NaN",
-        ),
-        pytest.param(answer([1, 2, 7], [-1.0, -1.0, -1.0], t3=-1.01), Verdict.NEAR, "", id="a tie decided otherwise"),
-        pytest.param(
-            answer([1, 2, 7], [-1.0, -1.0, -0.5], t3=-2.0), Verdict.DIFFERENT, "token 3 is 7 and not 3", id="no tie"
-        ),
-        pytest.param(
-            answer([1, 2, 8], [-1.0, -1.0, -1.0], t3=-1.0),
-            Verdict.DIFFERENT,
-            "token 3 is 8 and not 3",
-            id="a token that was not likely",
-        ),
+        (answer([1, 2, 3], [-1.0, -1.0, -1.0]), Verdict.EQUAL, ""),
+        (answer([1, 2, 3], [-1.0, -1.04, -1.0]), Verdict.NEAR, ""),
+        (answer([1, 2, 3], [-1.0, -1.2, -1.0]), Verdict.DIFFERENT, "token 2 has logprob -1.2000 and not -1.0000"),
+        (answer([1, 2, 3], [-1.0, math.nan, -1.0]), Verdict.DIFFERENT, "token 2 has logprob nan and not -1.0000"),
+        (answer([1, 2, 7], [-1.0, -1.0, -1.0], t3=-1.01), Verdict.NEAR, ""),  # a tie decided otherwise
+        (answer([1, 2, 7], [-1.0, -1.0, -0.5], t3=-2.0), Verdict.DIFFERENT, "token 3 is 7 and not 3"),
+        (answer([1, 2, 8], [-1.0, -1.0, -1.0], t3=-1.0), Verdict.DIFFERENT, "token 3 is 8 and not 3"),
     ],
+    ids=["equal", "near", "a logprob", "NaN", "a tie", "no tie", "a token that was not likely"],
 )
 def test_an_answer_is_compared_token_by_token(restored: Completion, verdict: Verdict, detail: str) -> None:
     comparison = compare(restored, COMPUTED, None, TOLERANCE)
