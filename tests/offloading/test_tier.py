@@ -396,6 +396,16 @@ def test_its_counters_are_there_before_anything_is_counted(tmp_path: Path) -> No
         assert registry.get_sample_value("vllm:hybrid_offload_stored_objects_total", labels) == 0
 
 
+def test_without_a_tier_of_ours_vllms_metrics_are_left_alone() -> None:
+    registry = CollectorRegistry()
+    kinds = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    extra = {"cpu_bytes_to_use": 1 << 30}
+    config = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+    vllm_config: Any = SimpleNamespace(kv_transfer_config=config)
+    OffloadingConnector.build_prom_metrics(vllm_config, kinds, ["engine"], {0: ["0"]})
+    assert not [metric.name for metric in registry.collect() if metric.name.startswith("vllm:hybrid_offload")]
+
+
 def test_without_an_engine_it_is_refused() -> None:
     with pytest.raises(ConfigError, match='set "kv_connector": "OffloadingConnector"'):
         engine_being_built()
