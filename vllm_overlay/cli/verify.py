@@ -153,7 +153,7 @@ VERIFY = Command(
     description="Proves on your own model and settings that restored answers equal computed ones.",
     examples={"verify http://127.0.0.1:8000": "whether what a running server restores equals what it computes"},
     statuses={
-        SOUND: "all are restored and equal, or not worth a load",
+        SOUND: "all restored and equal, or not worth a load",
         PROBLEMS: "an answer was not restored, or differs",
     },
     add_arguments=_add_arguments,
