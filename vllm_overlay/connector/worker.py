@@ -26,6 +26,9 @@ from vllm_overlay.transfer.base import FinishedCopy, Handle, KVTransfer
 
 _log = RateLimitedLog(logging.getLogger(__name__))
 
+_ADVANCE = "advance"
+"""Stands for a hook in `vllm:hybrid_offload_hook_errors`: several hooks do this work, and its parts fail one by one."""
+
 _Accepted = tuple[StoreJob, HostBuffer]
 
 _unfinished: list["OffloadWorker"] = []
@@ -102,7 +105,7 @@ class OffloadWorker:
         except SHUTDOWN:
             raise
         except BaseException as error:
-            self._tally.count("hook_errors", label="advance")  # no hook: several do this work
+            self._tally.count("hook_errors", label=_ADVANCE)
             _log.warning("advance", "a transfer or a tier failed in a worker: %r", error)
             return False
         return True
