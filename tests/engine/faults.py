@@ -167,9 +167,9 @@ def set_clearing(driver: "Driver", on: bool) -> bool:
     """Whether loads clear the rest of the pages they touch, as they must."""
     transfer = transfer_of("cpu")
     if on:
-        del transfer._zero
+        del transfer.scatter
     else:
-        transfer._zero = lambda spans: None
+        transfer.scatter = lambda placements, buffers, zeros=(): type(transfer).scatter(transfer, placements, buffers)
     return on
 
 
