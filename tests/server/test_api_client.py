@@ -79,6 +79,7 @@ def test_a_logprob_that_is_no_number_is_equal_to_nothing(server: Any) -> None:
     [
         ((400, "too long"), "answered 400: too long"),
         (stream(token(5, -0.1)), "broke off: the answer ended without its usage"),
+        (stream({"choices": [], "usage": {"prompt_tokens": 9}}), "does not say .*: start the server with --enable"),
         (stream({"error": {"message": "no memory"}}), "broke off: .*no memory"),
         ((200, "data: {\n"), "answered what vLLM's server does not"),
         (stream({"choices": [{"text": "x"}], "usage": None}), "answered what vLLM's server does not: KeyError"),

@@ -122,9 +122,7 @@ def _print(computed: Computed, results: Sequence[Result], arguments: argparse.Na
     print(_verdict(results, arguments.tolerance))
     print(f"computed twice, {computed.num_equal} of {len(computed.answers)} prompts gave equal answers")
     lost = [result for result in results if result.comparison.verdict is Verdict.NOT_RESTORED]
-    if any(result.sources for result in lost):
-        print("bytes were loaded, but no cached tokens reported: start the server with --enable-prompt-tokens-details")
-    elif lost and arguments.against:
+    if arguments.against and lost and not any(result.sources for result in lost):
         print("if nothing outlives the server: add a child with a disk tier")
     if all(result.comparison.verdict is Verdict.LEFT for result in results):
         print('nothing was restored: give every child "load_weight": 1.0 for the verification')

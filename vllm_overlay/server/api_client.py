@@ -295,7 +295,12 @@ def _read_stream(lines: Iterable[bytes], started: float) -> Completion:
         usage = chunk.get("usage") or usage
     if usage is None:
         raise ApiError("/v1/completions broke off: the answer ended without its usage")
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    if not (details := usage.get("prompt_tokens_details")):
+        raise ApiError(
+            "/v1/completions does not say how many tokens were cached: start the server with "
+            "--enable-prompt-tokens-details"
+        )
+    cached = details["cached_tokens"]
     return Completion(token_ids, logprobs, usage["prompt_tokens"], cached, first_token_s, candidates)
 
 
