@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares answers with those of engines that have no connector."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,15 @@ class Judge:
         self._uncached: Engine | None = None
         self._device_cached: Engine | None = None
 
-    def verdict(self, tokens: list[int], answer: Output, num_restorable: int, before: Sequence[list[int]] = ()) -> Cell:
-        """``num_restorable``: of the prompt, so many tokens had to come from a cache. ``before``: the prompts whose
-        computation left them there; none: the prompt's own beginning."""
+    def verdict(self, tokens: list[int], answer: Output, num_restorable: int, restored_before: int = 0) -> Cell:
+        """``num_restorable``: of the prompt, so many tokens had to come from a cache. ``restored_before``: so many had
+        come from there when the rest of what was found was computed, which kernels may round by."""
         if answer.num_cached_tokens < num_restorable:
             return Cell(Verdict.NO_HIT, f"{answer.num_cached_tokens} of {num_restorable} tokens")
         computed = self._without_cache(tokens)
         if answer.same_as(computed):
             return Cell(Verdict.EXACT)
-        kept = answer.num_cached_tokens + dropped(self._arguments) + 1
-        by_device = self._with_device_cache(tokens, before or [tokens[:kept]])
+        by_device = self._with_device_cache(tokens, restored_before, answer.num_cached_tokens)
         if answer.same_as(by_device) and answer.num_cached_tokens == by_device.num_cached_tokens:
             return Cell(Verdict.AS_DEVICE, "vLLM's kernels round by where a prefill begins")
         return Cell(Verdict.WRONG, f"{answer} instead of {computed}")
@@ -41,12 +39,13 @@ class Judge:
             self._uncached = self._engines.enter_context(Engine(self._model, **plain))
         return self._uncached.generate(tokens)
 
-    def _with_device_cache(self, tokens: list[int], before: Sequence[list[int]]) -> Output:
+    def _with_device_cache(self, tokens: list[int], *boundaries: int) -> Output:
+        """Computed up to each of these, then from the last one."""
         if self._device_cached is None:
             self._device_cached = self._engines.enter_context(Engine(self._model, **self._arguments))
         self._device_cached.reset_device_cache()
-        for earlier in before:
-            self._device_cached.generate(earlier)
+        for boundary in filter(None, boundaries):
+            self._device_cached.generate(tokens[: boundary + dropped(self._arguments) + 1])
         return self._device_cached.generate(tokens)
 
 

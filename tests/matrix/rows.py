@@ -38,7 +38,7 @@ SINGLE_GROUP = {"prefix_match_unit": None, "block_size": UNIT}
 
 @dataclass(frozen=True, slots=True)
 class Excuse:
-    """Why a model may not run at all: what its engine then says, and that in words."""
+    """Why a model may not run at all: a pattern of what its engine then says, and that in words."""
 
     error: str
     reason: str
@@ -64,7 +64,10 @@ class Row:
         return cell.is_good or cell in known
 
 
-NO_MAMBA = Excuse("IndexError", "vLLM's CPU build has no kernel for it, with a connector or without")
+NO_MAMBA = Excuse(
+    "IndexError|no attribute 'selective_scan_fwd'",
+    "vLLM's CPU build has no kernel for it, with a connector or without",
+)
 NO_MLA = Excuse(
     "needs the prefix cache", "vLLM's CPU platform has no prefix cache for MLA where the processor has no AMX, as here"
 )
