@@ -70,10 +70,11 @@ def write_all(device: Device, fd: int, segments: Sequence[memoryview]) -> None:
         left = _advance(left, done)
 
 
-def read_up_to(device: Device, fd: int, segments: Sequence[memoryview], enough: int, offset: int = 0) -> int:
-    """Fill the segments with the file's bytes from ``offset`` on, up to byte ``enough`` or a little further, as far as
-    the file goes; returns how far that is. Raises OSError."""
+def read_up_to(device: Device, fd: int, segments: Sequence[memoryview], enough: int) -> int:
+    """Fill the segments from the file's begin, up to byte ``enough`` or a little further, as far as the file goes;
+    returns how far that is. Raises OSError."""
     left = list(segments)
+    offset = 0
     while offset < enough and (done := device.preadv(fd, left[:_MAX_SEGMENTS], offset)) > 0:
         offset += done
         left = _advance(left, done)

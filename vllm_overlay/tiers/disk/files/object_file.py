@@ -26,8 +26,6 @@ A stale handle or a path that fails over works by the second time. A bad sector 
 which a load has ``load_timeout_s``.
 """
 _CREATE_ATTEMPTS = 4
-PIECE_BYTES = 16 << 20
-"""What is read at once: other threads read while this one verifies it."""
 _T = TypeVar("_T")
 _own = threading.local()
 OWN_TROUBLE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -193,38 +191,24 @@ def read_object(
     segments, padding = _with_padding(buffer, views)
     page, behind = _pages()
     num_bytes = file_bytes(identity.payload_bytes)
-    stride = max(1, PIECE_BYTES // buffer.array.shape[1])
-    pieces = [segments[first : first + stride] for first in range(0, len(segments), stride)]
-    pieces[0].insert(0, page)
-    pieces[-1].append(behind)
 
-    def read_piece(fd: int, piece: list[memoryview], offset: int) -> int:
-        """Where the next one begins."""
-        wanted = min(offset + sum(map(len, piece)), num_bytes)
-        found = read_up_to(device, fd, piece, wanted, offset)
-        if found != wanted:
-            if device.lstat(path).st_size == num_bytes:  # not read to its end: what is left may be right
-                raise OSError(errno.EIO, "the file ends before its size says")
-            raise BadObject(Reason.SIZE)
-        return found
-
-    def payload(fd: int, offset: int) -> Iterator[memoryview]:
-        """Behind the first piece, which has been read."""
+    def payload() -> Iterator[memoryview]:
         begin = 0
-        for place, view in enumerate(views):
-            if place and place % stride == 0:
-                offset = read_piece(fd, pieces[place // stride], offset)
+        for view in views:
             yield view
             take(begin, view)
             begin += len(view)
 
     def read() -> None:
         with _opened(device, path, os.O_DIRECT if direct else 0) as fd:
-            offset = read_piece(fd, pieces[0], 0)
-            header = _decode(page, partial(ObjectHeader.decode, integrity=integrity))
-            if header.identity != identity:
-                raise BadObject(Reason.HEADER)
-            if not integrity.unseal(header.seal, payload(fd, offset)) or padding.any():
-                raise BadObject(Reason.CHECKSUM)
+            if read_up_to(device, fd, [page, *segments, behind], num_bytes) != num_bytes:
+                if device.lstat(path).st_size == num_bytes:  # not read to its end: what is left may be right
+                    raise OSError(errno.EIO, "the file ends before its size says")
+                raise BadObject(Reason.SIZE)
+        header = _decode(page, partial(ObjectHeader.decode, integrity=integrity))
+        if header.identity != identity:
+            raise BadObject(Reason.HEADER)
+        if not integrity.unseal(header.seal, payload()) or padding.any():
+            raise BadObject(Reason.CHECKSUM)
 
     _read_patiently(read, is_wanted)
