@@ -7,18 +7,17 @@ import resource
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from tests.tiers.disk.devices import FailingDevice, RuledDevice
+from tests.tiers.disk.devices import FailingDevice, GatedDevice, RuledDevice
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
 from tests.tiers.disk.inside import delay_bookkeeper, is_member, room_bytes
 from tests.tiers.disk.objects import OBJECT, chain
 from tests.tiers.disk.tier_pair import tier_pair
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from vllm_overlay.common import circuit_breaker
 from vllm_overlay.common.circuit_breaker import CircuitBreaker
 from vllm_overlay.planner.objects import ObjectId
@@ -323,17 +322,14 @@ def test_a_new_root_that_everyone_may_write_is_not_taken(tmp_path, said):
 def test_reads_that_hang_are_given_up_and_nothing_waits_for_them_twice(tmp_path, disk_clock):
     """What the connector does with a load that is late; the read threads hang all the while."""
 
-    go_on = threading.Event()
-    device = RuledDevice(lambda call, path: until(go_on.is_set, "the gate") if call == "preadv" else None)
-    go_on.set()
+    device = GatedDevice("preadv")
     with tier_pair(tmp_path / "root", device=device, read_threads=1) as made:
         made.store(chain("p", 1))
-        made.recovered()
-        go_on.clear()
         worker, planned = made.workers[0], chain("p", 1)[0]
         ticket = made.load_ticket(planned)
         for turn in range(3):
             worker.begin_load(f"late {turn}", [ticket])
+            assert turn or device.waiting.acquire(timeout=PATIENCE_S), "the thread reads, so it asks no breaker later"
             assert worker.poll() == ([], [])
             worker.load_was_late(f"late {turn}")
             worker.cancel_load(f"late {turn}")
@@ -343,7 +339,7 @@ def test_reads_that_hang_are_given_up_and_nothing_waits_for_them_twice(tmp_path,
             assert [(result.reason, result.is_bad) for result in fetched] == [("breaker", False)]
             later(disk_clock)
             assert worker.load_pause_s() == 0
-        go_on.set()
+        device.gate.set()
         until(lambda: later(disk_clock) or made.reasons(chain("p", 1)) == ["", ""])
         assert worker.load_pause_s() == 0
 
