@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.connector.harness import HYBRID, Harness
+from tests.connector.harness import HYBRID, NOTHING, Harness
 from vllm_overlay.connector import explanations
+from vllm_overlay.connector.metadata import OffloadWorkerMetadata
 from vllm_overlay.tiers.cpu import CpuTierManager
 
 
@@ -83,3 +84,16 @@ def test_each_lookup_has_a_line_at_debug_level(caplog: pytest.LogCaptureFixture)
         "test: request another p: 0 of 200 tokens on the device, 128 more to restore; then attention (group 0); "
         "not restored: prompt_end 8, attention 64"
     ]
+
+
+def test_a_lookup_that_does_not_ask_the_tier_has_its_line_and_replaces_an_earlier_answer(
+    caplog: pytest.LogCaptureFixture, lines: list[str]
+) -> None:
+    made = evicting(128)
+    request = made.looked_up("p")
+    made.scheduler.update(NOTHING, OffloadWorkerMetadata(load_pause_s=60.0))
+    with caplog.at_level(logging.DEBUG, explanations.logger.name):
+        made.scheduler.lookup(request, 16)
+    assert caplog.messages == ["test: request p: 16 of 200 tokens on the device, the tier is not asked: breaker"]
+    made.step(request, 140)
+    assert lines == []

@@ -8,6 +8,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tests.multi_connector.fakes import FAULTS, Boom, blocks, child, multi, request, scheduler_output
 from tests.multi_connector.lockstep import admit, allocated, answering, answers_it, by_label, reported, tally_of
+from vllm_overlay.multi_connector import lookup
 
 
 def test_the_best_weighted_offer_is_chosen_and_all_are_asked_in_one_call():
@@ -75,6 +76,25 @@ def test_a_child_still_looking_that_could_win_is_waited_for_until_the_deadline()
         assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)
     connector._scheduler._clock.now = 100.051
     assert connector.get_num_new_matched_tokens(request(), 0) == (16, True)
+
+
+def test_each_decision_has_a_line_at_debug_level(monkeypatch):
+    lines = []
+    monkeypatch.setattr(lookup.logger, "isEnabledFor", lambda level: True)
+    monkeypatch.setattr(lookup.logger, "debug", lambda message, *args: lines.append(message % args))
+    weights = {"a": 1.0, "b": 0.5, "c": 1.0, "d": 1.0}
+    children = [child(name, weight=weight, load=name != "c") for name, weight in weights.items()]
+    connector = answering(100, 160, 64, None, children=children, lookup_timeout_ms=50)
+    for passed_s in (0.0, 0.051):
+        connector._scheduler._clock.now = 100.0 + passed_s
+        connector.get_num_new_matched_tokens(request("r"), 16)
+    answering(0, 0).get_num_new_matched_tokens(request("q"), 0)
+    offers = "a 100 (worth 100), b 160 (worth 80), c 64 (ignored: load_off), d is looking"
+    assert lines == [
+        f"request r: 984 tokens are not on the device; {offers}; asks again",
+        f"request r: 984 tokens are not on the device; {offers}; loads from a",
+        "request q: 1000 tokens are not on the device; a nothing, b nothing; loads from none",
+    ]
 
 
 def reading(*answers, **settings):

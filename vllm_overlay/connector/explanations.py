@@ -59,6 +59,14 @@ class Explanations:
             found = max(num_local, lookup.restore_point)
             self._waiting[request.request_id] = _Lost(request, found, lookup)
 
+    def not_asked(self, request: "Request", num_local: int, why: Reason) -> None:
+        """The tier was not asked at all. That replaces an earlier answer."""
+        logger.debug(
+            "%s: request %s: %d of %d tokens on the device, the tier is not asked: %s",
+            self._name, request.request_id, num_local, request.num_tokens, why,
+        )  # fmt: skip
+        self._waiting.pop(request.request_id, None)
+
     def step(self, scheduled: Iterable[str]) -> None:
         """Called before a step that computes these requests."""
         for request_id in scheduled if self._waiting else ():

@@ -136,15 +136,16 @@ def _spec(spec: KVCacheSpec) -> KVCacheSpec:
     return next(iter(iter_layer_specs(spec)))
 
 
-_KINDS: dict[type[KVCacheSpec], GroupKind] = {
-    FullAttentionSpec: GroupKind.FULL,
-    MLAAttentionSpec: GroupKind.FULL,
-    SlidingWindowSpec: GroupKind.WINDOW,
-    SlidingWindowMLASpec: GroupKind.WINDOW,
-    ChunkedLocalAttentionSpec: GroupKind.WINDOW,
-    MambaSpec: GroupKind.RECURRENT,
+_KINDS: dict[type[KVCacheSpec], tuple[GroupKind, str]] = {
+    FullAttentionSpec: (GroupKind.FULL, ""),
+    MLAAttentionSpec: (GroupKind.FULL, ""),
+    SlidingWindowSpec: (GroupKind.WINDOW, "sliding_window"),
+    SlidingWindowMLASpec: (GroupKind.WINDOW, "sliding_window"),
+    ChunkedLocalAttentionSpec: (GroupKind.WINDOW, "attention_chunk_size"),
+    MambaSpec: (GroupKind.RECURRENT, ""),
 }
-"""Kinds by the very class. A subclass is another kind of attention: R-SWA forgets answers, sinks precede the prompt."""
+"""Kinds by the very class, and the field that says how many tokens a layer sees at most. A subclass is another kind of
+attention: R-SWA forgets answers, sinks precede the prompt."""
 
 
 def _kind(group: "KVCacheGroupSpec") -> GroupKind:
@@ -157,14 +158,13 @@ def _kind(group: "KVCacheGroupSpec") -> GroupKind:
                 f"layer {name} has a {type(spec).__name__}: HybridOffloadConnector knows full attention, sliding "
                 "windows, chunked local attention, MLA and recurrent states"
             )
-    return _KINDS[type(_spec(own))]
+    return _KINDS[type(_spec(own))][0]
 
 
 def _window(spec: KVCacheSpec) -> int:
     """Tokens that a layer sees at most; 0 where that is all of them."""
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return int(spec.attention_chunk_size)
-    return int(spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
+    kind, field = _KINDS[type(spec)]
+    return int(getattr(spec, field)) if kind is GroupKind.WINDOW else 0
 
 
 def _common_page_map(

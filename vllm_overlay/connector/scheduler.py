@@ -117,6 +117,7 @@ class OffloadScheduler:
         self._tally.count("lookup_limits", label=reason)
         num_tokens = tracked.request.num_tokens - tracked.num_local
         self._account.looked_up(tracked.request.request_id, num_tokens, {reason: num_tokens})
+        self._explanations.not_asked(tracked.request, tracked.num_local, reason)
         return 0
 
     def _track(self, request: "Request", num_local: int) -> TrackedRequest:

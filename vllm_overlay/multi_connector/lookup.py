@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's lookup: every child is asked, the best offer is chosen, and the decision is kept until it is counted."""
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.multi_connector import validation
 from vllm_overlay.multi_connector.child import Child
-from vllm_overlay.multi_connector.choice import Choice
+from vllm_overlay.multi_connector.choice import Choice, Verdict
 from vllm_overlay.multi_connector.control_file import ControlFile
+from vllm_overlay.multi_connector.hooks import logger
 from vllm_overlay.multi_connector.request_filter import RequestFilter
 from vllm_overlay.multi_connector.settings import MultiSettings
 
@@ -82,6 +84,8 @@ class Lookups:
             for child, reply in zip(self._children, replies, strict=True)
         ]
         verdict = self._choice.decide(offers, ceiling)
+        if logger.isEnabledFor(logging.DEBUG):
+            self._say(request.request_id, asked, replies, verdict)
         if verdict.wait:
             return None, False
         chosen = replies[verdict.chosen] if verdict.chosen is not None else Reply()
@@ -93,6 +97,23 @@ class Lookups:
             replies, verdict.chosen, asked, local_tokens=num_computed_tokens, is_trial=verdict.is_trial
         )
         return tokens, chosen.asynchronous
+
+    def _say(self, request_id: str, asked: int, replies: Iterable[Reply], verdict: Verdict) -> None:
+        """Why this child loads, or none does."""
+        offers = []
+        for child, reply in zip(self._children, replies, strict=True):
+            if reply.ignored is not None:
+                offer = f"{reply.ignored_tokens} (ignored: {reply.ignored})"
+            elif reply.tokens:
+                offer = f"{reply.tokens} (worth {self._choice.worth(child.index, reply.tokens):.0f})"
+            else:
+                offer = "is looking" if reply.tokens is None else "nothing"
+            offers.append(f"{child.name} {offer}")
+        found = "none" if verdict.chosen is None else self._children[verdict.chosen].name
+        logger.debug(
+            "request %s: %d tokens are not on the device; %s; %s", request_id, asked, ", ".join(offers),
+            "asks again" if verdict.wait else f"loads from {found}{', to measure it' if verdict.is_trial else ''}",
+        )  # fmt: skip
 
     def _ask(self, child: Child, request: "Request", num_computed_tokens: int, ceiling: int) -> Reply:
         nothing = Reply()
