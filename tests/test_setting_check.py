@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from vllm_overlay.config import ConfigError
+from vllm_overlay.config import ConfigError, TierSettings
 from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings
 from vllm_overlay.settings.check import allowed, checked, example
+from vllm_overlay.settings.foreign_names import OF_A_CHILD, OF_THE_MULTI_CONNECTOR
 from vllm_overlay.tiers.cpu import CpuTierSettings
 from vllm_overlay.tiers.disk.settings import DiskTierSettings
 
@@ -65,6 +66,11 @@ def refusal(**given: Any) -> str:
 )
 def test_the_sentence_comes_from_the_fields_own_type(given: dict[str, Any], sentence: str) -> None:
     assert sentence in refusal(**given)
+
+
+def test_a_setting_of_the_multi_connector_or_of_a_child_has_its_place_wherever_it_is_written() -> None:
+    assert set(MultiSettings.__struct_fields__) == {"connectors", *OF_THE_MULTI_CONNECTOR}
+    assert set(ChildSettings.__struct_fields__) - set(TierSettings.__struct_fields__) == set(OF_A_CHILD)
 
 
 def test_a_setting_that_is_missing_is_answered_with_one_that_works() -> None:

@@ -15,17 +15,12 @@ from vllm.logger import init_logger
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.multi_connector.child import refused
-from vllm_overlay.multi_connector.settings import (
-    OURS_ALONE,
-    ChildSettings,
-    MultiSettings,
-    child_settings,
-    multi_settings,
-)
+from vllm_overlay.multi_connector.settings import ChildSettings, MultiSettings, child_settings, multi_settings
 from vllm_overlay.multi_connector.stats import OWN
 from vllm_overlay.multi_connector.weights import UNKNOWN, LoadWeight
 from vllm_overlay.named_child import NamedChild
 from vllm_overlay.settings.check import did_you_mean, nearest, refuse_unknown
+from vllm_overlay.settings.foreign_names import OF_A_CHILD
 
 logger = init_logger(f"vllm.{__name__}")
 RECOMPUTE, FAIL = "recompute", "fail"
@@ -114,7 +109,7 @@ def _entry(given: Mapping[str, Any], position: int, inherited: Mapping[str, Any]
     if given.get("engine_id"):
         # With data parallelism vLLM makes the id at the top each rank's own in this way.
         config.engine_id += "".join(re.findall(r"_dp\d+$", inherited["engine_id"] or ""))
-    for setting in OURS_ALONE:
+    for setting in OF_A_CHILD:
         config.kv_connector_extra_config.pop(setting, None)
     where = f" in kv_connector_module_path={path!r}" if (path := config.kv_connector_module_path) else ""
     with refused(f"kv_connector={config.kv_connector!r}{where} of connector {label} cannot be imported"):

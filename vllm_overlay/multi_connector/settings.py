@@ -99,10 +99,6 @@ class ChildSettings(msgspec.Struct, kw_only=True, frozen=True):
     promote: Annotated[bool, Meta(description="Whether it stores requests that another child loads.")] = True
 
 
-OURS_ALONE = ("min_tokens", "load", "store", "promote")
-"""Settings that the child itself is not shown: it may refuse what it does not know. Our own tiers have the others under
-the same names."""
-
 THE_MULTI_CONNECTOR = "the MultiConnector"
 _OF_A_CHILD = dict.fromkeys((*ChildSettings.__struct_fields__, "name"), "the kv_connector_extra_config of each child")
 

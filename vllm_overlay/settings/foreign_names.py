@@ -30,13 +30,16 @@ OF_THE_MULTI_CONNECTOR = (
 )
 """Settings of our MultiConnector itself, which vLLM's own does not have."""
 
+OF_A_CHILD = ("min_tokens", "load", "store", "promote")
+"""Settings of a connector below it that the connector itself is not shown: it may refuse what it does not know."""
+
 PLACES: Mapping[str, str] = {
     **dict.fromkeys(
         ("kv_connector", "kv_role", "engine_id", "kv_port", "kv_connector_module_path", "kv_connector_extra_config"),
         "the entry itself, beside kv_connector",
     ),
     **dict.fromkeys(("connectors", *OF_THE_MULTI_CONNECTOR), "the kv_connector_extra_config of the MultiConnector"),
-    **dict.fromkeys(("min_tokens", "load", "store", "promote"), "a connector below a MultiConnector"),
+    **dict.fromkeys(OF_A_CHILD, "a connector below a MultiConnector"),
     **dict.fromkeys(("tier", "root", "capacity_bytes", "min_free_bytes"), "the kv_connector_extra_config of a tier"),
     "prefix_match_unit": "vLLM's flag --prefix-match-unit",
     "mamba_cache_mode": "vLLM's flag --mamba-cache-mode",
