@@ -31,7 +31,7 @@ setup:
 demo: setup
 	@$(BIN)/python tools/demo.py
 
-# The product's promises and all that is quick: about ten minutes. SUITE=name runs another suite; CONTRIBUTING.md lists them.
+# The product's promises and all that is quick: a quarter of an hour. SUITE=name runs another suite; CONTRIBUTING.md lists them.
 # TESTS="tests/planner -k name" runs these alone, of whatever suite. ONLY=processor runs those of the suite with that marker.
 test: setup
 ifdef TESTS

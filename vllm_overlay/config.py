@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting, its default, unit and check. The tables of docs/configuration.md are made from this file."""
+"""The settings that every tier takes, with default, unit and check, and how sizes and weights are read."""
 
 import contextlib
 import math
