@@ -206,6 +206,7 @@ def test_after_draining_nothing_touches_a_row_and_nothing_older_is_loaded(make: 
     stats = lent.tier.get_stats().data["data"]
     assert stats["vllm:hybrid_offload_failed_loads"] == {("hybrid_disk", "closed"): 1}
     assert stats["vllm:hybrid_offload_loads_paused"] == {("hybrid_disk",): 0}  # that was no fault of the disk
+    device.gate.set()
 
 
 def test_stores_that_find_no_room_fail_and_what_is_there_is_not_written_again(make: Make, tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ import os
 
 import pytest
 
+from tests.tiers.disk.devices import RuledDevice, is_object
 from tests.tiers.disk.objects import OBJECT, UNIT, chain
 from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.tier_pair import tier_pair
 from tests.waiting import until
+from vllm_overlay.config import MIB
 from vllm_overlay.tiers.disk.files.device import Device
 from vllm_overlay.tiers.disk.files.root import choose_root, takes_direct_io
 
@@ -56,6 +58,29 @@ def test_a_truncated_or_extended_file_is_a_miss(tmp_path, size):
         os.truncate(made.path(planned), size)
         (result,) = made.fetch([planned])
         assert (result.reason, result.is_bad, result.buffer) == ("size", True, None)
+
+
+def test_what_lies_behind_a_file_is_seen_also_where_one_call_ends_before_it(tmp_path):
+    planned = chain("p", 1, 511 * 4096)[0]
+    with tier_pair(
+        tmp_path / "root", unit_bytes=4096, max_object_bytes=planned.num_bytes, staging_bytes=MIB * 8
+    ) as made:
+        made.store([planned])
+        assert made.reasons([planned]) == [""]
+        os.truncate(made.path(planned), 512 * 4096 + 1)
+        assert made.reasons([planned]) == ["size"]
+
+
+def test_a_file_of_any_size_is_written_in_one_call_and_read_in_one(tmp_path):
+    (first, planned), calls = chain("p", 1, 40 * MIB), []
+    device = RuledDevice(lambda call, path: calls.append(call) if is_object(path) else None)
+    sizes = {"unit_bytes": MIB, "max_object_bytes": planned.num_bytes, "staging_bytes": 80 * MIB}
+    with tier_pair(tmp_path / "root", device=device, **sizes) as made:
+        made.store([first])  # which makes the directory
+        calls.clear()
+        made.store([planned])
+        assert made.reasons([planned]) == [""]
+    assert calls == ["open", "pwritev", "close", "open", "preadv", "close"]
 
 
 def test_what_was_wrong_is_stored_anew_and_right_and_its_file_goes(tmp_path):

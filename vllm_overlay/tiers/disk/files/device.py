@@ -71,12 +71,14 @@ def write_all(device: Device, fd: int, segments: Sequence[memoryview]) -> None:
 
 
 def read_up_to(device: Device, fd: int, segments: Sequence[memoryview], enough: int) -> int:
-    """Fill the segments from the file's begin, up to byte ``enough`` or a little further, as far as the file goes;
-    returns how far that is. Raises OSError."""
+    """Fill the segments from the file's begin, as far as the file goes, which is to be ``enough`` bytes; returns how
+    far that is, at most. Raises OSError."""
     left = list(segments)
     offset = 0
-    while offset < enough and (done := device.preadv(fd, left[:_MAX_SEGMENTS], offset)) > 0:
+    while left and (done := device.preadv(fd, asked := left[:_MAX_SEGMENTS], offset)) > 0:
         offset += done
+        if offset >= enough and done < sum(map(len, asked)):
+            break  # and spares the call that would say so
         left = _advance(left, done)
     return offset
 
