@@ -9,6 +9,7 @@ import pytest
 from tests.connector.harness import HYBRID, NOTHING, Harness
 from vllm_overlay.connector import explanations
 from vllm_overlay.connector.metadata import OffloadWorkerMetadata
+from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.tiers.cpu import CpuTierManager
 
 
@@ -65,6 +66,14 @@ def test_a_missing_state_is_named(lines: list[str]) -> None:
     request = made.looked_up("p")
     made.step(request, 140)
     assert lines == ["test: request p computes tokens that were stored once: state 128"]
+
+
+@pytest.mark.parametrize("kind", [GroupKind.WINDOW, GroupKind.RECURRENT])
+def test_without_full_attention_nobody_knows_what_was_stored_once(lines: list[str], kind: GroupKind) -> None:
+    group = Group(0, kind, 64, 8, 512, kind is GroupKind.WINDOW, window=128)
+    made = Harness(geometry=Geometry.build([group], 16, 64), log_lost_tokens=1)
+    made.step(made.looked_up("never seen"), 140)
+    assert lines == []
 
 
 def test_a_request_that_ends_before_its_first_step_is_not_named(lines: list[str]) -> None:

@@ -268,13 +268,14 @@ def test_a_store_whose_report_was_lost_is_forgotten_once_no_rank_holds_it(now: l
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_an_overdue_load_keeps_what_it_reads_until_it_has_ended_or_no_rank_holds_it(
-    now: list[float], is_lost: bool
+    now: list[float], is_lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = Harness(report_timeout_s=100)
     made.store("p")
     made.loads("p")
     now[0] += 101
     assert not made.scheduler.has_pending_work()
+    assert caplog.messages == ["Request p could not be restored (not_reported)"]
     assert made.tally.counters["failed_loads:not_reported"] == 1
     assert made.scheduler.begin_step({}).overdue_loads == ("p",)
     one_rank = OffloadWorkerMetadata(idle_loads=Counter(["p"]))

@@ -88,12 +88,14 @@ def test_each_decision_has_a_line_at_debug_level(monkeypatch):
     for passed_s in (0.0, 0.051):
         connector._scheduler._clock.now = 100.0 + passed_s
         connector.get_num_new_matched_tokens(request("r"), 16)
-    answering(0, 0).get_num_new_matched_tokens(request("q"), 0)
+    connector = answering(0, 0)
+    connector._children[1].isolated = True
+    connector.get_num_new_matched_tokens(request("q"), 0)
     offers = "a 100 (worth 100), b 160 (worth 80), c 64 (ignored: load_off), d is looking"
     assert lines == [
         f"request r: 984 tokens are not on the device; {offers}; asks again",
-        f"request r: 984 tokens are not on the device; {offers}; loads from a",
-        "request q: 1000 tokens are not on the device; a nothing, b nothing; loads from none",
+        f"request r: 984 tokens are not on the device; {offers}; chosen: a",
+        "request q: 1000 tokens are not on the device; a nothing, b is out of service; chosen: none",
     ]
 
 

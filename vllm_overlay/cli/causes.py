@@ -134,6 +134,11 @@ def _coarse(interval: Interval) -> str:
     return f"restore points lie {unit} tokens apart: set a finer --prefix-match-unit or hybrid_chunk_size"
 
 
+def _window(interval: Interval) -> str:
+    """A tier whose model has no full attention calls so what it never had, too."""
+    return _TOO_SMALL if interval.now(f"{TIER}_evicted_objects_total") else _not_known(interval)
+
+
 def _not_known(interval: Interval) -> str:
     if interval.amount(f"{TIER}_lost_tokens_total", **{REASON: Reason.EVICTED}):
         return _TOO_SMALL
@@ -180,7 +185,7 @@ _BY_REASON: dict[str, str | Callable[[Interval], str]] = {
     Reason.DRAFTER: "vLLM drops a match unit from each hit, because the drafter reads ahead: set a finer "
     "--prefix-match-unit",
     Reason.EVICTED: _TOO_SMALL,
-    Reason.WINDOW: _TOO_SMALL,
+    Reason.WINDOW: _window,
     Reason.STATE: "the prompts share beginnings, and no state was kept where they part: the next prompt with the same "
     "beginning finds one, or set speculative_snapshot_tokens",
     Reason.NOT_TAKEN: _other_way,

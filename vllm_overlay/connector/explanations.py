@@ -36,7 +36,7 @@ class _Lost:
 
 
 class Explanations:
-    """Called by the scheduler's half alone. One line at debug level a lookup, and one at info for a request that
+    """Called by the scheduler's half alone. One line at debug level an answer, and one at info for a request that
     computes at least ``min_tokens`` which the tier had once; 0: none."""
 
     def __init__(self, name: str, min_tokens: int) -> None:

@@ -60,7 +60,8 @@ class OffloadScheduler:
         self._tally = tally
         self._account = TokenAccount(tally)
         self._first_tokens = FirstTokens(tally)
-        self._explanations = Explanations(settings.name, settings.log_lost_tokens)
+        # Without full attention nothing tells what was lost from what was never there (``lost_tokens``).
+        self._explanations = Explanations(settings.name, settings.log_lost_tokens if geometry.full else 0)
         self._gauges = Gauges(
             tally,
             token_bytes=geometry.token_bytes * world_size,
@@ -307,7 +308,7 @@ class OffloadScheduler:
             tracked.failed_loads += 1
         self._account.load_ended(request_id, failed=True)
         self._tally.count("failed_loads", label=reason)
-        logger.warning("Request %s could not be restored (%s) and is computed instead", request_id, reason)
+        logger.warning("Request %s could not be restored (%s)", request_id, reason)
 
     def finished(self, request_id: str) -> None:
         """The request is over; a load of it that is still under way keeps its pins until it is reported."""
@@ -341,8 +342,9 @@ class OffloadScheduler:
         for store in stores:
             self._tier.drop(store.planned.object_id)
             self._tally.count("dropped_stores", label=Reason.NOT_REPORTED)
-        for _ in loads:
+        for load in loads:
             self._tally.count("failed_loads", label=Reason.NOT_REPORTED)
+            logger.warning("Request %s could not be restored (%s)", load.request_id, Reason.NOT_REPORTED)
 
     def clear(self) -> None:
         """Nothing that was stored before is loaded any more, and nothing that was computed before is stored. A request

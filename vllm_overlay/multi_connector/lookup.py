@@ -99,20 +99,22 @@ class Lookups:
         return tokens, chosen.asynchronous
 
     def _say(self, request_id: str, asked: int, replies: Iterable[Reply], verdict: Verdict) -> None:
-        """Why this child loads, or none does."""
+        """Why this child is chosen, or none is."""
         offers = []
         for child, reply in zip(self._children, replies, strict=True):
             if reply.ignored is not None:
                 offer = f"{reply.ignored_tokens} (ignored: {reply.ignored})"
             elif reply.tokens:
                 offer = f"{reply.tokens} (worth {self._choice.worth(child.index, reply.tokens):.0f})"
+            elif reply.tokens is None:
+                offer = "is looking"
             else:
-                offer = "is looking" if reply.tokens is None else "nothing"
+                offer = "nothing" if child.in_service else "is out of service"
             offers.append(f"{child.name} {offer}")
         found = "none" if verdict.chosen is None else self._children[verdict.chosen].name
         logger.debug(
             "request %s: %d tokens are not on the device; %s; %s", request_id, asked, ", ".join(offers),
-            "asks again" if verdict.wait else f"loads from {found}{', to measure it' if verdict.is_trial else ''}",
+            "asks again" if verdict.wait else f"chosen: {found}{', to measure it' if verdict.is_trial else ''}",
         )  # fmt: skip
 
     def _ask(self, child: Child, request: "Request", num_computed_tokens: int, ceiling: int) -> Reply:
