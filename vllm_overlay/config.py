@@ -74,7 +74,7 @@ MaxLoadAttempts = Annotated[
 """Like ``load_weight`` a key of every connector below a MultiConnector; our tiers heed it when they are alone too."""
 
 
-class TierSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TierSettings(msgspec.Struct, kw_only=True):
     """What every HybridOffloadConnector takes in ``kv_connector_extra_config``."""
 
     tier: Annotated[

@@ -76,6 +76,7 @@ def test_a_child_still_looking_that_could_win_is_waited_for_until_the_deadline()
         assert connector.get_num_new_matched_tokens(request(), 0) == (None, False)
     connector._scheduler._clock.now = 100.051
     assert connector.get_num_new_matched_tokens(request(), 0) == (16, True)
+    assert answering(None, lookup_timeout_ms=0).get_num_new_matched_tokens(request(), 0) == (0, False)
 
 
 def test_each_decision_has_a_line_at_debug_level(monkeypatch):

@@ -153,6 +153,20 @@ def test_an_answer_to_an_older_order_is_none_to_the_present_one():
     assert engine.state() is Phase.SERVING
 
 
+def test_ranks_that_answer_different_orders_have_not_answered_yet():
+    engine = Lockstep()
+    first = engine.scheduler.build_connector_meta(scheduler_output()).orders
+    engine.scheduler.sub_connectors[0].raising = {"on_new_request"}
+    engine.scheduler.on_new_request(request())
+    second = engine.scheduler.build_connector_meta(scheduler_output()).orders
+    state = engine.state()
+    ranks = [MultiWorkerMetadata((None, None), orders) for orders in (first, second)]
+    engine.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=ranks[0].aggregate(ranks[1])))
+    assert engine.state() is state
+    engine.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=ranks[1].aggregate(ranks[1])))
+    assert engine.state() is not state
+
+
 def test_an_idle_engine_goes_on_stepping_while_workers_must_be_told_but_not_while_it_rests():
     engine = Lockstep()
     assert not engine.scheduler.has_pending_push_work()

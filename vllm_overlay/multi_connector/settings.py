@@ -13,7 +13,7 @@ from vllm_overlay.config import IS_A_PATH, ConfigError, MaxLoadAttempts, load_we
 from vllm_overlay.settings.check import checked, refuse_unknown
 
 
-class MultiSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class MultiSettings(msgspec.Struct, kw_only=True):
     """The settings of the MultiConnector itself; a child's own are in the child's ``kv_connector_extra_config``."""
 
     connectors: Annotated[

@@ -46,7 +46,7 @@ from vllm_overlay.tiers.policies.base import EvictionPolicy
 from vllm_overlay.tiers.policies.factory import learns, make_policy
 
 
-class CpuTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
+class CpuTierSettings(TierSettings, kw_only=True):
     """The CPU tier."""
 
     tier: str = "cpu"

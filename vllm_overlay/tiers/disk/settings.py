@@ -8,7 +8,7 @@ from msgspec import Meta
 from vllm_overlay.config import IS_A_PATH, TierSettings
 
 
-class DiskTierSettings(TierSettings, kw_only=True, forbid_unknown_fields=True):
+class DiskTierSettings(TierSettings, kw_only=True):
     """The disk tier."""
 
     tier: str = "disk"
