@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bar for concurrent requests: each token near the best, and its logprob near its own, in an uncached engine.
 
-Near is 0.05. Kernels round by the batch, by some hundredths on some processors.
+Near is 0.1. Kernels round by the batch: of fifty requests at once, one was 0.056 away on a processor without AVX-512
+BF16. What ``test_faults_are_seen.py`` breaks is further away: by 0.5 with one attention chunk zeroed, by 7 with the
+state.
 
 A preempted request computes its prompt *and what it has decoded so far* anew, by prefill, and vLLM's
 prefill and decode kernels round differently. So an answer may also be what an uncached engine decodes after a prefill
@@ -12,7 +14,7 @@ from typing import Protocol
 
 from tests.engine.client import Engine, Output
 
-BAR = 0.05
+BAR = 0.1
 BAR_OF_DRAFTS = 0.5
 """Of an engine that speculates, held against one that does not: vLLM's kernels round otherwise there, with a connector
 or without, and whether or not there are drafts. Measured once by hand, with MTP and no
