@@ -61,9 +61,14 @@ def test_every_registered_tier_names_a_source_of_hits_that_vllm_knows(name: str)
     assert CacheHitSource(TIERS.find(name).hit_source) is not CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
-def test_the_registered_policies_can_be_made_and_all_but_the_fallback_are_guarded() -> None:
-    made = {name: type(make_policy(name, GEOMETRY)) for name in ("auto", *POLICIES.names)}
-    assert made == {"auto": GuardedPolicy, "lru": LeastRecentlyUsed, "learned": GuardedPolicy}
+class Lifo(LeastRecentlyUsed[Any]):
+    """A policy of somebody's own."""
+
+
+def test_policies_can_be_made_and_all_but_the_very_fallback_are_guarded() -> None:
+    own = f"{__name__}:Lifo"
+    made = {name: type(make_policy(name, GEOMETRY)) for name in ("auto", *POLICIES.names, own)}
+    assert made == {"auto": GuardedPolicy, "lru": LeastRecentlyUsed, "learned": GuardedPolicy, own: GuardedPolicy}
 
 
 def test_no_other_room_asks_which_tier_it_is() -> None:

@@ -84,7 +84,7 @@ def _not_asked(interval: Interval) -> str:
         return ""
     if hits:
         return _in_the_device(hits)
-    return "no request has reached a tier: prompts with prompt_logprobs read no cache"
+    return "no request has reached a tier: the switch store of a child may be off"
 
 
 def _nothing_stored(interval: Interval) -> str:
@@ -164,7 +164,9 @@ def _other_way(interval: Interval) -> str:
         )
     if ignored := _largest(interval.by_label(f"{MULTI}_ignored_offers_total", REASON)):
         return f"a setting leaves out what tiers offer ({ignored}): look at load and min_tokens, and the control file"
-    return "other connectors loaded what the tiers offered"
+    if interval.amount(f"{MULTI}_outbid_total"):
+        return "other connectors loaded what the tiers offered"
+    return "vLLM did not take what the tiers offered: requests with prompt_logprobs read no cache"
 
 
 def _largest_loss(interval: Interval) -> str:

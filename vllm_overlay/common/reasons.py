@@ -30,7 +30,8 @@ class Reason(StrEnum):
 
     # An offer that was not used.
     NOT_TAKEN = "not_taken"
-    """It was offered, and the request was admitted without it: another tier loads, or computing is faster."""
+    """It was offered, and the request was admitted without it: another tier loads, computing is faster, a setting
+    leaves it out, or the request reads no cache (prompt logprobs)."""
     LOAD_FAILED = "load_failed"
     """It was offered, and its load failed: `vllm:hybrid_offload_failed_loads` says why."""
 

@@ -36,7 +36,7 @@ def learns(name: str) -> bool:
 def make_policy(name: str, geometry: Geometry) -> EvictionPolicy[Any]:
     """A new policy for one tier in memory of that model; one that may fail is guarded. Raises ConfigError."""
     policy = POLICIES.find(LEARNED if name == AUTO else name)()
-    if isinstance(policy, LeastRecentlyUsed):
+    if type(policy) is LeastRecentlyUsed:
         return policy
     guarded = GuardedPolicy(policy)
     guarded.serve(geometry)
