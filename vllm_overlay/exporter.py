@@ -2,6 +2,7 @@
 """One family of metrics in the front end's Prometheus registry."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import prometheus_client
@@ -37,6 +38,7 @@ class Exporter:
         self._family = family
         self._engines = engines
         self._made = {field: _make(metric, metric_types, labelnames) for field, metric in family.items()}
+        self._series = cache(self._find)  # a name, an engine, a connector and a reason each: a bounded number
         for engine in engines:
             for connector in connectors:
                 for field, metric in family.items():
@@ -56,7 +58,7 @@ class Exporter:
         for key, level in tally.gauges.items():
             _set(self._series(engine, connector, key), level, tally.sent_at)
 
-    def _series(self, engine: int, connector: str, key: str) -> Any:
+    def _find(self, engine: int, connector: str, key: str) -> Any:
         """``key``: as a tally has it."""
         field, _, label = key.partition(":")
         labels = [*self._engines[engine], connector, *([label] if label else [])]
