@@ -238,6 +238,7 @@ def measure(
                     for batch, found in side.steps.items():
                         found.append(side.ask("step", batch))
                     side.first_token(seed, side.cold, "cold", report)
+                for side in _turned(sides, seed):  # what is done once a prompt has been stored is done by then
                     side.first_token(seed, side.memory, "memory", report)
         forget_pages(Path(scratch))
         report("starting them anew")

@@ -10,8 +10,10 @@ a 95 % interval. Seconds are the thread's own. Hooks are timed in other rounds, 
 step's output and hands it to Prometheus. Calls and bytes are those of the median step: the same in every run. Of ours
 they are without what is reported four times a second.
 
---storing: prompts that nobody has seen, eight sent together, into tiers that are full and evict. Copies from the KV
-cache are in the seconds, writes to a disk are not.
+--storing: prompts that nobody has seen, eight sent together, into tiers that are full and evict. Hooks are timed by
+the thread: copies from the KV cache are in them, writes to a disk are not. Over the first side's: by the
+clock. An engine may be faster by some percent than another of the same kind, as long as it lives. So all are started
+again and again, and the interval is that of the starts' medians.
 """
 
 import argparse
@@ -36,9 +38,9 @@ from bench.serving_sides import BLOCK_TOKENS, MATCH_UNIT, NONE, OFFLOADING, OFFL
 PROMPT_TOKENS = 100
 DECODED_TOKENS = 3000
 ROUNDS_TO_FILL = range(4, 100)
-PROMPTS_TO_FILL = 24
+PROMPTS_TO_FILL = 12
 NEW_PROMPT_TOKENS, PROMPTS_AT_ONCE, OUTPUT_TOKENS = 2000, 8, 4
-SIZES = Sizes(device_blocks=48, cpu_bytes=32 << 20, disk_bytes=256 << 20)
+SIZES = Sizes(device_blocks=48, cpu_bytes=16 << 20, disk_bytes=64 << 20)
 CPU_ALONE = Side("ours, CPU tier alone", cpu=True, policy="lru")
 BOTH = Side("ours, both tiers", cpu=True, disk=True, policy="lru")
 SIDES = (NONE, CPU_ALONE, BOTH, OFFLOADING, OFFLOADING_FS)
@@ -51,6 +53,7 @@ ENGINE = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 """The environment of an engine that runs in the process that makes it."""
+ROLES = ("scheduler", "worker")
 CONNECTORS = ("/vllm_overlay/", "/kv_connector/v1/", "/v1/kv_offload/")
 """Directories whose functions count as calls: ours, and vLLM's connectors with their base."""
 
@@ -194,6 +197,11 @@ class Decoding:
         while scheduler.has_requests():
             self.step()
 
+    def ask(self, method: str, num_running: int, num_steps: int) -> Any:
+        """What ``method`` says of so many steps while so many requests run."""
+        with self.running(num_running):
+            return getattr(self, method)(num_steps)
+
     def step(self) -> Any:
         """Its output for the one front end; None if there is none."""
         outputs, has_computed = self._core.step_fn()
@@ -301,65 +309,60 @@ def counted_calls(called: Counter[Any]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def fill(engine: Any, send: Callable[[], None], num_tiers: int) -> None:
-    """Sends prompts until all tiers of ours evict. Raises RuntimeError if not all do after 99 rounds."""
-    for number in range(1, ROUNDS_TO_FILL.stop):
-        send()
-        evicted = [one for one in engine.get_metrics() if one.name == "vllm:hybrid_offload_evicted_objects"]
-        if number >= ROUNDS_TO_FILL.start and sum(one.value > 0 for one in evicted) == num_tiers:
-            return
-    raise RuntimeError(f"not all {num_tiers} tiers evict after {ROUNDS_TO_FILL.stop - 1} rounds of prompts: {evicted}")
+class Storing:
+    """An engine in this process whose tiers are full. It is sent prompts that nobody has seen."""
 
+    def __init__(self, engine: Any, num_tiers: int) -> None:
+        """``num_tiers``: those of ours. Raises RuntimeError if not all evict after 99 rounds of prompts."""
+        from vllm import SamplingParams
 
-def measure_storing(engine: Any, num_rounds: int, num_tiers: int) -> dict[str, Any]:
-    """Milliseconds a prompt in hooks, their share of the thread's time, and the process's CPU seconds a prompt.
+        self._engine, self._source = engine, random.Random(0)
+        self._parameters = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+        evicted: list[Any] = []
+        for number in range(1, ROUNDS_TO_FILL.stop):
+            self._send()
+            evicted = [one for one in engine.get_metrics() if one.name == "vllm:hybrid_offload_evicted_objects"]
+            if number >= ROUNDS_TO_FILL.start and sum(one.value > 0 for one in evicted) == num_tiers:
+                break
+        else:
+            raise RuntimeError(f"not all {num_tiers} tiers evict after {number} rounds of prompts: {evicted}")
+        self._stopwatch = watch_engine(engine.llm_engine.engine_core.engine_core, time.thread_time)
 
-    ``num_tiers``: those of ours, which are to be full.
-    """
-    from vllm import SamplingParams
-
-    stopwatch = watch_engine(engine.llm_engine.engine_core.engine_core, time.thread_time)
-    parameters = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    source = random.Random(0)
-
-    def send() -> None:
+    def _send(self) -> None:
+        source = self._source
         prompts = [[source.randrange(256) for _ in range(NEW_PROMPT_TOKENS)] for _ in range(PROMPTS_AT_ONCE)]
-        engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+        self._engine.generate([{"prompt_token_ids": one} for one in prompts], self._parameters, use_tqdm=False)
 
-    fill(engine, send, num_tiers)
-    stopwatch.steps[:] = [Step()]
-    thread_s, process_s = time.thread_time(), time.process_time()
-    for _ in range(num_rounds):
-        send()
-    thread_s, process_s = time.thread_time() - thread_s, time.process_time() - process_s
-    num_prompts = num_rounds * PROMPTS_AT_ONCE
-    roles = {
-        role: sum(sum(getattr(step, role).values()) for step in stopwatch.steps) for role in ("scheduler", "worker")
-    }
-    return {
-        **{role: 1e3 * seconds / num_prompts for role, seconds in roles.items()},
-        "share": sum(roles.values()) / (thread_s - sum(roles.values())),
-        "process_s": process_s / num_prompts,
-    }
+    def ask(self, *_: object) -> dict[str, float]:
+        """Of eight prompts: milliseconds a prompt in hooks, their share of the thread's other time, and seconds."""
+        self._stopwatch.steps[:] = [Step()]
+        begin, thread_s = time.perf_counter(), time.thread_time()
+        self._send()
+        seconds, thread_s = time.perf_counter() - begin, time.thread_time() - thread_s
+        steps = self._stopwatch.steps
+        scheduler, worker = (sum(sum(getattr(step, role).values()) for step in steps) for role in ROLES)
+        return {
+            "scheduler": 1e3 * scheduler / PROMPTS_AT_ONCE,
+            "worker": 1e3 * worker / PROMPTS_AT_ONCE,
+            "share": (scheduler + worker) / (thread_s - scheduler - worker),
+            "seconds": seconds,
+        }
 
 
 def serve(side: Side, arguments: argparse.Namespace) -> None:
-    """What one process does: answers each line, a method of ``Decoding`` with its number of requests and of steps."""
+    """What one process does: answers each line, what ``Decoding`` or ``Storing`` is asked."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's own words do not get among the answers
     directory = Path(tempfile.mkdtemp())
+    asked: Decoding | Storing
     if arguments.storing:
-        engine = make_engine(side, arguments.layers, directory)
-        num_tiers = side.cpu + side.disk if side.is_ours else 0
-        print(json.dumps(measure_storing(engine, arguments.rounds, num_tiers)), file=answers, flush=True)
-        return
-    decoding = Decoding(make_engine(side, arguments.layers, directory, max(arguments.running)))
+        asked = Storing(make_engine(side, arguments.layers, directory), side.cpu + side.disk if side.is_ours else 0)
+    else:
+        asked = Decoding(make_engine(side, arguments.layers, directory, max(arguments.running)))
     print("null", file=answers, flush=True)
     for line in sys.stdin:
         method, num_running, num_steps = json.loads(line)
-        with decoding.running(num_running):
-            answer = getattr(decoding, method)(num_steps)
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(asked.ask(method, num_running, num_steps)), file=answers, flush=True)
 
 
 class Process:
@@ -389,9 +392,13 @@ class Process:
             return json.loads(line)
         raise RuntimeError(f"{self.side.name}: {self._log_path.read_text(errors='replace')[-3000:]}")
 
-    def ask(self, method: str, num_running: int, num_steps: int) -> Any:
+    def send(self, method: str, num_running: int, num_steps: int) -> None:
+        """Several processes that have been sent something work at the same time."""
         assert self._process.stdin is not None
         print(json.dumps((method, num_running, num_steps)), file=self._process.stdin, flush=True)
+
+    def ask(self, method: str, num_running: int, num_steps: int) -> Any:
+        self.send(method, num_running, num_steps)
         return self.answer()
 
     def stop(self) -> None:
@@ -413,15 +420,15 @@ def processes(sides: Sequence[Side], arguments: Sequence[str]) -> Iterator[list[
         yield found
 
 
-def take_turns(sides: Sequence[Process], arguments: argparse.Namespace) -> dict[int, list[list[float]]]:
-    """By number of running requests, each side's seconds a step in each round, after one that does not count."""
-    found: dict[int, list[list[float]]] = {running: [[] for _ in sides] for running in arguments.running}
+def take_turns(sides: Sequence[Process], arguments: argparse.Namespace) -> dict[int, list[list[Any]]]:
+    """By number of running requests, what each side answers in each round, after one that does not count."""
+    found: dict[int, list[list[Any]]] = {running: [[] for _ in sides] for running in arguments.running}
     for number in range(arguments.rounds + 1):
-        for running, seconds in found.items():
+        for running, answers in found.items():
             for place in (*range(number % len(sides), len(sides)), *range(number % len(sides))):
-                step_s = sides[place].ask("seconds", running, arguments.steps)
+                answer = sides[place].ask("seconds", running, arguments.steps)
                 if number:
-                    seconds[place].append(step_s)
+                    answers[place].append(answer)
     return found
 
 
@@ -438,14 +445,27 @@ def rows(
             yield running, side.name, *times, one["calls"], f"{1e6 * one['front_end']:.0f}", one["bytes"]
 
 
-STORING_COLUMNS = ("side", "scheduler, ms a prompt", "worker, ms", "of the thread's other time", "CPU s of the first's")
+STORING_COLUMNS = ("side", "scheduler, ms a prompt", "worker, ms", "of the thread's other time", "over the first's")
 
 
-def storing_rows(found: Sequence[dict[str, Any]]) -> Iterator[Sequence[object]]:
-    """One for each of SIDES, the first without a connector."""
-    for side, one in zip(SIDES, found, strict=True):
-        processor = f"{one['process_s'] / found[0]['process_s']:.3f}"
-        yield side.name, f"{one['scheduler']:.2f}", f"{one['worker']:.2f}", f"{one['share']:.2%}", processor
+Medians = Mapping[str, float]
+
+
+def of_a_start(given: Sequence[str], arguments: argparse.Namespace) -> list[Medians]:
+    """What each of SIDES takes to store: the medians of its rounds."""
+    arguments.running = [PROMPTS_AT_ONCE]
+    with processes(SIDES, given) as sides:
+        found = take_turns(sides, arguments)[PROMPTS_AT_ONCE]
+    return [{name: statistics.median(one[name] for one in rounds) for name in rounds[0]} for rounds in found]
+
+
+def storing_rows(starts: Sequence[Sequence[Medians]]) -> Iterator[Sequence[object]]:
+    """One for each of SIDES, the first without a connector: the median of all starts."""
+    first, *_ = sides = list(zip(*starts, strict=True))
+    for side, found in zip(SIDES, sides, strict=True):
+        own = {name: statistics.median(one[name] for one in found) for name in found[0]}
+        times = ratio([one["seconds"] for one in found], [one["seconds"] for one in first])
+        yield side.name, f"{own['scheduler']:.2f}", f"{own['worker']:.2f}", f"{own['share']:.2%}", times
 
 
 def numbers(text: str) -> list[int]:
@@ -461,6 +481,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=12, help="or of eight prompts, with --storing (default: 12)")
     parser.add_argument("--functions", action="store_true", help="also print which functions are called in a step")
     parser.add_argument("--storing", action="store_true", help="measure storing instead")
+    parser.add_argument("--starts", type=int, default=6, help="of all engines, with --storing (default: 6)")
     parser.add_argument("--side", type=int, help=argparse.SUPPRESS)
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_args(given)
@@ -468,12 +489,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         serve(SIDES[arguments.side], arguments)
         return
     if arguments.storing:
-        found = []
-        for side in SIDES:
-            print(f"{side.name} ...", file=sys.stderr)
-            with tempfile.TemporaryDirectory() as directory:
-                found.append(Process(side, given, Path(directory)).answer())
-        print(table(STORING_COLUMNS, storing_rows(found)))
+        print(table(STORING_COLUMNS, storing_rows([of_a_start(given, arguments) for _ in range(arguments.starts)])))
         return
     with processes(SIDES, given) as sides:
         seconds = take_turns(sides, arguments)
