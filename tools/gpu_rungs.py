@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,27 +205,32 @@ def from_disk(model: Path, device: str, wrap: Callable[[dict[str, Any]], dict[st
     """vLLM's copies over our disk tier: restored from the disk twice, with zeroed rows, and with flipped bits."""
     with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as scratch:
         root = Path(scratch) / "root"
-        engine = Engine(model, device, kv_transfer_config=wrap(offloading(root, device)), **CAREFUL)
-        tokens, seeds = prompt(2 * engine.block_size + 20, seed=1), iter(range(100, 1000))
+        config = wrap(offloading(root, device))
+        with closing(Engine(model, device, kv_transfer_config=config, **CAREFUL)) as engine:  # it writes until then
+            tokens, seeds = prompt(2 * engine.block_size + 20, seed=1), iter(range(100, 1000))
 
-        def push_out() -> None:
-            for _ in range(NUM_OTHERS):
-                engine.answers([prompt(len(tokens), next(seeds))], 1)
-                engine.evict()
+            def push_out() -> None:
+                for _ in range(NUM_OTHERS):
+                    engine.answers([prompt(len(tokens), next(seeds))], 1)
+                    engine.evict()
 
-        hit = hit_twice(engine, tokens, push_out)
-        engine.evict()
-        engine.zero_rows()
-        (wrong,), _ = engine.answers([tokens])
-        told = expect_other(hit, wrong, "zeroed rows")
-        push_out()
-        files = sorted(root.glob("*/*/*.r0"))
-        flip(files)
-        (damaged,), (num_cached,) = engine.answers([tokens])
-        if num_cached or difference(damaged, hit.cold) != 0:
-            far = _far(difference(damaged, hit.cold))
-            raise AssertionError(f"after {len(files)} flipped bits {num_cached} tokens hit, {far} from the cold run")
-        return f"{hit} (N = {engine.block_size}); {told}; {len(files)} flipped files: computed, equal to the cold run"
+            hit = hit_twice(engine, tokens, push_out)
+            engine.evict()
+            engine.zero_rows()
+            (wrong,), _ = engine.answers([tokens])
+            told = expect_other(hit, wrong, "zeroed rows")
+            push_out()
+            files = sorted(root.glob("*/*/*.r0"))
+            flip(files)
+            (damaged,), (num_cached,) = engine.answers([tokens])
+            if num_cached or difference(damaged, hit.cold) != 0:
+                far = _far(difference(damaged, hit.cold))
+                raise AssertionError(
+                    f"after {len(files)} flipped bits {num_cached} tokens hit, {far} from the cold run"
+                )
+            return (
+                f"{hit} (N = {engine.block_size}); {told}; {len(files)} flipped files: computed, equal to the cold run"
+            )
 
 
 def flip(paths: Sequence[Path]) -> None:

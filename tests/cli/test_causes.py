@@ -65,7 +65,7 @@ def scraped(changes: dict[str, float], lines: Sequence[str] = SCRAPE.splitlines(
         ({f"{OURS}loads_paused": 1}, "loads are paused: look at the kernel's log"),
         ({**NOT_ASKED, "vllm:prompt_tokens_total": 0}, "no request has come"),
         ({**NOT_ASKED, **IN_THE_DEVICE}, "still in vLLM's own cache (640 tokens)"),
-        (NOT_ASKED, "the switch store of a child may be off"),
+        (NOT_ASKED, "no request has been counted"),
         ({**NOTHING_THERE, f"{OURS}capacity_bytes": 0}, "tier disk can store nothing where it is"),
         (dropped("no_room"), "nothing was stored (dropped for no_room); no store found room: raise capacity_bytes"),
         (dropped("staging_full"), "raise staging_bytes or write_threads"),
@@ -93,9 +93,14 @@ def scraped(changes: dict[str, float], lines: Sequence[str] = SCRAPE.splitlines(
         (lost("adapter"), "load it ahead by --lora-modules"),
         (lost("not_taken"), "requests with prompt_logprobs read no cache"),
         (
-            {**lost("not_taken"), 'vllm:kv_connector_outbid_total{connector="disk"}': 3},
+            {**lost("not_taken"), 'vllm:kv_connector_chosen_total{connector="other"}': 3},
             "other connectors loaded what the tiers offered",
         ),
+        (
+            {**lost("not_taken"), 'vllm:kv_connector_outbid_total{connector="disk"}': 3},
+            "requests with prompt_logprobs read no cache",
+        ),
+        ({**lost("not_taken"), **IN_THE_DEVICE}, "still in vLLM's own cache (640 tokens)"),
         ({**lost("not_taken"), 'vllm:kv_connector_too_slow_total{connector="disk"}': 3}, "(load_weight auto)"),
         (
             {**lost("not_taken"), 'vllm:kv_connector_ignored_offers_total{connector="disk",reason="min_tokens"}': 3},

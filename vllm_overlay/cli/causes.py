@@ -84,7 +84,10 @@ def _not_asked(interval: Interval) -> str:
         return ""
     if hits:
         return _in_the_device(hits)
-    return "no request has reached a tier: the switch store of a child may be off"
+    return (
+        "no request has been counted: one that loads counts when its load has ended, one that a child with store off "
+        "does not see when it is over"
+    )
 
 
 def _nothing_stored(interval: Interval) -> str:
@@ -164,8 +167,10 @@ def _other_way(interval: Interval) -> str:
         )
     if ignored := _largest(interval.by_label(f"{MULTI}_ignored_offers_total", REASON)):
         return f"a setting leaves out what tiers offer ({ignored}): look at load and min_tokens, and the control file"
-    if interval.amount(f"{MULTI}_outbid_total"):
+    if interval.amount(f"{MULTI}_chosen_total"):
         return "other connectors loaded what the tiers offered"
+    if hits := interval.amount("vllm:prefix_cache_hits_total"):
+        return _in_the_device(hits)
     return "vLLM did not take what the tiers offered: requests with prompt_logprobs read no cache"
 
 
