@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that changed have another digest, and weights that did not are read once."""
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -186,7 +187,7 @@ def test_weights_that_never_stay_are_refused(file: Path, cache: Path, monkeypatc
         return read(opened, num_bytes)
 
     monkeypatch.setattr(weights, "read_digest", reading)
-    with pytest.raises(ConfigError, match=r"model.safetensors changed .* start again"):
+    with pytest.raises(ConfigError, match=r"model.safetensors' changed .* start again"):
         weights_digest([file], cache)
     assert not cache.exists()
 
@@ -206,11 +207,15 @@ def test_a_link_in_the_place_of_the_lock_ends_no_start(file: Path, cache: Path, 
 
 
 @pytest.mark.usefixtures("an_hour_later")
-def test_a_name_that_is_no_utf8_ends_no_start(tmp_path: Path, cache: Path, reads: list[str]) -> None:
+def test_a_name_that_is_no_utf8_ends_no_start(
+    tmp_path: Path, cache: Path, reads: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, weights.__name__)
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.safetensors"))
     path.write_bytes(OLD)
     assert weights_digest([path], cache) == weights_digest([path], cache)
     assert len(reads) == 1
+    assert "safetensors" in caplog.text.encode().decode()  # a log in UTF-8 has it
 
 
 def test_how_a_models_directory_is_laid_out_changes_nothing(tmp_path: Path) -> None:

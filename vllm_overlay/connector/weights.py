@@ -113,9 +113,9 @@ def _digest_of(path: Path, known: dict[FileIdentity, str]) -> _FileDigest:
             digest = read_digest(file, identity.size)
         if _identity_of(path) == identity:
             return _FileDigest(identity, digest, max(identity.mtime_ns, identity.ctime_ns) + _SETTLED_NS < started_ns)
-        logger.warning("%s changed while it was read for its fingerprint", path)
+        logger.warning("%r changed while it was read for its fingerprint", str(path))
     raise ConfigError(
-        f"{path} changed while it was read, {_MAX_ATTEMPTS} times one after the other, so the disk tier cannot tell "
+        f"{str(path)!r} changed while it was read, {_MAX_ATTEMPTS} times one after the other, so the disk tier cannot tell "
         "which weights these are: start again when nobody writes to it"
     )
 
@@ -130,7 +130,6 @@ def read_digest(file: FileIO, num_bytes: int) -> str:
     while count := file.readinto(buffer[: num_bytes + 1 - num_read]):
         digest.update(buffer[:count])
         num_read += count
-    logger.info(
-        "Read %s (%.1f MB) for its fingerprint in %.1f s", file.name, num_read / 1e6, time.monotonic() - started
-    )
+    name, seconds = str(file.name), time.monotonic() - started
+    logger.info("Read %r (%.1f MB) for its fingerprint in %.1f s", name, num_read / 1e6, seconds)
     return digest.hexdigest()
