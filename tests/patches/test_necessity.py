@@ -32,10 +32,7 @@ ABOUT_BLOCKS = ("0002-", "0007-", "0008-", "0009-", "0010-", "0012-", "0021-")
 NEEDS_BF16 = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="vLLM takes another convolution on this processor"
 )
-NEEDS_NO_AMX = pytest.mark.skipif(
-    torch.cpu._is_amx_tile_supported(), reason="vLLM takes another convolution on this processor"
-)
-MARKS = {**dict.fromkeys(ABOUT_BLOCKS, pytest.mark.processor), "0023-": NEEDS_BF16, "0026-": NEEDS_NO_AMX}
+MARKS = {**dict.fromkeys(ABOUT_BLOCKS, pytest.mark.processor), "0023-": NEEDS_BF16}
 CASES = [pytest.param(name, marks=MARKS.get(name[:5], ())) for name in NAMES]
 
 

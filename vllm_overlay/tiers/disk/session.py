@@ -38,7 +38,7 @@ class Session:
             seat = Seat(site, self.catalogue, self.writer)
             self.unlinker = Unlinker(seat)
             self.evictor = Evictor(seat, self.unlinker, room)
-            self.follower = Follower(self.catalogue, served, site.world_size)
+            self.follower = Follower(self.catalogue, served, self.writer, site.world_size)
             self.recovery = Recovery(seat, served.namespace.fingerprint)
             self.recovery.start()
         except BaseException:
@@ -115,7 +115,7 @@ class Session:
         if self.served is not served:
             self._room.set_granted(self._join(served))
             self.served = served
-            self.follower = Follower(self.catalogue, served, self._site.world_size)
+            self.follower = Follower(self.catalogue, served, self.writer, self._site.world_size)
 
     def _commit(self, steps: deque[Step]) -> None:
         """The stores at the front. Once the catalogue has answered, these steps are done. What is left of them becomes

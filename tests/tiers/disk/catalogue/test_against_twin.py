@@ -199,6 +199,10 @@ class Machine(RuleBasedStateMachine):
     def told(self, engine: Engine, batch: list[tuple[StoredObject, File | None]]) -> None:
         expected = [self.twin.commit(engine.name, *pair) for pair in batch]
         assert engine.catalogue.commit(engine.name, batch) == expected
+        _, known = self.seen[engine.name]
+        for (item, _), answer in zip(batch, expected, strict=True):
+            if answer == Committed(item.file, is_paid=True) and item.fingerprint == self.served_by(engine):
+                known[item.object_id] = item
         assert engine.catalogue.give_back(engine.name, 0) == self.twin.writers[engine.name].granted
 
     @rule(data=st.data(), namespace=NAMESPACES, wanted=some_ids)
@@ -308,13 +312,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def catch_up(self, data: Any) -> None:
-        """A load, and the changes after it, lead to what is there. An entry goes only with its file."""
+        """A load, what commits have told, and others' changes lead to what is there. An entry goes only with its
+        file."""
         engine = self.pick(data)
-        served = self.twin.writers[engine.name].served or ""
+        served = self.served_by(engine)
         seq, known = self.seen[engine.name]
         has_more = True
         while has_more:
-            found = engine.catalogue.changes_since(seq, served)
+            found = engine.catalogue.changes_since(seq, served, engine.name)
             for change in found.changes:
                 if isinstance(change, StoredObject):
                     known[change.object_id] = change
@@ -325,6 +330,9 @@ class Machine(RuleBasedStateMachine):
         expected = {each: (item.file, item.planned) for each, item in there.items()}
         assert {each: (item.file, item.planned) for each, item in known.items()} == expected
         self.seen[engine.name] = seq, known
+
+    def served_by(self, engine: Engine) -> str:
+        return self.twin.writers[engine.name].served or ""
 
     def of_namespace(self, namespace: Namespace) -> dict[ObjectId, StoredObject]:
         return {

@@ -62,7 +62,7 @@ def test_parents_that_cannot_be_are_damage(tmp_path: Path, parent: int) -> None:
     catalogue = Catalogue(str(tmp_path))
     for call in (
         lambda: list(catalogue.load(fuzz.MINE)[1]),
-        lambda: catalogue.changes_since(0, fuzz.MINE),
+        lambda: catalogue.changes_since(0, fuzz.MINE, writer_name(9)),
     ):
         with pytest.raises(Damaged):
             call()
