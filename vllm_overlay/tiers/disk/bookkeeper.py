@@ -201,7 +201,7 @@ class Bookkeeper:
             raise
         self.num_evicted += num_evicted
         self.usable_bytes = session.evictor.usable_bytes
-        if session.follower.follow() or is_short:
+        if session.follower.follow(session.is_complete) or is_short:
             self._wake()
         self._keep_learned(session)
 

@@ -25,11 +25,11 @@ class Follower:
         self._namespace = served.namespace
         self._seq: int | None = None
 
-    def follow(self) -> bool:
-        """Tell of what has changed since the last call; returns whether to call again at once."""
+    def follow(self, is_complete: bool) -> bool:
+        """Tell of what has changed since the last call; returns whether to call again at once. ``is_complete``: all
+        files were known before this call."""
         if len(self._served.updates) > _MAX_WAITING:
             return False
-        is_complete = self._catalogue.totals().is_complete
         if self._seq is None:
             if self._served.is_loaded and not is_complete:
                 return False  # what the scheduler knows is still there; a rebuild is about to find it

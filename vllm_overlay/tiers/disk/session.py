@@ -28,6 +28,8 @@ class Session:
     def __init__(self, site: Site, served: ServedNamespace, room: Room, life: Life) -> None:
         self._site, self._room, self.served = site, room, served
         self._life, self.writer = life, life.writer
+        self.is_complete = False
+        """Whether the catalogue knew all files when ``work_off`` was called last."""
         self.catalogue = Catalogue(site.root.path, site.root.journal)
         try:
             room.begin(self.writer, self._join(served))
@@ -89,7 +91,8 @@ class Session:
         to ``steps`` meanwhile. It waits for a rebuild, which has yet to see what lies there: False then."""
         totals = self.catalogue.totals()
         self._keep_up(totals)
-        if not totals.is_complete:
+        self.is_complete = bool(totals.is_complete)
+        if not self.is_complete:
             return False
         if self._room.available < 0:  # stores have outlived the catalogue that granted their bytes
             self.make_room()

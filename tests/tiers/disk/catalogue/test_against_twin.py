@@ -30,6 +30,7 @@ from tests.tiers.disk.catalogue.twin import Name, Twin, TwinObject, name_of
 from vllm_overlay.planner.objects import ObjectId
 from vllm_overlay.tiers.disk.catalogue import (
     Catalogue,
+    Committed,
     File,
     Garbage,
     Limits,

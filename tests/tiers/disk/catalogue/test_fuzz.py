@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiers.disk.catalogue import fuzz
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.objects import Engine, stored
+from tests.tiers.disk.catalogue.objects import Engine, stored, writer_name
 from tests.tiers.disk.catalogue.test_open import change
 from vllm_overlay.tiers.disk.catalogue import Catalogue, connection, schema
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged

@@ -181,15 +181,17 @@ class _Choice:
 
     def _choose(self, namespaces: Iterable[int]) -> None:
         leaves = heapq.merge(*map(self._leaves_of, namespaces), key=self._order)
-        # As many as may be needed: a leaf that is not among the first of all is not chosen before these are.
-        heap = [(self._order(leaf), leaf) for leaf, _ in zip(leaves, range(self._limits.num_objects), strict=False)]
-        heapq.heapify(heap)
-        while heap and self._is_short:
-            _, leaf = heapq.heappop(heap)
+        first = next(leaves, None)
+        new: list[tuple[tuple[bool, float, int], _Leaf]] = []
+        while self._is_short and (first or new):
+            if first and not (new and new[0][0] < self._order(first)):
+                leaf, first = first, next(leaves, None)
+            else:
+                _, leaf = heapq.heappop(new)
             self._chosen.append(leaf)
             self._num_bytes += leaf.num_bytes
             for parent in self._new_leaves(leaf):
-                heapq.heappush(heap, (self._order(parent), parent))
+                heapq.heappush(new, (self._order(parent), parent))
 
     def _leaves_of(self, namespace: int) -> Iterator[_Leaf]:
         found = self._db.execute(
