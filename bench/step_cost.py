@@ -9,11 +9,6 @@ A round gives the median of its steps. What a side takes over the first one is t
 a 95 % interval. Seconds are the thread's own. Hooks are timed in other rounds, as is the front end, which decodes a
 step's output and hands it to Prometheus. Calls and bytes are those of the median step: the same in every run. Of ours
 they are without what is reported four times a second.
-
---storing: prompts that nobody has seen, eight sent together, into tiers that are full and evict. Hooks are timed by
-the thread: copies from the KV cache are in them, writes to a disk are not. Over the first side's: by the
-clock. An engine may be faster by some percent than another of the same kind, as long as it lives. So all are started
-again and again, and the interval is that of the starts' medians.
 """
 
 import argparse
@@ -37,10 +32,9 @@ from bench.serving_sides import BLOCK_TOKENS, MATCH_UNIT, NONE, OFFLOADING, OFFL
 
 PROMPT_TOKENS = 100
 DECODED_TOKENS = 3000
-ROUNDS_TO_FILL = range(4, 100)
 PROMPTS_TO_FILL = 12
-NEW_PROMPT_TOKENS, PROMPTS_AT_ONCE, OUTPUT_TOKENS = 2000, 8, 4
-SIZES = Sizes(device_blocks=48, cpu_bytes=16 << 20, disk_bytes=64 << 20)
+NEW_PROMPT_TOKENS = 2000
+DEVICE_BLOCKS, CPU_MIB, DISK_MIB = 48, 16, 64
 CPU_ALONE = Side("ours, CPU tier alone", cpu=True, policy="lru")
 BOTH = Side("ours, both tiers", cpu=True, disk=True, policy="lru")
 SIDES = (NONE, CPU_ALONE, BOTH, OFFLOADING, OFFLOADING_FS)
@@ -53,7 +47,8 @@ ENGINE = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 """The environment of an engine that runs in the process that makes it."""
-ROLES = ("scheduler", "worker")
+END_S = 60
+"""So long an engine may take to end."""
 CONNECTORS = ("/vllm_overlay/", "/kv_connector/v1/", "/v1/kv_offload/")
 """Directories whose functions count as calls: ours, and vLLM's connectors with their base."""
 
@@ -140,13 +135,15 @@ def make_engine(side: Side, num_layers: int, directory: Path, num_running: int =
 
     from tools.tiny_model import make_tiny_model
 
-    config = side.transfer_config(SIZES, directory / "root")
+    mib = (1 << 20) * max(1, num_layers // CPU_MIB)  # a state of many layers has to have room
+    sizes = Sizes(DEVICE_BLOCKS, CPU_MIB * mib, DISK_MIB * mib)
+    config = side.transfer_config(sizes, directory / "root")
     return LLM(
         str(make_tiny_model(directory / "tiny", num_layers=num_layers)),
         max_model_len=4096,
         max_num_seqs=num_running,
         max_num_batched_tokens=2048,
-        num_gpu_blocks_override=max(SIZES.device_blocks, 12 * num_running),
+        num_gpu_blocks_override=max(DEVICE_BLOCKS, 12 * num_running),
         block_size=BLOCK_TOKENS,
         mamba_ssm_cache_dtype="bfloat16",
         prefix_match_unit=MATCH_UNIT,
@@ -246,13 +243,14 @@ class Decoding:
         return {
             "calls": statistics.median_low(calls),
             "bytes": statistics.median_low(sizes),
-            "functions": {name: number / num_steps for name, number in functions.most_common()},
+            "functions": _mean(functions, num_steps),
         }
 
-    def storing_calls(self, num_prompts: int) -> int:
-        """Calls for a prompt of NEW_PROMPT_TOKENS, from its arrival to the last report: the median prompt's of those
-        that come once a CPU tier of SIZES is full. Of steps that only wait for a disk as if there were one."""
-        scheduler, calls = self._core.scheduler, []
+    def storing_calls(self, num_prompts: int) -> dict[str, Any]:
+        """For a prompt of NEW_PROMPT_TOKENS, from its arrival to the last report: calls, the median prompt's of those
+        that come once a CPU tier of CPU_MIB evicts. Of steps that only wait for a disk as if there were one.
+        ``functions``: the mean number of calls of each."""
+        scheduler, calls, functions = self._core.scheduler, [], Counter[str]()
         for _ in range(PROMPTS_TO_FILL):
             self._add_request(NEW_PROMPT_TOKENS, 1)
             while scheduler.has_requests():
@@ -264,10 +262,12 @@ class Decoding:
                 waiting: list[int] = []
                 while scheduler.has_requests():
                     found = steps if scheduler.has_unfinished_requests() else waiting
-                    found.append(self._counted_step()[0].total())
+                    called, _ = self._counted_step()
+                    functions.update(called)
+                    found.append(called.total())
                 least = min(waiting, default=0)
                 calls.append(sum(steps) + least + sum(number - least for number in waiting))
-        return statistics.median_low(calls)
+        return {"calls": statistics.median_low(calls), "functions": _mean(functions, num_prompts)}
 
     def _counted_step(self) -> tuple[Counter[str], Any]:
         """Calls of functions in CONNECTORS, by name, and the step's output."""
@@ -279,6 +279,10 @@ class Decoding:
             if any(place in code.co_filename for place in CONNECTORS):
                 own[f"{Path(code.co_filename).stem}.{code.co_qualname}"] += number
         return own, output
+
+
+def _mean(functions: Counter[str], number: int) -> dict[str, float]:
+    return {name: calls / number for name, calls in functions.most_common()}
 
 
 @contextlib.contextmanager
@@ -309,74 +313,32 @@ def counted_calls(called: Counter[Any]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-class Storing:
-    """An engine in this process whose tiers are full. It is sent prompts that nobody has seen."""
-
-    def __init__(self, engine: Any, num_tiers: int) -> None:
-        """``num_tiers``: those of ours. Raises RuntimeError if not all evict after 99 rounds of prompts."""
-        from vllm import SamplingParams
-
-        self._engine, self._source = engine, random.Random(0)
-        self._parameters = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-        evicted: list[Any] = []
-        for number in range(1, ROUNDS_TO_FILL.stop):
-            self._send()
-            evicted = [one for one in engine.get_metrics() if one.name == "vllm:hybrid_offload_evicted_objects"]
-            if number >= ROUNDS_TO_FILL.start and sum(one.value > 0 for one in evicted) == num_tiers:
-                break
-        else:
-            raise RuntimeError(f"not all {num_tiers} tiers evict after {number} rounds of prompts: {evicted}")
-        self._stopwatch = watch_engine(engine.llm_engine.engine_core.engine_core, time.thread_time)
-
-    def _send(self) -> None:
-        source = self._source
-        prompts = [[source.randrange(256) for _ in range(NEW_PROMPT_TOKENS)] for _ in range(PROMPTS_AT_ONCE)]
-        self._engine.generate([{"prompt_token_ids": one} for one in prompts], self._parameters, use_tqdm=False)
-
-    def ask(self, *_: object) -> dict[str, float]:
-        """Of eight prompts: milliseconds a prompt in hooks, their share of the thread's other time, and seconds."""
-        self._stopwatch.steps[:] = [Step()]
-        begin, thread_s = time.perf_counter(), time.thread_time()
-        self._send()
-        seconds, thread_s = time.perf_counter() - begin, time.thread_time() - thread_s
-        steps = self._stopwatch.steps
-        scheduler, worker = (sum(sum(getattr(step, role).values()) for step in steps) for role in ROLES)
-        return {
-            "scheduler": 1e3 * scheduler / PROMPTS_AT_ONCE,
-            "worker": 1e3 * worker / PROMPTS_AT_ONCE,
-            "share": (scheduler + worker) / (thread_s - scheduler - worker),
-            "seconds": seconds,
-        }
-
-
-def serve(side: Side, arguments: argparse.Namespace) -> None:
-    """What one process does: answers each line, what ``Decoding`` or ``Storing`` is asked."""
+def serve(make: Callable[[Path], Any], ask_of: Callable[[Any], Callable[..., Any]]) -> None:
+    """What one process does: answers each line, which has the arguments of what it asks. ``make``: an engine, whose
+    files lie in the directory. ``ask_of``: what is asked of it. The engine ends with the lines."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM's own words do not get among the answers
-    directory = Path(tempfile.mkdtemp())
-    asked: Decoding | Storing
-    if arguments.storing:
-        asked = Storing(make_engine(side, arguments.layers, directory), side.cpu + side.disk if side.is_ours else 0)
-    else:
-        asked = Decoding(make_engine(side, arguments.layers, directory, max(arguments.running)))
+    engine = make(Path(tempfile.mkdtemp()))
+    ask = ask_of(engine)
     print("null", file=answers, flush=True)
     for line in sys.stdin:
-        method, num_running, num_steps = json.loads(line)
-        print(json.dumps(asked.ask(method, num_running, num_steps)), file=answers, flush=True)
+        print(json.dumps(ask(*json.loads(line))), file=answers, flush=True)
+    engine.llm_engine.engine_core.shutdown()  # what it has in /dev/shm goes
 
 
 class Process:
     """A side in a process of its own, so that none leaves anything to another."""
 
-    def __init__(self, side: Side, arguments: Sequence[str], directory: Path) -> None:
-        """``arguments``: of this program. ``directory``: for its log and its temporary files."""
+    def __init__(self, side: Side, program: Sequence[str], directory: Path) -> None:
+        """``program``: a module that calls ``serve``, and its arguments. ``directory``: for its log and its temporary
+        files."""
         self.side = side
         place = directory / str(SIDES.index(side))
         place.mkdir()
         self._log_path = place / "log"
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "bench.step_cost", *arguments, "--side", str(SIDES.index(side))],
+                [sys.executable, "-m", *program, "--side", str(SIDES.index(side))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -392,41 +354,46 @@ class Process:
             return json.loads(line)
         raise RuntimeError(f"{self.side.name}: {self._log_path.read_text(errors='replace')[-3000:]}")
 
-    def send(self, method: str, num_running: int, num_steps: int) -> None:
+    def send(self, *arguments: object) -> None:
         """Several processes that have been sent something work at the same time."""
         assert self._process.stdin is not None
-        print(json.dumps((method, num_running, num_steps)), file=self._process.stdin, flush=True)
+        print(json.dumps(arguments), file=self._process.stdin, flush=True)
 
-    def ask(self, method: str, num_running: int, num_steps: int) -> Any:
-        self.send(method, num_running, num_steps)
+    def ask(self, *arguments: object) -> Any:
+        self.send(*arguments)
         return self.answer()
 
     def stop(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.communicate(timeout=END_S)
         self._process.kill()
         self._process.communicate()
 
 
 @contextlib.contextmanager
-def processes(sides: Sequence[Side], arguments: Sequence[str]) -> Iterator[list[Process]]:
-    """One for each side, all ready. They are ended, and their files removed."""
+def processes(sides: Sequence[Side], program: Sequence[str]) -> Iterator[list[Process]]:
+    """One for each side, all ready, which runs ``program``. They are ended, and their files removed."""
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as started:
         found = []
         for side in sides:
             print(f"{side.name} ...", file=sys.stderr)
-            process = Process(side, arguments, Path(directory))
+            process = Process(side, program, Path(directory))
             started.callback(process.stop)
             process.answer()
             found.append(process)
         yield found
 
 
-def take_turns(sides: Sequence[Process], arguments: argparse.Namespace) -> dict[int, list[list[Any]]]:
-    """By number of running requests, what each side answers in each round, after one that does not count."""
-    found: dict[int, list[list[Any]]] = {running: [[] for _ in sides] for running in arguments.running}
-    for number in range(arguments.rounds + 1):
-        for running, answers in found.items():
-            for place in (*range(number % len(sides), len(sides)), *range(number % len(sides))):
-                answer = sides[place].ask("seconds", running, arguments.steps)
+def take_turns(
+    sides: Sequence[Process], questions: Sequence[Sequence[object]], num_rounds: int
+) -> list[list[list[Any]]]:
+    """For each question, what each side answers in each round, after one that does not count. In each round the sides
+    come in another order: what one leaves on its way is not always the same one's."""
+    found: list[list[list[Any]]] = [[[] for _ in sides] for _ in questions]
+    for number in range(num_rounds + 1):
+        for question, answers in zip(questions, found, strict=True):
+            for place in random.Random(number).sample(range(len(sides)), len(sides)):
+                answer = sides[place].ask(*question)
                 if number:
                     answers[place].append(answer)
     return found
@@ -445,29 +412,6 @@ def rows(
             yield running, side.name, *times, one["calls"], f"{1e6 * one['front_end']:.0f}", one["bytes"]
 
 
-STORING_COLUMNS = ("side", "scheduler, ms a prompt", "worker, ms", "of the thread's other time", "over the first's")
-
-
-Medians = Mapping[str, float]
-
-
-def of_a_start(given: Sequence[str], arguments: argparse.Namespace) -> list[Medians]:
-    """What each of SIDES takes to store: the medians of its rounds."""
-    arguments.running = [PROMPTS_AT_ONCE]
-    with processes(SIDES, given) as sides:
-        found = take_turns(sides, arguments)[PROMPTS_AT_ONCE]
-    return [{name: statistics.median(one[name] for one in rounds) for name in rounds[0]} for rounds in found]
-
-
-def storing_rows(starts: Sequence[Sequence[Medians]]) -> Iterator[Sequence[object]]:
-    """One for each of SIDES, the first without a connector: the median of all starts."""
-    first, *_ = sides = list(zip(*starts, strict=True))
-    for side, found in zip(SIDES, sides, strict=True):
-        own = {name: statistics.median(one[name] for one in found) for name in found[0]}
-        times = ratio([one["seconds"] for one in found], [one["seconds"] for one in first])
-        yield side.name, f"{own['scheduler']:.2f}", f"{own['worker']:.2f}", f"{own['share']:.2%}", times
-
-
 def numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
@@ -478,21 +422,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--running", type=numbers, default=[1, 8, 32], help="requests at once (default: 1,8,32)")
     parser.add_argument("--layers", type=int, default=4, help="of the model; every fourth has attention (default: 4)")
     parser.add_argument("--steps", type=int, default=40, help="of a round (default: 40)")
-    parser.add_argument("--rounds", type=int, default=12, help="or of eight prompts, with --storing (default: 12)")
+    parser.add_argument("--rounds", type=int, default=12, help="(default: 12)")
     parser.add_argument("--functions", action="store_true", help="also print which functions are called in a step")
-    parser.add_argument("--storing", action="store_true", help="measure storing instead")
-    parser.add_argument("--starts", type=int, default=6, help="of all engines, with --storing (default: 6)")
     parser.add_argument("--side", type=int, help=argparse.SUPPRESS)
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = parser.parse_args(given)
     if arguments.side is not None:
-        serve(SIDES[arguments.side], arguments)
+        side, num_running = SIDES[arguments.side], max(arguments.running)
+        serve(
+            lambda directory: make_engine(side, arguments.layers, directory, num_running),
+            lambda engine: Decoding(engine).ask,
+        )
         return
-    if arguments.storing:
-        print(table(STORING_COLUMNS, storing_rows([of_a_start(given, arguments) for _ in range(arguments.starts)])))
-        return
-    with processes(SIDES, given) as sides:
-        seconds = take_turns(sides, arguments)
+    with processes(SIDES, ["bench.step_cost", *given]) as sides:
+        questions = [("seconds", running, arguments.steps) for running in arguments.running]
+        seconds = dict(zip(arguments.running, take_turns(sides, questions, arguments.rounds), strict=True))
         details = {
             running: [
                 side.ask("details", running, arguments.steps) | side.ask("counts", running, arguments.steps)

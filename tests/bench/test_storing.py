@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of what storing costs, without an engine."""
+
+import contextlib
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from bench import storing
+from bench.step_cost import SIDES
+from bench.storing import PROMPTS_AT_ONCE, Storing, main, of_a_start, rows
+
+
+class FakeEngine:
+    """Each round takes 10 s of the thread, of which the connector takes 2 s, and 8 s while tiers are filled. After it
+    two steps are left to do.
+
+    It is its own engine core, its own scheduler and its own connector.
+    """
+
+    def __init__(self, evicts_in_round: int) -> None:
+        self.now = 0.0
+        self.rounds = 0
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=self))
+        self.scheduler = self
+        self.connector = self
+        self.pending = 0
+        self.full_in = evicts_in_round
+
+    def get_metrics(self) -> list[SimpleNamespace]:
+        evicted = max(0, self.rounds - self.full_in + 1)
+        return [SimpleNamespace(name="vllm:hybrid_offload_evicted_objects", value=evicted)]
+
+    def generate(self, *_: object, **__: object) -> None:
+        self.rounds += 1
+        self.schedule()
+        self.connector.build_connector_meta()
+        self.pending = 2
+
+    def schedule(self) -> None:
+        self.now += 2.0 if self.rounds <= self.full_in else 8.0
+
+    def build_connector_meta(self) -> None:
+        self.now += 8.0 if self.rounds <= self.full_in else 2.0
+
+    def has_pending_push_work(self) -> bool:
+        return self.pending > 0
+
+    def step_fn(self) -> tuple[None, bool]:
+        self.now += 100.0
+        self.pending -= 1
+        return None, False
+
+    def post_step(self, _: bool) -> None:
+        """Nothing."""
+
+    def make_stats(self) -> None:
+        """No report."""
+
+
+def test_what_fills_the_tiers_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(evicts_in_round=10)
+    monkeypatch.setattr(time, "thread_time", lambda: engine.now)
+    asked = Storing(engine, num_tiers=1)
+    for number in (11, 12):
+        found = asked.ask()
+        assert engine.rounds == number
+        assert found["scheduler"] == pytest.approx(1e3 * 2 / PROMPTS_AT_ONCE)
+        assert found["share"] == pytest.approx(2 / 8)
+        assert found["worker"] == 0
+        assert not engine.has_pending_push_work()
+
+
+def test_tiers_that_are_not_full_are_not_measured() -> None:
+    with pytest.raises(RuntimeError, match="not all 1 tiers evict after 99 rounds"):
+        Storing(FakeEngine(evicts_in_round=200), num_tiers=1)
+
+
+def test_a_tier_that_does_not_report_is_not_measured() -> None:
+    with pytest.raises(RuntimeError, match="not all 2 tiers evict after 99 rounds"):
+        Storing(FakeEngine(evicts_in_round=1), num_tiers=2)
+
+
+def test_a_start_is_compared_with_the_first_side_of_the_same_start() -> None:
+    starts = [
+        [{"scheduler": 1.0, "worker": 2.0, "share": 0.05, "seconds": speed * (2 + n)} for n, _ in enumerate(SIDES)]
+        for speed in (1, 3, 2, 9, 7, 8)
+    ]
+    assert list(rows(starts))[1] == (SIDES[1].name, "1.00", "2.00", "5.00%", "1.50 (1.50 to 1.50)")
+
+
+def test_rounds_of_a_start_become_their_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(range(1000))
+    side = SimpleNamespace(ask=lambda: {"seconds": float(next(answers))})
+    monkeypatch.setattr(storing, "processes", lambda sides, program: contextlib.nullcontext([side]))
+    assert of_a_start(["program"], 5) == [{"seconds": 3.0}]  # the first round does not count
+
+
+def test_fewer_starts_than_an_interval_needs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--starts", "5"])
+    assert "at least 6" in capsys.readouterr().err
