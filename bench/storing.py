@@ -3,8 +3,8 @@
 
 Each side is an engine of ``bench.step_cost``, in a process of its own. Tiers of ours are full and evict. It gets
 prompts that nobody has seen, eight together. Hooks are timed by the thread: copies from the KV cache are in them,
-writes to a disk are not. Over the first side's: by the clock. What is on its way to a disk when the answers are there is
-written before the next side's turn.
+writes to a disk are not. Over the first side's: by the clock. What is on its way to a disk when the answers are there
+is written before the next side's turn.
 
 An engine may be faster by some percent than another of the same kind, as long as it lives. So all are started again and
 again, and the interval is that of the starts' medians.

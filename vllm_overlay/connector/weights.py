@@ -115,8 +115,8 @@ def _digest_of(path: Path, known: dict[FileIdentity, str]) -> _FileDigest:
             return _FileDigest(identity, digest, max(identity.mtime_ns, identity.ctime_ns) + _SETTLED_NS < started_ns)
         logger.warning("%r changed while it was read for its fingerprint", str(path))
     raise ConfigError(
-        f"{str(path)!r} changed while it was read, {_MAX_ATTEMPTS} times one after the other, so the disk tier cannot tell "
-        "which weights these are: start again when nobody writes to it"
+        f"{str(path)!r} changed while it was read, {_MAX_ATTEMPTS} times one after the other, so the disk tier cannot "
+        "tell which weights these are: start again when nobody writes to it"
     )
 
 
