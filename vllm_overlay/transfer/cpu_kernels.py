@@ -119,7 +119,12 @@ def _pair(is_split: bool, stream: bool) -> Any:
                 lines.append(builder.load(_at(builder, source, _INT64(0), vector), align=1))
                 _prefetch(builder, builder.add(source, _INT64(16 * LINE)))
             for place, order in zip(arguments[2:], orders, strict=True):
-                _store(builder, _shuffle(builder, *lines, order), _at(builder, place, _INT64(0), vector), stream)
+                _store(
+                    builder,
+                    _shuffle(builder, lines[0], lines[1], order),
+                    _at(builder, place, _INT64(0), vector),
+                    stream,
+                )
             return _context.get_dummy_value()
 
         return types.void(*[types.intp] * 4), codegen
