@@ -135,7 +135,7 @@ def make_engine(side: Side, num_layers: int, directory: Path, num_running: int =
 
     from tools.tiny_model import make_tiny_model
 
-    mib = (1 << 20) * max(1, num_layers // CPU_MIB)  # a state of many layers has to have room
+    mib = (1 << 20) * max(1, num_layers // 16)  # a state of many layers has to have room
     sizes = Sizes(DEVICE_BLOCKS, CPU_MIB * mib, DISK_MIB * mib)
     config = side.transfer_config(sizes, directory / "root")
     return LLM(
@@ -385,14 +385,14 @@ def processes(sides: Sequence[Side], program: Sequence[str]) -> Iterator[list[Pr
 
 
 def take_turns(
-    sides: Sequence[Process], questions: Sequence[Sequence[object]], num_rounds: int
+    sides: Sequence[Process], questions: Sequence[Sequence[object]], num_rounds: int, orders: random.Random
 ) -> list[list[list[Any]]]:
     """For each question, what each side answers in each round, after one that does not count. In each round the sides
-    come in another order: what one leaves on its way is not always the same one's."""
+    come in another of ``orders``: whom one follows is not always the same."""
     found: list[list[list[Any]]] = [[[] for _ in sides] for _ in questions]
     for number in range(num_rounds + 1):
         for question, answers in zip(questions, found, strict=True):
-            for place in random.Random(number).sample(range(len(sides)), len(sides)):
+            for place in orders.sample(range(len(sides)), len(sides)):
                 answer = sides[place].ask(*question)
                 if number:
                     answers[place].append(answer)
@@ -436,7 +436,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     with processes(SIDES, ["bench.step_cost", *given]) as sides:
         questions = [("seconds", running, arguments.steps) for running in arguments.running]
-        seconds = dict(zip(arguments.running, take_turns(sides, questions, arguments.rounds), strict=True))
+        found = take_turns(sides, questions, arguments.rounds, random.Random(0))
+        seconds = dict(zip(arguments.running, found, strict=True))
         details = {
             running: [
                 side.ask("details", running, arguments.steps) | side.ask("counts", running, arguments.steps)

@@ -80,10 +80,10 @@ class Storing:
         }
 
 
-def of_a_start(program: Sequence[str], num_rounds: int) -> list[Medians]:
+def of_a_start(program: Sequence[str], num_rounds: int, orders: random.Random) -> list[Medians]:
     """What each of SIDES takes to store: the medians of its rounds."""
     with processes(SIDES, program) as sides:
-        (found,) = take_turns(sides, [()], num_rounds)
+        (found,) = take_turns(sides, [()], num_rounds, orders)
     return [{name: statistics.median(one[name] for one in rounds) for name in rounds[0]} for rounds in found]
 
 
@@ -119,10 +119,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             lambda engine: Storing(engine, num_tiers).ask,
         )
         return
-    starts = []
+    starts, orders = [], random.Random(0)
     for number in range(arguments.starts):
         print(f"start {number + 1} of {arguments.starts}", file=sys.stderr)
-        starts.append(of_a_start(["bench.storing", *given], arguments.rounds))
+        starts.append(of_a_start(["bench.storing", *given], arguments.rounds, orders))
     print(table(COLUMNS, rows(starts)))
 
 

@@ -2,6 +2,7 @@
 """The benchmark of what storing costs, without an engine."""
 
 import contextlib
+import random
 import time
 from types import SimpleNamespace
 
@@ -94,7 +95,7 @@ def test_rounds_of_a_start_become_their_median(monkeypatch: pytest.MonkeyPatch) 
     answers = iter(range(1000))
     side = SimpleNamespace(ask=lambda: {"seconds": float(next(answers))})
     monkeypatch.setattr(storing, "processes", lambda sides, program: contextlib.nullcontext([side]))
-    assert of_a_start(["program"], 5) == [{"seconds": 3.0}]  # the first round does not count
+    assert of_a_start(["program"], 5, random.Random(0)) == [{"seconds": 3.0}]  # the first round does not count
 
 
 def test_fewer_starts_than_an_interval_needs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,9 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
         try:
             stack.enter_context(locked_if_possible(str(lock)))
         except OSError as error:
-            logger.warning("Each rank reads the weights itself, because the lock %s cannot be opened (%s)", lock, error)
+            logger.warning(
+                "Each rank reads the weights itself, because the lock %r cannot be opened (%s)", str(lock), error
+            )
         yield
 
 

@@ -206,23 +206,20 @@ class _Part:
 
     def _copy_strided(self, run: _Run, layers: range, to_host: bool) -> None:
         """Copies with torch what the kernels do not know."""
-        chunk_tokens, num_chunks = run.span.num_tokens, len(run.units)
-        whole = run.span._replace(num_tokens=num_chunks * chunk_tokens)
-        row_shape = (len(layers), self._num_parts, chunk_tokens, self._num_heads * self._head_size)
-        num_bytes = len(layers) * self._num_parts * chunk_tokens * self._num_heads * self._head_bytes
-        units = torch.from_numpy(run.array[:, :num_bytes]).view(self._dtype).unflatten(1, row_shape)
-        wanted = torch.tensor(run.units)
-        for layer, view in enumerate(self._views[layers.start : layers.stop]):
-            slabs = units[:, layer, self._place]
-            rows = slabs.new_empty(num_chunks, *slabs.shape[1:]) if to_host else slabs[wanted]
-            for start, pages in span_pieces(view, whole):
-                tokens = rows.flatten(0, 1)[start : start + pages.shape[0] * pages.shape[1]].view(pages.shape)
-                if to_host:
-                    tokens.copy_(pages)
-                else:
-                    pages.copy_(tokens)
-            if to_host:
-                slabs[wanted] = rows
+        first = run.span
+        row_shape = (len(layers), self._num_parts, first.num_tokens, self._num_heads * self._head_size)
+        num_bytes = len(layers) * self._num_parts * first.num_tokens * self._num_heads * self._head_bytes
+        for chunk, unit in enumerate(run.units):
+            span = first._replace(offset=first.offset + chunk * first.num_tokens)
+            data = torch.from_numpy(run.array[unit, :num_bytes]).view(self._dtype)
+            slabs = data.view(row_shape)[:, self._place]
+            for slab, view in zip(slabs, self._views[layers.start : layers.stop], strict=True):
+                for start, pages in span_pieces(view, span):
+                    rows = slab[start : start + pages.shape[0] * pages.shape[1]].view(pages.shape)
+                    if to_host:
+                        rows.copy_(pages)
+                    else:
+                        pages.copy_(rows)
 
 
 class _WholePages:

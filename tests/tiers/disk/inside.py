@@ -122,7 +122,7 @@ def delay_following(tier: DiskTierManager) -> Iterator[None]:
     assert tier._bookkeeper._session is not None
     follower = tier._bookkeeper._session.follower
     follow = follower.follow
-    follower.follow = lambda: True  # type: ignore[method-assign]
+    follower.follow = lambda is_complete: True  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tiers.disk.devices import GatedDevice
 from tests.tiers.disk.files import bytes_under, counted, object_files, on_disk
-from tests.tiers.disk.inside import catalogue_of, delay_following, is_serving_last, tell
+from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper, delay_following, is_serving_last, tell
 from tests.tiers.disk.objects import GEOMETRY as TIER_GEOMETRY
 from tests.tiers.disk.objects import bytes_of, chain, content
 from tests.tiers.disk.oracle import problems
@@ -196,6 +196,25 @@ def test_what_was_evicted_while_it_was_stored_anew_is_there(two):
     until(lambda: one.settled() and one.has(chunk))
     assert other.settled().has(chunk)
     assert one.reasons([chunk]) == other.reasons([chunk]) == [""]
+
+
+def test_what_hangs_on_a_parent_that_others_evict_and_store_meanwhile_is_there(two):
+    """Its commit comes after that, and news of that after the commit."""
+    one, other = two
+    parent, child = chain("p", 2)[:2]
+    one.store([parent])
+    until(lambda: other.tier.advance() or other.has(parent))
+    ticket = one.write(child)
+    with delay_bookkeeper(one.tier):
+        one.tier.commit(ticket)
+        catalogue_of(other.tier).evict(one.file(parent).writer, Limits(1 << 40, 1), 1 << 38)
+        until(lambda: other.tier.advance() or not other.has(parent), "word of it")
+        other.store([parent])
+        other.settled()
+    one.settled()
+    assert one.file(parent) == other.file(parent)
+    assert one.coverage([parent, child]) == [True, True]
+    assert one.reasons([parent, child]) == ["", ""]
 
 
 def test_after_clear_nothing_of_others_is_found(two):

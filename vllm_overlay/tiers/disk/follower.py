@@ -17,8 +17,8 @@ _MAX_WAITING = 4096
 
 
 class Follower:
-    """Called in the bookkeeper's thread. Raises CatalogueError. What ``writer``, this engine's, stores is told by
-    ``Committed`` alone."""
+    """Called in the bookkeeper's thread. Raises CatalogueError. ``writer`` is this engine's, whose stores are told as
+    ``Committed`` already."""
 
     def __init__(self, catalogue: Catalogue, served: ServedNamespace, writer: str, world_size: int) -> None:
         self._catalogue, self._served, self._writer, self._world_size = catalogue, served, writer, world_size

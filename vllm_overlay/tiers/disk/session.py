@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
+
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk import catalogue
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Namespace, StoredObject, Superseded, Totals
@@ -133,7 +135,8 @@ class Session:
         for store, answer in zip(stores, self._answers(stores), strict=True):
             steps.popleft()
             counts = None if answer is None or answer.file.number > MAX_NUMBER else answer.file
-            store.served.updates.append(Committed(store.planned.object_id, store.file, counts))
+            planned = msgspec.structs.replace(store.planned, num_bytes=store.num_bytes)
+            store.served.updates.append(Committed(planned, store.file, counts))
             if counts != store.file:
                 store.is_wanted = False
                 left.append(store)

@@ -52,16 +52,17 @@ def test_who_fell_behind_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             two.catalogue.changes_since(wrong, MINE, two.name)
 
 
-def test_who_has_stored_is_told_of_others_alone_and_of_what_went(tmp_path: Path) -> None:
+def test_who_has_stored_is_not_told_of_it_until_there_is_other_news(tmp_path: Path) -> None:
     one, two = Engine(tmp_path), Engine(tmp_path)
-    own, other = one.stored(0, last_use=1), two.stored(1, last_use=2)
-    one.store(own)
+    first, other, second = one.stored(0, last_use=1), two.stored(1, last_use=2), one.stored(2, last_use=3)
+    one.store(first)
+    seen = one.catalogue.changes_since(0, MINE, one.name)
+    assert not seen.changes and seen.seq > 0
     two.store(other)
-    assert one.catalogue.changes_since(0, MINE, one.name).changes == [other]
-    one.evicted(2)
-    assert one.catalogue.changes_since(0, MINE, one.name).changes == [
-        Gone(own.object_id, own.file), Gone(other.object_id, other.file)
-    ]  # fmt: skip
+    one.store(second)
+    assert one.catalogue.changes_since(0, MINE, one.name).changes == [other, second]
+    one.evicted(1)
+    assert one.catalogue.changes_since(0, MINE, one.name).changes == [other, second, Gone(first.object_id, first.file)]
 
 
 def test_a_load_in_many_slices_while_others_write_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from vllm_overlay.tiers.disk.catalogue.rows import COLUMNS, File, Id, StoredObje
 MAX_KEPT = 65_536
 _READ_ROWS = 1024
 _SLICE_ROWS = 4096
-_WHERE = "change.seq > ? AND change.seq <= ? AND change.namespace = ? AND NOT (is_added AND change.writer IS ?)"
+_WHERE = "change.seq > ? AND change.seq <= ? AND change.namespace = ?"
 
 
 class Gone(msgspec.Struct, frozen=True, gc=False):
@@ -72,12 +72,12 @@ class Feed(Connection):
                 return
 
     def changes_since(self, seq: int, fingerprint: str, own: str) -> Changes:
-        """What changed after ``seq``, at most a thousand. Without what the writer ``own`` has stored, which knows of it
-        from ``commit``: most of what changes is its own.
+        """What changed after ``seq``, at most a thousand. What the writer ``own`` has stored it knows from ``commit``:
+        that is left out up to the first change of another kind, after which it may have to hear of it once more.
 
         Raises FellBehind: then ``load`` again.
         """
-        stored_by = rows.number_of(own)
+        writer = rows.number_of(own)
         with self.reading() as db:
             last = _last_seq(db)
             first = int(rows.read_value(rows.Number, db.execute("SELECT coalesce(min(seq), 1) FROM change").fetchone()))
@@ -86,7 +86,10 @@ class Feed(Connection):
             end = min(last, seq + _READ_ROWS)
             found: list[StoredObject | Gone] = []
             if end > seq and (namespace := find_namespace(db, fingerprint)) is not None:
-                found += _read_changes(db, fingerprint, (seq, end, namespace, stored_by))
+                others = f"SELECT min(seq) FROM change WHERE {_WHERE} AND NOT (is_added AND writer = ?)"
+                row = db.execute(others, (seq, end, namespace, writer)).fetchone()
+                if (first := rows.read_value(Id | None, row)) is not None:
+                    found += _read_changes(db, fingerprint, (first - 1, end, namespace))
             return Changes(found, end, end < last)
 
 
@@ -110,10 +113,10 @@ def _read_slice(db: sqlite3.Connection, fingerprint: str | None, names: dict[int
 
 
 def _read_changes(
-    db: sqlite3.Connection, fingerprint: str, part: tuple[int, int, int, int]
+    db: sqlite3.Connection, fingerprint: str, part: tuple[int, int, int]
 ) -> Iterator[StoredObject | Gone]:
-    """Those of ``part``: the number before the first, that of the last, the namespace, and the writer whose stores are
-    left out. Few statements, because every engine reads every change."""
+    """Those of ``part``: the number before the first, that of the last, and the namespace. Few statements, because
+    every engine reads every change."""
 
     def select(columns_and_tables: str, rest: str) -> list[Any]:
         return db.execute(f"SELECT {columns_and_tables} WHERE {_WHERE} {rest}", part).fetchall()
