@@ -90,7 +90,7 @@ class Engine:
         answers = report.time("commit", lambda: catalogue.commit(writer, [(item, None) for item in batch]))
         self._keep([isinstance(answer, Committed) for answer in answers], batch)
         report.time("touch", lambda: catalogue.touch(_MODEL.fingerprint, self._recent, now))
-        changes = report.time("changes_since", lambda: catalogue.changes_since(self._seq, _MODEL.fingerprint, writer))
+        changes = report.time("changes_since", lambda: catalogue.changes_since(self._seq, _MODEL.fingerprint))
         self._seq = changes.seq
 
     def _keep(self, is_taken: list[bool], batch: list[StoredObject]) -> None:

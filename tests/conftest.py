@@ -5,7 +5,8 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,16 @@ def pytest_collection_finish() -> None:
     """An import that sets a variable for good would change the tests of its process, in some orders only."""
     if settings_of_the_process() != AT_START:
         raise pytest.UsageError(f"a module that tests import changed {AT_START} to {settings_of_the_process()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The report of a test that failed shows the engines that ran: one may differ from the others for all its life."""
+    report = yield
+    if report.failed and "tests.engine.client" in sys.modules:
+        for engine in sys.modules["tests.engine.client"].RUNNING:
+            report.sections.append((f"Engine {engine.pid} of {item.nodeid}", engine.report))
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,10 @@ class Output:
         )
 
 
+RUNNING: "list[Engine]" = []
+"""The engines of this process, for the report of a test that fails (tests/conftest.py)."""
+
+
 class EngineError(RuntimeError):
     """The engine's process failed; the message ends with its log."""
 
@@ -92,6 +96,7 @@ class Engine:
         }
         self._environment = environment or {}
         self._launcher = launcher
+        self._is_asked = False
 
     def __enter__(self) -> "Engine":
         self._log = tempfile.NamedTemporaryFile(prefix="engine-", suffix=".log", delete=False)
@@ -123,9 +128,12 @@ class Engine:
         except BaseException:
             self.__exit__()
             raise
+        RUNNING.append(self)
         return self
 
     def __exit__(self, _: object = None, error: BaseException | None = None, *__: object) -> None:
+        if self in RUNNING:
+            RUNNING.remove(self)
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -145,6 +153,15 @@ class Engine:
         return self._process.pid
 
     @property
+    def report(self) -> str:
+        """What somebody wants to know whose test failed while it ran. It is asked unless it owes an answer."""
+        try:
+            state = "it owes an answer" if self._is_asked else "\n".join(map(str, self.call("state")))
+        except EngineError as error:
+            state = str(error)
+        return f"{self._arguments}\n{state}\n{self.log[-6000:]}"
+
+    @property
     def log(self) -> str:
         """What the engine has logged so far."""
         return Path(self._log.name).read_text(errors="replace")
@@ -152,6 +169,7 @@ class Engine:
     def call(self, operation: str, **arguments: Any) -> Any:
         """One operation of the driver."""
         assert self._process.stdin is not None
+        self._is_asked = True
         try:
             self._process.stdin.write(json.dumps({"operation": operation, **arguments}) + "\n")
             self._process.stdin.flush()
@@ -163,6 +181,7 @@ class Engine:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("ANSWER "):
+                self._is_asked = False
                 answer = json.loads(line.removeprefix("ANSWER "))
                 if "error" in answer:
                     raise EngineError(answer["error"] + "\n" + self.log[-6000:])

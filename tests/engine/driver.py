@@ -7,7 +7,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tests.engine import interpreted_triton
@@ -15,6 +16,7 @@ from tests.engine import interpreted_triton
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     interpreted_triton.install()
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import Histogram
@@ -143,6 +145,11 @@ class Driver:
                 total += metric.count if isinstance(metric, Histogram) else metric.value
         return total
 
+    def state(self) -> list[dict[str, Any]]:
+        """Of each rank: what its answers rest on beside its requests. None of it may change while an engine lives."""
+        found: list[dict[str, Any]] = self.engine_core.model_executor.collective_rpc(_state)
+        return found
+
     def fault(self, name: str, **arguments: Any) -> Any:
         return getattr(faults, name)(self, **arguments)
 
@@ -154,6 +161,25 @@ class Driver:
         """A fault of what one of several ranks has in its own process."""
         answers = self.engine_core.model_executor.collective_rpc(_fault_in_rank, args=(rank, name, arguments))
         return answers[rank]
+
+
+def _state(worker: Any) -> dict[str, Any]:
+    """Called in every rank's process. Buffers are, above all, the tables of rotary embeddings."""
+    model = worker.model_runner.model
+    return {
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "l2_cache_bytes": torch.cpu.get_capabilities()["l2_cache_size"],
+        "weights": _digest(model.named_parameters()),
+        "buffers": _digest(model.named_buffers()),
+    }
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = 0
+    for _, tensor in sorted(tensors):
+        digest = zlib.crc32(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), digest)
+    return f"{digest:08x}"
 
 
 def _fault_in_rank(worker: Any, rank: int, name: str, arguments: dict[str, Any]) -> Any:

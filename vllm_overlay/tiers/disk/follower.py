@@ -17,11 +17,10 @@ _MAX_WAITING = 4096
 
 
 class Follower:
-    """Called in the bookkeeper's thread. Raises CatalogueError. ``writer`` is this engine's, whose stores are told as
-    ``Committed`` already."""
+    """Called in the bookkeeper's thread. Raises CatalogueError."""
 
-    def __init__(self, catalogue: Catalogue, served: ServedNamespace, writer: str, world_size: int) -> None:
-        self._catalogue, self._served, self._writer, self._world_size = catalogue, served, writer, world_size
+    def __init__(self, catalogue: Catalogue, served: ServedNamespace, world_size: int) -> None:
+        self._catalogue, self._served, self._world_size = catalogue, served, world_size
         self._namespace = served.namespace
         self._seq: int | None = None
 
@@ -51,7 +50,7 @@ class Follower:
     def _read_changes(self) -> bool:
         assert self._seq is not None
         try:
-            changes = self._catalogue.changes_since(self._seq, self._namespace.fingerprint, self._writer)
+            changes = self._catalogue.changes_since(self._seq, self._namespace.fingerprint)
         except FellBehind:
             self._seq = None
             return True

@@ -157,13 +157,10 @@ class DiskTierManager(TierManager):
                 if self._has_file(object_id, file):
                     self._hidden.discard(object_id)
                     self._discard_all(self.index.drop_evicted(object_id))
-            case Committed(planned, file, counts):
-                object_id = planned.object_id
+            case Committed(object_id, file, counts):
                 self._unconfirmed.discard(object_id)
                 if counts is None and self._has_file(object_id, file):
                     self._forget(object_id)
-                elif counts == file and not self._has_file(object_id, file):
-                    self._take_in([planned], [file])  # older news of it has come since it was stored
                 elif counts is not None and counts != file:
                     self._change_file(object_id, file, counts)
             case Reload.BEGINS:

@@ -9,7 +9,7 @@ from enum import Enum
 
 import msgspec
 
-from vllm_overlay.planner.objects import PlannedObject
+from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import File, Gone
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.room import Holds
@@ -29,9 +29,9 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Committed:
     """The catalogue has the object of a store. ``file`` is the store's, ``counts`` the one that the object has now:
-    another where somebody else was first, none where the object was not taken. ``num_bytes`` is of all ranks."""
+    another where somebody else was first, none where the object was not taken."""
 
-    planned: PlannedObject
+    object_id: ObjectId
     file: File
     counts: File | None
 

@@ -6,8 +6,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-import msgspec
-
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.tiers.disk import catalogue
 from vllm_overlay.tiers.disk.catalogue import BATCH_ROWS, Catalogue, Namespace, StoredObject, Superseded, Totals
@@ -42,7 +40,7 @@ class Session:
             seat = Seat(site, self.catalogue, self.writer)
             self.unlinker = Unlinker(seat)
             self.evictor = Evictor(seat, self.unlinker, room)
-            self.follower = Follower(self.catalogue, served, self.writer, site.world_size)
+            self.follower = Follower(self.catalogue, served, site.world_size)
             self.recovery = Recovery(seat, served.namespace.fingerprint)
             self.recovery.start()
         except BaseException:
@@ -120,7 +118,7 @@ class Session:
         if self.served is not served:
             self._room.set_granted(self._join(served))
             self.served = served
-            self.follower = Follower(self.catalogue, served, self.writer, self._site.world_size)
+            self.follower = Follower(self.catalogue, served, self._site.world_size)
 
     def _commit(self, steps: deque[Step]) -> None:
         """The stores at the front. Once the catalogue has answered, these steps are done. What is left of them becomes
@@ -135,8 +133,7 @@ class Session:
         for store, answer in zip(stores, self._answers(stores), strict=True):
             steps.popleft()
             counts = None if answer is None or answer.file.number > MAX_NUMBER else answer.file
-            planned = msgspec.structs.replace(store.planned, num_bytes=store.num_bytes)
-            store.served.updates.append(Committed(planned, store.file, counts))
+            store.served.updates.append(Committed(store.planned.object_id, store.file, counts))
             if counts != store.file:
                 store.is_wanted = False
                 left.append(store)

@@ -161,7 +161,7 @@ def operations(catalogue: Catalogue) -> list[Callable[[], object]]:
         lambda: catalogue.join(ONE, MODEL),
         lambda: within_bounds(list(catalogue.load(MINE)[1])),
         lambda: within_bounds(list(catalogue.load_all())),
-        lambda: catalogue.changes_since(0, MINE, writer_name(9)),
+        lambda: catalogue.changes_since(0, MINE),
         catalogue.totals,
         catalogue.writers,
         lambda: [catalogue.numbers_of(each) for each in (ONE, DYING)],

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiers.disk.catalogue import fuzz
 from tests.tiers.disk.catalogue.check import check
-from tests.tiers.disk.catalogue.objects import Engine, stored, writer_name
+from tests.tiers.disk.catalogue.objects import Engine, stored
 from tests.tiers.disk.catalogue.test_open import change
 from vllm_overlay.tiers.disk.catalogue import Catalogue, connection, schema
 from vllm_overlay.tiers.disk.catalogue.errors import Damaged
@@ -62,7 +62,7 @@ def test_parents_that_cannot_be_are_damage(tmp_path: Path, parent: int) -> None:
     catalogue = Catalogue(str(tmp_path))
     for call in (
         lambda: list(catalogue.load(fuzz.MINE)[1]),
-        lambda: catalogue.changes_since(0, fuzz.MINE, writer_name(9)),
+        lambda: catalogue.changes_since(0, fuzz.MINE),
     ):
         with pytest.raises(Damaged):
             call()

@@ -38,7 +38,7 @@ def _broken_promises(one: Engine, two: Engine) -> list[str]:
     found: list[str] = []
     one.store(one.stored(0), one.stored(1, (0,)), one.stored(2, (1,), last_use=NOW + 9), one.stored(3))
     found += check(one.catalogue)
-    came = two.catalogue.changes_since(0, MODEL.fingerprint, two.name).changes
+    came = one.catalogue.changes_since(0, MODEL.fingerprint).changes
     if [change.file.number for change in came] != [0, 1, 2, 3]:
         found.append("nobody is told of what came")
     one.catalogue.publish_scores(MODEL.fingerprint, [Scored(object_id(2), 1.0, MANY)], NOW + 1000)
@@ -59,7 +59,7 @@ def _broken_promises(one: Engine, two: Engine) -> list[str]:
     if numbers(one.evict(Limits(MANY, 1), NOW)) != [2]:
         found.append("another went first")
     found += check(one.catalogue)
-    if one.catalogue.changes_since(seq, MODEL.fingerprint, one.name).changes != [Gone(object_id(2), File(one.name, 2))]:
+    if one.catalogue.changes_since(seq, MODEL.fingerprint).changes != [Gone(object_id(2), File(one.name, 2))]:
         found.append("nobody is told of what went")
     if one.catalogue.totals().num_bytes != 2 * 8192 + 12288 + 2 * 8192 + two.catalogue.give_back(two.name, 0):
         found.append("bytes are not counted")

@@ -71,13 +71,11 @@ class Feed(Connection):
             if len(found) < _SLICE_ROWS:
                 return
 
-    def changes_since(self, seq: int, fingerprint: str, own: str) -> Changes:
-        """What changed after ``seq``, at most a thousand. What the writer ``own`` has stored it knows from ``commit``:
-        that is left out up to the first change of another kind, after which it may have to hear of it once more.
+    def changes_since(self, seq: int, fingerprint: str) -> Changes:
+        """What changed after ``seq``, at most a thousand, the caller's own changes in their places among others'.
 
         Raises FellBehind: then ``load`` again.
         """
-        writer = rows.number_of(own)
         with self.reading() as db:
             last = _last_seq(db)
             first = int(rows.read_value(rows.Number, db.execute("SELECT coalesce(min(seq), 1) FROM change").fetchone()))
@@ -86,10 +84,7 @@ class Feed(Connection):
             end = min(last, seq + _READ_ROWS)
             found: list[StoredObject | Gone] = []
             if end > seq and (namespace := find_namespace(db, fingerprint)) is not None:
-                others = f"SELECT min(seq) FROM change WHERE {_WHERE} AND NOT (is_added AND writer = ?)"
-                row = db.execute(others, (seq, end, namespace, writer)).fetchone()
-                if (first := rows.read_value(Id | None, row)) is not None:
-                    found += _read_changes(db, fingerprint, (first - 1, end, namespace))
+                found += _read_changes(db, fingerprint, (seq, end, namespace))
             return Changes(found, end, end < last)
 
 
