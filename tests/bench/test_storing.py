@@ -14,8 +14,8 @@ from bench.storing import PROMPTS_AT_ONCE, Storing, main, of_a_start, rows
 
 
 class FakeEngine:
-    """Each round takes 10 s of the thread, of which the connector takes 2 s, and 8 s while tiers are filled. After it
-    two steps are left to do.
+    """Each round takes 10 s, of which the connector takes 2 s, and 8 s while tiers are filled. After it two steps are
+    left to do. Without the connector it takes 8 s, and one step is left.
 
     It is its own engine core, its own scheduler and its own connector.
     """
@@ -25,8 +25,9 @@ class FakeEngine:
         self.rounds = 0
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=self))
         self.scheduler = self
-        self.connector = self
-        self.pending = 0
+        self.connector: FakeEngine | None = self
+        self.requests: dict[str, object] = {}
+        self.pending = self.left_over = 0
         self.full_in = evicts_in_round
 
     def get_metrics(self) -> list[SimpleNamespace]:
@@ -34,10 +35,12 @@ class FakeEngine:
         return [SimpleNamespace(name="vllm:hybrid_offload_evicted_objects", value=evicted)]
 
     def generate(self, *_: object, **__: object) -> None:
+        self.left_over += self.pending
         self.rounds += 1
         self.schedule()
-        self.connector.build_connector_meta()
-        self.pending = 2
+        if self.connector is not None:
+            self.connector.build_connector_meta()
+        self.pending = 1 if self.connector is None else 2
 
     def schedule(self) -> None:
         self.now += 2.0 if self.rounds <= self.full_in else 8.0
@@ -45,7 +48,7 @@ class FakeEngine:
     def build_connector_meta(self) -> None:
         self.now += 8.0 if self.rounds <= self.full_in else 2.0
 
-    def has_pending_push_work(self) -> bool:
+    def has_requests(self) -> bool:
         return self.pending > 0
 
     def step_fn(self) -> tuple[None, bool]:
@@ -62,15 +65,20 @@ class FakeEngine:
 
 def test_what_fills_the_tiers_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(evicts_in_round=10)
-    monkeypatch.setattr(time, "thread_time", lambda: engine.now)
+    for clock in ("thread_time", "perf_counter"):
+        monkeypatch.setattr(time, clock, lambda: engine.now)
+    monkeypatch.setattr(storing, "BOOKKEEPING_S", 0)
     asked = Storing(engine, num_tiers=1)
-    for number in (11, 12):
+    engine.left_over = 0
+    for number in (12, 14, 16, 18):
         found = asked.ask()
         assert engine.rounds == number
+        assert found["over"] == pytest.approx(10 / 8)
         assert found["scheduler"] == pytest.approx(1e3 * 2 / PROMPTS_AT_ONCE)
         assert found["share"] == pytest.approx(2 / 8)
         assert found["worker"] == 0
-        assert not engine.has_pending_push_work()
+        assert not engine.has_requests() and not engine.left_over
+        assert engine.connector is engine
 
 
 def test_tiers_that_are_not_full_are_not_measured() -> None:
@@ -83,19 +91,19 @@ def test_a_tier_that_does_not_report_is_not_measured() -> None:
         Storing(FakeEngine(evicts_in_round=1), num_tiers=2)
 
 
-def test_a_start_is_compared_with_the_first_side_of_the_same_start() -> None:
+def test_a_row_has_the_median_of_all_starts() -> None:
     starts = [
-        [{"scheduler": 1.0, "worker": 2.0, "share": 0.05, "seconds": speed * (2 + n)} for n, _ in enumerate(SIDES)]
-        for speed in (1, 3, 2, 9, 7, 8)
+        [{"scheduler": 1.0, "worker": 2.0, "share": 0.05, "over": over + n} for n, _ in enumerate(SIDES)]
+        for over in (1.1, 1.3, 1.2, 1.9, 1.7, 1.8)
     ]
-    assert list(rows(starts))[1] == (SIDES[1].name, "1.00", "2.00", "5.00%", "1.50 (1.50 to 1.50)")
+    assert list(rows(starts))[1] == (SIDES[1].name, "1.00", "2.00", "5.00%", "2.50 (2.10 to 2.90)")
 
 
 def test_rounds_of_a_start_become_their_median(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(range(1000))
-    side = SimpleNamespace(ask=lambda: {"seconds": float(next(answers))})
+    side = SimpleNamespace(ask=lambda: {"over": float(next(answers))})
     monkeypatch.setattr(storing, "processes", lambda sides, program: contextlib.nullcontext([side]))
-    assert of_a_start(["program"], 5, random.Random(0)) == [{"seconds": 3.0}]  # the first round does not count
+    assert of_a_start(["program"], 5, random.Random(0)) == [{"over": 3.0}]  # the first round does not count
 
 
 def test_fewer_starts_than_an_interval_needs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
