@@ -77,16 +77,21 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def ratio(own: Sequence[float], first: Sequence[float]) -> str:
-    """The median of the rounds' ratios, and its interval of at least 95 %, by how many lie above and below."""
-    ratios = sorted(a / b for a, b in zip(own, first, strict=True))
-    number, rank, outside = len(ratios), 0, 0.0
+    """The median of the rounds' ratios, and its interval."""
+    return interval([a / b for a, b in zip(own, first, strict=True)])
+
+
+def interval(found: Sequence[float]) -> str:
+    """The median, and its interval of at least 95 %, by how many lie above and below."""
+    found = sorted(found)
+    number, rank, outside = len(found), 0, 0.0
     while rank < (number - 1) // 2:
         outside += 2 * math.comb(number, rank) / 2**number
         if outside > 0.05:
             break
         rank += 1
     low = max(rank - 1, 0)
-    return f"{statistics.median(ratios):.2f} ({ratios[low]:.2f} to {ratios[-1 - low]:.2f})"
+    return f"{statistics.median(found):.2f} ({found[low]:.2f} to {found[-1 - low]:.2f})"
 
 
 def write_json(path: Path, **figures: Any) -> None:

@@ -34,7 +34,8 @@ PROMPT_TOKENS = 100
 DECODED_TOKENS = 3000
 PROMPTS_TO_FILL = 12
 NEW_PROMPT_TOKENS = 2000
-DEVICE_BLOCKS, CPU_MIB, DISK_MIB = 48, 16, 64
+DEVICE_BLOCKS, CPU_MIB, DISK_MIB = 48, 16, 256
+"""Of a smaller disk tier stores find no room: it holds little ahead of them."""
 CPU_ALONE = Side("ours, CPU tier alone", cpu=True, policy="lru")
 BOTH = Side("ours, both tiers", cpu=True, disk=True, policy="lru")
 SIDES = (NONE, CPU_ALONE, BOTH, OFFLOADING, OFFLOADING_FS)

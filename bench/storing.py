@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.measure import ratio, table
+from bench.measure import interval, table
 from bench.step_cost import NEW_PROMPT_TOKENS, SIDES, Step, make_engine, processes, serve, take_turns, watch_engine
 
 ROUNDS_TO_FILL = range(4, 100)
@@ -40,7 +40,7 @@ class Storing:
         """``num_tiers``: those of ours. Raises RuntimeError if not all evict after 99 rounds of prompts."""
         from vllm import SamplingParams
 
-        self._engine, self._source, self._orders = engine, random.Random(0), random.Random(1)
+        self._engine, self._source = engine, random.Random(0)
         self._core = engine.llm_engine.engine_core.engine_core
         self._parameters = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         evicted: list[Any] = []
@@ -74,12 +74,12 @@ class Storing:
         self._finish()
         return found
 
-    def ask(self) -> dict[str, float]:
+    def ask(self, connector_first: bool) -> dict[str, float]:
         """Of eight prompts: milliseconds a prompt in hooks, their share of the thread's other time, and the time over
-        that of eight prompts while there is no connector."""
+        that of eight prompts while there is no connector, which come before them or after them."""
         self._stopwatch.steps[:] = [Step()]
         seconds: dict[bool, tuple[float, float]] = {}
-        for has_connector in self._orders.sample((True, False), 2):
+        for has_connector in (connector_first, not connector_first):
             with contextlib.nullcontext() if has_connector else without_connector(self._core.scheduler):
                 seconds[has_connector] = self._timed()
         (own_s, thread_s), (without_s, _) = seconds[True], seconds[False]
@@ -108,17 +108,18 @@ def without_connector(scheduler: Any) -> Iterator[None]:
 
 
 def of_a_start(program: Sequence[str], num_rounds: int, orders: random.Random) -> list[Medians]:
-    """What each of SIDES takes to store: the medians of its rounds."""
+    """What each of SIDES takes to store: the medians of its rounds, in each of which it is asked twice."""
     with processes(SIDES, program) as sides:
-        (found,) = take_turns(sides, [()], num_rounds, orders)
-    return [{name: statistics.median(one[name] for one in rounds) for name in rounds[0]} for rounds in found]
+        found = take_turns(sides, [(True,), (False,)], num_rounds, orders)
+    all_rounds = [[*first, *last] for first, last in zip(*found, strict=True)]
+    return [{name: statistics.median(one[name] for one in rounds) for name in rounds[0]} for rounds in all_rounds]
 
 
 def rows(starts: Sequence[Sequence[Medians]]) -> Iterator[Sequence[object]]:
     """One for each of SIDES, the first without a connector: the median of all starts."""
     for side, found in zip(SIDES, zip(*starts, strict=True), strict=True):
         own = {name: statistics.median(one[name] for one in found) for name in found[0]}
-        times = ratio([one["over"] for one in found], [1.0] * len(found))
+        times = interval([one["over"] for one in found])
         yield side.name, f"{own['scheduler']:.2f}", f"{own['worker']:.2f}", f"{own['share']:.2%}", times
 
 
@@ -132,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints one row for each side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4, help="of the model; every fourth has attention (default: 4)")
-    parser.add_argument("--rounds", type=int, default=6, help="of eight prompts, in each start (default: 6)")
+    parser.add_argument("--rounds", type=int, default=3, help="of each start (default: 3)")
     parser.add_argument("--starts", type=number_of_starts, default=LEAST_STARTS, help="of all engines (default: 6)")
     parser.add_argument("--side", type=int, help=argparse.SUPPRESS)
     given = sys.argv[1:] if argv is None else list(argv)

@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.kv_transfer import kv_transfer_state
 
 from bench import storing
 from bench.step_cost import SIDES
@@ -70,8 +71,8 @@ def test_what_fills_the_tiers_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(storing, "BOOKKEEPING_S", 0)
     asked = Storing(engine, num_tiers=1)
     engine.left_over = 0
-    for number in (12, 14, 16, 18):
-        found = asked.ask()
+    for number, connector_first in ((12, True), (14, False), (16, True)):
+        found = asked.ask(connector_first)
         assert engine.rounds == number
         assert found["over"] == pytest.approx(10 / 8)
         assert found["scheduler"] == pytest.approx(1e3 * 2 / PROMPTS_AT_ONCE)
@@ -101,9 +102,18 @@ def test_a_row_has_the_median_of_all_starts() -> None:
 
 def test_rounds_of_a_start_become_their_median(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(range(1000))
-    side = SimpleNamespace(ask=lambda: {"over": float(next(answers))})
+    side = SimpleNamespace(ask=lambda connector_first: {"over": float(next(answers)) + 100 * connector_first})
     monkeypatch.setattr(storing, "processes", lambda sides, program: contextlib.nullcontext([side]))
-    assert of_a_start(["program"], 5, random.Random(0)) == [{"over": 3.0}]  # the first round does not count
+    # The first round does not count. Then 102 and 3, 104 and 5, 106 and 7.
+    assert of_a_start(["program"], 3, random.Random(0)) == [{"over": (7 + 102) / 2}]
+
+
+def test_an_engine_without_its_connector_has_neither_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = SimpleNamespace(connector="scheduler's half")
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", "worker's half")
+    with storing.without_connector(scheduler):
+        assert scheduler.connector is None and not kv_transfer_state.has_kv_transfer_group()
+    assert scheduler.connector == "scheduler's half" and kv_transfer_state.get_kv_transfer_group() == "worker's half"
 
 
 def test_fewer_starts_than_an_interval_needs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

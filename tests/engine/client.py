@@ -157,8 +157,8 @@ class Engine:
         """What somebody wants to know whose test failed while it ran. It is asked unless it owes an answer."""
         try:
             state = "it owes an answer" if self._is_asked else "\n".join(map(str, self.call("state")))
-        except EngineError as error:
-            state = str(error)
+        except Exception as error:  # the failure of the test has to be shown, whatever happens here
+            state = repr(error)
         return f"{self._arguments}\n{state}\n{self.log[-6000:]}"
 
     @property

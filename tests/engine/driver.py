@@ -25,6 +25,9 @@ from tests.engine import asynchronous, drafts, faults, features
 from tests.engine.forcing import FORCED
 from tests.waiting import until
 
+STATE_S = 10.0
+"""So long a rank of several may take to say what it is in: a test may have made it hang."""
+
 
 class Driver:
     """Operations on one LLM; every public method can be called by name."""
@@ -147,7 +150,7 @@ class Driver:
 
     def state(self) -> list[dict[str, Any]]:
         """Of each rank: what its answers rest on beside its requests. None of it may change while an engine lives."""
-        found: list[dict[str, Any]] = self.engine_core.model_executor.collective_rpc(_state)
+        found: list[dict[str, Any]] = self.engine_core.model_executor.collective_rpc(_state, timeout=STATE_S)
         return found
 
     def fault(self, name: str, **arguments: Any) -> Any:
