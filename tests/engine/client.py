@@ -158,7 +158,7 @@ class Engine:
         try:
             state = "it owes an answer" if self._is_asked else "\n".join(map(str, self.call("state")))
         except Exception as error:  # the failure of the test has to be shown, whatever happens here
-            state = repr(error)
+            state = f"{type(error).__name__}: {error}"
         return f"{self._arguments}\n{state}\n{self.log[-6000:]}"
 
     @property

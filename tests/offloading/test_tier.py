@@ -25,6 +25,7 @@ from tests.engine.client import multi
 from tests.engine.damage import flip
 from tests.offloading.lent_rows import ROW_BYTES, LentRows, keys
 from tests.tiers.disk.files import bytes_under
+from tests.tiers.disk.inside import room_bytes
 from tests.waiting import until
 from vllm_overlay import plugin
 from vllm_overlay.common.reasons import FAILED_LOADS
@@ -40,14 +41,16 @@ Make = Callable[..., LentRows]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Tiers on one root, of one namespace. They are shut down at the end."""
+    """Tiers on one root, of one namespace, that have room for stores. They are shut down at the end."""
     made: list[LentRows] = []
     monkeypatch.setattr(module, "engine_being_built", lambda: None)
     monkeypatch.setattr(module, "namespace_of", lambda *_: DiskNamespace("ab" * 32, "ab" * 32, {"model": "tiny"}))
 
     def one(**settings: Any) -> LentRows:
-        made.append(LentRows(**{"root": str(tmp_path / "root"), **settings}))
-        return made[-1]
+        lent = LentRows(**{"root": str(tmp_path / "root"), **settings})
+        made.append(lent)
+        until(lambda: room_bytes(lent.tier._manager), "room")
+        return lent
 
     yield one
     for lent in made:
@@ -117,7 +120,7 @@ def test_a_read_that_hangs_fails_its_job_and_touches_no_row_afterwards(make: Mak
     until(lambda: all(map(lent.has, names)), "what the first engine has stored")
     device = lent.gate("preadv")
     job = lent.submit(names, [8, 9], is_load=True)
-    device.waiting.acquire()
+    device.await_call()
     result = lent.result(job)
     assert not result.success
     assert not result.successful_keys
@@ -140,7 +143,7 @@ def test_a_write_that_hangs_gives_rows_back_and_leaves_nothing_of_its_job(
     device = lent.gate("pwritev")
     lent.fill(range(8))
     job = lent.submit(names, range(8), is_load=False)  # more than is written, or staged, at once
-    device.waiting.acquire()
+    device.await_call()
     assert not lent.result(job).success
     lent.rows[:8] = 77
     assert not lent.tier.has_pending_work()  # an idle engine does not step for a disk that hangs
@@ -156,10 +159,9 @@ def test_a_write_that_hangs_gives_rows_back_and_leaves_nothing_of_its_job(
 
 def test_vllm_can_unmap_its_memory_while_a_disk_holds_what_is_written(make: Make) -> None:
     lent = make(load_timeout_s=0.05, shutdown_timeout_s=0.05)
-    until(lambda: lent.store(keys(1, "first"), [1]).success, "room")
     device = lent.gate("pwritev")
     lent.submit(keys(1), [0], is_load=False)
-    device.waiting.acquire()
+    device.await_call()
     lent.shutdown()
     del lent.rows, lent.tier  # as vLLM does
     lent.memory.close()  # which fails while somebody has a part of it
@@ -178,7 +180,7 @@ def test_rows_are_taken_back_while_a_thread_copies_from_another_job_s(make: Make
 
 def test_a_load_that_fails_at_once_leaves_no_row_lent(make: Make) -> None:
     lent, names = make(), keys(2)
-    until(lambda: lent.store(names, range(2)).success, "room")
+    assert lent.store(names, range(2)).success
     lent.tier._worker.load_was_late("another")
     assert not lent.load(names, [8, 9]).success
     assert not lent.tier._worker._row_of
@@ -190,7 +192,7 @@ def test_after_draining_nothing_touches_a_row_and_nothing_older_is_loaded(make: 
     lent.store(names, range(2))
     device = lent.gate("pwritev")
     job = lent.submit(more, [2, 3], is_load=False)
-    device.waiting.acquire()
+    device.await_call()
     lent.tier.drain_jobs()
     assert [(one.job_id, one.success) for one in lent.tier.get_finished_jobs()] == [(job, False)]
     device.gate.set()
@@ -201,7 +203,7 @@ def test_after_draining_nothing_touches_a_row_and_nothing_older_is_loaded(make: 
     assert (lent.rows[7] == lent.rows[6]).all()
     device = lent.gate("preadv")
     job = lent.submit(names[:1], [8], is_load=True)
-    device.waiting.acquire()
+    device.await_call()
     lent.tier.drain_jobs()
     stats = lent.tier.get_stats().data["data"]
     assert stats["vllm:hybrid_offload_failed_loads"] == {("hybrid_disk", "closed"): 1}
@@ -220,7 +222,6 @@ def test_stores_that_find_no_room_fail_and_what_is_there_is_not_written_again(ma
 def test_stores_that_have_waited_for_the_disk_still_wait_for_room(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROOM_S", 10.0)
     lent, names, real, ahead_s = make(), keys(3), time.monotonic, [0.0]
-    until(lambda: lent.store(keys(1, "first"), [9]).success, "room")
     monkeypatch.setattr("time.monotonic", lambda: real() + ahead_s[0])
     with monkeypatch.context() as behind:
         behind.setattr(lent.tier._worker, "begin_store", lambda ticket: None)
@@ -238,7 +239,6 @@ def test_a_job_does_not_pay_for_the_time_that_another_waited_for_room(
 ) -> None:
     monkeypatch.setattr(module, "ROOM_S", 10.0)
     lent, real, ahead_s = make(), time.monotonic, [0.0]
-    until(lambda: lent.store(keys(1, "first"), [9]).success, "room")
     monkeypatch.setattr("time.monotonic", lambda: real() + ahead_s[0])
     monkeypatch.setattr(lent.tier._manager, "reserve", lambda planned: None)
     lent.submit(keys(1, "a"), [0], is_load=False)
@@ -253,7 +253,6 @@ def test_a_job_that_finds_room_now_and_then_does_not_keep_its_rows_for_longer(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lent, real, ahead_s = make(), time.monotonic, [0.0]
-    until(lambda: lent.store(keys(1, "first"), [9]).success, "room")
     monkeypatch.setattr("time.monotonic", lambda: real() + ahead_s[0])
     reserve, num_asked = lent.tier._manager.reserve, [0]
 

@@ -105,12 +105,16 @@ class GatedDevice(RuledDevice):
         super().__init__(self._pass)
         self._call = call
         self.gate = threading.Event()
-        self.waiting = threading.Semaphore(0)
+        self._arrivals = threading.Semaphore(0)
 
     def _pass(self, call: str, path: str) -> None:
         if call == self._call and is_object(path):
-            self.waiting.release()
+            self._arrivals.release()
             assert self.gate.wait(PATIENCE_S)
+
+    def await_call(self) -> None:
+        """Until one more of them waits."""
+        assert self._arrivals.acquire(timeout=PATIENCE_S), f"no {self._call} of an object within {PATIENCE_S:.0f} s"
 
 
 class Meanwhile(RuledDevice):

@@ -19,7 +19,7 @@ from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.processes import WRITER, kill, start
 from tests.tiers.disk.roots import seat_in
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, close_tier, tier_pair
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 from vllm_overlay.common.file_lock import is_held
 from vllm_overlay.tiers.disk.catalogue import Catalogue, File, Limits, Namespace
 from vllm_overlay.tiers.disk.files.device import Device
@@ -279,7 +279,7 @@ def test_the_file_of_a_store_that_outlives_its_engine_is_looked_after(tmp_path):
         made.recovered()
         with tier_pair(made.root, device=device) as ending:
             ticket = ending.submit(ending.with_room().tier.reserve(planned))
-            assert device.waiting.acquire(timeout=PATIENCE_S)
+            device.await_call()
             close_tier(ending.tier)
             until(lambda: len(catalogue_of(made.tier).writers()) == 2 and has_buried(made.tier))
             assert granted(catalogue_of(made.tier))[ticket.part.file.writer] == (None, on_disk())

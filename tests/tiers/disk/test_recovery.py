@@ -30,7 +30,7 @@ from tests.tiers.disk.objects import chain, conversations
 from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.prompts import KEYS, objects_of
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, close_tier, tier_pair
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk import manager
 from vllm_overlay.tiers.disk.catalogue import File, StoredObject, replace_damaged
@@ -442,7 +442,7 @@ def test_what_is_being_written_while_a_rebuild_reads_stays(tmp_path):
     planned, device = chain("p", 1)[0], GatedDevice("pwritev")
     with tier_pair(tmp_path / "root", device=device) as made, tier_pair(tmp_path / "root") as other:
         ticket = made.submit(made.with_room().tier.reserve(planned))
-        assert device.waiting.acquire(timeout=PATIENCE_S)
+        device.await_call()
         old = catalogue_of(other.tier)
         replace_damaged(str(made.root), old.generation, "wal")
         until(lambda: counted(made.root) >= (0, on_disk()), "the next catalogue, which grants again")

@@ -15,7 +15,7 @@ from tests.tiers.disk.oracle import problems
 from tests.tiers.disk.processes import kill, start
 from tests.tiers.disk.prompts import KEYS, NUM_TOKENS, PLANNER, objects_of
 from tests.tiers.disk.tier_pair import TierPair, tier_pair
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import until
 from vllm_overlay.planner.objects import ObjectId, PlannedObject
 from vllm_overlay.tiers.disk.catalogue import File, Gone, Limits, Namespace, StoredObject
 
@@ -242,7 +242,7 @@ def test_what_another_removes_while_it_is_read_is_read_to_its_end(tmp_path):
         worker = other.workers[0]
         worker.begin_load("slow", [other.load_ticket(planned) for planned in objects[:2]])
         for _ in range(2):
-            assert device.waiting.acquire(timeout=PATIENCE_S)  # opened, and not yet read
+            device.await_call()  # opened, and not yet read
         for path in object_files(one.root):  # as an eviction does
             path.unlink()
         device.gate.set()

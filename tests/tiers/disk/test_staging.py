@@ -93,7 +93,7 @@ def test_cancelling_a_load_frees_its_staging(tmp_path):
         made.store(objects)
         worker = made.workers[0]
         worker.begin_load("gone", [made.load_ticket(planned) for planned in objects])
-        device.waiting.acquire()  # one is being read, one is queued, the others wait for room
+        device.await_call()  # one is being read, one is queued, the others wait for room
         worker.cancel_load("gone")
         device.gate.set()
         until(lambda: free_staging_units(worker) == 8)

@@ -271,7 +271,7 @@ def test_close_gives_up_in_time(tmp_path):
     until(lambda: room_bytes(made.tier))
     for planned in objects:
         ticket = made.submit(made.tier.reserve(planned))
-    device.waiting.acquire()
+    device.await_call()
     assert made.workers[0].close(0.05) == 3
     device.gate.set()
     until(lambda: not is_writing(made.workers[0]))
