@@ -106,7 +106,7 @@ def test_a_decode_step_costs_few_calls_and_bytes_however_many_requests_run(sides
 @pytest.mark.engine
 def test_a_prompt_is_stored_in_few_calls(sides: list[Process]) -> None:
     for side in sides[1:]:
-        side.send("storing_calls", 0, 5)
+        side.send("storing_calls", 0, 3)
     alone, both = (side.answer() for side in sides[1:])
     for found, most_calls in ((alone, 1300), (both, 3100)):
         assert found["functions"]["lru.LeastRecentlyUsed.pop"] > 5, "the CPU tier does not evict"

@@ -25,12 +25,13 @@ the attention group for each N tokens."""
 
 
 def make_prompts() -> list[list[int]]:
-    """Ten for each of five shared prefixes. Half of them end just below a block's end, so that their decoding needs
-    another block when there is none."""
+    """Ten for each of five shared prefixes. Nearly half of them end just below a block's end, so that their decoding
+    needs another block when there is none."""
     prompts = []
     for number in range(NUM_REQUESTS):
-        prefix, position = prompt(280 + 400 * (number % 5), seed=number % 5), number // 5
-        wanted = [320 + 250 * position, N - 8 - position, 2 * N - 8 - position][number % 3]
+        prefix, position = prompt(280 + 200 * (number % 5), seed=number % 5), number // 5
+        long = 2 * N - 8 - position if position < 3 else 200 + 100 * position
+        wanted = [320 + 100 * position, N - 8 - position, long][number % 3]
         own = max(20, wanted - len(prefix))
         prompts.append(prefix + prompt(own, seed=100 + number))
     return prompts

@@ -189,7 +189,7 @@ def test_a_load_that_fails_at_once_leaves_no_row_lent(make: Make) -> None:
 def test_after_draining_nothing_touches_a_row_and_nothing_older_is_loaded(make: Make) -> None:
     lent, names, more = make(), keys(2), keys(2, "more")
     lent.fill(range(4))
-    lent.store(names, range(2))
+    assert lent.store(names, range(2)).success
     device = lent.gate("pwritev")
     job = lent.submit(more, [2, 3], is_load=False)
     device.await_call()
