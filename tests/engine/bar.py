@@ -2,7 +2,8 @@
 """The bar for concurrent requests: each token near the best, and its logprob near its own, in an uncached engine.
 
 Near is 0.1. Kernels round by the batch: of the fifty requests of ``tests/http/test_concurrency.py``, vLLM without a
-connector had one or two that were 0.03 to 0.061 away, in each of eleven bursts (by hand, 2026-11-29). What
+connector had one or two that were 0.03 to 0.061 away, in each of eleven bursts (by hand, 2026-11-29, when the prompts
+were half as long again). What
 ``test_faults_are_seen.py`` breaks is further away: by 0.5 with one attention chunk zeroed, by 7 with the state.
 
 A preempted request computes its prompt *and what it has decoded so far* anew, by prefill, and vLLM's

@@ -21,10 +21,10 @@ from tests.python_path import python_path
 pytestmark = pytest.mark.engine
 
 BLOCK = FLOAT32.block_size
-BLOCKS = 2
-LENGTH = BLOCKS * BLOCK + 20
+NUM_BLOCKS = 2
+LENGTH = NUM_BLOCKS * BLOCK + 20
 ROW_BYTES = 294912
-ROWS = BLOCKS + 3
+ROWS = NUM_BLOCKS + 3
 """Of one such prompt: those of attention, and the last state of each other group."""
 
 
@@ -67,7 +67,7 @@ def assert_restored(engine: Engine, tokens: list[int], cold: Output) -> None:
     engine.wait_for_stores()  # and for what the catalogue has
     restored = engine.generate(tokens)
     assert restored.same_as(cold)
-    assert restored.num_cached_tokens >= BLOCKS * BLOCK
+    assert restored.num_cached_tokens >= NUM_BLOCKS * BLOCK
 
 
 def assert_restored_after_a_restart(start: Callable[[], Engine]) -> None:
@@ -100,7 +100,7 @@ def test_a_prompt_is_restored_also_after_a_restart_and_a_flipped_bit_is_computed
             assert again.same_as(cold)
             if again.num_cached_tokens:
                 break
-        assert again.num_cached_tokens >= BLOCKS * BLOCK
+        assert again.num_cached_tokens >= NUM_BLOCKS * BLOCK
 
 
 @pytest.mark.engines
@@ -142,7 +142,7 @@ def test_a_full_disk_costs_hits_and_no_answer(tiny_model: Path, tmp_path: Path) 
     root = tmp_path / "root"
     root.mkdir(mode=0o700)
     arguments = {**FLOAT32.arguments, "kv_transfer_config": offloading(root, min_free_bytes=0)}
-    prompts = [prompt(LENGTH, seed) for seed in range(1, 6)]  # 5 rows each, of which the disk holds fewer than 20
+    prompts = [prompt(LENGTH, seed) for seed in range(1, 6)]  # 5 rows each, of which the disk holds fewer than 22
     with Engine(tiny_model, launcher=on_small_disk(root, "6m"), **arguments) as engine:
         cold = []
         for tokens in prompts:
@@ -177,5 +177,5 @@ def test_it_serves_below_our_multi_connector_beside_a_tier_of_ours(tiny_model: P
         forget(engine, 2, 3)
         restored = engine.generate(tokens)
         assert restored.same_as(cold)
-        assert engine.metric("vllm:kv_connector_loaded_tokens", connector="offloading") >= BLOCKS * BLOCK
+        assert engine.metric("vllm:kv_connector_loaded_tokens", connector="offloading") >= NUM_BLOCKS * BLOCK
         assert engine.metric("vllm:kv_connector_isolations", connector="offloading") == 0
