@@ -5,6 +5,8 @@ import dataclasses
 import errno
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -14,6 +16,7 @@ from tests.tiers.disk.files import on_disk
 from tests.tiers.disk.foreign import make_foreign, state_of
 from tests.tiers.disk.inside import catalogue_of, delay_bookkeeper
 from tests.tiers.disk.objects import chain
+from tests.tiers.disk.processes import REPOSITORY
 from tests.tiers.disk.roots import HALVES, open_tier
 from tests.tiers.disk.tier_pair import NAMESPACE, TierPair, tier_pair
 from tests.waiting import until
@@ -22,6 +25,29 @@ from vllm_overlay.config import ConfigError
 from vllm_overlay.tiers.disk.catalogue import Busy, Catalogue
 from vllm_overlay.tiers.disk.recovery.inspection import description_of
 from vllm_overlay.tiers.disk.recovery.recovery import Recovery
+
+OPEN_MANY = """
+import sys
+from pathlib import Path
+from tests.tiers.disk import roots
+
+def size():
+    return Path("/proc/self/status").read_text().partition("FDSize:")[2].split()[0]
+
+getattr(roots, sys.argv[1])(sys.argv[2])
+before = size()
+files = [open("/dev/null") for _ in range(500)]
+print(before, size())
+"""
+
+
+@HALVES
+def test_no_file_that_is_opened_later_makes_the_table_of_open_files_grow(tmp_path, start):
+    """Who opens one that does waits for the kernel, for as long as ranks poll each other on every core."""
+    command = [sys.executable, "-c", OPEN_MANY, start.__name__, str(tmp_path / "root")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    before, after = done.stdout.split()
+    assert before == after
 
 
 @HALVES

@@ -17,7 +17,7 @@ from vllm_overlay.tiers.disk.bookkeeper import Bookkeeper
 from vllm_overlay.tiers.disk.catalogue import File, Gone
 from vllm_overlay.tiers.disk.catalogue.rows import MAX_PARENTS
 from vllm_overlay.tiers.disk.files.checksum import integrity_of
-from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.device import Device, make_room_for_descriptors
 from vllm_overlay.tiers.disk.files.format import file_bytes
 from vllm_overlay.tiers.disk.files.lease import take_lease
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace, check_stored_id
@@ -71,6 +71,7 @@ class DiskTierManager(TierManager):
         geometry: Geometry | None = None,
         step_bytes: int = 0,
     ) -> None:
+        make_room_for_descriptors()
         device = device or Device()
         if settings.eviction_policy not in ("auto", "learned", "lru"):
             raise ConfigError(

@@ -16,7 +16,7 @@ from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
 from vllm_overlay.tiers.base import FetchResult, LoadTicket, StoreResult, StoreTicket, TierWorker
 from vllm_overlay.tiers.disk.files.checksum import Seal, integrity_of
-from vllm_overlay.tiers.disk.files.device import Device
+from vllm_overlay.tiers.disk.files.device import Device, make_room_for_descriptors
 from vllm_overlay.tiers.disk.files.format import Identity, ObjectHeader
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 from vllm_overlay.tiers.disk.files.object_file import BadObject, read_object, seal, write_object
@@ -77,6 +77,7 @@ class DiskTierWorker(TierWorker):
         max_object_bytes: int,
         device: Device | None = None,
     ) -> None:
+        make_room_for_descriptors()
         self._device = device or Device()
         self._integrity = integrity_of(settings.encryption_key_file)
         root = choose_root(self._device, settings.root, settings.host_name)

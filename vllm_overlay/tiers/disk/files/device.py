@@ -3,13 +3,17 @@
 
 import contextlib
 import errno
+import fcntl
 import os
+import resource
 from collections.abc import Sequence
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_SEGMENTS = 512
+_DESCRIPTORS = 1024
+"""More than an engine with tiers has open."""
 
 
 class Device:
@@ -47,6 +51,18 @@ class Device:
         if found.f_files and not found.f_favail:
             return 0
         return found.f_bavail * found.f_frsize
+
+
+def make_room_for_descriptors() -> None:
+    """Called once a process, before its engine runs.
+
+    Linux enlarges a process's table of open files when the table is full. The thread that opens one more file waits for
+    a grace period of RCU then (``expand_fdtable``). Ranks that poll each other with ``sched_yield`` on every core can
+    draw that out for as long as they have nothing else to do: a load from disk has waited 30 seconds.
+    """
+    most = min(_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    with contextlib.suppress(OSError), open(os.devnull) as file:  # all are taken: the table has its size
+        os.close(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, most - 1))
 
 
 def _advance(segments: list[memoryview], num_bytes: int) -> list[memoryview]:
