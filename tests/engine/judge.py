@@ -19,6 +19,7 @@ from tests.engine.bar import BAR, BAR_OF_DRAFTS, UNCACHED, distance
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi
 from tests.engine.states import States
 from tests.engine.workload import Kind, Request, Turn
+from vllm_overlay.common.reasons import Reason
 
 _NUM_BLOCKS = 16
 """Of the device: bursts are preempted."""
@@ -129,12 +130,15 @@ def _num_blocks(speculation: dict[str, Any] | None) -> int:
 
 
 def counters_of(engine: Engine) -> Counter[str]:
-    """Of the whole life of a small engine."""
+    """Of the whole life of a small engine. A load whose objects were evicted after it was offered counts as none: the
+    disk tier evicts beside the engine's thread, from a step's first lookup on."""
     own = {"preemptions": "num_preemptions", "accepted drafts": "spec_decode_num_accepted_tokens"}
     counters = Counter({name: int(engine.metric(f"vllm:{metric}")) for name, metric in own.items()})
     for tier in ("cpu", "disk"):
         for name in ("restored_tokens", "evicted_objects", "failed_loads"):
             counters[f"{tier}: {name}"] = int(engine.metric(f"vllm:hybrid_offload_{name}", connector=tier))
+    too_late = engine.metric("vllm:hybrid_offload_failed_loads", connector="disk", reason=Reason.NOT_PLANNED)
+    counters["disk: failed_loads"] -= int(too_late)
     return counters
 
 
