@@ -7,7 +7,6 @@ The tier's part of a ticket is the object's units, as a tuple of integers.
 import itertools
 import time
 from array import array
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -199,27 +198,16 @@ class CpuTierWorker(TierWorker):
         return (self._pool.array,)
 
     def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
-        return self.begin_stores([ticket])[0]
-
-    def begin_stores(self, tickets: Sequence[StoreTicket]) -> Sequence[HostBuffer | None]:
-        now = time.perf_counter()
-        for ticket in tickets:
-            self._started[ticket.ticket] = now
-            for unit in ticket.part:
-                self._tags[unit] = 0
-        return [HostBuffer(self._pool.array, ticket.part, ticket.planned.num_bytes) for ticket in tickets]
+        self._started[ticket.ticket] = time.perf_counter()
+        for unit in ticket.part:
+            self._tags[unit] = 0
+        return HostBuffer(self._pool.array, ticket.part, ticket.planned.num_bytes)
 
     def submit_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
-        self.submit_stores(deque([(ticket, buffer)]))
-
-    def submit_stores(self, left: deque[tuple[StoreTicket, HostBuffer]]) -> None:
-        now = time.perf_counter()
-        for ticket, buffer in left:
-            for unit in buffer.units:
-                self._tags[unit] = ticket.ticket
-            seconds = now - self._started.pop(ticket.ticket)
-            self._stored.append(StoreResult(ticket.ticket, ticket.planned.num_bytes, seconds))
-        left.clear()
+        for unit in buffer.units:
+            self._tags[unit] = ticket.ticket
+        seconds = time.perf_counter() - self._started.pop(ticket.ticket)
+        self._stored.append(StoreResult(ticket.ticket, ticket.planned.num_bytes, seconds))
 
     def cancel_store(self, ticket: StoreTicket, buffer: HostBuffer) -> None:
         self._started.pop(ticket.ticket, None)
