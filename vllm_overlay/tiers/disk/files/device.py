@@ -54,7 +54,7 @@ class Device:
 
 
 def make_room_for_descriptors() -> None:
-    """Called once a process, before its engine runs.
+    """Called by each half of the tier before the engine runs. A second call in a process changes nothing.
 
     Linux enlarges a process's table of open files when the table is full. The thread that opens one more file waits for
     a grace period of RCU then (``expand_fdtable``). Ranks that poll each other with ``sched_yield`` on every core can
