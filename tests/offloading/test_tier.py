@@ -28,6 +28,7 @@ from tests.tiers.disk.files import bytes_under
 from tests.tiers.disk.inside import room_bytes
 from tests.waiting import until
 from vllm_overlay import plugin
+from vllm_overlay.common import circuit_breaker
 from vllm_overlay.common.reasons import FAILED_LOADS
 from vllm_overlay.config import ConfigError
 from vllm_overlay.offloading import tier as module
@@ -111,7 +112,11 @@ def test_a_flipped_bit_fails_its_own_key_which_is_a_miss_until_it_is_stored_anew
     assert (lent.rows[10:14] == lent.rows[:4]).all()
 
 
-def test_a_read_that_hangs_fails_its_job_and_touches_no_row_afterwards(make: Make) -> None:
+def test_a_read_that_hangs_fails_its_job_pauses_loads_and_touches_no_row_afterwards(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(circuit_breaker, "time", clock)
     first, names = make(), keys(2)
     first.fill(range(2))
     first.store(names, range(2))
@@ -124,6 +129,10 @@ def test_a_read_that_hangs_fails_its_job_and_touches_no_row_afterwards(make: Mak
     result = lent.result(job)
     assert not result.success
     assert not result.successful_keys
+    paused = {("hybrid_disk",): 1}
+    assert lent.tier.get_stats().data["data"]["vllm:hybrid_offload_loads_paused"] == paused
+    clock.monotonic = lambda: circuit_breaker.FIRST_PAUSE_S
+    assert lent.tier.get_stats().data["data"]["vllm:hybrid_offload_loads_paused"] == dict.fromkeys(paused, 0)
     lent.rows[8:10] = 77
     device.gate.set()
     lent.shutdown()

@@ -20,7 +20,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append((self.path, self.headers.get("Authorization")))  # type: ignore[attr-defined]
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))  # type: ignore[attr-defined]
         status, body = self.server.answers.get(self.path, (404, "no such page"))  # type: ignore[attr-defined]
         self.send_response(status)
         self.end_headers()
@@ -65,6 +65,13 @@ def test_an_answer_is_read_as_it_comes_whatever_its_tokens_are(server: Any) -> N
     assert (answer.token_ids, answer.logprobs) == ([5, 6], [-0.1, -2.769653081893921])
     assert answer.candidates == [{5: -0.1}, {6: -2.769653081893921}]
     assert (answer.num_prompt_tokens, answer.num_cached_tokens) == (9, 4)
+
+
+def test_what_is_asked_for_is_the_likeliest_tokens_and_as_many_as_wanted(server: Any) -> None:
+    server.answers["/v1/completions"] = stream(token(7, -0.5), USAGE)
+    ApiClient(server.url).complete([1, 2], 3, cache_salt="mine")
+    wanted = {"prompt": [1, 2], "max_tokens": 3, "temperature": 0, "ignore_eos": True, "cache_salt": "mine"}
+    assert wanted.items() <= json.loads(server.body).items()
 
 
 def test_a_logprob_that_is_no_number_is_equal_to_nothing(server: Any) -> None:

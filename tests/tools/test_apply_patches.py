@@ -86,7 +86,7 @@ def test_a_reader_that_goes_away_is_no_refusal(checkout):
     output = {"capture_output": False, "stdout": writer, "stderr": subprocess.PIPE}
     done = run(TOOL, "--target", checkout, "--status", env=environment, **output)
     os.close(writer)
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_what_the_system_refuses_is_a_sentence(checkout, capsys, monkeypatch):
