@@ -32,7 +32,8 @@ class Verdict(StrEnum):
     EXACT = "exact"
     """Equal to that of an engine without any cache."""
     AS_DEVICE = "as device cache"
-    """Not exact, but equal to that of vLLM's own device cache with as many tokens and without a connector."""
+    """Not exact, but equal to that of vLLM's own device cache with as many tokens and without a connector; where that
+    finds fewer, to one computed in steps that end there."""
     WRONG = "wrong"
     NO_HIT = "no hit"
     """Fewer tokens were restored than can be."""
