@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The list of docs/models.md is what the matrix found, and the README counts its rows right."""
 
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
+from tests.matrix import __main__ as matrix
 from tests.matrix import table
 from tests.matrix.cells import Cell, Column, Verdict
 from tests.matrix.rows import ROWS, row
@@ -57,3 +63,21 @@ def test_equal_findings_are_said_once_and_name_their_columns() -> None:
         f"\n\n- **{partly.name}**: {partly.layers}. *not run* (CPU tier, disk tier, restarted): the same reason."
         f"\n- **{never.name}**: {never.layers}. *not run*: the same reason.\n"
     )
+
+
+@pytest.mark.parametrize(("options", "is_written"), [((), False), (("--write",), True)])
+def test_a_run_writes_its_list_when_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], is_written: bool
+) -> None:
+    """Beside it another suite compares that list with the README."""
+    found = dict.fromkeys(Column, Cell(Verdict.AS_DEVICE, "as vLLM's own cache answers"))
+    monkeypatch.setattr(matrix, "RowRun", lambda *_: SimpleNamespace(run=lambda: found))
+    files = [Path(shutil.copy(file, tmp_path)) for file in (table.RESULTS, table.PAGE)]
+    monkeypatch.setattr(table, "RESULTS", files[0])
+    monkeypatch.setattr(table, "PAGE", files[1])
+    before = [file.read_bytes() for file in files]
+    monkeypatch.setattr(sys, "argv", ["matrix", "LFM2", *options])
+    assert matrix.main() == 0
+    assert [file.read_bytes() != old for file, old in zip(files, before, strict=True)] == [is_written] * 2
+    assert (table.load()["LFM2"] == found) == is_written
+    assert table.shown() == table.render(table.load())
