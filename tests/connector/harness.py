@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
 
 from tests.naive_twin import block_hashes
 from vllm_overlay.config import TierSettings
@@ -64,7 +65,7 @@ class Harness:
         return SimpleNamespace(
             request_id=name, block_hashes=hashes, num_tokens=num_tokens, num_prompt_tokens=num_tokens,
             num_computed_tokens=0, shared_prefix_boundary=0, lora_request=adapter,
-            num_output_tokens=0, arrival_time=0.0,
+            num_output_tokens=0, arrival_time=0.0, status=RequestStatus.WAITING,
         )  # fmt: skip
 
     def looked_up(self, name: str, num_tokens: int = 200, adapter_id: int = 0) -> Any:

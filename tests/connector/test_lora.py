@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
 
 from tests.connector.fake_stream import UNIT, FakeStream, FakeTier
 from tests.connector.harness import HYBRID, NOTHING, Harness
@@ -205,16 +206,19 @@ def test_a_restored_request_is_checked_in_the_first_pass_that_computes_it_and_on
         request = made.looked_up("p", adapter_id=adapter_id)
         made.step(request, 140)
     blocks = [[5, 6, 7, 8]]
-    for name in ("plain", "restored", "preempted", "aborted"):
-        request = made.request("p", adapter_id=0 if name == "plain" else 1)
+    hidden = made.request("p", adapter_id=1)
+    for name in ("plain", "restored", "preempted", "aborted", "hidden"):
+        request = hidden if name == "hidden" else made.request("p", adapter_id=0 if name == "plain" else 1)
         request.request_id = name
         assert made.scheduler.lookup(request, 0) == 128
         made.scheduler.allocated(request, blocks, 128)
-    assert len(made.scheduler.begin_step({"p": 1}).loads) == 4
+    assert len(made.scheduler.begin_step({"p": 1}).loads) == 5
     made.scheduler.lookup(request_like("preempted", made), 0)
     made.scheduler.finished("aborted")
     scheduled = dict.fromkeys(("plain", "restored", "preempted", "aborted"), 1)
     assert made.scheduler.begin_step(scheduled).checks == (AdapterCheck("restored", ONE, frozenset({5, 6})),)
+    hidden.status = RequestStatus.RUNNING  # a MultiConnector does not show the step, because of store=false
+    assert made.scheduler.begin_step(scheduled).checks == (AdapterCheck("hidden", ONE, frozenset({5, 6})),)
     assert made.scheduler.begin_step(scheduled).checks == ()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.adapters import RANK, make_adapter
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
+from tests.engine.control_file import switch
 from tests.engine.restore import U, assert_restored
 from tools.tiny_model import make_tiny_model
 
@@ -43,7 +44,9 @@ def test_adapters_are_restored_by_both_tiers_and_never_mix(
     disk = disk_child(tmp_path / "root")
     cold: dict[str, Output] = {}
 
-    with Engine(model, kv_transfer_config=multi(cpu_child(), disk), **options) as engine:
+    control = tmp_path / "control.json"
+    tiers = multi(cpu_child(), disk, control_file=str(control))
+    with Engine(model, kv_transfer_config=tiers, **options) as engine:
 
         def computed(name: str, of: dict[str, Any] | None) -> Output:
             """Nothing of it is found, and it differs from all that was computed before."""
@@ -92,6 +95,14 @@ def test_adapters_are_restored_by_both_tiers_and_never_mix(
         changed = engine.generate(tokens, adapter=one)
         assert engine.metric("vllm:hybrid_offload_failed_loads", connector="cpu", reason="adapter") == 2
         assert changed.same_as(engine.generate(tokens, adapter=one, salts=["nobody else's"]))
+
+        # Also of a tier that may store nothing, and so sees no step of what it has loaded.
+        switch(engine, control, {name: {"store": False} for name in ("cpu", "disk")})
+        make_adapter(tmp_path / "two", seed=6)
+        engine.reset_device_cache()
+        changed = engine.generate(tokens, adapter=two)
+        assert changed.same_as(engine.generate(tokens, adapter=two, salts=["nobody else's"]))
+        assert engine.metric("vllm:hybrid_offload_failed_loads", connector="cpu", reason="adapter") == 3
         assert engine.metric("vllm:hybrid_offload_hook_errors") == 0
         engine.wait_for_stores()
 

@@ -1,33 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a child of the MultiConnector sees, by its settings and by the control file, in one running engine."""
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.client import Engine, Output, cpu_child, disk_child, multi, prompt
-from tests.waiting import until
+from tests.engine.control_file import switch
 
 pytestmark = pytest.mark.engine
 
 LENGTH = 1157
 RESTORABLE = (LENGTH - 1) // 64 * 64
-SEEN = "the children's switches are "
-
-
-def switch(engine: Engine, control: Path, switches: dict[str, dict[str, Any]] | None) -> None:
-    """Without ``switches`` there is no file. It is looked at once a second, in engine steps; the log says that."""
-    said = engine.log.count(SEEN)
-    if switches is None:
-        control.unlink()
-    else:
-        fresh = control.with_suffix(".new")
-        fresh.write_text(json.dumps(switches))
-        os.replace(fresh, control)
-    until(lambda: engine.generate([1], 1) and engine.log.count(SEEN) > said, "a look at it")
 
 
 class Switched:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, overload
 from weakref import WeakValueDictionary
 
 from blake3 import blake3
+from vllm.v1.request import RequestStatus
 
 from vllm_overlay.connector.lookahead import LookaheadKeys
 from vllm_overlay.connector.lora.metadata import AdapterCheck, AdapterWeights
@@ -100,8 +101,9 @@ class RequestNames:
 
     def begin(self, step: int, is_scheduled: bool) -> AdapterCheck | None:
         """A step begins. The first pass shows what vLLM found in its own cache, because lookups hear of whole blocks
-        only."""
-        if not is_scheduled:
+        only. A MultiConnector shows no pass of a request that must not be stored: one that was restored waits until its
+        first pass, and runs from then on."""
+        if not is_scheduled and not (self._unchecked and self._request.status == RequestStatus.RUNNING):
             return None
         if self._first_step is None:
             self._first_step = step
