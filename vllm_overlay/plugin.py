@@ -40,8 +40,11 @@ def _register_secondary_tier() -> None:
     """``"type": "hybrid_disk"`` below vLLM's OffloadingConnector. Its class is one of ours that is vLLM's, but for
     telling such a tier which engine it serves."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
+    try:
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+    except ModuleNotFoundError:  # another version of vLLM: who does not ask for a connector of ours is served by it
+        return
     if SECONDARY_TIER not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(SECONDARY_TIER, "vllm_overlay.offloading.tier", "HybridDiskTier")
         del KVConnectorFactory._registry["OffloadingConnector"]

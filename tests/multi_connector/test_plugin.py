@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import importlib.metadata
+import sys
 import tomllib
 from pathlib import Path
 
@@ -19,6 +20,13 @@ def test_registering_twice_is_registering_once():
     assert KVConnectorFactory._registry == first
     assert set(plugin.CONNECTORS) <= set(first)
     assert KVConnectorFactory.get_connector_class_by_name("WeightedMultiConnector") is MultiConnector
+
+
+def test_a_vllm_without_secondary_tiers_starts_and_our_connectors_are_known(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.tiering.factory", None)
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    plugin.register()
+    assert set(KVConnectorFactory._registry) == set(plugin.CONNECTORS)
 
 
 @pytest.mark.parametrize(
