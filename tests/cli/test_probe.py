@@ -104,12 +104,13 @@ def test_a_server_that_was_restarted_began_with_0_again():
     assert row(tables(interval(text_of(5), text_of(1))), "connectors")["chosen"] == "3"
 
 
-def test_several_engines_add_up_but_for_their_state():
+def test_several_engines_add_up_but_for_their_state_and_for_what_they_may_share():
     two = text_of() + text_of(state=2).replace('engine="0"', 'engine="1"')
     found = tables(interval(None, two))
     assert row(found, "connectors")["chosen"] == "6"
     assert row(found, "connectors")["state"] == "out of service"
-    assert row(found, "tiers")["capacity"] == "8.0 MiB"
+    held = row(found, "tiers")
+    assert (held["used"], held["capacity"], held["objects"]) == ("1.0 MiB", "4.0 MiB", "7")
     assert not is_sound(interval(None, two))
 
 
@@ -168,6 +169,13 @@ def test_json_is_one_object(server, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["is_sound"] is True and found["cause"] == ""
     assert found["tiers"][0]["restored"] == "70.0%"
+
+
+def test_a_tier_that_has_not_begun_is_told_from_none(server, capsys):
+    """A lone connector's gauges come with its first step, its counters before."""
+    server.text = f'{TIER}_stored_objects_total{{engine="0",connector="hybrid_disk"}} 0\n'
+    assert cli.main(["probe", server.url]) == 0
+    assert "nothing was restored: no request has come" in capsys.readouterr().out
 
 
 def test_a_server_without_our_connectors_is_told_what_to_change(server, capsys):

@@ -26,8 +26,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = """\
 Reads /metrics alone, which every vLLM server has, and changes nothing. Without --watch all figures are since the
-server's start. With it each table is of the last interval. Where nothing was restored, the last line has the likeliest
-cause. VLLM_API_KEY is used if it is set. docs/metrics.md says what each figure means.
+server's start. With it each table is of the last interval. Of several engines of a server, what a tier holds is that
+of the one with most: they may share a root. Where nothing was restored, the last line has the likeliest cause.
+VLLM_API_KEY is used if it is set. docs/metrics.md says what each figure means.
 
 examples:
   vllm-overlay probe http://127.0.0.1:8000
@@ -120,8 +121,9 @@ def is_sound(interval: Interval) -> bool:
 
 
 def names(interval: Interval) -> list[str]:
-    """Every connector that the server has, ours and others'."""
-    return list(dict.fromkeys([*interval.connectors(f"{MULTI}_state"), *interval.connectors(f"{TIER}_objects")]))
+    """Every connector that the server has, ours and others'. Gauges come with the first step, counters before."""
+    metrics = (f"{MULTI}_state", f"{TIER}_objects", f"{TIER}_stored_objects_total")
+    return list(dict.fromkeys(name for metric in metrics for name in interval.connectors(metric)))
 
 
 def _connectors(interval: Interval) -> Rows:
@@ -153,7 +155,9 @@ def _tiers(interval: Interval) -> Rows:
     for name in interval.connectors(f"{TIER}_objects"):
         amount = _amount_of(interval, TIER, name)
         of = {CONNECTOR: name}
-        used, capacity = (interval.now(f"{TIER}_{gauge}", **of) for gauge in ("used_bytes", "capacity_bytes"))
+        used, capacity, objects = (
+            interval.worst(f"{TIER}_{gauge}", **of) for gauge in ("used_bytes", "capacity_bytes", "objects")
+        )
         pending = sum(interval.now(f"{TIER}_pending_{what}", **of) for what in ("stores", "loads"))
         rows.append(
             (
@@ -161,7 +165,7 @@ def _tiers(interval: Interval) -> Rows:
                 size(int(used)),
                 size(int(capacity)),
                 _share(used, capacity),
-                f"{interval.now(f'{TIER}_objects', **of):,.0f}",
+                f"{objects:,.0f}",
                 _share(amount("restored_tokens"), amount("queried_tokens")),
                 size(int(amount("stored_bytes"))),
                 f"{amount('evicted_objects'):,.0f}",
