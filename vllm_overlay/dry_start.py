@@ -262,7 +262,7 @@ def _groups(vllm_config: Any) -> list[Group]:
     vllm_config.cache_config.kv_cache_layout = "LBHNC"  # As on a CPU; it changes no size.
     groups = get_kv_cache_groups(vllm_config, _specs(vllm_config))
     kv_cache_config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
-    for child in vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"]:
+    for child in vllm_config.kv_transfer_config.kv_connector_extra_config.get("connectors", ()):
         check_supported(vllm_config, kv_cache_config, tier_spec(child["kv_connector_extra_config"]))
     if states_end_with_requests(kv_cache_config):
         is_on = vllm_config.cache_config.enable_prefix_caching

@@ -2,6 +2,7 @@
 """The disk tier behind vLLM's OffloadingConnector, job by job."""
 
 import collections
+import contextlib
 import functools
 import re
 import subprocess
@@ -354,7 +355,10 @@ def test_settings_are_checked_before_weights_are_read(given: dict[str, Any], wor
         config = multi(config)
     plugin.register()
     vllm_config: Any = SimpleNamespace(
-        kv_transfer_config=KVTransferConfig(**config), cache_config=SimpleNamespace(kv_offloading_size=None)
+        kv_transfer_config=KVTransferConfig(**config),
+        cache_config=SimpleNamespace(kv_offloading_size=None),
+        lora_config=None,
+        speculative_config=None,
     )
     if not words:
         return check(vllm_config)
@@ -432,3 +436,12 @@ def test_what_names_of_chunks_do_not_say_is_refused(change: dict[str, Any], flag
     offloading: Any = SimpleNamespace(parallel=None)
     with pytest.raises(ConfigError, match=flag):
         namespace_of(engine, offloading, 4096, "", tmp_path, {})
+    plugin.register()
+    disk = {"type": "hybrid_disk", "root": "/kv", "capacity_bytes": "10GiB"}
+    for tiers in ([], [disk]):  # and before weights are read
+        extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30, "secondary_tiers": tiers}
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
+        )
+        with pytest.raises(ConfigError, match=flag) if tiers else contextlib.nullcontext():
+            check(engine.vllm_config)

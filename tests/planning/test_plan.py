@@ -14,7 +14,7 @@ from vllm_overlay.planning import ask_vllm
 from vllm_overlay.planning.advice import Severity
 from vllm_overlay.planning.capacity import Conversation
 from vllm_overlay.planning.plan import Plan, make_plan
-from vllm_overlay.planning.question import EngineLayout, Flags, Reply
+from vllm_overlay.planning.question import EngineLayout, Flags, Question, Reply
 
 CHILDREN = [{"tier": "cpu", "capacity_bytes": "8GiB"}]
 BOTH = [*CHILDREN, {"tier": "disk", "root": "/kv", "capacity_bytes": "100GiB"}]
@@ -27,9 +27,17 @@ def plan_for(
     platform: str = "",
     **given: int,
 ) -> Plan:
-    reply = Reply(Flags(model="m", **given), answer)
-    monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", lambda question: reply)
-    return make_plan(["--model", "m"], children, Conversation(8000), platform=platform)
+    """vLLM is asked about what is printed."""
+    asked: list[Question] = []
+
+    def ask(question: Question) -> Reply:
+        asked.append(question)
+        return Reply(Flags(model="m", **given), answer)
+
+    monkeypatch.setattr("vllm_overlay.planning.plan.ask_vllm", ask)
+    plan = make_plan(["--model", "m"], children, Conversation(8000), platform=platform)
+    assert [question.kv_transfer_config for question in asked] == [plan.kv_transfer_config]
+    return plan
 
 
 def test_for_a_gpu_it_is_vllms_connector_over_our_disk_tier_with_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from vllm_overlay.config import ConfigError
 from vllm_overlay.connector.compatibility import check_keys_survive_restart
 from vllm_overlay.connector.fingerprint import model_facts, weights_identity
 from vllm_overlay.connector.numerics import cache_dtype, numeric_facts
 from vllm_overlay.offloading.connector import ServedEngine
+from vllm_overlay.offloading.settings import check_engine
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 
 if TYPE_CHECKING:
@@ -43,15 +43,7 @@ def namespace_of(
     """
     vllm_config, parallel = engine.vllm_config, offloading.parallel
     check_keys_survive_restart(vllm_config)
-    if vllm_config.speculative_config is not None:
-        raise ConfigError(
-            "a hybrid_disk tier does not tell the weights of drafters apart yet: remove --speculative-config"
-        )
-    if vllm_config.lora_config is not None:
-        raise ConfigError(
-            "a hybrid_disk tier cannot tell the weights of LoRA adapters apart, because vLLM names their chunks by the "
-            'adapter\'s name: serve without --enable-lora, or use HybridOffloadConnector with "tier": "disk"'
-        )
+    check_engine(vllm_config)
     groups = engine.kv_cache_config.kv_cache_groups
     facts = {
         "rows": _FORMAT,

@@ -62,9 +62,8 @@ def make_plan(
         GeometryError: the same, of the sizes of blocks and chunks.
     """
     specs = [tier_spec(child) for child in children]
-    asked = transfer_config(children)
-    config = offloading_config(children) if platform == CUDA else asked
-    reply = ask_vllm(Question(arguments=tuple(arguments), kv_transfer_config=asked, may_fetch=may_fetch))
+    config = offloading_config(children) if platform == CUDA else transfer_config(children)
+    reply = ask_vllm(Question(arguments=tuple(arguments), kv_transfer_config=config, may_fetch=may_fetch))
     flags, layout = reply.flags, reply.layout
     match_unit = choose_match_unit(flags, layout)
     check_retention(flags, layout)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.named_child import NamedChild
+from vllm_overlay.offloading.settings import check_engine, own_tiers
 from vllm_overlay.plugin import CONNECTORS
 from vllm_overlay.settings.check import did_you_mean, nearest
 from vllm_overlay.settings.foreign_names import OF_THE_MULTI_CONNECTOR
@@ -29,7 +30,9 @@ def check(vllm_config: "VllmConfig") -> None:
     if config is None:
         return
     if config.kv_connector == "OffloadingConnector" and not config.kv_connector_module_path:
-        _check_settings(config)  # it may have a tier of ours
+        _check_settings(config)
+        if own_tiers(config.kv_connector_extra_config):
+            check_engine(vllm_config)
         return
     if not (of_us := next(_ours(config), "")):
         return
