@@ -69,6 +69,13 @@ def test_wrong_usage_is_status_2(arguments):
     assert stopped.value.code == 2
 
 
+def test_an_older_python_is_told_which_one_it_needs(checkout):
+    """One of a distribution may be at hand for a checkout."""
+    older = f"import sys, runpy; sys.version_info = (3, 10, 12); runpy.run_path({str(TOOL)!r}, run_name='__main__')"
+    done = run("-c", older)
+    assert done.returncode == 1 and done.stderr.startswith("apply_patches.py needs Python 3.11, and this is "), done
+
+
 def test_help_teaches_by_example(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
