@@ -116,6 +116,31 @@ def test_an_instance_that_cannot_be_built_leaves_the_child_out_and_is_tried_agai
     assert (engine.told("isolations"), engine.told("returns")) == (1, 1)
 
 
+@pytest.mark.parametrize("hook", ["__init__", "reset_cache", "shutdown"])
+def test_a_pause_begins_when_the_attempt_has_failed_however_long_that_took(hook):
+    """Or an engine whose child waits for a dead server would do nothing else."""
+    engine, tries = Lockstep(), []
+
+    def fails_late(*_):
+        tries.append(hook)
+        engine.clock.now += 300
+        raise RuntimeError(hook)
+
+    if hook == "shutdown":
+        engine.workers[0].sub_connectors[0].answers[hook] = fails_late
+    engine.fail()
+
+    def make(fake):
+        if hook == "__init__":
+            fails_late()
+        if hook == "reset_cache":
+            fake.answers[hook] = fails_late
+
+    rebuilt(engine.scheduler, make)
+    engine.recover(steps=10)
+    assert tries == [hook]
+
+
 def test_requests_older_than_the_instance_are_never_shown_to_it():
     engine = Lockstep()
     for name in ("old", "older"):

@@ -10,7 +10,7 @@ becomes half open. The scheduler sends an ``Order`` for each child with each ste
 orders it has seen, so an answer to an older order is not taken for one to the present order.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,6 +21,9 @@ from vllm_overlay.multi_connector.child import Child
 from vllm_overlay.multi_connector.hooks import logger
 from vllm_overlay.multi_connector.metadata import Duty, MultiWorkerMetadata, Order
 from vllm_overlay.multi_connector.outstanding import OutstandingReports
+
+Clock = Callable[[], float]
+"""In seconds; monotonic."""
 
 
 class Phase(Enum):
@@ -61,7 +64,7 @@ class Lifecycle:
 class Supervisor:
     """Takes children out of service in all processes and brings them back. In the scheduler's process and thread.
 
-    ``now``: seconds of one monotonic clock.
+    ``clock`` is asked when something has ended: an attempt may take longer than the pause after it.
     """
 
     def __init__(self, children: Sequence[Child], retry_first_s: float, retry_longest_s: float) -> None:
@@ -77,7 +80,7 @@ class Supervisor:
                 return False
         return True
 
-    def notice_isolations(self, now: float) -> None:
+    def notice_isolations(self, clock: Clock) -> None:
         """A child is isolated in the process where it fails. From here the other processes hear of it.
 
         It is counted here, once, and not where it happens: a failed attempt to come back is no new isolation.
@@ -85,7 +88,7 @@ class Supervisor:
         for child, lifecycle in zip(self._children, self.lifecycles, strict=True):
             if child.isolated and lifecycle.phase in (Phase.SERVING, Phase.HALF_OPEN):
                 child.tally.count("isolations", lifecycle.phase is Phase.SERVING)
-                lifecycle.backoff.failed(now)
+                lifecycle.backoff.failed(clock())
                 lifecycle.enter(Phase.STOPPING)
 
     @property
@@ -102,9 +105,9 @@ class Supervisor:
             lifecycle.sent = True
         return tuple([lifecycle.order for lifecycle in self.lifecycles])
 
-    def receive(self, reports: MultiWorkerMetadata, now: float) -> list[Child]:
+    def receive(self, reports: MultiWorkerMetadata, clock: Clock) -> list[Child]:
         """What the ranks say to the orders they have seen. Returns the children that are back in service."""
-        self.notice_isolations(now)
+        self.notice_isolations(clock)
         returned = []
         for child, lifecycle, order in zip(self._children, self.lifecycles, reports.orders, strict=False):
             if order != lifecycle.order:
@@ -114,12 +117,12 @@ class Supervisor:
             elif order.duty is Duty.STOP and child.index not in reports.unstopped:
                 lifecycle.phase = Phase.OPEN
             elif order.duty is Duty.STAND_BY and self._admit(child, reports.handshakes.get(child.index, {})):
-                lifecycle.backoff.succeeded(now)
+                lifecycle.backoff.succeeded(clock())
                 lifecycle.enter(Phase.SERVING)
                 child.tally.count("returns")
                 logger.info("Connector %r is back in service, as instance %d.", child.name, lifecycle.generation)
                 returned.append(child)
-        self.notice_isolations(now)
+        self.notice_isolations(clock)
         return returned
 
     def _admit(self, child: Child, handshakes: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]) -> bool:
@@ -129,21 +132,21 @@ class Supervisor:
         child.call("reset_cache", None)
         return not child.isolated
 
-    def try_again(self, held_for: Collection[int], now: float) -> None:
+    def try_again(self, held_for: Collection[int], clock: Clock) -> None:
         """Builds a new instance of each child when its pause is over: the child is half open.
 
         ``held_for``: children for which this step tells the workers that blocks are held. They are left for a later
         step, because the workers would expect those blocks of the new instance.
         """
         for child, lifecycle in zip(self._children, self.lifecycles, strict=True):
-            if lifecycle.phase is not Phase.OPEN or not lifecycle.backoff.may_try(now) or child.index in held_for:
+            if lifecycle.phase is not Phase.OPEN or not lifecycle.backoff.may_try(clock()) or child.index in held_for:
                 continue
             child.stop()
             if child.renew(lifecycle.generation + 1):
                 lifecycle.generation += 1
                 lifecycle.enter(Phase.HALF_OPEN)
             else:
-                lifecycle.backoff.failed(now)  # the ranks need not hear of this attempt
+                lifecycle.backoff.failed(clock())  # the ranks need not hear of this attempt
 
     def record_gauges(self, outstanding: OutstandingReports) -> None:
         """Puts what has changed since the last report into the children's tallies, and who is out of service."""

@@ -213,7 +213,7 @@ class SchedulerSide:
         return bool(holders), parameters or None
 
     def _may_still_read(self, child: Child) -> bool:
-        self.supervisor.notice_isolations(self._clock())
+        self.supervisor.notice_isolations(self._clock)
         return self.supervisor.lifecycles[child.index].phase is Phase.STOPPING
 
     def _forget(self, request_id: str) -> None:
@@ -252,8 +252,8 @@ class SchedulerSide:
         self._step_times.planned(scheduler_output.total_num_scheduled_tokens - num_drafts, len(scheduled), now)
         is_at_rest = self.supervisor.is_at_rest()
         if not is_at_rest:
-            self.supervisor.notice_isolations(now)
-            self.supervisor.try_again(self._held_for, now)
+            self.supervisor.notice_isolations(self._clock)
+            self.supervisor.try_again(self._held_for, self._clock)
         if metadata.is_quiet and (is_at_rest or not self.supervisor.needs_steps):
             return _QUIET_STEP
         metadata.orders = self.supervisor.send_orders()
@@ -288,7 +288,7 @@ class SchedulerSide:
             for request_id, index in self._outstanding.synchronous_loads_failed(connector_output.invalid_block_ids):
                 self._load_failed(request_id, index)
         if ranks is not None:
-            for child in self.supervisor.receive(ranks, now):
+            for child in self.supervisor.receive(ranks, self._clock):
                 self._filters[child.index].reset(self._living)
                 self._next.unknown_requests[child.index] = frozenset(self._living)
 
@@ -328,7 +328,7 @@ class SchedulerSide:
 
     def has_pending_push_work(self) -> bool:
         working = any(child.call("has_pending_push_work", False, parse=validation.truth) for child in self._children)
-        self.supervisor.notice_isolations(self._clock())
+        self.supervisor.notice_isolations(self._clock)
         # Or the workers do not know yet of blocks that are held for a child that is being stopped.
         holds = any(self.supervisor.lifecycles[index].phase is not Phase.SERVING for index in self._held_for)
         return working or self.supervisor.needs_steps or holds

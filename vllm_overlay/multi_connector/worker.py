@@ -188,11 +188,11 @@ class WorkerSide:
 
     def _stop(self, child: Child, finished_req_ids: set[str]) -> None:
         """One step of ending an isolated instance: see the top of this file."""
-        attempts, now = self._stop_attempts[child.index], self._clock()
-        if child.can_be_stopped and attempts.may_try(now):
+        attempts = self._stop_attempts[child.index]
+        if child.can_be_stopped and attempts.may_try(self._clock()):
             if child.stop():
                 return
-            attempts.failed(now)
+            attempts.failed(self._clock())
         if self._completions.owes(child.index):
             self._collect(child, finished_req_ids)
         if not self._completions.owes(child.index):
