@@ -36,6 +36,7 @@ from vllm_overlay.offloading import tier as module
 from vllm_overlay.offloading.connector import OffloadingConnector, engine_being_built
 from vllm_overlay.offloading.tier import HybridDiskTier
 from vllm_overlay.settings.early_check import check
+from vllm_overlay.tiers.disk import worker as disk_worker
 from vllm_overlay.tiers.disk.files.namespace import DiskNamespace
 
 Make = Callable[..., LentRows]
@@ -94,6 +95,13 @@ def test_a_job_larger_than_the_staging_memory_is_stored_as_a_whole(make: Make) -
     lent.fill(range(20))
     assert lent.store(names, range(20)).success
     assert all(map(lent.has, names))
+
+
+def test_rows_wait_while_too_many_are_written(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take no staging memory, which would bound them."""
+    monkeypatch.setattr(disk_worker, "MAX_PENDING_STORES", 0)
+    lent = make(load_timeout_s=0.05)
+    assert not lent.store(keys(1), [0]).success
 
 
 def test_a_flipped_bit_fails_its_own_key_which_is_a_miss_until_it_is_stored_anew(make: Make, tmp_path: Path) -> None:

@@ -71,6 +71,13 @@ def test_policies_can_be_made_and_all_but_the_very_fallback_are_guarded() -> Non
     assert made == {"auto": GuardedPolicy, "lru": LeastRecentlyUsed, "learned": GuardedPolicy, own: GuardedPolicy}
 
 
+def test_the_disk_tier_refuses_somebodys_own_policy_before_weights_are_read() -> None:
+    disk = {"tier": "disk", "root": "/kv"}
+    with pytest.raises(ConfigError, match='evict in one order: set it to "learned" or "lru"'):
+        tier_spec({**disk, "eviction_policy": f"{__name__}:Lifo"})
+    assert tier_spec({**disk, "eviction_policy": "lru"}).settings.eviction_policy == "lru"
+
+
 def test_no_other_room_asks_which_tier_it_is() -> None:
     rooms = ("connector", "transfer", "multi_connector", "planner")
     sources = {path: path.read_text() for room in rooms for path in (PACKAGE / room).rglob("*.py")}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory on its way to and from files: large loads come in pieces, and cancelled ones give it back."""
 
+from functools import partial
+
 import pytest
 from msgspec.structs import replace
 
@@ -12,7 +14,6 @@ from tests.waiting import until
 from vllm_overlay.config import KIB, MIB, ConfigError
 from vllm_overlay.planner.geometry import Geometry, Group, GroupKind
 from vllm_overlay.tiers.base import Fingerprints, StoreTicket, WorkerContext
-from vllm_overlay.tiers.disk import worker as disk_worker
 from vllm_overlay.tiers.disk.messages import DiskPart
 from vllm_overlay.tiers.disk.worker import DiskTierWorker
 from vllm_overlay.tiers.factory import tier_spec
@@ -64,12 +65,18 @@ def test_what_two_full_steps_store_fits_by_default(tmp_path):
     worker.close(1.0)
 
 
-def test_no_store_is_taken_when_too_many_are_pending(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_worker, "MAX_PENDING_STORES", 0)
-    with tier_pair(tmp_path / "root") as made:
-        made.recovered()
-        until(lambda: made.tier.reserve(chain("x", 1)[0]))
-        assert made.workers[0].begin_store(TICKET) is None
+def test_stores_of_small_objects_are_taken_as_long_as_there_is_staging_memory(tmp_path):
+    """However many: a step of a GPU has 512 blocks of 16 tokens."""
+    device = GatedDevice("pwritev")
+    with tier_pair(tmp_path / "root", device=device, staging_bytes=800 * UNIT, capacity_bytes="1GiB") as made:
+        taken = []
+        for planned in chain("p", 500, 1):
+            ticket = until(partial(made.tier.reserve, planned), "room")
+            taken.append(made.workers[0].begin_store(ticket))
+            if taken[-1] is not None:
+                made.workers[0].submit_store(ticket, taken[-1])
+        device.gate.set()
+        assert None not in taken
 
 
 def test_an_object_larger_than_promised_is_refused_and_not_blamed(tmp_path):

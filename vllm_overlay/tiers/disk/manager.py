@@ -57,8 +57,8 @@ class DiskTierManager(TierManager):
 
     ``max_object_bytes`` is the largest object in one rank, ``step_bytes`` what a full step stores there, 0 if that is
     not known; without ``geometry`` nothing is ranked, as with "lru".
-    Raises ConfigError when the root, ``capacity_bytes`` or ``eviction_policy`` cannot work; construction is the only
-    call that may wait for the disk.
+    Raises ConfigError when the root or ``capacity_bytes`` cannot work; construction is the only call that may wait for
+    the disk.
     """
 
     def __init__(
@@ -73,11 +73,6 @@ class DiskTierManager(TierManager):
     ) -> None:
         make_room_for_descriptors()
         device = device or Device()
-        if settings.eviction_policy not in ("auto", "learned", "lru"):
-            raise ConfigError(
-                f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work: all processes of its root "
-                'evict in one order: set it to "learned" or "lru"'
-            )
         self._quota = quota = quota_of(settings, max_object_bytes, world_size, step_bytes)
         rate = parse_bytes(settings.max_write_bytes_per_s, "max_write_bytes_per_s")
         self._write_rate = WriteRate(rate, quota.largest_bytes)

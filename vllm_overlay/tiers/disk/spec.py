@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from vllm_overlay import versions
-from vllm_overlay.config import MIB, parse_bytes
+from vllm_overlay.config import MIB, ConfigError, parse_bytes
 from vllm_overlay.planner.geometry import Geometry
 from vllm_overlay.tiers.base import TierRoom, TierSpec, WorkerContext
 from vllm_overlay.tiers.disk.catalogue import HELD_PARTS
@@ -31,6 +31,15 @@ class DiskTierSpec(TierSpec[DiskTierSettings]):
     hit_source = "disk"
     auto_object_bytes = 4 * MIB
     outlives_engine = True
+
+    def __init__(self, settings: DiskTierSettings) -> None:
+        """Raises ConfigError for an eviction policy that other processes of the root may not have."""
+        super().__init__(settings)
+        if settings.eviction_policy not in ("auto", "learned", "lru"):
+            raise ConfigError(
+                f"eviction_policy={settings.eviction_policy!r} of the disk tier cannot work: all processes of its root "
+                'evict in one order: set it to "learned" or "lru"'
+            )
 
     @property
     def capacity_bytes(self) -> int:

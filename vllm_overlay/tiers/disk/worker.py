@@ -29,6 +29,7 @@ from vllm_overlay.tiers.disk.thread_pool import ThreadPool
 from vllm_overlay.tiers.memory import PAGE_BYTES, Bytes, HostBuffer
 
 MAX_PENDING_STORES = 256
+"""Of those that take no staging memory, which bounds all others."""
 _JOIN_S = 1.0
 _FAULTS = frozenset({Reason.IO_ERROR, Reason.NO_SPACE, Reason.ERROR})
 """Reasons that speak of the disk, not of one object. Many in a row open a breaker."""
@@ -108,10 +109,12 @@ class DiskTierWorker(TierWorker):
     # Stores.
 
     def begin_store(self, ticket: StoreTicket) -> HostBuffer | None:
+        num_bytes = self.staged_bytes(ticket)
         with self._lock:
-            if self._is_closing or self._num_writing >= MAX_PENDING_STORES or ticket.planned.num_bytes < 1:
+            are_too_many = not num_bytes and self._num_writing >= MAX_PENDING_STORES
+            if self._is_closing or are_too_many or ticket.planned.num_bytes < 1:
                 return None
-            return self._staging.for_store(self.staged_bytes(ticket))
+            return self._staging.for_store(num_bytes)
 
     def staged_bytes(self, ticket: StoreTicket) -> int:
         """For subclasses: how much staging memory the store takes."""
