@@ -38,6 +38,11 @@ class CircuitBreaker:
             self._is_half_open = True
             return True
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has opened, and no attempt has succeeded since."""
+        return self._is_open
+
     def pause_left_s(self) -> float:
         """Seconds until the next attempt may be made; 0.0 when one may be made now."""
         with self._lock:

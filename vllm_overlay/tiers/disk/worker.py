@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from vllm_overlay.common.circuit_breaker import CircuitBreaker
+from vllm_overlay.common.circuit_breaker import FIRST_PAUSE_S, CircuitBreaker
 from vllm_overlay.common.fence import SHUTDOWN
 from vllm_overlay.common.rate_limited_log import RateLimitedLog
 from vllm_overlay.common.reasons import Reason
@@ -97,9 +97,12 @@ class DiskTierWorker(TierWorker):
         self._loads: dict[str, _Load] = {}
         self._waiting: deque[_Fetch] = deque()
         self._fetched: list[FetchResult] = []
+        self._reading: set[_Fetch] = set()
+        """Those that a read thread is at."""
         self._is_closing = self._is_closed = False
         self._write_breaker = CircuitBreaker("disk tier: writes")
         self._read_breaker = CircuitBreaker("disk tier: reads")
+        self._num_read_threads = settings.read_threads
         self._readers = ThreadPool(f"disk-read-r{rank}", settings.read_threads)
         self._writers = ThreadPool(f"disk-write-r{rank}", settings.write_threads)
 
@@ -193,7 +196,7 @@ class DiskTierWorker(TierWorker):
         with self._lock:
             self._forget_load(load_id)
             self._loads[load_id] = _Load({fetch.position: fetch for fetch in fetches}, len(fetches))
-            if self._read_breaker.pause_left_s():  # threads that hang would not come to say so
+            if self._pause_s():  # threads that hang would not come to say so
                 for fetch in fetches:
                     self._end_read(fetch, BadObject(Reason.BREAKER, is_bad=False))
                 return
@@ -216,7 +219,16 @@ class DiskTierWorker(TierWorker):
         self._read_breaker.trip()
 
     def load_pause_s(self) -> float:
-        return self._read_breaker.pause_left_s()
+        with self._lock:
+            return self._pause_s()
+
+    def _pause_s(self) -> float:
+        """A pause is not over while all read threads hang in what nobody waits for any more: the next load would wait
+        behind them as long as the last one did. Called with the lock held."""
+        pause_s, threads = self._read_breaker.pause_left_s(), self._reading
+        if not pause_s and self._read_breaker.is_open and len(threads) == self._num_read_threads:
+            return 0.0 if any(fetch.is_wanted for fetch in threads) else FIRST_PAUSE_S
+        return pause_s
 
     def _forget_load(self, load_id: str) -> None:
         if (load := self._loads.get(load_id)) is not None:
@@ -256,8 +268,11 @@ class DiskTierWorker(TierWorker):
 
     def _fetch(self, fetch: _Fetch, buffer: HostBuffer) -> None:
         """Runs in a read thread."""
+        with self._lock:
+            self._reading.add(fetch)
         failure = self._try_to_read(fetch, buffer)
         with self._lock:
+            self._reading.discard(fetch)
             fetch.is_reading = False
             if fetch.is_wanted:
                 self._end_read(fetch, failure)
