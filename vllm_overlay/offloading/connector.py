@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.named_child import NamedChild
-from vllm_overlay.offloading.settings import check_offloading
+from vllm_overlay.offloading.settings import check_engine, check_offloading, own_tiers
 from vllm_overlay.offloading.stats import zeros
 from vllm_overlay.plugin import SECONDARY_TIER
 from vllm_overlay.tiers.base import TierSpec
@@ -56,6 +56,12 @@ class OffloadingConnector(vllms.OffloadingConnector, NamedChild):
     def check_child(cls, extra_config: Mapping[str, Any]) -> dict[str, str]:
         check_offloading(extra_config)
         return {}
+
+    @classmethod
+    def check_engine(cls, vllm_config: "VllmConfig") -> None:
+        """Called when vLLM makes its configuration. Raises ConfigError for what a tier of ours cannot serve."""
+        if own_tiers(vllm_config.kv_transfer_config.kv_connector_extra_config):
+            check_engine(vllm_config)
 
     @classmethod
     def build_prom_metrics(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.config import ConfigError
 from vllm_overlay.named_child import NamedChild
-from vllm_overlay.offloading.settings import check_engine, own_tiers
 from vllm_overlay.plugin import CONNECTORS
 from vllm_overlay.settings.check import did_you_mean, nearest
 from vllm_overlay.settings.foreign_names import OF_THE_MULTI_CONNECTOR
@@ -30,9 +29,7 @@ def check(vllm_config: "VllmConfig") -> None:
     if config is None:
         return
     if config.kv_connector == "OffloadingConnector" and not config.kv_connector_module_path:
-        _check_settings(config)
-        if own_tiers(config.kv_connector_extra_config):
-            check_engine(vllm_config)
+        _check_settings(config).check_engine(vllm_config)  # the plug-in's class: it may have a tier of ours
         return
     if not (of_us := next(_ours(config), "")):
         return
@@ -82,8 +79,8 @@ def _last_part(name: object) -> str:
     return str(name).rpartition(".")[2].rpartition(":")[2]
 
 
-def _check_settings(config: "KVTransferConfig") -> None:
-    """As far as they can be checked without a model: by the connector's own class."""
+def _check_settings(config: "KVTransferConfig") -> Any:
+    """As far as they can be checked without a model: by the connector's own class, which it returns."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     name, path = config.kv_connector, config.kv_connector_module_path
@@ -98,3 +95,4 @@ def _check_settings(config: "KVTransferConfig") -> None:
         cls.check_child(config.kv_connector_extra_config)
     else:
         cls.all_children_support_hma(config)
+    return cls
