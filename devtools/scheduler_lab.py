@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm import SamplingParams
@@ -67,6 +67,9 @@ class LabSettings:
     max_context: int = 65536
     is_asynchronous: bool = False
     retention_interval: int | None = 0
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    longest_prefill: int = 0
+    """``long_prefill_token_threshold``; 0: the budget."""
     num_drafts: int = 0
     """``num_speculative_tokens`` of a drafter that keeps no keys; 0: no speculation."""
     kv_transfer_config: KVTransferConfig | None = None
@@ -113,6 +116,8 @@ def make_scheduler(settings: LabSettings) -> Scheduler:
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=settings.is_asynchronous,
+            policy=settings.policy,
+            long_prefill_token_threshold=settings.longest_prefill,
             watermark=0.0,
         ),
         kv_transfer_config=settings.kv_transfer_config,
@@ -136,7 +141,9 @@ def make_scheduler(settings: LabSettings) -> Scheduler:
     )
 
 
-def make_request(name: str, tokens: list[int], max_tokens: int, settings: LabSettings, **extra_args: Any) -> Request:
+def make_request(
+    name: str, tokens: list[int], max_tokens: int, settings: LabSettings, priority: int = 0, **extra_args: Any
+) -> Request:
     """A greedy request that ends after ``max_tokens``. ``extra_args``: ``kv_transfer_params``, say."""
     parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0, extra_args=extra_args or None)
     return Request(
@@ -145,6 +152,7 @@ def make_request(name: str, tokens: list[int], max_tokens: int, settings: LabSet
         sampling_params=parameters,
         pooling_params=None,
         block_hasher=_block_hasher(settings.match_unit or settings.block_size),
+        priority=priority,
     )
 
 

@@ -36,7 +36,8 @@ class Column:
     kind: str
     """"late": asynchronous loads end as good ones; what is bad is told with the first step that uses them. "drafts":
     steps verify one to five drafts, of which none, some or all are right. With both and "aborts" some requests abort.
-    With "few" and "drafts" there are few blocks."""
+    With "few", "drafts" and "priorities" there are few blocks. With the last answers are long, and a request takes the
+    blocks of a less urgent one."""
     below_block: bool
     """The match unit is smaller than the block."""
 
@@ -85,9 +86,13 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
     unit = dice.choice((1, 2, 4)) if column.below_block else BLOCK
     num_groups = dice.choice((1, 2)) if column.num_state_groups else 0
     requests_tokens = _prompts(dice, unit)
-    lengths = [dice.choice((1, 2, 3, dice.randint(1, 2 * BLOCK))) for _ in requests_tokens]
+    has_priorities = column.kind == "priorities"
+    if has_priorities:
+        lengths = [dice.randint(BLOCK, 3 * BLOCK) for _ in requests_tokens]
+    else:
+        lengths = [dice.choice((1, 2, 3, dice.randint(1, 2 * BLOCK))) for _ in requests_tokens]
     longest = max(len(tokens) + length for tokens, length in zip(requests_tokens, lengths, strict=True))
-    has_few_blocks = column.kind in ("few", "drafts")
+    has_few_blocks = has_priorities or column.kind in ("few", "drafts")
     num_drafts = dice.randint(1, 5) if column.kind == "drafts" else 0
     if num_drafts:
         longest = max(longest, LONGEST_TURN)
@@ -115,6 +120,8 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
         max_context=MAX_CONTEXT,
         is_asynchronous=column.is_async,
         retention_interval=dice.choice((0, None)),
+        policy="priority" if has_priorities else "fcfs",
+        longest_prefill=dice.choice((2, 3)) * BLOCK if has_priorities else 0,
         num_drafts=num_drafts,
         kv_transfer_config=KVTransferConfig(
             kv_connector="PoisonConnector",
@@ -127,7 +134,7 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
     for _ in requests_tokens:
         arrivals.append(arrivals[-1] + dice.choice((0, 0, 0, 1, 2, 5)))
     requests = [
-        make_request(f"r{i}", tokens, length, settings)
+        make_request(f"r{i}", tokens, length, settings, priority=dice.randrange(3) if has_priorities else 0)
         for i, (tokens, length) in enumerate(zip(requests_tokens, lengths, strict=True))
     ]
     return Plan(
@@ -334,7 +341,7 @@ COLUMNS = tuple(
     Column(groups, is_async, kind, below)
     for groups in (0, 1)
     for is_async in (False, True)
-    for kind in ("plain", "aborts", "few", "late", *(() if is_async else ("drafts",)))
+    for kind in ("plain", "aborts", "few", "late", "priorities", *(() if is_async else ("drafts",)))
     for below in ((False, True) if groups else (False,))
 )
 """With one group of attention vLLM's match unit is the block."""

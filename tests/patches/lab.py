@@ -251,12 +251,12 @@ class Lab:
     def scheduler(self) -> Any:
         return self.engine.engine_core.engine_core.scheduler
 
-    def start(self, tokens: list[int], max_tokens: int = 6) -> str:
+    def start(self, tokens: list[int], max_tokens: int = 6, priority: int = 0) -> str:
         """Hands in one request; returns its name."""
         self._names += 1
         name = f"request-{self._names}"
         parameters = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=2, ignore_eos=True)
-        self.engine.add_request(name, {"prompt_token_ids": tokens}, parameters)
+        self.engine.add_request(name, {"prompt_token_ids": tokens}, parameters, priority=priority)
         return name
 
     def run(self, *prompts: list[int], max_tokens: int = 6, max_steps: int = 400) -> list[dict[str, Any]]:
