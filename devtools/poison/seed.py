@@ -36,8 +36,8 @@ class Column:
     kind: str
     """"late": asynchronous loads end as good ones; what is bad is told with the first step that uses them. "drafts":
     steps verify one to five drafts, of which none, some or all are right. With both and "aborts" some requests abort.
-    With "few", "drafts" and "priorities" there are few blocks. With the last answers are long, and a request takes the
-    blocks of a less urgent one."""
+    With "few", "drafts" and "priorities" there are few blocks, with the last two long answers, and with the last a
+    request takes the blocks of a less urgent one."""
     below_block: bool
     """The match unit is smaller than the block."""
 
@@ -87,7 +87,7 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
     num_groups = dice.choice((1, 2)) if column.num_state_groups else 0
     requests_tokens = _prompts(dice, unit)
     has_priorities = column.kind == "priorities"
-    if has_priorities:
+    if has_priorities or column.kind == "drafts":
         lengths = [dice.randint(BLOCK, 3 * BLOCK) for _ in requests_tokens]
     else:
         lengths = [dice.choice((1, 2, 3, dice.randint(1, 2 * BLOCK))) for _ in requests_tokens]

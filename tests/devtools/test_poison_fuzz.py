@@ -40,6 +40,7 @@ ONCE_WRONG = {
     "hybrid-async-few-block": (446,),
     "hybrid-async-few-below": (3, 113, 396),
     "hybrid-sync-priorities-below": (1147,),
+    "hybrid-sync-drafts-block": (314,),
 }
 """Before the patches were as they are, or while they were made."""
 
