@@ -151,6 +151,7 @@ def test_a_child_may_call_blocks_of_its_loads_bad_until_their_request_is_finishe
     engine.report(0, recving={"r"} if asynchronous else ())
     output = engine.step()
     assert (output.invalid_block_ids, output.failed_recving) == ({4}, set())
+    assert engine.told("failed_loads") == 1
     assert engine.step().invalid_block_ids == {4}
     assert not engine.workers[0]._children[0].isolated
     engine.finish("r")

@@ -20,6 +20,7 @@ class OpenLoad:
     """An asynchronous load that was handed out, ``started`` then."""
 
     child: int
+    blocks: tuple[int, ...]
     tokens: int
     started: float
 
@@ -38,7 +39,7 @@ class OutstandingReports:
         if load.is_synchronous:
             self._synchronous[request_id] = load
         else:
-            self.loads[request_id] = OpenLoad(load.child, tokens, now)
+            self.loads[request_id] = OpenLoad(load.child, load.blocks, tokens, now)
 
     def synchronous_loads_failed(self, bad_blocks: Set[int]) -> list[tuple[str, int]]:
         """(request, child) of the loads that were to write one of these blocks, each once."""

@@ -277,15 +277,17 @@ class SchedulerSide:
         if not has_news:
             return
         ended = self._outstanding.loads_ended(connector_output.finished_recving or ())
+        bad_blocks = connector_output.invalid_block_ids
         for request_id, load in ended.items():
-            self._load_ended(request_id, load, now - load.started, request_id in connector_output.failed_recving)
+            failed = request_id in connector_output.failed_recving or not bad_blocks.isdisjoint(load.blocks)
+            self._load_ended(request_id, load, now - load.started, failed)
         sent = self._outstanding.saves_ended(connector_output.finished_sending or ())
         if self.some_ranks_are_silent:
             self._next.releases |= sent
         connector_output.finished_recving = set(ended) or None
         connector_output.finished_sending = sent or None
-        if connector_output.invalid_block_ids:
-            for request_id, index in self._outstanding.synchronous_loads_failed(connector_output.invalid_block_ids):
+        if bad_blocks:
+            for request_id, index in self._outstanding.synchronous_loads_failed(bad_blocks):
                 self._load_failed(request_id, index)
         if ranks is not None:
             for child in self.supervisor.receive(ranks, self._clock):
