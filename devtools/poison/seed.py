@@ -36,8 +36,8 @@ class Column:
     kind: str
     """"late": asynchronous loads end as good ones; what is bad is told with the first step that uses them. "drafts":
     steps verify one to five drafts, of which none, some or all are right. With both and "aborts" some requests abort.
-    With "few", "drafts" and "priorities" there are few blocks, with the last two long answers, and with the last a
-    request takes the blocks of a less urgent one."""
+    With "few" there are few blocks. With "drafts", "priorities" and "window" there are, too, and answers are long.
+    "priorities": a request takes the blocks of a less urgent one. "window": one more group attends to two blocks."""
     below_block: bool
     """The match unit is smaller than the block."""
 
@@ -86,17 +86,18 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
     unit = dice.choice((1, 2, 4)) if column.below_block else BLOCK
     num_groups = dice.choice((1, 2)) if column.num_state_groups else 0
     requests_tokens = _prompts(dice, unit)
-    has_priorities = column.kind == "priorities"
-    if has_priorities or column.kind == "drafts":
+    has_priorities, has_window = column.kind == "priorities", column.kind == "window"
+    has_long_answers = column.kind in ("drafts", "priorities", "window")
+    if has_long_answers:
         lengths = [dice.randint(BLOCK, 3 * BLOCK) for _ in requests_tokens]
     else:
         lengths = [dice.choice((1, 2, 3, dice.randint(1, 2 * BLOCK))) for _ in requests_tokens]
     longest = max(len(tokens) + length for tokens, length in zip(requests_tokens, lengths, strict=True))
-    has_few_blocks = has_priorities or column.kind in ("few", "drafts")
+    has_few_blocks = has_long_answers or column.kind == "few"
     num_drafts = dice.randint(1, 5) if column.kind == "drafts" else 0
     if num_drafts:
         longest = max(longest, LONGEST_TURN)
-    alone = cdiv(longest + num_drafts, BLOCK) + (5 + num_drafts) * num_groups + 3
+    alone = cdiv(longest + num_drafts, BLOCK) * (1 + has_window) + (5 + num_drafts) * num_groups + 3
     recomputes = dice.random() < 0.75
     habits = Habits(
         dice=random.Random(dice.getrandbits(64)),
@@ -108,7 +109,7 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
         share_of_undecided=dice.choice((0.0, 0.1)),
         reports_blocks=dice.random() < 0.5,
         keeps_delivery=dice.random() < 0.5,
-        completes_attention=dice.random() < 0.5,
+        completes_attention=dice.random() < 0.5 and not has_window,
     )
     settings = LabSettings(
         block_size=BLOCK,
@@ -116,6 +117,7 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
         budget=dice.choice((2 * BLOCK, 3 * BLOCK + 3, 6 * BLOCK, 20 * BLOCK)),
         num_blocks=alone + (dice.randint(0, alone // 2) if has_few_blocks else 8 * alone),
         num_state_groups=num_groups,
+        has_window=has_window,
         max_requests=dice.randint(2, 8),
         max_context=MAX_CONTEXT,
         is_asynchronous=column.is_async,
@@ -184,6 +186,7 @@ class Run:
             plan.settings.is_asynchronous,
             plan.habits.reports_blocks,
             column.kind == "late",
+            2 * BLOCK if plan.settings.has_window else 0,
         )
         self.verdict = Verdict()
         self._steps: deque[tuple[SchedulerOutput, StepResult]] = deque()
@@ -341,7 +344,7 @@ COLUMNS = tuple(
     Column(groups, is_async, kind, below)
     for groups in (0, 1)
     for is_async in (False, True)
-    for kind in ("plain", "aborts", "few", "late", "priorities", *(() if is_async else ("drafts",)))
+    for kind in ("plain", "aborts", "few", "late", "window", "priorities", *(() if is_async else ("drafts",)))
     for below in ((False, True) if groups else (False,))
 )
 """With one group of attention vLLM's match unit is the block."""

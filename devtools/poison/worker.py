@@ -8,6 +8,7 @@ copy of states behind the load; without it the copy comes first.
 
 import inspect
 import random
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,10 +62,14 @@ class Worker:
         is_async: bool,
         reports_blocks: bool,
         tells_late: bool = False,
+        window: int = 0,
     ) -> None:
+        """``window``: tokens that each token of one more group attends to, itself among them; 0: no such group."""
         self._prefixes = prefixes
         self._size = block_size
         self._state_groups = range(1, 1 + num_state_groups)
+        self._reach = {0: sys.maxsize} | ({1 + num_state_groups: window - 1} if window else {})
+        """Of each group of attention: how many tokens before its own a token reads."""
         self._is_async = is_async
         self._reports_blocks = reports_blocks
         self._tells_late = tells_late
@@ -167,9 +172,10 @@ class Worker:
         if wrong:
             self._note(f"  {name} reads {wrong}")
         for position in range(start, end):
-            block = request.blocks[0][position // self._size]
-            assert block, f"{name}: no block to write token {position} to"
-            self.memory.write_slot(block, position % self._size, POISON if wrong else chain[position + 1])
+            for group in self._reach:
+                block = request.blocks[group][position // self._size]
+                assert block, f"{name}: no block of group {group} to write token {position} to"
+                self.memory.write_slot(block, position % self._size, POISON if wrong else chain[position + 1])
         index = cdiv(end, self._size) - 1
         for group in self._state_groups:
             for more in range(len(drafts) + 1):
@@ -199,10 +205,11 @@ class Worker:
             request.num_accepted = 1
 
     def _wrong_reads(self, request: WorkerRequest, chain: list[int], start: int, end: int) -> str:
-        for position in range(start):
-            block = request.blocks[0][position // self._size]
-            if self.memory.slot(block, position % self._size) != chain[position + 1]:
-                return f"token {position} of attention in block {block}"
+        for group, reach in self._reach.items():
+            for position in range(max(start - reach, 0), start):
+                block = request.blocks[group][position // self._size]
+                if self.memory.slot(block, position % self._size) != chain[position + 1]:
+                    return f"token {position} of attention in block {block} of group {group}"
         for group in self._state_groups if start else ():
             block = request.blocks[group][cdiv(end, self._size) - 2 + request.num_accepted]
             if self.memory.state(block) != chain[start]:
@@ -238,7 +245,8 @@ class Worker:
         """The blocks that this load does not fill; the same at each call."""
         if not load.fails:
             return set()
-        blocks = set(load.blocks[0][load.start // self._size : cdiv(load.end, self._size)])
+        first, last = load.start // self._size, cdiv(load.end, self._size)
+        blocks = {block for group in self._reach for block in load.blocks[group][first:last]}
         blocks |= {load.blocks[group][(load.end - 1) // self._size] for group in self._state_groups}
         blocks.discard(0)
         if not self._reports_blocks or self._fills_nothing(load):
@@ -247,7 +255,7 @@ class Worker:
 
     def _fills_nothing(self, load: Load) -> bool:
         """With several groups a connector may give up at the first bad block, and report no other one."""
-        return bool(self._state_groups) and load.dice % 2 == 0
+        return len(self._reach) + len(self._state_groups) > 1 and load.dice % 2 == 0
 
     def _some_of(self, blocks: set[int], load: Load) -> set[int]:
         dice = random.Random(load.dice)
@@ -259,9 +267,12 @@ class Worker:
         bad = self._bad_blocks(load)
         writes_poison = random.Random(load.dice + 1).random() < 0.5
         for position in range(load.start, load.end):
-            block = load.blocks[0][position // self._size]
-            if block and (block not in bad or writes_poison):
-                self.memory.write_slot(block, position % self._size, POISON if block in bad else chain[position + 1])
+            for group in self._reach:
+                block = load.blocks[group][position // self._size]
+                if block and (block not in bad or writes_poison):
+                    self.memory.write_slot(
+                        block, position % self._size, POISON if block in bad else chain[position + 1]
+                    )
         for group in self._state_groups:
             block = load.blocks[group][(load.end - 1) // self._size]
             if block and (block not in bad or writes_poison):

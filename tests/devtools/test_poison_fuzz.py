@@ -122,7 +122,7 @@ def test_blocks_hold_what_was_written_last():
 def test_the_command_prints_a_table_and_the_steps_of_one_seed(capfd):
     assert poison_fuzz.main(["--seeds", "2", "--column", "attention-sync"]) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert [line.split(" | ")[1] for line in lines if line.startswith("| attention")] == ["0 of 2"] * 6
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| attention")] == ["0 of 2"] * 7
     assert poison_fuzz.main(["--column", "attention-sync-plain", "--seed", "1", "--verbose"]) == 0
     assert "all is well" in capfd.readouterr().out
 
