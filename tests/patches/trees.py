@@ -165,7 +165,6 @@ BUILDS_ON = {
     "0005-recover-from-failed-synchronous-loads.patch": "0003-",
     "0006-recover-from-block-errors-with-several-groups.patch": "0003- 0005-",
     "0017-copy-partial-hits-of-unfinished-blocks-later.patch": "0003- 0005-",
-    "0028-forget-blocks-of-a-step-that-is-taken-back.patch": "0003- 0005-",
 }
 """Patches that apply without another and do not work without it."""
 
