@@ -61,6 +61,8 @@ class LabSettings:
     """0: a model of attention alone."""
     has_window: bool = False
     """One more group: attention in a window of two blocks."""
+    keeps_checkpoints: bool = False
+    """A prompt's last pass also keeps the state at its last match unit, as that of Mamba2 does on a GPU."""
     num_context_ranks: int = 1
     """The size of decode context parallelism: so many ranks share out the tokens of ``block_size``."""
     max_requests: int = 64
@@ -94,6 +96,8 @@ def _kv_cache_config(settings: LabSettings) -> KVCacheConfig:
         page_size_padded=specs[0].page_size_bytes,
         mamba_cache_mode="align",
         num_speculative_blocks=settings.num_drafts,
+        num_prefill_checkpoint_blocks=int(settings.keeps_checkpoints),
+        prefill_checkpoint_alignment=1 if settings.keeps_checkpoints else None,
     )
     specs += [states] * settings.num_state_groups
     if settings.has_window:

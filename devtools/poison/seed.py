@@ -37,7 +37,8 @@ class Column:
     """"late": asynchronous loads end as good ones; what is bad is told with the first step that uses them. "drafts":
     steps verify one to five drafts, of which none, some or all are right. With both and "aborts" some requests abort.
     With "few" there are few blocks. With "drafts", "priorities" and "window" there are, too, and answers are long.
-    "priorities": a request takes the blocks of a less urgent one. "window": one more group attends to two blocks."""
+    "priorities": a request takes the blocks of a less urgent one. "window": one more group attends to two blocks.
+    "checkpoints": a prompt's last pass also keeps the state at its last match unit."""
     below_block: bool
     """The match unit is smaller than the block."""
 
@@ -118,6 +119,7 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
         num_blocks=alone + (dice.randint(0, alone // 2) if has_few_blocks else 8 * alone),
         num_state_groups=num_groups,
         has_window=has_window,
+        keeps_checkpoints=column.kind == "checkpoints",
         max_requests=dice.randint(2, 8),
         max_context=MAX_CONTEXT,
         is_asynchronous=column.is_async,
@@ -187,6 +189,7 @@ class Run:
             plan.habits.reports_blocks,
             column.kind == "late",
             2 * BLOCK if plan.settings.has_window else 0,
+            plan.habits.unit if plan.settings.keeps_checkpoints else 0,
         )
         self.verdict = Verdict()
         self._steps: deque[tuple[SchedulerOutput, StepResult]] = deque()
@@ -344,7 +347,8 @@ COLUMNS = tuple(
     Column(groups, is_async, kind, below)
     for groups in (0, 1)
     for is_async in (False, True)
-    for kind in ("plain", "aborts", "few", "late", "window", "priorities", *(() if is_async else ("drafts",)))
+    for kind in ("plain", "aborts", "few", "late", "window", "priorities", "checkpoints", "drafts")
+    if (groups or kind != "checkpoints") and not (is_async and kind == "drafts")
     for below in ((False, True) if groups else (False,))
 )
 """With one group of attention vLLM's match unit is the block."""

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
@@ -63,13 +64,16 @@ class Worker:
         reports_blocks: bool,
         tells_late: bool = False,
         window: int = 0,
+        checkpoint_unit: int = 0,
     ) -> None:
-        """``window``: tokens that each token of one more group attends to, itself among them; 0: no such group."""
+        """``window``: tokens that each token of one more group attends to, itself among them; 0: no such group.
+        ``checkpoint_unit``: the match unit where prefills keep checkpoints."""
         self._prefixes = prefixes
         self._size = block_size
         self._state_groups = range(1, 1 + num_state_groups)
         self._reach = {0: sys.maxsize} | ({1 + num_state_groups: window - 1} if window else {})
         """Of each group of attention: how many tokens before its own a token reads."""
+        self._checkpoint_unit = checkpoint_unit
         self._is_async = is_async
         self._reports_blocks = reports_blocks
         self._tells_late = tells_late
@@ -182,6 +186,8 @@ class Worker:
                 block = request.blocks[group][index + more]
                 assert block, f"{name}: no block to write the state after {known + more} to"
                 self.memory.write_state(block, POISON if wrong else chain[known + more])
+        if self._checkpoint_unit:
+            self._keep_checkpoint(request, chain, start, wrong)
         request.num_accepted = 1
         if known < request.num_tokens:
             return []
@@ -192,6 +198,21 @@ class Worker:
         request.num_accepted = len(sampled)
         self._keep_boundary(request, known, index)
         return sampled
+
+    def _keep_checkpoint(self, request: WorkerRequest, chain: list[int], start: int, wrong: str) -> None:
+        """``MambaPrefillCheckpointBuilder``: the state at the last match unit goes to the block before the last."""
+        (offset,), (column,) = compute_mamba_prefill_checkpoints(
+            [len(chain) - 1],
+            [len(chain) - 1 - start],
+            hash_block_size=self._checkpoint_unit,
+            mamba_block_size=self._size,
+            checkpoint_alignment=1,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=self._checkpoint_unit,
+        )
+        for group in self._state_groups if offset else ():
+            if block := request.blocks[group][column]:
+                self.memory.write_state(block, POISON if wrong else chain[start + offset])
 
     def _keep_boundary(self, request: WorkerRequest, known: int, index: int) -> None:
         """``postprocess_mamba``: the state at a block's end that accepted drafts have passed goes to that block."""

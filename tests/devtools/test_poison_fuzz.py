@@ -41,6 +41,8 @@ ONCE_WRONG = {
     "hybrid-async-few-below": (3, 113, 396),
     "hybrid-sync-priorities-below": (1147,),
     "hybrid-sync-drafts-block": (314,),
+    "hybrid-sync-checkpoints-below": (11,),
+    "hybrid-async-checkpoints-below": (11,),
 }
 """Before the patches were as they are, or while they were made."""
 
