@@ -103,7 +103,12 @@ def _kv_cache_config(settings: LabSettings) -> KVCacheConfig:
     if settings.has_window:
         specs.append(SlidingWindowSpec(**attention, sliding_window=2 * of_a_rank))
     groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=settings.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(
+        num_blocks=settings.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=settings.retention_interval,
+    )
 
 
 def make_scheduler(settings: LabSettings) -> Scheduler:

@@ -38,7 +38,7 @@ class Column:
     steps verify one to five drafts, of which none, some or all are right. With both and "aborts" some requests abort.
     With "few" there are few blocks. With "drafts", "priorities" and "window" there are, too, and answers are long.
     "priorities": a request takes the blocks of a less urgent one. "window": one more group attends to two blocks.
-    "checkpoints": a prompt's last pass also keeps the state at its last match unit."""
+    "checkpoints": a prompt's last pass also keeps the state at its last match unit. Some steps verify a draft."""
     below_block: bool
     """The match unit is smaller than the block."""
 
@@ -95,7 +95,11 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
         lengths = [dice.choice((1, 2, 3, dice.randint(1, 2 * BLOCK))) for _ in requests_tokens]
     longest = max(len(tokens) + length for tokens, length in zip(requests_tokens, lengths, strict=True))
     has_few_blocks = has_long_answers or column.kind == "few"
-    num_drafts = dice.randint(1, 5) if column.kind == "drafts" else 0
+    num_drafts = 0
+    if column.kind == "drafts":
+        num_drafts = dice.randint(1, 5)
+    elif column.kind == "checkpoints" and not column.is_async:
+        num_drafts = dice.choice((0, 1))
     if num_drafts:
         longest = max(longest, LONGEST_TURN)
     alone = cdiv(longest + num_drafts, BLOCK) * (1 + has_window) + (5 + num_drafts) * num_groups + 3

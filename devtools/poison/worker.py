@@ -12,7 +12,11 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+import torch
+from vllm.model_executor.layers.mamba.checkpoint import (
+    _gather_checkpoint_state_indices,
+    compute_mamba_prefill_checkpoints,
+)
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
@@ -211,8 +215,10 @@ class Worker:
             cache_hit_alignment_tokens=self._checkpoint_unit,
         )
         for group in self._state_groups if offset else ():
-            if block := request.blocks[group][column]:
-                self.memory.write_state(block, POISON if wrong else chain[start + offset])
+            table, row = torch.tensor([request.blocks[group]]), torch.tensor([0])
+            block = _gather_checkpoint_state_indices(table, row, torch.tensor([column])).item()
+            if block:
+                self.memory.write_state(int(block), POISON if wrong else chain[start + offset])
 
     def _keep_boundary(self, request: WorkerRequest, known: int, index: int) -> None:
         """``postprocess_mamba``: the state at a block's end that accepted drafts have passed goes to that block."""

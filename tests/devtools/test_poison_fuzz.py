@@ -41,8 +41,9 @@ ONCE_WRONG = {
     "hybrid-async-few-below": (3, 113, 396),
     "hybrid-sync-priorities-below": (1147,),
     "hybrid-sync-drafts-block": (314,),
-    "hybrid-sync-checkpoints-below": (11,),
-    "hybrid-async-checkpoints-below": (11,),
+    "hybrid-sync-checkpoints-block": (15,),
+    "hybrid-sync-checkpoints-below": (6, 49),
+    "hybrid-async-checkpoints-below": (66,),
 }
 """Before the patches were as they are, or while they were made."""
 
