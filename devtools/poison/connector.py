@@ -47,8 +47,11 @@ class Load:
 
 
 @dataclass(slots=True)
-class Loads(KVConnectorMetadata):
+class StepOrders(KVConnectorMetadata):
+    """What the worker is to load, and which blocks have a state to store after the step: of which tokens."""
+
     loads: list[Load]
+    offers: list[tuple[int, list[int]]]
 
 
 class PoisonConnector(KVConnectorBase_V1, SupportsHMA):
@@ -59,6 +62,7 @@ class PoisonConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._asked: dict[str, tuple[int, bool]] = {}
+        self._requests: dict[str, Request] = {}
         self._loads: list[Load] = []
 
     @property
@@ -70,6 +74,7 @@ class PoisonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         habits, dice = self.habits, self.habits.dice
+        self._requests[request.request_id] = request
         if dice.random() < habits.share_of_undecided:
             return None, False
         is_async = dice.random() < habits.share_of_async
@@ -103,9 +108,15 @@ class PoisonConnector(KVConnectorBase_V1, SupportsHMA):
             )
         )
 
-    def build_connector_meta(self, scheduler_output: Any) -> Loads:
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
         loads, self._loads = self._loads, []
-        return Loads(loads)
+        offered = scheduler_output.kv_connector_block_state.boundary_state_offloads
+        offers = [
+            (block, list(self._requests[name].all_token_ids[:boundary]))
+            for name, of_request in offered.items()
+            for _, block, boundary in of_request
+        ]
+        return StepOrders(loads, offers)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

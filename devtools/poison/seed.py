@@ -247,6 +247,7 @@ class Run:
             step, result = self._steps.popleft()
             report = result.report
             self._note("update", result.sampled, report)
+            self._check_stored(result)
             self._deliver(self._scheduler.update_from_output(step, runner_output(result.sampled, report)))
             if num_drafts := self._plan.settings.num_drafts:
                 drafts = {name: self._drafts(name, num_drafts) for name, tokens in result.sampled.items() if tokens}
@@ -307,6 +308,14 @@ class Run:
             if token != right_token(prefix):
                 raise Wrong(f"{name}: token {i} is out of order")
             prefix = self._prefixes.extend(prefix, token)
+
+    def _check_stored(self, result: StepResult) -> None:
+        """A connector commits nothing of what has been computed until a failed load is told."""
+        if result.report.failed_recving or result.report.invalid_block_ids:
+            for _, later in self._steps:
+                later.stored.clear()
+        elif any(state != right for state, right in result.stored):
+            raise Wrong("a state is offered for storing that is another's")
 
     def _check_end(self) -> None:
         for request in self._plan.requests:

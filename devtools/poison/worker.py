@@ -56,6 +56,8 @@ class StepResult:
     sampled: dict[str, list[int]]
     report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
     num_loads: int = 0
+    stored: list[tuple[int, int]] = field(default_factory=list)
+    """The states that were offered for storing, and what they should be; none while a bad load is still to be told."""
 
 
 class Worker:
@@ -101,7 +103,8 @@ class Worker:
         self.memory.copy([(pair.src_block_id, pair.dst_block_id) for pair in step.kv_cache_block_copies or ()])
         self._update_requests(step)
         result = StepResult({})
-        loads = step.kv_connector_metadata.loads if step.kv_connector_metadata else []
+        orders = step.kv_connector_metadata
+        loads = orders.loads if orders else []
         copies, is_sync = self._state_copies(step), step.has_sync_kv_loads
         if is_sync and COPIES_AFTER_LOADS:
             self._start(loads, result)
@@ -116,6 +119,9 @@ class Worker:
         if not is_sync:
             self._start(loads, result)
         self._advance_loads(result)
+        if orders and not self._untold:
+            chains = [(block, self._prefixes.chain(tokens)) for block, tokens in orders.offers]
+            result.stored = [(self.memory.state(block), chain[-1]) for block, chain in chains]
         return result
 
     def _update_requests(self, step: SchedulerOutput) -> None:

@@ -7,6 +7,7 @@
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
 from devtools import poison_fuzz
 from devtools.poison import worker
@@ -94,7 +95,20 @@ def test_the_oracle_notices_requests_that_go_on_with_what_a_failed_load_left(mon
 @pytest.mark.parametrize("name", ["hybrid-sync-drafts-block", "hybrid-sync-drafts-below"])
 def test_the_oracle_notices_a_state_that_accepted_drafts_have_passed_and_nobody_kept(name, monkeypatch):
     monkeypatch.setattr(Worker, "_keep_boundary", lambda *arguments: None)
-    assert any("poison" in problem for problem in wrong_seeds(name, range(20)).values())
+    assert any("offered" in problem for problem in wrong_seeds(name, range(20)).values())
+
+
+def test_the_oracle_notices_a_state_that_is_offered_when_its_block_is_another_request_s(monkeypatch):
+    free = MambaManager.pop_blocks_for_free
+
+    def free_and_offer(self, request_id):
+        offers = self._pending_boundary_state_offloads
+        blocks = free(self, request_id)
+        self._pending_boundary_state_offloads = offers
+        return blocks
+
+    monkeypatch.setattr(MambaManager, "pop_blocks_for_free", free_and_offer)
+    assert any("offered" in problem for problem in wrong_seeds("hybrid-async-window-block", range(2)).values())
 
 
 def test_the_oracle_notices_blocks_that_are_never_freed(monkeypatch):

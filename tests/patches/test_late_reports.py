@@ -82,3 +82,12 @@ def test_a_block_that_is_only_to_be_computed_or_that_nobody_holds_is_no_reason(n
     free = scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()[0].block_id
     assert step(scheduler, frozenset({free}))[1] == []
     assert step(scheduler)[0] == {"first": 1, "second": 1, "other": 1}
+
+
+@pytest.mark.parametrize(("runner_counts", "kept"), [(False, BLOCK), (True, 0)], ids=["V1", "V2"])
+def test_one_request_of_attention_alone_keeps_what_precedes_unless_the_runner_counts_its_tokens(runner_counts, kept):
+    scheduler, _ = started(0, False)
+    scheduler.use_v2_model_runner = runner_counts
+    step(scheduler, block_of(scheduler, "other", 1))
+    assert scheduler.requests["other"].num_computed_tokens == kept
+    assert [request.request_id for request in scheduler.waiting] == (["other"] if runner_counts else [])
