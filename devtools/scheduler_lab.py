@@ -124,7 +124,7 @@ def make_scheduler(settings: LabSettings) -> Scheduler:
             max_model_len=settings.max_context,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=settings.is_asynchronous,
+            async_scheduling=settings.is_asynchronous and not settings.num_drafts,
             policy=settings.policy,
             long_prefill_token_threshold=settings.longest_prefill,
             watermark=0.0,
@@ -133,7 +133,7 @@ def make_scheduler(settings: LabSettings) -> Scheduler:
         speculative_config=SpeculativeConfig(method="ngram", **drafts) if settings.num_drafts else None,
     )
     config.parallel_config.decode_context_parallel_size = settings.num_context_ranks
-    # The platform of this machine may have changed these.
+    # The platform of this machine may have changed these, and vLLM refuses asynchronous n-gram.
     config.scheduler_config.async_scheduling = settings.is_asynchronous
     cache_config.block_size = settings.block_size
     cache_config.num_gpu_blocks = settings.num_blocks

@@ -65,6 +65,9 @@ class PoisonConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: dict[str, Request] = {}
         self._loads: list[Load] = []
 
+    def on_new_request(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
     @property
     def requires_kv_delivery(self) -> bool:
         return self.habits.keeps_delivery
@@ -74,7 +77,6 @@ class PoisonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         habits, dice = self.habits, self.habits.dice
-        self._requests[request.request_id] = request
         if dice.random() < habits.share_of_undecided:
             return None, False
         is_async = dice.random() < habits.share_of_async

@@ -238,6 +238,8 @@ class Run:
             result = self.worker.execute(step)
             self.verdict.num_failed_loads += len(result.report.failed_recving) + bool(result.report.invalid_block_ids)
             self._steps.append((step, result))
+            if self._plan.settings.is_asynchronous:
+                self.worker.propose(self._drafts_behind(result))
             scheduled = bool(step.num_scheduled_tokens)
             self._num_idle = 0 if scheduled or result.num_loads else self._num_idle + 1
             if len(self._steps) < most and (scheduled or self._scheduler.has_requests()):
@@ -249,14 +251,22 @@ class Run:
             self._note("update", result.sampled, report)
             self._check_stored(result)
             self._deliver(self._scheduler.update_from_output(step, runner_output(result.sampled, report)))
-            if num_drafts := self._plan.settings.num_drafts:
-                drafts = {name: self._drafts(name, num_drafts) for name, tokens in result.sampled.items() if tokens}
+            if not self._plan.settings.is_asynchronous:
+                drafts = self._drafts_behind(result)
                 self._scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
+    def _drafts_behind(self, result: StepResult) -> dict[str, list[int]]:
+        num_drafts = self._plan.settings.num_drafts
+        names = [name for name, tokens in result.sampled.items() if tokens and num_drafts]
+        return {name: self._drafts(name, num_drafts) for name in names}
+
     def _drafts(self, name: str, most: int) -> list[int]:
-        """Some that are right, and then, unless it stops there, some that are not."""
+        """Some that are right, then some that are not, unless it stops there; an asynchronous step has all."""
         right = self.worker.next_tokens(name, self._dice.randint(0, most))
-        return right + [right_token(0) + NUM_TOKENS] * self._dice.choice((0, most - len(right)))
+        num_wrong = most - len(right)
+        if not self._plan.settings.is_asynchronous:
+            num_wrong = self._dice.choice((0, num_wrong))
+        return right + [right_token(0) + NUM_TOKENS] * num_wrong
 
     def _abort(self) -> None:
         if self._dice.random() >= self._plan.share_of_aborts or not self._scheduler.requests:
@@ -361,7 +371,7 @@ COLUMNS = tuple(
     for groups in (0, 1)
     for is_async in (False, True)
     for kind in ("plain", "aborts", "few", "late", "window", "priorities", "checkpoints", "drafts")
-    if (groups or kind != "checkpoints") and not (is_async and kind == "drafts")
+    if groups or kind != "checkpoints"
     for below in ((False, True) if groups else (False,))
 )
 """With one group of attention vLLM's match unit is the block."""

@@ -45,6 +45,10 @@ class WorkerRequest:
     num_computed: int = 0
     num_accepted: int = 1
     """What the last step has sampled. The running state lies so many blocks less one behind the step's own block."""
+    num_rejected: int = 0
+    """Drafts of the last step. With asynchronous scheduling the next one is planned as if there were none."""
+    drafts: list[int] = field(default_factory=list)
+    """For the next step, which is planned before they are known."""
 
     @property
     def num_tokens(self) -> int:
@@ -113,6 +117,10 @@ class Worker:
             self._start(loads, result)
         for name, num_scheduled in step.num_scheduled_tokens.items():
             drafts = step.scheduled_spec_decode_tokens.get(name, [])
+            if self._is_async:
+                # A first step of one token is planned with drafts too. There are none: all are wrong.
+                proposed, self._requests[name].drafts = self._requests[name].drafts, []
+                drafts = (proposed or [NUM_TOKENS] * len(drafts))[: len(drafts)]
             result.sampled[name] = self._forward(self._requests[name], name, num_scheduled, drafts)
             if name in self._untold:
                 self._report_failure(*self._untold.pop(name), result.report)
@@ -137,6 +145,8 @@ class Worker:
             request = self._requests[name]
             resumed = name in cached.resumed_req_ids
             request.num_computed = cached.num_computed_tokens[i]
+            if self._is_async and not resumed and name in self._batch:
+                request.num_computed -= request.num_rejected
             num_outputs = cached.num_output_tokens[i]
             del request.outputs[num_outputs:]
             if self._is_async and num_outputs and (resumed or name not in self._batch):
@@ -168,6 +178,11 @@ class Worker:
                 request.num_accepted = 1
         return pairs
 
+    def propose(self, drafts: dict[str, list[int]]) -> None:
+        """For the next step, where that is planned before they are known."""
+        for name, of_request in drafts.items():
+            self._requests[name].drafts = of_request
+
     def next_tokens(self, name: str, number: int) -> list[int]:
         """What the model will say, if nothing goes wrong."""
         request = self._requests[name]
@@ -198,14 +213,14 @@ class Worker:
                 self.memory.write_state(block, POISON if wrong else chain[known + more])
         if self._checkpoint_unit:
             self._keep_checkpoint(request, chain, start, wrong)
-        request.num_accepted = 1
+        request.num_accepted, request.num_rejected = 1, 0
         if known < request.num_tokens:
             return []
         sampled = [POISONED_TOKEN if wrong else right_token(chain[known])]
         while len(sampled) <= len(drafts) and drafts[len(sampled) - 1] == sampled[-1]:
             sampled.append(right_token(chain[known + len(sampled)]))
         request.outputs += sampled
-        request.num_accepted = len(sampled)
+        request.num_accepted, request.num_rejected = len(sampled), len(drafts) + 1 - len(sampled)
         self._keep_boundary(request, known, index)
         return sampled
 

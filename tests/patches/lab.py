@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.v1.core.kv_cache_utils import get_group_id
 
+from devtools.poison.seed import Column, run_seed
 from tests.engine.states import FLOAT32
 
 N = FLOAT32.block_size
@@ -343,6 +344,13 @@ def error_of(action: Callable[[], Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}".strip()
     return ""
+
+
+def conclude_of_seeds(column: Column) -> None:
+    """Ends a reproduction that is random schedules, with an oracle for a worker: 100 seeds of the poison fuzz, of which
+    some offer the connector a state that is another's."""
+    problems = {seed: problem for seed in range(100) if (problem := run_seed(seed, column).problem)}
+    conclude(any("offered" in problem for problem in problems.values()), not problems, problems=problems)
 
 
 def conclude(symptom: bool, healthy: bool, **seen: Any) -> None:
