@@ -65,6 +65,11 @@ def run(arguments: argparse.Namespace, columns: Sequence[Column]) -> int:
     return 1 if num_wrong else 0
 
 
+def _means(part: str, column: Column) -> bool:
+    """A column's whole name is no part of another's."""
+    return part == column.name if part in BY_NAME else part in column.name
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Random requests, budgets, aborts, preemptions and failed loads on vLLM's real scheduler. An "
@@ -84,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="with --seed: each step of it")
     arguments = parser.parse_args(argv)
     wanted = arguments.column or [""]
-    columns = [column for column in COLUMNS if any(part in column.name for part in wanted)]
+    columns = [column for column in COLUMNS if any(_means(part, column) for part in wanted)]
     if not columns or (arguments.seed is not None and len(columns) != 1):
         parser.error(
             f"--column: allowed are (parts of) {', '.join(BY_NAME)}; --seed wants one, such as {COLUMNS[0].name}"

@@ -68,6 +68,8 @@ class LabSettings:
     max_requests: int = 64
     max_context: int = 65536
     is_asynchronous: bool = False
+    is_v2: bool = False
+    """The V2 model runner does what is planned."""
     retention_interval: int | None = 0
     policy: Literal["fcfs", "priority"] = "fcfs"
     longest_prefill: int = 0
@@ -140,7 +142,7 @@ def make_scheduler(settings: LabSettings) -> Scheduler:
     cache_config.mamba_cache_mode = "align" if settings.num_state_groups else "none"
     cache_config.prefix_cache_retention_interval = settings.retention_interval
     kind = AsyncScheduler if settings.is_asynchronous else Scheduler
-    return kind(
+    scheduler = kind(
         vllm_config=config,
         kv_cache_config=_kv_cache_config(settings),
         structured_output_manager=StructuredOutputManager(config),
@@ -148,6 +150,8 @@ def make_scheduler(settings: LabSettings) -> Scheduler:
         hash_block_size=settings.match_unit or settings.block_size,
         log_stats=True,
     )
+    scheduler.use_v2_model_runner = settings.is_v2
+    return scheduler
 
 
 def make_request(

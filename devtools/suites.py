@@ -79,7 +79,7 @@ OTHERS = (
         (("tools.tiny_model", _ADAPTED), ("tests.engine.adapter_churn", _ADAPTED, "--steps", "80")),
         has_tests=False,
     ),
-    Suite("poison", (("devtools.poison_fuzz", "--seeds", "1000", "--jobs", "2"),), has_tests=False),
+    Suite("poison", (("devtools.poison_fuzz", "--seeds", "500", "--jobs", "2"),), has_tests=False),
     Suite("dashboards"),
     Suite("compiled"),
 )

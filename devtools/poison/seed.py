@@ -41,6 +41,8 @@ class Column:
     "checkpoints": a prompt's last pass also keeps the state at its last match unit. Some steps verify a draft."""
     below_block: bool
     """The match unit is smaller than the block."""
+    is_v2: bool = False
+    """With the V2 model runner."""
 
     @property
     def name(self) -> str:
@@ -50,6 +52,7 @@ class Column:
                 "async" if self.is_async else "sync",
                 self.kind,
                 "below" if self.below_block else "block",
+                *(["V2"] if self.is_v2 else []),
             )
         )
 
@@ -127,6 +130,7 @@ def make_plan(seed: int, column: Column, may_fail: bool) -> Plan:
         max_requests=dice.randint(2, 8),
         max_context=MAX_CONTEXT,
         is_asynchronous=column.is_async,
+        is_v2=column.is_v2,
         retention_interval=dice.choice((0, None)),
         policy="priority" if has_priorities else "fcfs",
         longest_prefill=dice.choice((2, 3)) * BLOCK if has_priorities else 0,
@@ -194,6 +198,7 @@ class Run:
             column.kind == "late",
             2 * BLOCK if plan.settings.has_window else 0,
             plan.habits.unit if plan.settings.keeps_checkpoints else 0,
+            column.is_v2,
         )
         self.verdict = Verdict()
         self._steps: deque[tuple[SchedulerOutput, StepResult]] = deque()
@@ -367,7 +372,8 @@ def run_seed(seed: int, column: Column, may_fail: bool = True, verbose: bool = F
 
 
 COLUMNS = tuple(
-    Column(groups, is_async, kind, below)
+    Column(groups, is_async, kind, below, is_v2)
+    for is_v2 in (False, True)
     for groups in (0, 1)
     for is_async in (False, True)
     for kind in ("plain", "aborts", "few", "late", "window", "priorities", "checkpoints", "drafts")

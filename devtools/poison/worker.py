@@ -10,7 +10,6 @@ import inspect
 import random
 import sys
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from vllm.model_executor.layers.mamba.checkpoint import (
@@ -18,7 +17,7 @@ from vllm.model_executor.layers.mamba.checkpoint import (
     compute_mamba_prefill_checkpoints,
 )
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import mamba_utils
 
@@ -75,9 +74,11 @@ class Worker:
         tells_late: bool = False,
         window: int = 0,
         checkpoint_unit: int = 0,
+        is_v2: bool = False,
     ) -> None:
         """``window``: tokens that each token of one more group attends to, itself among them; 0: no such group.
-        ``checkpoint_unit``: the match unit where prefills keep checkpoints."""
+        ``checkpoint_unit``: the match unit where prefills keep checkpoints. ``is_v2``: it counts computed tokens
+        itself, as the V2 model runner does, and hears of the scheduler's count with a request alone."""
         self._prefixes = prefixes
         self._size = block_size
         self._state_groups = range(1, 1 + num_state_groups)
@@ -85,6 +86,7 @@ class Worker:
         """Of each group of attention: how many tokens before its own a token reads."""
         self._checkpoint_unit = checkpoint_unit
         self._is_async = is_async
+        self._is_v2 = is_v2
         self._reports_blocks = reports_blocks
         self._tells_late = tells_late
         self._untold: dict[str, tuple[Load, set[int]]] = {}
@@ -135,7 +137,7 @@ class Worker:
     def _update_requests(self, step: SchedulerOutput) -> None:
         for new in step.scheduled_new_reqs:
             self._requests[new.req_id] = WorkerRequest(
-                list(new.prompt_token_ids or ()),
+                list(new.prefill_token_ids or new.prompt_token_ids or ()),
                 [],
                 tuple(list(ids) for ids in new.block_ids),
                 new.num_computed_tokens,
@@ -143,22 +145,24 @@ class Worker:
         cached = step.scheduled_cached_reqs
         for i, name in enumerate(cached.req_ids):
             request = self._requests[name]
-            resumed = name in cached.resumed_req_ids
-            request.num_computed = cached.num_computed_tokens[i]
-            if self._is_async and not resumed and name in self._batch:
-                request.num_computed -= request.num_rejected
-            num_outputs = cached.num_output_tokens[i]
-            del request.outputs[num_outputs:]
-            if self._is_async and num_outputs and (resumed or name not in self._batch):
-                request.outputs = list(cached.all_token_ids[name][-num_outputs:])
-            new_blocks: Any = cached.new_block_ids[i]
-            if resumed:
-                request.num_accepted = 1
-                request.blocks = tuple(list(ids) for ids in new_blocks)
-            elif new_blocks is not None:
-                for ids, more in zip(request.blocks, new_blocks, strict=True):
-                    ids.extend(more)
+            if not self._is_v2:
+                self._follow_scheduler(request, name, cached, i)
+            for ids, more in zip(request.blocks, cached.new_block_ids[i] or (), strict=False):
+                ids.extend(more)
         self._batch = set(step.num_scheduled_tokens)
+
+    def _follow_scheduler(self, request: WorkerRequest, name: str, cached: CachedRequestData, i: int) -> None:
+        resumed = name in cached.resumed_req_ids
+        request.num_computed = cached.num_computed_tokens[i]
+        if self._is_async and not resumed and name in self._batch:
+            request.num_computed -= request.num_rejected
+        num_outputs = cached.num_output_tokens[i]
+        del request.outputs[num_outputs:]
+        if self._is_async and num_outputs and (resumed or name not in self._batch):
+            request.outputs = list(cached.all_token_ids[name][-num_outputs:])
+        if resumed:
+            request.num_accepted = 1
+            request.blocks = tuple([] for _ in request.blocks)
 
     def _state_copies(self, step: SchedulerOutput) -> list[tuple[int, int]]:
         """``preprocess_mamba``: the running state goes to the block in which the step ends."""
@@ -213,7 +217,7 @@ class Worker:
                 self.memory.write_state(block, POISON if wrong else chain[known + more])
         if self._checkpoint_unit:
             self._keep_checkpoint(request, chain, start, wrong)
-        request.num_accepted, request.num_rejected = 1, 0
+        request.num_computed, request.num_accepted, request.num_rejected = end, 1, 0
         if known < request.num_tokens:
             return []
         sampled = [POISONED_TOKEN if wrong else right_token(chain[known])]
@@ -221,6 +225,7 @@ class Worker:
             sampled.append(right_token(chain[known + len(sampled)]))
         request.outputs += sampled
         request.num_accepted, request.num_rejected = len(sampled), len(drafts) + 1 - len(sampled)
+        request.num_computed -= request.num_rejected
         self._keep_boundary(request, known, index)
         return sampled
 
