@@ -325,8 +325,8 @@ class Run:
             prefix = self._prefixes.extend(prefix, token)
 
     def _check_stored(self, result: StepResult) -> None:
-        """A connector commits nothing of what has been computed until a failed load is told."""
-        if result.report.failed_recving or result.report.invalid_block_ids:
+        """A connector commits nothing until a step is taken in, and drops it all where a step has used a bad load."""
+        if result.has_used_bad_load:
             for _, later in self._steps:
                 later.stored.clear()
         elif any(state != right for state, right in result.stored):

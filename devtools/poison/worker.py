@@ -61,6 +61,8 @@ class StepResult:
     num_loads: int = 0
     stored: list[tuple[int, int]] = field(default_factory=list)
     """The states that were offered for storing, and what they should be; none while a bad load is still to be told."""
+    has_used_bad_load: bool = False
+    """What is computed with it may be wrong: of a synchronous load, or of one that is told late."""
 
 
 class Worker:
@@ -125,6 +127,7 @@ class Worker:
                 drafts = (proposed or [NUM_TOKENS] * len(drafts))[: len(drafts)]
             result.sampled[name] = self._forward(self._requests[name], name, num_scheduled, drafts)
             if name in self._untold:
+                result.has_used_bad_load = True
                 self._report_failure(*self._untold.pop(name), result.report)
         if not is_sync:
             self._start(loads, result)
@@ -145,6 +148,8 @@ class Worker:
         cached = step.scheduled_cached_reqs
         for i, name in enumerate(cached.req_ids):
             request = self._requests[name]
+            if name not in self._batch:
+                request.drafts = []
             if not self._is_v2:
                 self._follow_scheduler(request, name, cached, i)
             for ids, more in zip(request.blocks, cached.new_block_ids[i] or (), strict=False):
@@ -281,6 +286,7 @@ class Worker:
             else:
                 result.num_loads += 1
                 bad = self._write(load)
+                result.has_used_bad_load |= bool(bad)
                 self._report(load, bad, result.report)
 
     def _advance_loads(self, result: StepResult) -> None:

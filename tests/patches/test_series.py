@@ -33,7 +33,9 @@ def test_the_patches_are_numbered_in_their_order_and_all_are_listed():
 
 @pytest.mark.parametrize("name", SERIES.patches)
 def test_a_header_says_why_the_patch_exists_and_when_it_goes(name):
-    fields = fields_of(text_of(name).encode())
+    header = text_of(name).partition("\ndiff --git ")[0]
+    assert [line for line in header.splitlines() if line and not re.match(r"[A-Z][A-Za-z-]*:| ", line)] == []
+    fields = fields_of(header.encode())
     assert [field for field in FIELDS if not fields.get(field, "").strip()] == []
     assert "Symptom:" in fields["Description"]
     datetime.date.fromisoformat(fields["Last-Update"])

@@ -83,8 +83,8 @@ class StorePlanner:
         stored.
 
         Decode steps round otherwise than a prefill. The next turn prefills the answer and stores it then. A model with
-        states loses no hit: vLLM offers none of the states that decode steps go through. The next turn begins at the
-        prompt's last state in any case.
+        states loses no hit: unless it is told to, vLLM offers none of the states that decode steps go through. The next
+        turn begins at the prompt's last state in any case.
         """
         return tracked.request.num_tokens if self._stores_decoded_tokens else tracked.num_prompt_tokens
 

@@ -7,7 +7,7 @@ The worker is an oracle without a model: a CPU keeps no checkpoints.
 from devtools.poison.seed import Column
 from tests.patches.lab import conclude_of_seeds
 
-SYMPTOM = "a prompt goes on from a checkpoint that was written over its running state"
+SYMPTOM = "a checkpoint is written over the running state, which is cached and offered"
 COLUMN = Column(num_state_groups=1, is_async=False, kind="checkpoints", below_block=False)
 
 
