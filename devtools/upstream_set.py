@@ -78,6 +78,7 @@ _SHARED = (
     "the poison fuzz shows wrong tokens of that, so both start anew"
 )
 _WHOLE = "patch 0002: its connector loads the whole prompt of a model with states, which applies the last token twice"
+_EARLIER = "patch 0032: the connector hears of preemptions before pre_forward, which no longer tells it"
 KNOWN = {
     "tests.v1.core.test_scheduler::test_delayed_kv_connector_free_keeps_scheduler_active": "patch 0003: it puts a "
     "finished request into the scheduler by hand, past the place that notes what the request waits for",
@@ -97,6 +98,10 @@ KNOWN = {
     "::test_async_load_does_not_double_reserve_mamba_spec_blocks[none-128-18]": _WHOLE,
     f"{UNIT.replace('/', '.')}.test_remote_prefill_lifecycle"
     "::test_async_load_does_not_double_reserve_mamba_spec_blocks[align-16-18]": _WHOLE,
+    **{
+        f"tests.v1.worker.test_gpu_kv_connector::test_{name}": _EARLIER
+        for name in ("load_start_phase[False]", "load_start_phase[True]", "no_forward_starts_deferred_load_once")
+    },
 }
 """Tests that the series makes fail, and why that is meant."""
 REQUIREMENTS = (
