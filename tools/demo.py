@@ -185,7 +185,7 @@ class Demo:
         expected = {source: geometry.restored_bytes(expected_tokens)} if source else {}
         loaded = {name: num_bytes for name, num_bytes in row.loaded_bytes.items() if num_bytes}
         if not row.completion.same_as(cold.completion):
-            return f"the output of {row.request!r} differs from the cold run's"
+            return f"the output of {row.request!r} differs from the cold run's: {_difference(row, cold)}"
         if row.completion.num_cached_tokens != expected_tokens:
             return f"{row.request!r} restored {row.completion.num_cached_tokens} tokens and not {expected_tokens}"
         if source and not (geometry.token_bytes > 0 and geometry.state_bytes > 0):
@@ -193,6 +193,16 @@ class Demo:
         if loaded != expected:
             return f"for {row.request!r} the workers loaded {loaded or 'nothing'} bytes and not {expected or 'nothing'}"
         return ""
+
+
+def _difference(row: Row, cold: Row) -> str:
+    """The first token that is another, or has another logprob (NaN is never equal)."""
+    own, expected = row.completion, cold.completion
+    tokens = zip(own.token_ids, own.logprobs, expected.token_ids, expected.logprobs, strict=False)
+    for i, (token, logprob, expected_token, expected_logprob) in enumerate(tokens):
+        if token != expected_token or logprob != expected_logprob:
+            return f"token {i + 1} is {token} (logprob {logprob}) and not {expected_token} ({expected_logprob})"
+    return f"{len(own.token_ids)} tokens and not {len(expected.token_ids)}"
 
 
 def show(rows: Sequence[Row], console: Console) -> None:

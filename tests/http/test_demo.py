@@ -88,8 +88,8 @@ def _with_completion(**changes: object) -> Callable[[Row], Row]:
 @pytest.mark.parametrize(
     ("position", "change", "words"),
     [
-        (1, _with_completion(token_ids=[1, 3]), "the output of 'again' differs"),
-        (2, _with_completion(logprobs=[-0.5, -1.0000001]), "the output of 'new server' differs"),
+        (1, _with_completion(token_ids=[1, 3]), "the output of 'again' differs from the cold run's: token 2 is 3 "),
+        (2, _with_completion(logprobs=[-0.5, -1.0000001]), "token 2 is 2 (logprob -1.0000001) and not 2 (-1.0)"),
         (2, _with_completion(logprobs=[-0.5, float("nan")]), "the output of 'new server' differs"),
         (1, _with_completion(num_cached_tokens=RESTORABLE - 64), f"restored {RESTORABLE - 64} tokens"),
         (0, _with_completion(num_cached_tokens=64), "'cold' restored 64 tokens and not 0"),
