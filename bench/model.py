@@ -33,12 +33,12 @@ def geometry(target_bytes: int | None = None) -> Geometry:
     return Geometry.build([attention, *states], MATCH_UNIT, "auto", target_bytes)
 
 
-def kv_cache(num_blocks: int) -> dict[int, GroupTensors]:
-    """Warm tensors: as in vLLM, the groups' i-th layers share one buffer of pages."""
+def kv_cache(num_blocks: int, layout: str = "column_keys") -> dict[int, GroupTensors]:
+    """Warm tensors: as in vLLM, the groups' i-th layers share one buffer of pages. ``layout`` names a page map."""
     page_bytes = BLOCK_TOKENS * TOKEN_BYTES // LAYERS_A_GROUP
     buffers = [torch.randint(0, 256, (num_blocks, page_bytes), dtype=torch.uint8) for _ in range(LAYERS_A_GROUP)]
     shape = (num_blocks, NUM_HEADS, BLOCK_TOKENS, 2 * HEAD_SIZE)
-    page_map = next(page_map for page_map in known_page_maps(BLOCK_TOKENS, HEAD_SIZE) if page_map.name == "column_keys")
+    page_map = next(page_map for page_map in known_page_maps(BLOCK_TOKENS, HEAD_SIZE) if page_map.name == layout)
     attention = GroupTensors(tuple(buffer.view(torch.bfloat16).view(shape) for buffer in buffers), page_map)
     states = GroupTensors(tuple(buffer[:, :STATE_BYTES] for buffer in buffers))
     return {0: attention} | {1 + place: states for place in range(STATE_GROUPS)}

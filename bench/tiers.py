@@ -62,13 +62,20 @@ def bench_cpu(blocks: int, rounds: int) -> list[Row]:
     num_units = sum(units_needed(planned.num_bytes, unit_bytes) for planned in chunks + snapshots)
     tier = CpuTierManager(num_units, unit_bytes, world_size=1)
     num_blocks = max(blocks, model.STATE_GROUPS)
-    driver = Driver(CpuTierWorker(num_units, unit_bytes), CpuTransfer(model.kv_cache(num_blocks)))
+    pool = CpuTierWorker(num_units, unit_bytes)
+    chunk = f"chunks of {geometry.chunk_size} tokens"
     kinds = (
-        (f"chunks of {geometry.chunk_size} tokens, {blocks} whole blocks at once", chunks, len(chunks)),
-        (f"chunks of {geometry.chunk_size} tokens, one at a time", chunks, 1),
-        (f"snapshots of {snapshots[0].num_bytes / 1e6:.0f} MB, one at a time", snapshots, 1),
+        (f"{chunk}, {blocks} whole blocks at once", "column_keys", chunks, len(chunks)),
+        (f"{chunk}, one at a time", "column_keys", chunks, 1),
+        (f"{chunk}, {blocks} whole blocks of AMX's tiles at once", "amx_tiles", chunks, len(chunks)),
+        (f"{chunk}, in AMX's tiles, one at a time", "amx_tiles", chunks, 1),
+        (f"snapshots of {snapshots[0].num_bytes / 1e6:.0f} MB, one at a time", "column_keys", snapshots, 1),
     )
-    return [_cpu_row(what, objects, at_once, tier, driver, num_blocks, rounds) for what, objects, at_once in kinds]
+    rows = []
+    for what, layout, objects, at_once in kinds:
+        driver = Driver(pool, CpuTransfer(model.kv_cache(num_blocks, layout)))
+        rows.append(_cpu_row(what, objects, at_once, tier, driver, num_blocks, rounds))
+    return rows
 
 
 def _cpu_row(

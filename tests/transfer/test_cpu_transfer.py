@@ -13,7 +13,7 @@ from tests.transfer.objects import chunks, objects, spans
 from vllm_overlay.tiers.memory import HostBuffer, HostPool, units_needed
 from vllm_overlay.transfer import cpu_kernels
 from vllm_overlay.transfer.base import Placement, Span
-from vllm_overlay.transfer.cpu import CpuTransfer
+from vllm_overlay.transfer.cpu import CpuTransfer, _Part
 from vllm_overlay.transfer.group_tensors import GroupTensors
 from vllm_overlay.transfer.page_map import known_page_maps
 
@@ -82,17 +82,25 @@ def test_zero_clears_a_span_and_nothing_else(data: st.DataObject) -> None:
     assert all((a == b).all() for a, b in zip(expected, naive.snapshot_of(case.groups), strict=True))
 
 
-def real_case(padding: int) -> Case:
+def real_case(padding: int, layout: str = "column_keys") -> Case:
     """Qwen3.5-35B-A3B's attention but for the number of layers."""
     layers = tuple(naive.padded((2, 1056, 512), torch.bfloat16, padding) for _ in range(2))
-    page_map = known_page_maps(1056, 256)[0]
+    (page_map,) = [one for one in known_page_maps(1056, 256) if one.name == layout]
     return Case({0: GroupTensors(layers, page_map), 1: GroupTensors(layers)}, 48, 1056)
 
 
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiled copies know they copy."""
+    monkeypatch.delattr(_Part, "_copy_strided")
+
+
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("layout", ["column_keys", "amx_tiles"])
 @pytest.mark.parametrize("padding", [0, 32, 8])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_real_geometry_is_moved_bit_for_bit(padding: int, first: int) -> None:
-    case = real_case(padding)
+def test_a_real_geometry_is_moved_bit_for_bit(padding: int, first: int, layout: str) -> None:
+    case = real_case(padding, layout)
     placements = [Placement(spans=(Span(0, block, at * 48, 48),)) for block in (2, 0) for at in range(first, 22)]
     num_bytes = 48 * case.attention.token_bytes
     pool = naive.random_pool(len(placements), num_bytes, seed=6)
@@ -102,15 +110,18 @@ def test_a_real_geometry_is_moved_bit_for_bit(padding: int, first: int) -> None:
 
 
 def test_everything_is_compiled_by_construction(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = (cpu_kernels.copy_rows, cpu_kernels.gather_columns, cpu_kernels.scatter_columns, cpu_kernels.copy_bytes)
-    cpu_kernels.prepare()
-    test_a_real_geometry_is_moved_bit_for_bit(padding=0, first=0)
+    compiled = [function for function in vars(cpu_kernels).values() if hasattr(function, "signatures")]
+    compiled = [function for function in compiled if function.py_func.__name__[0] != "_"]
+    cpu_kernels.prepare(has_tiles=True)
+    for layout in ("column_keys", "amx_tiles"):
+        test_a_real_geometry_is_moved_bit_for_bit(padding=0, first=0, layout=layout)
     test_a_snapshot_with_a_tail_is_moved_bit_for_bit()
-    assert [len(function.signatures) for function in compiled] == [1, 1, 1, 1]
+    assert [len(function.signatures) for function in compiled] == [1] * 6
     calls: list[bool] = []
-    monkeypatch.setattr(cpu_kernels, "prepare", lambda: calls.append(True))
-    CpuTransfer({})
-    assert calls
+    monkeypatch.setattr(cpu_kernels, "prepare", calls.append)
+    for layout in ("column_keys", "amx_tiles"):
+        CpuTransfer(real_case(0, layout).groups)
+    assert calls == [False, True]
 
 
 def test_a_snapshot_with_a_tail_is_moved_bit_for_bit() -> None:

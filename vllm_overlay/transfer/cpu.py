@@ -32,7 +32,6 @@ class CpuTransfer(KVTransfer):
     """Copies on the calling thread. Chunks go in runs, so that whole blocks move in one call."""
 
     def __init__(self, groups: Mapping[int, GroupTensors]) -> None:
-        cpu_kernels.prepare()
         self._groups = groups
         self._handles = itertools.count(1)
         self._finished: list[FinishedCopy] = []
@@ -43,6 +42,7 @@ class CpuTransfer(KVTransfer):
             for group_id, group in groups.items()
             if group.page_map is not None
         }
+        cpu_kernels.prepare(any(part.has_tiles for parts in self._parts.values() for part in parts))
 
     def gather(self, placements: Sequence[Placement], buffers: Sequence[HostBuffer]) -> Handle:
         return self._finish(partial(self._copy, placements, buffers, to_host=True))
@@ -135,18 +135,22 @@ class _Part:
         sample = views[0]
         self._views = views
         self._place, self._num_parts = place, num_parts
-        _, groups, unit, self._num_heads, *content = sample.shape
-        self._block_size = groups * unit
+        _, groups, self._unit, self._num_heads, *content = sample.shape
+        self._block_size = groups * self._unit
         self._head_size = content[0] * content[1]
         self._dtype, element_bytes = sample.dtype, sample.element_size()
         self._head_bytes = self._head_size * element_bytes
         self._pages = np.array([view.data_ptr() for view in views], dtype=np.int64)
         steps = [stride * element_bytes for stride in sample.stride()]
-        self._block_step, self._token_step, _, self._head_step, self._dim_step, _ = steps
+        self._block_step, self._group_step, token_step, self._head_step, self._dim_step, inner_step = steps
         alike = all((view.shape, view.stride()) == (sample.shape, sample.stride()) for view in views)
-        plain = alike and unit == content[1] == 1
+        plain = alike and self._unit == content[1] == 1
         self._has_rows = plain and self._dim_step == element_bytes and cpu_kernels.can_copy_rows(self._head_bytes)
-        self._has_columns = plain and self._token_step == element_bytes == 2
+        self._has_columns = plain and self._group_step == element_bytes == 2
+        inner = element_bytes, self._unit, content[1], token_step, inner_step
+        self._has_key_tiles = alike and inner == (2, 16, 2, 4, 2) and self._dim_step == cpu_kernels.LINE
+        self._has_value_tiles = alike and inner == (2, 2, 16, 2, 4) and self._group_step == cpu_kernels.LINE
+        self.has_tiles = self._has_key_tiles or self._has_value_tiles
 
     def zero(self, span: Span) -> None:
         """Clear the span in all layers."""
@@ -159,10 +163,16 @@ class _Part:
         span = run.span
         self._check(run, len(layers))
         if self._has_rows:
-            cpu_kernels.copy_rows(*self._places(run, layers, self._token_step), to_host)
-        elif self._has_columns and cpu_kernels.can_transpose(self._head_size, span.offset, span.num_tokens):
+            cpu_kernels.copy_rows(*self._places(run, layers, self._group_step), to_host)
+        elif not cpu_kernels.can_transpose(self._head_size, span.offset, span.num_tokens):
+            self._copy_strided(run, layers, to_host)
+        elif self._has_columns:
             kernel = cpu_kernels.gather_columns if to_host else cpu_kernels.scatter_columns
             kernel(*self._places(run, layers, self._dim_step))
+        elif self._has_key_tiles:
+            cpu_kernels.copy_key_tiles(*self._places(run, layers, self._group_step), to_host)
+        elif self._has_value_tiles:
+            cpu_kernels.copy_value_tiles(*self._places(run, layers, self._dim_step), to_host)
         else:
             self._copy_strided(run, layers, to_host)
 
@@ -182,7 +192,7 @@ class _Part:
         slab_bytes = span.num_tokens * self._num_heads * self._head_bytes
         return (
             self._pages[layers.start : layers.stop],
-            span.block_id * self._block_step + span.offset * self._token_step,
+            span.block_id * self._block_step + span.offset // self._unit * self._group_step,
             page_step,
             self._head_step,
             array.ctypes.data + self._place * slab_bytes,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled copies between pages and canonical rows, where torch's strided copy is several times slower than memory.
 
-A page's keys may be column-major, [dimension][token]. The canonical order is [token][head][dimension]. Tiles of 16
-vectors are transposed in registers. Whole cache lines are streamed past the cache, so no line is read before it is
-overwritten. That saves a third of the memory traffic of a copy.
+A page's keys may be column-major, [dimension][token], or lie in the tiles of AMX. The canonical order is
+[token][head][dimension]. Tiles of 16 vectors are transposed in registers. Whole cache lines are streamed past the
+cache, so no line is read before it is overwritten. That saves a third of the memory traffic of a copy.
 
 All addresses, strides and sizes are in bytes unless they say tokens. Elements have 2 bytes. Callers keep the memory
 alive and check the shapes: ``can_transpose`` and ``can_copy_rows``.
@@ -71,8 +71,9 @@ def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     return rows
 
 
-def _tile(num_sources: int, stream: bool) -> Any:
-    """Transposes 16 rows from each source to 16 target rows, in which the sources' columns lie side by side.
+def _tile(num_sources: int, stream: bool, element_bits: int = 16) -> Any:
+    """Transposes 16 rows of 16 elements from each source to 16 target rows, in which the sources' columns lie side by
+    side.
 
     ``ahead`` is the way from each source row to what will be wanted soon.
     """
@@ -81,7 +82,7 @@ def _tile(num_sources: int, stream: bool) -> Any:
     def tile(_context, first, second, source_stride, ahead, target, target_stride):  # type: ignore[no-untyped-def]
         def codegen(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
             *sources, source_step, ahead, target, target_step = arguments
-            vector = ir.VectorType(ir.IntType(16), TILE)
+            vector = ir.VectorType(ir.IntType(element_bits), TILE)
             halves = []
             for source in sources[:num_sources]:
                 rows = []
@@ -100,6 +101,35 @@ def _tile(num_sources: int, stream: bool) -> Any:
         return types.void(*[types.intp] * 6), codegen
 
     return tile
+
+
+def _pair(is_split: bool, stream: bool) -> Any:
+    """Two lines of elements that take turns become one of the first and one of the second, or the reverse."""
+    together = [place + half for place in range(_LINE_ELEMENTS) for half in (0, _LINE_ELEMENTS)]
+    orders = [together[:_LINE_ELEMENTS], together[_LINE_ELEMENTS:]]
+    if is_split:
+        orders = [list(range(half, 2 * _LINE_ELEMENTS, 2)) for half in (0, 1)]
+
+    @intrinsic
+    def pair(_context, first, second, target, other):  # type: ignore[no-untyped-def]
+        def codegen(_context, builder, _signature, arguments):  # type: ignore[no-untyped-def]
+            vector = ir.VectorType(ir.IntType(16), _LINE_ELEMENTS)
+            lines = []
+            for source in arguments[:2]:
+                lines.append(builder.load(_at(builder, source, _INT64(0), vector), align=1))
+                _prefetch(builder, builder.add(source, _INT64(16 * LINE)))
+            for place, order in zip(arguments[2:], orders, strict=True):
+                _store(
+                    builder,
+                    _shuffle(builder, lines[0], lines[1], order),
+                    _at(builder, place, _INT64(0), vector),
+                    stream,
+                )
+            return _context.get_dummy_value()
+
+        return types.void(*[types.intp] * 4), codegen
+
+    return pair
 
 
 def _line(stream: bool) -> Any:
@@ -131,7 +161,10 @@ def _fence(_context):  # type: ignore[no-untyped-def]
 
 
 _half_tile, _stream_tile = _tile(1, stream=False), _tile(2, stream=True)
+_word_tile, _word_tile_stream = _tile(1, stream=False, element_bits=32), _tile(1, stream=True, element_bits=32)
 _line_copy, _line_stream = _line(stream=False), _line(stream=True)
+_split, _split_stream = _pair(is_split=True, stream=False), _pair(is_split=True, stream=True)
+_join, _join_stream = _pair(is_split=False, stream=False), _pair(is_split=False, stream=True)
 
 
 @_njit(inline="always")
@@ -232,6 +265,68 @@ def scatter_columns(  # type: ignore[no-untyped-def]
 
 
 @_njit(nogil=True)
+def copy_key_tiles(  # type: ignore[no-untyped-def]
+    pages, page_at, tile_step, head_step, host, slab_step, units, unit_step, num_tokens, num_heads, row_bytes, to_host
+):
+    """Copies between host memory and pages of AMX's keys; see ``copy_rows``.
+
+    16 tokens are a tile, ``tile_step`` before the next. It has a line for two dimensions: those of each token.
+    """
+    token_step = num_heads * row_bytes
+    for layer in range(len(pages)):
+        for chunk in range(len(units)):
+            page = pages[layer] + page_at + chunk * (num_tokens // TILE) * tile_step
+            slab = host + layer * slab_step + units[chunk] * unit_step
+            stream = _at_lines(slab, token_step, row_bytes) if to_host else _at_lines(page, tile_step, head_step)
+            for head in range(num_heads):
+                for tile in range(num_tokens // TILE):
+                    cells = page + tile * tile_step + head * head_step
+                    rows = slab + tile * TILE * token_step + head * row_bytes
+                    for at in range(0, row_bytes, LINE):
+                        if to_host and stream:
+                            _word_tile_stream(cells + at * TILE, 0, LINE, 16 * LINE, rows + at, token_step)
+                        elif to_host:
+                            _word_tile(cells + at * TILE, 0, LINE, 16 * LINE, rows + at, token_step)
+                        elif stream:
+                            _word_tile_stream(rows + at, 0, token_step, LINE, cells + at * TILE, LINE)
+                        else:
+                            _word_tile(rows + at, 0, token_step, LINE, cells + at * TILE, LINE)
+    _fence()
+
+
+@_njit(nogil=True)
+def copy_value_tiles(  # type: ignore[no-untyped-def]
+    pages, page_at, tile_step, head_step, host, slab_step, units, unit_step, num_tokens, num_heads, row_bytes, to_host
+):
+    """Copies between host memory and pages of AMX's values; see ``copy_rows``.
+
+    16 dimensions are a tile, ``tile_step`` before the next. It has a line for two tokens: those of each dimension.
+    """
+    token_step = num_heads * row_bytes
+    for layer in range(len(pages)):
+        for chunk in range(len(units)):
+            page = pages[layer] + page_at + chunk * (num_tokens // 2) * LINE
+            slab = host + layer * slab_step + units[chunk] * unit_step
+            stream = _at_lines(slab, token_step, row_bytes) if to_host else _at_lines(page, tile_step, head_step)
+            for head in range(num_heads):
+                for at in range(0, row_bytes, LINE):
+                    cells = page + head * head_step + at // (2 * TILE) * tile_step
+                    rows = slab + head * row_bytes + at
+                    for _ in range(num_tokens // 2):
+                        if to_host and stream:
+                            _split_stream(cells, cells + tile_step, rows, rows + token_step)
+                        elif to_host:
+                            _split(cells, cells + tile_step, rows, rows + token_step)
+                        elif stream:
+                            _join_stream(rows, rows + token_step, cells, cells + tile_step)
+                        else:
+                            _join(rows, rows + token_step, cells, cells + tile_step)
+                        cells += LINE
+                        rows += 2 * token_step
+    _fence()
+
+
+@_njit(nogil=True)
 def copy_bytes(source, target, num_bytes):  # type: ignore[no-untyped-def]
     """One contiguous copy; ``target`` and ``num_bytes`` must be multiples of a line."""
     for at in range(0, num_bytes, LINE):
@@ -239,11 +334,15 @@ def copy_bytes(source, target, num_bytes):  # type: ignore[no-untyped-def]
     _fence()
 
 
-def prepare() -> None:
-    """Compile everything now, rather than in the first request: a second or two, or less if it was kept."""
+def prepare(has_tiles: bool) -> None:
+    """Compile everything now, rather than in the first request: a second or two, or less if it was kept. What is for
+    the tiles of AMX only where there are any."""
     number, addresses = types.int64, types.int64[::1]
     columns = (addresses, number, number, number, number, number, addresses, *[number] * 4)
     copy_rows.compile((*columns, types.boolean))
     gather_columns.compile(columns)
     scatter_columns.compile(columns)
     copy_bytes.compile((number, number, number))
+    if has_tiles:
+        copy_key_tiles.compile((*columns, types.boolean))
+        copy_value_tiles.compile((*columns, types.boolean))
